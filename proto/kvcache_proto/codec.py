@@ -1,0 +1,44 @@
+"""Frames to messages and back: MessagePack, one reused encoder and one decoder a direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvcache_proto.errors import BadFrame
+from kvcache_proto.messages import DoorMessage, Reply, Request
+
+MAX_FRAME = 4 << 20  # MAX_HASHES of the longest hashes need 2.2 MiB
+MAX_DOOR_FRAME = 64 << 10
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+
+_request = msgspec.msgpack.Decoder(Request)
+_reply = msgspec.msgpack.Decoder(Reply)
+_door = msgspec.msgpack.Decoder(DoorMessage)
+
+
+def decode_request(frame: bytes | memoryview) -> Request:
+    """Return the request in `frame`. Raises BadFrame, or BadArgument for a value out of its bounds."""
+    return _decode(_request, frame, MAX_FRAME)
+
+
+def decode_reply(frame: bytes | memoryview) -> Reply:
+    """Return the reply in `frame`. Raises BadFrame."""
+    return _decode(_reply, frame, MAX_FRAME)
+
+
+def decode_door(frame: bytes | memoryview) -> DoorMessage:
+    """Return the door message in `frame`. Raises BadFrame."""
+    return _decode(_door, frame, MAX_DOOR_FRAME)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes | memoryview, limit: int) -> Any:
+    if len(frame) > limit:
+        raise BadFrame(f"frame of {len(frame)} bytes: at most {limit}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadFrame(str(error)) from None

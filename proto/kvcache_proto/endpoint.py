@@ -1,0 +1,57 @@
+"""Where the daemon is met: one path names the ZeroMQ socket and, beside it, the door."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from kvcache_proto.errors import ConfigError
+
+SCHEME = "ipc://"
+SOCKET_NAME = "kvcache/kvcache.sock"
+MAX_PATH = 100  # sun_path holds 108 bytes with its NUL
+
+
+def default_endpoint(environ: Mapping[str, str] | None = None, uid: int | None = None) -> str:
+    """Return the endpoint to use where none is given.
+
+    `KVCACHE_ENDPOINT`; else, for root, one below /run; else one below $XDG_RUNTIME_DIR, or below a folder of the user's
+    own in /tmp. Raises ConfigError where KVCACHE_ENDPOINT is unusable.
+    """
+    environ = os.environ if environ is None else environ
+    uid = os.getuid() if uid is None else uid
+    given = environ.get("KVCACHE_ENDPOINT")
+    if given:
+        return check_endpoint(given)
+    if uid == 0:
+        return f"{SCHEME}/run/{SOCKET_NAME}"
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return f"{SCHEME}{runtime.rstrip('/')}/{SOCKET_NAME}"
+    return f"{SCHEME}/tmp/kvcache-{uid}/kvcache.sock"
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Return `endpoint`. Raises ConfigError unless it is `ipc://` and an absolute path of at most MAX_PATH bytes."""
+    if not endpoint.startswith(SCHEME):
+        raise ConfigError(f"endpoint {endpoint!r}: only {SCHEME}/path/to/kvcache.sock, the daemon is on this host")
+    path = endpoint[len(SCHEME) :]
+    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise ConfigError(f"endpoint {endpoint!r}: {SCHEME} and the absolute path of a socket")
+    if max(len(os.fsencode(path)), len(os.fsencode(_door(path)))) > MAX_PATH:
+        raise ConfigError(f"endpoint {endpoint!r}: a path of at most {MAX_PATH} bytes, the kernel allows no more")
+    return endpoint
+
+
+def socket_path(endpoint: str) -> str:
+    """Return the path of the ZeroMQ socket. Raises ConfigError as `check_endpoint` does."""
+    return check_endpoint(endpoint)[len(SCHEME) :]
+
+
+def door_path(endpoint: str) -> str:
+    """Return the path of the door. Raises ConfigError as `check_endpoint` does."""
+    return _door(socket_path(endpoint))
+
+
+def _door(path: str) -> str:
+    return path.removesuffix(".sock") + ".door"

@@ -1,0 +1,182 @@
+"""The messages, in the order in which an engine meets them. PROTOCOL.md is the normative text.
+
+Every request over ZeroMQ begins with `id`, chosen by the client and repeated by the reply, and `token`, from the door.
+A field is never removed or reordered; a new one goes last and has a default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvcache_proto.types import NamespaceSpec, PoolGeometry
+
+PROTOCOL_VERSION = 1
+OLDEST_VERSION = 1
+
+
+# The door: one Hello, one Welcome or Error, then silence until one side ends.
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
+    version: int
+    engine: str
+    label: str = ""
+    client: str = ""
+
+
+class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
+    version: int
+    session: int
+    token: bytes
+    geometry: PoolGeometry
+    daemon: str = ""
+
+
+# Requests.
+
+
+class Attach(msgspec.Struct, tag="attach", array_like=True):
+    """Join a namespace as the writer and reader of `shards`; a scheduler joins with none.
+
+    `ceiling_bytes` bounds what this engine's saves may occupy; 0 is no bound.
+    """
+
+    id: int
+    token: bytes
+    spec: NamespaceSpec
+    shards: tuple[int, ...] = ()
+    ceiling_bytes: int = 0
+
+
+class Acquire(msgspec.Struct, tag="acquire", array_like=True):
+    """Ask for the longest cached prefix of `hashes`; with `pin`, under a lease."""
+
+    id: int
+    token: bytes
+    namespace: int
+    hashes: list[bytes]
+    group: int = 0
+    pin: bool = True
+
+
+class Release(msgspec.Struct, tag="release", array_like=True):
+    """End leases. It has no reply: an unknown lease is counted and ignored."""
+
+    id: int
+    token: bytes
+    leases: list[int]
+
+
+class Reserve(msgspec.Struct, tag="reserve", array_like=True):
+    """Ask to write a run of blocks, each the child of the one before; the first one's parent is `parent`."""
+
+    id: int
+    token: bytes
+    namespace: int
+    hashes: list[bytes]
+    parent: bytes | None = None
+    group: int = 0
+
+
+class Settle(msgspec.Struct, tag="settle", array_like=True):
+    """Say how `shards` of the granted blocks at `positions` of the run ended; no positions means all of them.
+
+    `outcome` is an Outcome. A writer settles its own shards; who reserved may settle any as NEVER_STARTED,
+    and must do so only while it has not handed the slots to the writers.
+    """
+
+    id: int
+    token: bytes
+    region: bytes
+    reservation: int
+    shards: tuple[int, ...]
+    outcome: int
+    positions: list[int] = []
+
+
+class Ping(msgspec.Struct, tag="ping", array_like=True):
+    id: int
+    token: bytes
+
+
+class Stats(msgspec.Struct, tag="stats", array_like=True):
+    id: int
+    token: bytes
+
+
+class Clear(msgspec.Struct, tag="clear", array_like=True):
+    """Forget every READY, unleased block; of one namespace, or of all where `namespace` is empty."""
+
+    id: int
+    token: bytes
+    namespace: str = ""
+
+
+# Replies.
+
+
+class Attached(msgspec.Struct, tag="attached", array_like=True):
+    id: int
+    namespace: int
+
+
+class Acquired(msgspec.Struct, tag="acquired", array_like=True):
+    """`hits` blocks from the first hash on, `slots` their references; `lease` is 0 where nothing is pinned.
+
+    `pending` blocks after them are being written by somebody now.
+    """
+
+    id: int
+    lease: int
+    hits: int
+    pending: int
+    slots: bytes
+
+
+class Reserved(msgspec.Struct, tag="reserved", array_like=True):
+    """`answers` has a Refusal a hash; `slots` has the references of the granted ones, in order.
+
+    `reservation` is 0 where nothing was granted.
+    """
+
+    id: int
+    reservation: int
+    answers: bytes
+    slots: bytes
+
+
+class Settled(msgspec.Struct, tag="settled", array_like=True):
+    """A Verdict a settled block, in the order of the positions."""
+
+    id: int
+    verdicts: bytes
+
+
+class Pong(msgspec.Struct, tag="pong", array_like=True):
+    id: int
+    draining: bool = False
+
+
+class Report(msgspec.Struct, tag="report", array_like=True):
+    id: int
+    stats: dict[str, Any]
+
+
+class Cleared(msgspec.Struct, tag="cleared", array_like=True):
+    id: int
+    blocks: int
+
+
+class Error(msgspec.Struct, tag="error", array_like=True):
+    """`code` names a class of errors.py; `id` is 0 where the request could not be read."""
+
+    id: int
+    code: str
+    message: str
+
+
+Request = Attach | Acquire | Release | Reserve | Settle | Ping | Stats | Clear
+Reply = Attached | Acquired | Reserved | Settled | Pong | Report | Cleared | Error
+DoorMessage = Hello | Welcome | Error

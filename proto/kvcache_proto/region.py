@@ -1,0 +1,265 @@
+"""The region: header, extent rows, slots and slot rows in one mapped file.
+
+    0            header, one page
+    EXTENT_ROWS  one row of EXTENT_ROW bytes an extent
+    data_offset  extent 0 | extent 1 | ...
+
+An extent is `slots * slot_bytes` of data, then, ending with the extent, `slots` rows of SLOT_ROW bytes. All numbers are
+native, aligned u64 words (every host that this runs on is little-endian), so that each store is one store. The daemon
+alone writes rows; everybody writes data. PROTOCOL.md is the normative text.
+
+The functions work on any writable buffer: the pure modules run over a `bytearray` in tests and over the mapping in the
+daemon.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvcache_proto.errors import RegionError
+from kvcache_proto.types import PoolGeometry, SlotRef
+
+MAGIC = int.from_bytes(b"KVCREGN1", "little")
+FORMAT_VERSION = 1
+WORD = 8
+PAGE = 4096
+ALIGN = 2 << 20  # extents begin and end on huge pages
+SLOT_ALIGN = 64
+EXTENT_ROW = 64
+SLOT_ROW = 128
+EXTENT_ROWS = PAGE
+MAX_EXTENTS = 1 << 16
+
+FREE, WRITING, READY = 0, 1, 2
+
+# Words of the header.
+_H_MAGIC, _H_VERSION, _H_ID, _H_BYTES, _H_EXTENT_BYTES, _H_EXTENTS, _H_DATA, _H_CHECK = 0, 1, 2, 4, 5, 6, 7, 8
+# Words of an extent row.
+_E_SLOT_BYTES, _E_GENERATION, _E_ROWS, _E_SLOTS = 0, 1, 2, 3
+# Words of a slot row. State, tick and settled shards change alone; the checksum covers the generation and the body.
+_S_STATE, _S_TICK, _S_SETTLED, _S_GENERATION, _S_BODY, _S_CHECK = 0, 1, 2, 3, 4, 15
+_BODY = struct.Struct("=IHHQQQ32s")  # namespace, group, hash bytes, owner, parent row, parent generation, hash
+_GENERATION = struct.Struct("=Q")
+
+
+class SlotRow(NamedTuple):
+    """One slot row as it was read; `parent_row` is the byte offset of the parent's row, 0 for a root."""
+
+    state: int
+    generation: int
+    tick: int
+    settled: int
+    namespace: int
+    group: int
+    owner: int
+    parent_row: int
+    parent_generation: int
+    block_hash: bytes
+
+
+def plan_geometry(region_id: bytes, region_bytes: int, extent_bytes: int = 0) -> PoolGeometry:
+    """Return how a region of at most `region_bytes` is cut.
+
+    `extent_bytes` 0 chooses: 1/16 of the region, a power of two from 4 MiB to 256 MiB. Raises RegionError where not one
+    extent fits.
+    """
+    if extent_bytes == 0:
+        wanted = max(region_bytes // 16, 1)
+        extent_bytes = min(max(1 << (wanted - 1).bit_length(), 4 << 20), 256 << 20)
+    if extent_bytes < ALIGN or extent_bytes % ALIGN:
+        raise RegionError(f"extent of {extent_bytes} bytes: a multiple of {ALIGN}")
+    for extents in range(min(region_bytes // extent_bytes, MAX_EXTENTS), 0, -1):
+        data = -(-(EXTENT_ROWS + extents * EXTENT_ROW) // ALIGN) * ALIGN
+        if data + extents * extent_bytes <= region_bytes:
+            return PoolGeometry(region_id, data + extents * extent_bytes, extent_bytes, extents, data)
+    raise RegionError(f"region of {region_bytes} bytes: at least {extent_bytes + ALIGN} for one extent")
+
+
+def slots_per_extent(extent_bytes: int, slot_bytes: int) -> int:
+    return extent_bytes // (slot_bytes + SLOT_ROW)
+
+
+def slot_size(block_bytes: int) -> int:
+    """Return the bytes of the slot that holds a block of `block_bytes`."""
+    return -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
+
+
+class RegionRows:
+    """Reads and writes the rows of a region in `buffer`, `geometry.region_bytes` long."""
+
+    def __init__(self, buffer: memoryview, geometry: PoolGeometry) -> None:
+        if len(buffer) != geometry.region_bytes:
+            raise RegionError(f"mapping of {len(buffer)} bytes: the region has {geometry.region_bytes}")
+        self.geometry = geometry
+        self._bytes = buffer
+        self._words = buffer.cast("Q")
+
+    # The header.
+
+    def format(self) -> None:
+        """Write the header and empty extent rows; the magic goes last, so that a torn header is no header."""
+        g = self.geometry
+        rows = EXTENT_ROWS + g.extents * EXTENT_ROW
+        self._bytes[:rows] = bytes(rows)
+        w = self._words
+        w[_H_VERSION] = FORMAT_VERSION
+        w[_H_ID], w[_H_ID + 1] = struct.unpack("=QQ", g.region_id)
+        w[_H_BYTES], w[_H_EXTENT_BYTES], w[_H_EXTENTS], w[_H_DATA] = (
+            g.region_bytes,
+            g.extent_bytes,
+            g.extents,
+            g.data_offset,
+        )
+        w[_H_CHECK] = self._header_checksum()
+        w[_H_MAGIC] = MAGIC
+
+    def check_header(self) -> None:
+        """Raise RegionError, saying what differs, unless the header is that of this region in this format."""
+        w, g = self._words, self.geometry
+        if w[_H_MAGIC] != MAGIC:
+            raise RegionError("no region: the magic is missing")
+        if w[_H_VERSION] != FORMAT_VERSION:
+            raise RegionError(f"region format {w[_H_VERSION]}: this version reads {FORMAT_VERSION}")
+        if w[_H_CHECK] != self._header_checksum():
+            raise RegionError("torn region: the header's checksum fails")
+        if bytes(self._bytes[_H_ID * WORD : (_H_ID + 2) * WORD]) != g.region_id:
+            raise RegionError("another region: its id differs from the one handed over")
+        found = (w[_H_BYTES], w[_H_EXTENT_BYTES], w[_H_EXTENTS], w[_H_DATA])
+        if found != (g.region_bytes, g.extent_bytes, g.extents, g.data_offset):
+            raise RegionError(f"region cut as {found}, announced as {g}")
+
+    def _header_checksum(self) -> int:
+        return zlib.crc32(self._bytes[_H_VERSION * WORD : _H_CHECK * WORD])
+
+    # Extents.
+
+    def extent_start(self, extent: int) -> int:
+        return self.geometry.data_offset + extent * self.geometry.extent_bytes
+
+    def cut(self, extent: int, slot_bytes: int, generation: int) -> int:
+        """Cut `extent` into FREE slots of `slot_bytes` and return how many.
+
+        The generation changes first: whoever still reads by the old cut sees that it is gone.
+        """
+        at = (EXTENT_ROWS + extent * EXTENT_ROW) // WORD
+        w = self._words
+        w[at + _E_GENERATION] = generation
+        slots = slots_per_extent(self.geometry.extent_bytes, slot_bytes)
+        end = self.extent_start(extent) + self.geometry.extent_bytes
+        rows = end - slots * SLOT_ROW
+        self._bytes[rows:end] = bytes(slots * SLOT_ROW)
+        w[at + _E_SLOT_BYTES], w[at + _E_ROWS], w[at + _E_SLOTS] = slot_bytes, rows, slots
+        return slots
+
+    def extent_row(self, extent: int) -> tuple[int, int, int, int]:
+        """Return (slot bytes, generation, offset of the slot rows, slots); 0 slot bytes is an uncut extent."""
+        at = (EXTENT_ROWS + extent * EXTENT_ROW) // WORD
+        slot_bytes, generation, rows, slots = self._words[at : at + 4]
+        return slot_bytes, generation, rows, slots
+
+    # Slots.
+
+    def row_offset(self, extent: int, slot: int) -> int:
+        """Return the byte offset of the row of `slot`."""
+        return self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_ROWS] + slot * SLOT_ROW
+
+    def open_row(
+        self,
+        row: int,
+        generation: int,
+        tick: int,
+        namespace: int,
+        group: int,
+        owner: int,
+        parent_row: int,
+        parent_generation: int,
+        block_hash: bytes,
+    ) -> None:
+        """Make a FREE row WRITING. State and generation go first: a reader of the old block sees that it is gone."""
+        w, at = self._words, row // WORD
+        w[at + _S_STATE] = WRITING
+        w[at + _S_GENERATION] = generation
+        w[at + _S_TICK] = tick
+        w[at + _S_SETTLED] = 0
+        body = _BODY.pack(namespace, group, len(block_hash), owner, parent_row, parent_generation, block_hash)
+        start = row + _S_BODY * WORD
+        self._bytes[start : start + len(body)] = body
+        w[at + _S_CHECK] = zlib.crc32(body, zlib.crc32(_GENERATION.pack(generation)))
+
+    def set_state(self, row: int, state: int) -> None:
+        self._words[row // WORD + _S_STATE] = state
+
+    def set_settled(self, row: int, shards: int) -> None:
+        """Note the bit set of the shards that are settled."""
+        self._words[row // WORD + _S_SETTLED] = shards
+
+    def set_tick(self, row: int, tick: int) -> None:
+        self._words[row // WORD + _S_TICK] = tick
+
+    def read_row(self, row: int) -> SlotRow | None:
+        """Return the row, or None where it is FREE or its checksum fails."""
+        w, at = self._words, row // WORD
+        state = w[at + _S_STATE]
+        if state not in (WRITING, READY):
+            return None
+        generation = w[at + _S_GENERATION]
+        body = bytes(self._bytes[row + _S_BODY * WORD : row + _S_BODY * WORD + _BODY.size])
+        if w[at + _S_CHECK] != zlib.crc32(body, zlib.crc32(_GENERATION.pack(generation))):
+            return None
+        namespace, group, hash_bytes, owner, parent_row, parent_generation, block_hash = _BODY.unpack(body)
+        return SlotRow(
+            state,
+            generation,
+            w[at + _S_TICK],
+            w[at + _S_SETTLED],
+            namespace,
+            group,
+            owner,
+            parent_row,
+            parent_generation,
+            block_hash[:hash_bytes],
+        )
+
+    def rows(self) -> Iterator[tuple[SlotRef, int, SlotRow]]:
+        """Yield (reference, row offset, row) for every slot that is not FREE."""
+        for extent in range(self.geometry.extents):
+            slot_bytes, extent_generation, rows, slots = self.extent_row(extent)
+            start = self.extent_start(extent)
+            for slot in range(slots if slot_bytes else 0):
+                row = self.read_row(rows + slot * SLOT_ROW)
+                if row is not None:
+                    ref = SlotRef(start + slot * slot_bytes, row.generation, extent_generation)
+                    yield ref, rows + slot * SLOT_ROW, row
+
+    # What a reader does.
+
+    def slot_view(self, ref: SlotRef, begin: int, size: int) -> memoryview:
+        """Return `size` bytes of the slot from `begin` on. Raises RegionError where that is no place inside a slot."""
+        _, _, slot_bytes = self._locate(ref)
+        if begin < 0 or size < 0 or begin + size > slot_bytes:
+            raise RegionError(f"bytes {begin} to {begin + size} of a slot of {slot_bytes}")
+        return self._bytes[ref.offset + begin : ref.offset + begin + size]
+
+    def is_current(self, ref: SlotRef) -> bool:
+        """Whether `ref` still names the block that it was given for; read it after the copy."""
+        try:
+            extent, slot, _ = self._locate(ref)
+        except RegionError:
+            return False
+        return bool(self._words[self.row_offset(extent, slot) // WORD + _S_GENERATION] == ref.generation)
+
+    def _locate(self, ref: SlotRef) -> tuple[int, int, int]:
+        g = self.geometry
+        extent, inside = divmod(ref.offset - g.data_offset, g.extent_bytes)
+        if not 0 <= extent < g.extents:
+            raise RegionError(f"offset {ref.offset} is in no extent")
+        slot_bytes, generation, _, slots = self.extent_row(extent)
+        if generation != ref.extent_generation or not slot_bytes:
+            raise RegionError(f"extent {extent} was cut anew")
+        slot, rest = divmod(inside, slot_bytes)
+        if rest or slot >= slots:
+            raise RegionError(f"offset {ref.offset} is not the begin of a slot")
+        return extent, slot, slot_bytes

@@ -1,0 +1,180 @@
+"""The nouns that client and daemon share. Sizes are bytes unless a name says otherwise."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvcache_proto.errors import BadArgument, GeometryMismatch
+
+BlockHash = bytes
+
+MAX_SHARDS = 64
+MAX_GROUPS = 16
+MAX_BLOCK_TOKENS = 1 << 20
+MAX_SHARD_BYTES = 1 << 40
+MAX_HASHES = 65_536
+MIN_HASH_BYTES, MAX_HASH_BYTES = 8, 32
+MAX_NAME = 256
+
+_REF = struct.Struct("<QQQ")
+REF_BYTES = _REF.size
+
+
+class SlotRef(NamedTuple):
+    """Where one block lies, and the two generations that prove that it still lies there."""
+
+    offset: int
+    generation: int
+    extent_generation: int
+
+    def pack(self) -> bytes:
+        return _REF.pack(*self)
+
+
+def unpack_refs(packed: bytes) -> list[SlotRef]:
+    """Return the slot references in `packed`, `REF_BYTES` each."""
+    return [SlotRef(*fields) for fields in _REF.iter_unpack(packed)]
+
+
+class Refusal(enum.IntEnum):
+    """What `Reserve` answers for one hash; all but GRANTED are counted by name."""
+
+    GRANTED = 0
+    PRESENT = 1
+    IN_FLIGHT = 2
+    NO_PARENT = 3
+    NO_SPACE = 4
+    QUOTA = 5
+
+
+class Outcome(enum.IntEnum):
+    """How a writer settles its shard of a slot."""
+
+    COMMITTED = 0
+    FAILED = 1
+    NEVER_STARTED = 2
+
+
+class Verdict(enum.IntEnum):
+    """What `Settle` answers for one block."""
+
+    VISIBLE = 0
+    PARTIAL = 1  # shards of other writers are not settled yet
+    HIDDEN = 2  # whole, but its parent is not visible yet
+    FAILED = 3
+    SUPERSEDED = 4
+    ORPHANED = 5  # an ancestor failed, so nobody could reach it
+
+
+class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
+    """One KV cache group: how many tokens a block holds and how large each shard of it is.
+
+    `shard_bytes` is an int for one shard, or one int a shard. Raises BadArgument.
+    """
+
+    block_tokens: int
+    shard_bytes: int | tuple[int, ...]
+    kind: str = "full"
+
+    def __post_init__(self) -> None:
+        shards = self.shard_bytes
+        if not isinstance(shards, int):
+            msgspec.structs.force_setattr(self, "shard_bytes", tuple(shards))
+        if self.kind != "full":
+            raise BadArgument(f"group kind {self.kind!r}: this version knows 'full' alone")
+        if not _is_int(self.block_tokens) or not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
+            raise BadArgument(f"block_tokens {self.block_tokens!r}: 1 to {MAX_BLOCK_TOKENS} tokens")
+        if not 1 <= len(self.shards) <= MAX_SHARDS:
+            raise BadArgument(f"{len(self.shards)} shards: 1 to {MAX_SHARDS}")
+        for size in self.shards:
+            if not _is_int(size) or not 1 <= size <= MAX_SHARD_BYTES:
+                raise BadArgument(f"shard_bytes {size!r}: 1 to {MAX_SHARD_BYTES} bytes")
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        return (self.shard_bytes,) if isinstance(self.shard_bytes, int) else self.shard_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(self.shards)
+
+    def shard_offset(self, shard: int) -> int:
+        """Return where in its slot `shard` begins."""
+        return sum(self.shards[:shard])
+
+
+class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
+    """The domain in which a block hash is meaningful.
+
+    `model` and `identity` (every fact that makes the bytes of equal hashes differ: dtype, layout, weights, hash seed)
+    name the namespace; groups and hash length are its geometry, which all who attach must agree on. Raises BadArgument.
+    """
+
+    model: str
+    groups: tuple[GroupSpec, ...]
+    identity: dict[str, str] = {}
+    hash_bytes: int = 32
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "groups", tuple(self.groups))
+        if not self.model or len(self.model) > MAX_NAME:
+            raise BadArgument(f"model name of {len(self.model)} characters: 1 to {MAX_NAME}")
+        if not 1 <= len(self.groups) <= MAX_GROUPS:
+            raise BadArgument(f"{len(self.groups)} groups: 1 to {MAX_GROUPS}")
+        if len({len(group.shards) for group in self.groups}) != 1:
+            raise BadArgument("the groups of a namespace have the same number of shards")
+        if not MIN_HASH_BYTES <= self.hash_bytes <= MAX_HASH_BYTES:
+            raise BadArgument(f"hash_bytes {self.hash_bytes}: {MIN_HASH_BYTES} to {MAX_HASH_BYTES}")
+
+    @property
+    def id(self) -> str:
+        """16 hex digits of a digest of model and identity."""
+        named = [self.model, *(part for item in sorted(self.identity.items()) for part in item)]
+        return hashlib.sha256(msgspec.msgpack.encode(named)).hexdigest()[:16]
+
+    @property
+    def shards(self) -> int:
+        return len(self.groups[0].shards)
+
+    def check_same_geometry(self, other: NamespaceSpec) -> None:
+        """Raise GeometryMismatch, naming the first difference, unless `other` cuts blocks alike."""
+        if self.hash_bytes != other.hash_bytes:
+            raise GeometryMismatch(f"hashes of {other.hash_bytes} bytes; registered with {self.hash_bytes}")
+        if len(self.groups) != len(other.groups):
+            raise GeometryMismatch(f"{len(other.groups)} groups; registered with {len(self.groups)}")
+        for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
+            for field in ("block_tokens", "shards", "kind"):
+                if getattr(mine, field) != getattr(theirs, field):
+                    raise GeometryMismatch(
+                        f"group {number}: {field} {getattr(theirs, field)}; registered with {getattr(mine, field)}"
+                    )
+
+
+class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
+    """How the region is cut; see region.py."""
+
+    region_id: bytes
+    region_bytes: int
+    extent_bytes: int
+    extents: int
+    data_offset: int
+
+
+def check_hashes(hashes: Sequence[bytes], hash_bytes: int) -> None:
+    """Raise BadArgument unless there are at most MAX_HASHES hashes, each of `hash_bytes` bytes. O(n), in C."""
+    if len(hashes) > MAX_HASHES:
+        raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
+    lengths = set(map(len, hashes))
+    if lengths and lengths != {hash_bytes}:
+        odd = sorted(lengths - {hash_bytes})
+        raise BadArgument(f"hash of {odd[0]} bytes: this namespace has hashes of {hash_bytes}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,136 @@
+"""A small synchronous client for the command line and the benchmark: one session, a question at a time, no mapping."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+from types import TracebackType
+from typing import Any
+
+import zmq
+
+from kvcache_proto import __version__
+from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, decode_reply, encode
+from kvcache_proto.endpoint import door_path
+from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, from_wire
+from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Hello, Ping, Request, Stats, Welcome
+
+ENGINE = "kvcache-server"
+_LENGTH = struct.Struct("<I")
+
+
+class Admin:
+    """A session of the operator's, or of `engine`. Use it as a context manager.
+
+    Raises Unavailable where no daemon answers within `timeout` seconds, NotPermitted where it is not for this user,
+    and what the daemon answers.
+    """
+
+    def __init__(self, endpoint: str, label: str = "admin", timeout: float = 5.0, engine: str = ENGINE) -> None:
+        self.endpoint = endpoint
+        self._timeout = timeout
+        self._ids = itertools.count(1)
+        self._door = self._connect(door_path(endpoint))
+        try:
+            welcome = self._shake(Hello(PROTOCOL_VERSION, engine, label, f"kvcache-server {__version__}"))
+        except (TimeoutError, ConnectionError) as error:
+            self._door.close()
+            raise Unavailable(f"the daemon at {endpoint} does not answer its door ({error or 'timed out'})") from None
+        except BaseException:
+            self._door.close()
+            raise
+        self.session = welcome.session
+        self.geometry = welcome.geometry
+        self.geometry = welcome.geometry
+        self._token = welcome.token
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
+        self._socket.connect(endpoint)
+
+    def __enter__(self) -> Admin:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        self._door.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the daemon's figures, without this session of its own among them."""
+        stats: dict[str, Any] = self.ask(Stats(0, b"")).stats
+        stats["sessions"] = [session for session in stats["sessions"] if session["id"] != self.session]
+        return stats
+
+    def clear(self, namespace: str = "") -> int:
+        """Forget what may be forgotten of that namespace, or of all, and return how many blocks it was."""
+        blocks: int = self.ask(Clear(0, b"", namespace)).blocks
+        return blocks
+
+    def ping(self) -> bool:
+        """Return whether the daemon is draining."""
+        draining: bool = self.ask(Ping(0, b"")).draining
+        return draining
+
+    def ask(self, request: Request) -> Any:
+        """Return the reply to `request`, whose id and token are filled in. Raises what the daemon answers."""
+        number = self.tell(request)
+        try:
+            while True:
+                reply = decode_reply(self._socket.recv())
+                if reply.id in (number, 0):
+                    break
+        except zmq.Again:
+            raise Unavailable(f"the daemon at {self.endpoint} did not answer within {self._timeout:g} s") from None
+        if isinstance(reply, Error):
+            raise from_wire(reply.code, reply.message)
+        return reply
+
+    def tell(self, request: Request) -> int:
+        """Send `request` and return its id."""
+        request.id, request.token = number, _ = next(self._ids), self._token
+        self._socket.send(encode(request))
+        return number
+
+    def _connect(self, path: str) -> socket.socket:
+        door = socket.socket(socket.AF_UNIX)
+        door.settimeout(self._timeout)
+        try:
+            door.connect(path)
+        except PermissionError:
+            door.close()
+            raise NotPermitted(
+                f"uid {os.geteuid()} may not open {path}: run this as the daemon's user, or start the daemon with "
+                f"--allow-uids {os.geteuid()}"
+            ) from None
+        except OSError as error:
+            door.close()
+            raise Unavailable(
+                f"no daemon at {self.endpoint} ({error.strerror or error}): start one with "
+                f"`kvcache-server serve --endpoint {self.endpoint}`, or name another with --endpoint"
+            ) from None
+        return door
+
+    def _shake(self, hello: Hello) -> Welcome:
+        frame = encode(hello)
+        self._door.sendall(_LENGTH.pack(len(frame)) + frame)
+        heard = b""
+        while len(heard) < _LENGTH.size or len(heard) < _LENGTH.size + _LENGTH.unpack_from(heard)[0]:
+            data, descriptors, _, _ = socket.recv_fds(self._door, MAX_DOOR_FRAME, 2)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if not data:
+                raise ConnectionError("it closed")
+            heard += data
+        message = decode_door(heard[_LENGTH.size :])
+        if isinstance(message, Error):
+            raise from_wire(message.code, message.message)
+        if not isinstance(message, Welcome):
+            raise BadFrame("the daemon's answer at the door is no welcome")
+        return message

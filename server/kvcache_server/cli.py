@@ -1,0 +1,194 @@
+"""The command line. Each way to fail has an exit code of its own, and its message says what helps."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from typing import Any
+
+import click
+
+from kvcache_proto import __version__
+from kvcache_proto.endpoint import default_endpoint
+from kvcache_proto.errors import ConfigError, EndpointTaken, KVCacheError, NotPermitted, RegionError, Unavailable
+from kvcache_server.config import format_size, load, settings
+
+EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
+    (ConfigError, 2, "a flag, a file or a variable that cannot be used"),
+    (EndpointTaken, 3, "another daemon serves the endpoint"),
+    (Unavailable, 4, "no daemon there"),
+    (RegionError, 5, "the region is too large for this host"),
+    (NotPermitted, 6, "no permission"),
+)
+_LATER = {"bench": "kvcache_server.bench", "demo": "kvcache_server.demo"}
+
+
+class Commands(click.Group):
+    """The commands; those that need more than the daemon does are imported when called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_LATER])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _LATER:
+            command: click.Command = importlib.import_module(_LATER[cmd_name]).command
+            return command
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 other failures, " + ", ".join(f"{code} {why}" for _, code, why in EXIT_CODES) + ".",
+)
+@click.version_option(__version__, prog_name="kvcache-server")
+def commands() -> None:
+    """A host daemon that keeps the KV cache of LLM engines in shared memory."""
+
+
+def _flags(command: click.Command) -> click.Command:
+    """Give `command` a flag for each setting; the struct documents them."""
+    for row in settings():
+        default = row.default.replace("`", "")
+        command.params.append(
+            click.Option(
+                ["--" + row.name.replace("_", "-")],
+                type=click.Choice(row.choices) if row.choices else str,
+                metavar=None if row.choices else row.type.upper().replace(" ", "-"),
+                help=f"{row.doc.replace('`', '')}  [default: {default}]",
+            )
+        )
+    return command
+
+
+@commands.command()
+@click.option("--config", "path", metavar="FILE", help="TOML file; KVCACHE_* variables and flags override it.")
+def serve(path: str | None, **flags: Any) -> None:
+    """Run the daemon in the foreground, until SIGTERM or Ctrl-C."""
+    from kvcache_server import logs, service
+
+    config = load(path, flags=flags)
+    logs.set_up(config.log_level, config.log_format)
+    service.serve(config, _progress_bar() if sys.stderr.isatty() and config.log_format == "text" else None)
+
+
+_flags(serve)
+
+
+def _progress_bar() -> Any:
+    width, shown = 40, -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal shown
+        percent = done * 100 // total
+        if percent != shown:
+            shown = percent
+            bar = "#" * (width * done // total)
+            end = "\n" if done == total else ""
+            click.echo(f"\rpreparing {format_size(total)} [{bar:<{width}}] {percent:3d}%{end}", err=True, nl=False)
+
+    return progress
+
+
+_endpoint_option = click.option(
+    "--endpoint", metavar="ENDPOINT", help="Where the daemon is; else $KVCACHE_ENDPOINT, else the default."
+)
+
+
+@commands.command()
+@_endpoint_option
+@click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
+def status(endpoint: str | None, as_json: bool) -> None:
+    """Say what the daemon holds and who is attached."""
+    from kvcache_server.admin import Admin
+
+    with Admin(endpoint or default_endpoint(), "status") as admin:
+        stats = admin.stats()
+    click.echo(json.dumps(stats, indent=2) if as_json else describe(stats))
+
+
+@commands.command()
+@_endpoint_option
+@click.option("--namespace", default="", metavar="ID", help="Only this one; `status` lists the ids.")
+def clear(endpoint: str | None, namespace: str) -> None:
+    """Forget every cached block that nobody is reading or writing."""
+    from kvcache_server.admin import Admin
+
+    with Admin(endpoint or default_endpoint(), "clear") as admin:
+        click.echo(f"cleared {admin.clear(namespace):,} blocks")
+
+
+def describe(stats: dict[str, Any]) -> str:
+    """Return the figures of `status` for people."""
+    daemon, pool = stats["daemon"], stats["pool"]
+    age = _age(daemon["uptime_s"]) + (", draining" if daemon["draining"] else "")
+    lines = [
+        f"kvcache-server {daemon['version']}, pid {daemon['pid']}, {daemon['endpoint']}, up {age}",
+        f"pool        {format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used, "
+        f"{pool['blocks']:,} blocks, {pool['blocks_writing']:,} being written, {format_size(pool['pinned_bytes'])} pinned, "
+        f"{pool['slots_quarantined']:,} slots in quarantine",
+        "refusals    " + _counts(stats["refusals"]),
+        "errors      " + _counts(daemon["errors"] | daemon["drops"] | daemon["door_refused"]),
+        "",
+    ]
+    lines += _table(
+        ("namespace", "model", "blocks", "size", "lookups", "hits", "asked", "ratio"),
+        [
+            (
+                space["id"],
+                space["model"],
+                f"{space['blocks']:,}",
+                format_size(space["bytes"]),
+                f"{space['lookups']:,}",
+                f"{space['hit_blocks']:,}",
+                f"{space['requested_blocks']:,}",
+                f"{space['hit_blocks'] / space['requested_blocks']:.1%}" if space["requested_blocks"] else "-",
+            )
+            for space in stats["namespaces"]
+        ],
+    )
+    lines.append("")
+    lines += _table(
+        ("session", "engine", "label", "age", "leases", "reservations"),
+        [
+            (
+                str(session["id"]),
+                session["engine"],
+                session["label"],
+                _age(session["age_s"]),
+                str(session["leases"]),
+                str(session["reservations"]),
+            )
+            for session in stats["sessions"]
+        ],
+    )
+    return "\n".join(lines)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()) if count) or "none"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    if not rows:
+        return [f"no {head[0]}s"]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows)]
+    return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    try:
+        sys.exit(commands(prog_name="kvcache-server", standalone_mode=True))
+    except KVCacheError as error:
+        click.echo(f"kvcache-server: {error}", err=True)
+        sys.exit(next((code for kind, code, _ in EXIT_CODES if isinstance(error, kind)), 1))

@@ -1,0 +1,44 @@
+"""The hashes of blocks that were evicted lately: a miss on one is a hit that its account would have had. Pure.
+
+Without them a share that falls below an engine's working set could never grow again: LRU over a set that it cannot hold
+hits nothing, and what hits nothing earns nothing. Large pools remember one hash in 32, so that a million blocks cost
+4 MiB here, and count each for 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcache_server.index import Account
+
+_ALL_BELOW = 1 << 15  # blocks in the pool
+_LOOKS = 128  # misses of one lookup that are looked at
+
+
+class Ghosts:
+    """Remembers as many blocks as the pool has slots, the oldest forgotten first."""
+
+    __slots__ = ("_accounts", "_room", "_sampled", "worth")
+
+    def __init__(self, slots: int) -> None:
+        self._accounts: dict[bytes, Account] = {}
+        self._sampled = 256 if slots <= _ALL_BELOW else 8  # of the 256 values of a hash's last byte
+        self.worth = 256 // self._sampled
+        self._room = max(slots // self.worth, 1)
+
+    def add(self, block_hash: bytes, account: Account) -> None:
+        if block_hash[-1] < self._sampled:
+            self._accounts[block_hash] = account
+            if len(self._accounts) > self._room:
+                del self._accounts[next(iter(self._accounts))]
+
+    def missed(self, hashes: Iterable[bytes]) -> None:
+        """Credit each account with the blocks that a lookup asked for and that it had until lately."""
+        if self._accounts:
+            for block_hash in islice(hashes, _LOOKS):
+                account = self._accounts.pop(block_hash, None)
+                if account is not None:
+                    account.hit_bytes += account.group.slot_bytes * self.worth

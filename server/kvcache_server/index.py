@@ -1,0 +1,184 @@
+"""Which blocks are cached, how they hang together, and which goes first. Pure.
+
+The blocks of a group form a tree under `Group.root`: a block's parent is the block before it in the prompt. Only a leaf
+may be evicted, so what is cached is reachable. An account (what one engine stored in one group) keeps its evictable
+leaves in a heap, by tick; a touch only sets the block's own tick, and the heap is put right when the block comes up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvcache_proto.region import slot_size
+from kvcache_proto.types import GroupSpec
+from kvcache_server.ghosts import Ghosts
+
+if TYPE_CHECKING:
+    from kvcache_server.leases import Grant
+
+HIDDEN = -1  # `queued`: WRITING, or READY below something that is not visible
+UNQUEUED = 0  # `queued`: visible, and not in its account's order
+GONE = -1  # `pins`: forgotten, but perhaps still in a heap, whose keys must not change
+
+
+class Block(msgspec.Struct, gc=False, order=True):
+    """One cached block. There may be millions: no GC header, and the sibling list is threaded through the blocks.
+
+    `queued` leads, for the heap compares blocks by it: the tick by which the block stands in its account's order,
+    UNQUEUED where it does not, HIDDEN where it is not visible yet.
+    """
+
+    queued: int
+    tick: int
+    hash: bytes
+    ref: bytes
+    account: Account
+    parent: Block | None = None
+    child: Block | None = None
+    next: Block | None = None
+    prev: Block | None = None
+    pins: int = 0
+
+    @property
+    def visible(self) -> bool:
+        return self.queued >= UNQUEUED
+
+    def link(self, parent: Block) -> None:
+        """Become the first child of `parent`."""
+        self.parent, self.prev, self.next = parent, None, parent.child
+        if parent.child is not None:
+            parent.child.prev = self
+        parent.child = self
+
+    def unlink(self) -> None:
+        """Leave the parent, which keeps its other children."""
+        if self.prev is not None:
+            self.prev.next = self.next
+        elif self.parent is not None:
+            self.parent.child = self.next
+        if self.next is not None:
+            self.next.prev = self.prev
+        self.parent = self.prev = self.next = None
+
+    def children(self) -> Iterator[Block]:
+        child = self.child
+        while child is not None:
+            following = child.next
+            yield child
+            child = following
+
+    def ancestors(self) -> Iterator[Block]:
+        """Yield this block and those above it, the root left out."""
+        block = self
+        while block.parent is not None:
+            yield block
+            block = block.parent
+
+    def subtree(self) -> list[Block]:
+        """Return this block and all below it, parents before children."""
+        found = [self]
+        for each in found:
+            found.extend(each.children())
+        return found
+
+
+class Account:
+    """What one engine stored in one group: its bytes, its worth, and the order in which its leaves go."""
+
+    __slots__ = ("bytes", "ceiling", "engine", "group", "hit_bytes", "live", "order")
+
+    def __init__(self, engine: str, group: Group) -> None:
+        self.engine = engine
+        self.group = group
+        self.bytes = 0
+        self.ceiling = 0  # 0: none
+        self.hit_bytes = 0.0  # bytes that lookups found here, fading
+        self.live = True
+        self.order: list[Block] = []
+
+    def enter(self, block: Block) -> None:
+        """Let `block` stand in the order if it may go and does not stand there yet."""
+        if block.queued == UNQUEUED and block.child is None and not block.pins and block.parent is not None:
+            block.queued = block.tick
+            heapq.heappush(self.order, block)
+
+    def pop_coldest(self) -> Block | None:
+        """Return the leaf whose last use, its own or a gone descendant's, is longest ago, out of the order, or None."""
+        order = self.order
+        while order:
+            block = heapq.heappop(order)
+            if block.pins == GONE:
+                continue
+            if block.pins or block.child is not None:
+                block.queued = UNQUEUED
+            elif block.tick > block.queued:
+                block.queued = block.tick
+                heapq.heappush(order, block)
+            else:
+                block.queued = UNQUEUED
+                return block
+        return None
+
+
+class Group:
+    """The cached blocks of one KV cache group of a namespace, by hash."""
+
+    __slots__ = ("ghosts", "hash_bytes", "namespace", "number", "pending", "root", "slot_bytes", "spec", "visible")
+
+    def __init__(self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, capacity: int) -> None:
+        self.namespace = namespace
+        self.number = number
+        self.spec = spec
+        self.hash_bytes = hash_bytes
+        self.slot_bytes = slot_size(spec.block_bytes)
+        self.ghosts = Ghosts(capacity // self.slot_bytes)
+        self.visible: dict[bytes, Block] = {}
+        self.pending: dict[bytes, Grant] = {}
+        self.root = Block(UNQUEUED, 0, b"", b"", Account("", self))
+
+    def prefix(self, hashes: Sequence[bytes]) -> list[Block]:
+        """Return the blocks of the longest visible prefix. O(hits)."""
+        found: list[Block] = []
+        try:
+            # extend() keeps what it took before the first miss raises, and never looks past it.
+            found.extend(map(self.visible.__getitem__, hashes))
+        except KeyError:
+            return found
+        return found
+
+    def pending_after(self, hashes: Sequence[bytes], hits: int) -> int:
+        """Return how many blocks follow the first `hits` without a gap, visible or soon to be."""
+        if not self.pending or hits == len(hashes):
+            return 0
+        end = hits
+        while end < len(hashes) and (hashes[end] in self.pending or hashes[end] in self.visible):
+            end += 1
+        return end - hits
+
+    def show(self, block: Block) -> None:
+        """Make a READY block visible, and with it every READY descendant that waited for it."""
+        waiting = [block]
+        while waiting:
+            block = waiting.pop()
+            del self.pending[block.hash]
+            self.visible[block.hash] = block
+            block.queued = UNQUEUED
+            for child in block.children():
+                if self.pending[child.hash].ready:
+                    waiting.append(child)
+            block.account.enter(block)
+
+    def remove(self, block: Block) -> None:
+        """Forget a visible block that has no children; its parent inherits its last use."""
+        del self.visible[block.hash]
+        parent = block.parent
+        block.unlink()
+        block.pins = GONE
+        if parent is not None and parent is not self.root:
+            if block.tick > parent.tick:
+                parent.tick = block.tick
+            parent.account.enter(parent)

@@ -1,0 +1,86 @@
+"""The rights to read slots (leases) and to write them (reservations and their grants). Pure; time is an argument."""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+from kvcache_proto.types import Verdict
+from kvcache_server.index import Block, Group
+from kvcache_server.pool import Extent
+
+
+class Lease(NamedTuple):
+    """Pins `block` and with it the whole chain above it: an ancestor is no leaf, and only leaves are evicted."""
+
+    block: Block
+    bytes: int
+
+
+class Grant:
+    """One WRITING slot of a reservation: which shards are settled, and what became of it.
+
+        pending --- last shard settles ---> ready          all committed, nobody took its place
+                                      +---> given back     `fate` says why
+
+    `fate` is None, or the Verdict for which the block cannot become visible any more.
+    """
+
+    __slots__ = ("block", "extent", "fate", "ready", "reservation", "settled", "slot", "tainted_until")
+
+    def __init__(self, block: Block, extent: Extent, slot: int, reservation: Reservation) -> None:
+        self.block = block
+        self.extent = extent
+        self.slot = slot
+        self.reservation = reservation
+        self.settled = 0  # bit set of shards
+        self.ready = False
+        self.fate: Verdict | None = None
+        self.tainted_until = 0.0  # the end of the quarantine that a dead writer asks for
+
+    @property
+    def whole(self) -> bool:
+        return self.settled == self.reservation.all_shards
+
+
+class Reservation:
+    """The grants of one Reserve. `writers[shard]` is the session that may write that shard."""
+
+    __slots__ = ("created", "grants", "group", "id", "owner", "unsettled", "writers")
+
+    def __init__(self, number: int, group: Group, owner: int, writers: tuple[int, ...], created: float) -> None:
+        self.id = number
+        self.group = group
+        self.owner = owner
+        self.writers = writers
+        self.created = created
+        self.grants: list[Grant] = []
+        self.unsettled = 0
+
+    @property
+    def all_shards(self) -> int:
+        return (1 << len(self.writers)) - 1
+
+
+class Quarantine:
+    """Slots that a dead writer's DMA may still reach, until their time is over."""
+
+    def __init__(self) -> None:
+        self._slots: list[tuple[float, int, int, Extent]] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(self, until: float, extent: Extent, slot: int) -> None:
+        heapq.heappush(self._slots, (until, extent.index, slot, extent))
+
+    def over(self, now: float) -> list[tuple[Extent, int]]:
+        """Take out the slots whose time is over."""
+        found = []
+        while self._slots and self._slots[0][0] <= now:
+            _, _, slot, extent = heapq.heappop(self._slots)
+            found.append((extent, slot))
+        return found
+
+    def slots(self) -> list[tuple[Extent, int]]:
+        return [(extent, slot) for _, _, slot, extent in self._slots]

@@ -1,0 +1,124 @@
+"""Extents, slots and their free lists: which bytes of the region hold which block. Pure.
+
+An extent is cut into slots of one size on demand. An extent that has become empty stays as it was cut, so that a size
+that comes and goes does not pay for the cut each time, and is given to another size when no uncut one is left.
+"""
+
+from __future__ import annotations
+
+from kvcache_proto.errors import BadArgument
+from kvcache_proto.region import FREE, SLOT_ROW, RegionRows, slots_per_extent
+from kvcache_proto.types import SlotRef
+from kvcache_server.index import Block
+
+
+class Extent:
+    """One run of the region, cut into slots of `slot_bytes`; `blocks[slot]` is who lives there."""
+
+    __slots__ = ("blocks", "busy", "generation", "index", "newest", "rows", "slot_bytes", "start", "used", "vacant")
+
+    def __init__(self, index: int, start: int, slot_bytes: int, slots: int, rows: int, generation: int) -> None:
+        self.index = index
+        self.start = start
+        self.slot_bytes = slot_bytes
+        self.rows = rows
+        self.generation = generation
+        self.blocks: list[Block | None] = [None] * slots
+        self.vacant = list(range(slots - 1, -1, -1))
+        self.used = 0
+        self.busy = 0  # slots that a writer may still write: WRITING or in quarantine
+        self.newest = 0  # the latest tick stored or touched here; ancestors are touched through their descendants
+
+
+class Pool:
+    """Hands out slots and takes them back. Generations never repeat within a region."""
+
+    def __init__(self, rows: RegionRows, first_generation: int) -> None:
+        self._rows = rows
+        self._geometry = rows.geometry
+        self._generation = first_generation
+        self._uncut = list(range(self._geometry.extents - 1, -1, -1))
+        self._roomy: dict[int, list[Extent]] = {}  # by slot size: extents that may have a vacant slot
+        self.extents: dict[int, Extent] = {}
+
+    @property
+    def capacity(self) -> int:
+        return self._geometry.extents * self._geometry.extent_bytes
+
+    @property
+    def extent_bytes(self) -> int:
+        return self._geometry.extent_bytes
+
+    @property
+    def uncut(self) -> int:
+        return len(self._uncut)
+
+    def check_size(self, slot_bytes: int) -> None:
+        """Raise BadArgument where a slot of `slot_bytes` fits no extent."""
+        if slots_per_extent(self.extent_bytes, slot_bytes) < 1:
+            raise BadArgument(
+                f"a block of {slot_bytes} bytes does not fit an extent of {self.extent_bytes} bytes "
+                f"(the region has {self._geometry.extents}): start the daemon with a larger size or extent size"
+            )
+
+    def take(self, slot_bytes: int) -> tuple[Extent, int] | None:
+        """Return a vacant slot of that size, cutting an empty extent where none has room, or None."""
+        roomy = self._roomy.setdefault(slot_bytes, [])
+        while roomy:
+            extent = roomy[-1]
+            if extent.slot_bytes == slot_bytes and extent.vacant and self.extents.get(extent.index) is extent:
+                extent.used += 1
+                return extent, extent.vacant.pop()
+            roomy.pop()
+        index = self._uncut.pop() if self._uncut else self._empty_extent(slot_bytes)
+        if index is None:
+            return None
+        roomy.append(self._cut(index, slot_bytes))
+        return self.take(slot_bytes)
+
+    def place(self, extent: Extent, slot: int, block: Block) -> int:
+        """Let `block` live in the slot under a new generation, which it returns."""
+        self._generation = (self._generation + 1) & ((1 << 64) - 1)
+        extent.blocks[slot] = block
+        block.ref = SlotRef(extent.start + slot * extent.slot_bytes, self._generation, extent.generation).pack()
+        return self._generation
+
+    def give_back(self, extent: Extent, slot: int) -> None:
+        """Make the slot FREE."""
+        self._rows.set_state(self.row(extent, slot), FREE)
+        extent.blocks[slot] = None
+        if not extent.vacant:
+            self._roomy[extent.slot_bytes].append(extent)
+        extent.vacant.append(slot)
+        extent.used -= 1
+
+    def uncut_extent(self, extent: Extent) -> None:
+        """Give an empty extent up to whichever size asks next."""
+        assert extent.used == 0
+        del self.extents[extent.index]
+        self._uncut.append(extent.index)
+
+    def locate(self, block: Block) -> tuple[Extent, int]:
+        """Return the extent and the slot that `block` lives in."""
+        offset = int.from_bytes(block.ref[:8], "little")
+        extent = self.extents[(offset - self._geometry.data_offset) // self._geometry.extent_bytes]
+        return extent, (offset - extent.start) // extent.slot_bytes
+
+    def row(self, extent: Extent, slot: int) -> int:
+        """Return the byte offset of the slot's row."""
+        return extent.rows + slot * SLOT_ROW
+
+    def _cut(self, index: int, slot_bytes: int) -> Extent:
+        self._generation = (self._generation + 1) & ((1 << 64) - 1)
+        slots = self._rows.cut(index, slot_bytes, self._generation)
+        start, rows = self._rows.extent_start(index), self._rows.row_offset(index, 0)
+        extent = Extent(index, start, slot_bytes, slots, rows, self._generation)
+        self.extents[index] = extent
+        return extent
+
+    def _empty_extent(self, slot_bytes: int) -> int | None:
+        for extent in self.extents.values():
+            if extent.used == 0 and extent.slot_bytes != slot_bytes:
+                self.uncut_extent(extent)
+                return self._uncut.pop()
+        return None

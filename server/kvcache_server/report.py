@@ -1,0 +1,143 @@
+"""What the cache says of itself: the figures of `status`, and the check of all that must always hold. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvcache_proto.region import FREE, READY, WRITING
+from kvcache_server.index import GONE, HIDDEN, UNQUEUED, Block, Group
+from kvcache_server.sessions import Namespace
+
+if TYPE_CHECKING:
+    from kvcache_server.cache import Cache
+
+
+def stats(cache: Cache, now: float) -> dict[str, Any]:
+    """Return pool, namespaces, sessions, refusals by reason, and counters. O(namespaces, sessions, grants)."""
+    groups = [group for namespace in cache.namespaces.values() for group in namespace.groups]
+    pending = [grant for group in groups for grant in group.pending.values()]
+    return {
+        "pool": {
+            "region_id": cache.geometry.region_id.hex(),
+            "bytes": cache.pool.capacity,
+            "used_bytes": sum(account.bytes for account in cache.shares.accounts),
+            "extents": cache.geometry.extents,
+            "extent_bytes": cache.geometry.extent_bytes,
+            "uncut_extents": cache.pool.uncut,
+            "blocks": sum(len(group.visible) for group in groups),
+            "blocks_writing": sum(not grant.ready for grant in pending),
+            "blocks_hidden": sum(grant.ready for grant in pending),
+            "slots_quarantined": len(cache.quarantine),
+            "pinned_bytes": sum(engine.pinned for engine in cache.engines.values()),
+        },
+        "namespaces": [_namespace(cache, namespace) for namespace in cache.namespaces.values()],
+        "sessions": [
+            {
+                "id": session.id,
+                "engine": session.engine.name,
+                "label": session.label,
+                "age_s": round(now - session.opened, 1),
+                "leases": len(session.leases),
+                "reservations": sum(r.owner == session.id for r in session.engine.reservations.values()),
+                "namespaces": {namespace.id: list(shards) for namespace, shards in session.attached.values()},
+            }
+            for session in cache.sessions.values()
+        ],
+        "refusals": dict(cache.refusals),
+        "counters": dict(cache.counters),
+    }
+
+
+def _namespace(cache: Cache, namespace: Namespace) -> dict[str, Any]:
+    mine = [account for account in cache.shares.accounts if account.group.namespace == namespace.number]
+    return {
+        "id": namespace.id,
+        "model": namespace.spec.model,
+        "identity": namespace.spec.identity,
+        "block_tokens": [group.spec.block_tokens for group in namespace.groups],
+        "block_bytes": [group.spec.block_bytes for group in namespace.groups],
+        "lookups": namespace.lookups,
+        "requested_blocks": namespace.requested_blocks,
+        "hit_blocks": namespace.hit_blocks,
+        "blocks": sum(len(group.visible) for group in namespace.groups),
+        "bytes": sum(account.bytes for account in mine),
+        "engines": {account.engine: account.bytes for account in mine},
+    }
+
+
+def check_integrity(cache: Cache) -> None:
+    """Raise AssertionError, naming what is broken, unless all that must always hold does. O(blocks)."""
+    pins: dict[int, int] = {}
+    for session in cache.sessions.values():
+        for lease in session.leases.values():
+            pins[id(lease.block)] = pins.get(id(lease.block), 0) + 1
+            assert lease.block.visible and lease.block.pins > 0, "a lease on a block that is not visible"
+    for engine in cache.engines.values():
+        held = sum(lease.bytes for session in engine.sessions.values() for lease in session.leases.values())
+        assert engine.pinned == held, f"engine {engine.name} pins {engine.pinned}, its leases say {held}"
+    living: dict[int, Block] = {}
+    for namespace in cache.namespaces.values():
+        for group in namespace.groups:
+            _check_group(cache, group, pins, living)
+    _check_slots(cache, living)
+
+
+def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[int, Block]) -> None:
+    assert not group.visible.keys() & group.pending.keys(), "a hash both visible and pending"
+    blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values())]
+    tree = group.root.subtree()[1:]
+    assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
+    queued = {id(block) for account in cache.shares.accounts for block in account.order}
+    for block in blocks:
+        living[id(block)] = block
+        parent = block.parent
+        assert parent is not None
+        assert block.pins == pins.get(id(block), 0), f"{block.pins} pins, {pins.get(id(block), 0)} leases"
+        if block.visible:
+            assert group.visible[block.hash] is block
+            assert parent.visible, "visible below what is not: nobody can reach it"
+            evictable = block.child is None and not block.pins
+            assert not evictable or block.queued > UNQUEUED, "a leaf that nothing would evict"
+            assert (block.queued > UNQUEUED) == (id(block) in queued)
+        else:
+            grant = group.pending[block.hash]
+            assert block.queued == HIDDEN and grant.block is block and grant.fate is None
+            assert not (grant.ready and parent.visible), "READY below a visible parent, yet hidden"
+            assert grant.ready == grant.whole
+
+
+def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
+    writing: dict[tuple[int, int], bool] = {}
+    accounts: dict[int, int] = {}
+    for engine in cache.engines.values():
+        for reservation in engine.reservations.values():
+            assert reservation.unsettled == sum(not grant.whole for grant in reservation.grants) > 0
+            for grant in reservation.grants:
+                if not grant.whole:
+                    writing[(grant.extent.index, grant.slot)] = True
+                    if id(grant.block) not in living:
+                        assert grant.fate is not None and grant.block.pins == GONE
+                        accounts[id(grant.block.account)] = (
+                            accounts.get(id(grant.block.account), 0) + grant.extent.slot_bytes
+                        )
+    quarantined = {(extent.index, slot) for extent, slot in cache.quarantine.slots()}
+    for extent in cache.pool.extents.values():
+        busy = 0
+        for slot, block in enumerate(extent.blocks):
+            row, key = cache.rows.read_row(cache.pool.row(extent, slot)), (extent.index, slot)
+            assert (block is None) == (slot in extent.vacant), "a slot both vacant and lived in"
+            if key in quarantined or key in writing:
+                busy += 1
+                assert block is not None and row is not None and row.state == WRITING
+            elif block is not None:
+                assert id(block) in living, "a slot that nothing can free"
+                assert row is not None and row.state == READY and row.block_hash == block.hash
+            else:
+                assert row is None or row.state == FREE
+            if block is not None and id(block) in living:
+                assert cache.pool.locate(block) == (extent, slot)
+                accounts[id(block.account)] = accounts.get(id(block.account), 0) + extent.slot_bytes
+        assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"
+        assert extent.used == len(extent.blocks) - len(extent.vacant)
+    for account in cache.shares.accounts:
+        assert account.bytes == accounts.get(id(account), 0), "an account that does not add up"

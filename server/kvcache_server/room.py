@@ -1,0 +1,124 @@
+"""Making room: which block, or which whole extent, gives way to a new block. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from kvcache_proto.types import Refusal
+from kvcache_server.index import Account, Block
+from kvcache_server.pool import Extent, Pool
+from kvcache_server.shares import Shares
+
+_RECUT_LOOKS = 8  # extents weighed before one is cut anew: each costs a walk of all below its blocks
+
+
+class Room:
+    """Evicts from who is most above its share; `namespace_ceiling` is a part of the pool."""
+
+    def __init__(self, pool: Pool, shares: Shares, namespace_ceiling: float, counters: Counter[str]) -> None:
+        self._pool = pool
+        self._shares = shares
+        self._namespace_ceiling = int(namespace_ceiling * pool.capacity) if namespace_ceiling < 1 else 0
+        self._counters = counters
+
+    def make(
+        self, account: Account, parent: Block, held: Callable[[], Iterable[Block]]
+    ) -> tuple[Extent, int] | Refusal:
+        """Return a vacant slot for a child of `parent`, or QUOTA or NO_SPACE.
+
+        `held()` yields the blocks that are read or written now; they and what is above them stay where they are.
+        """
+        size = account.group.slot_bytes
+        if account.ceiling and account.bytes + size > account.ceiling and not self.evict(account):
+            return Refusal.QUOTA
+        if self._namespace_ceiling and not self._below_ceiling(account):
+            return Refusal.QUOTA
+        place = self._pool.take(size)
+        if place is not None:
+            return place
+        for excess, victim in self._shares.by_excess():
+            if victim.group.slot_bytes == size:
+                freed = self.evict(victim)
+            else:
+                # A whole extent changes hands: not for the sake of a few slots, unless there is nothing to begin with.
+                worth = excess >= self._pool.extent_bytes or (excess > 0 and not account.bytes)
+                freed = worth and self._recut(victim.group.slot_bytes, [parent, *held()])
+            if freed:
+                place = self._pool.take(size)
+                if place is not None:
+                    return place
+        return Refusal.NO_SPACE
+
+    def evict(self, account: Account) -> bool:
+        """Forget the coldest leaf of `account`; False where it has none that may go."""
+        block = account.pop_coldest()
+        if block is None:
+            return False
+        self._evicted(block)
+        return True
+
+    def clear(self, account: Account) -> int:
+        """Forget all blocks of `account` that may go and return how many; those of others below them stay."""
+        cleared = 0
+        while (block := account.pop_coldest()) is not None:
+            self._forget(block)
+            cleared += 1
+        self._counters["blocks_cleared"] += cleared
+        return cleared
+
+    def _evicted(self, block: Block) -> None:
+        group = block.account.group
+        self._forget(block)
+        group.ghosts.add(block.hash, block.account)
+        self._counters["blocks_evicted"] += 1
+        self._shares.evicted(group.slot_bytes)
+
+    def _forget(self, block: Block) -> None:
+        extent, slot = self._pool.locate(block)
+        block.account.group.remove(block)
+        block.account.bytes -= extent.slot_bytes
+        self._pool.give_back(extent, slot)
+
+    def _below_ceiling(self, account: Account) -> bool:
+        mine = [each for each in self._shares.accounts if each.group.namespace == account.group.namespace]
+        if sum(each.bytes for each in mine) + account.group.slot_bytes <= self._namespace_ceiling:
+            return True
+        return any(map(self.evict, mine))
+
+    def _recut(self, slot_bytes: int, held: Iterable[Block]) -> bool:
+        """Empty the coldest extent of that slot size that nobody reads from or writes to; False where there is none."""
+        kept = self._extents_above(held)
+        candidates = [
+            extent
+            for extent in self._pool.extents.values()
+            if extent.slot_bytes == slot_bytes and not extent.busy and extent.index not in kept
+        ]
+        if not candidates:
+            return False
+        candidates.sort(key=lambda extent: extent.newest)
+        extent = min(candidates[:_RECUT_LOOKS], key=_last_use)
+        for block in extent.blocks:
+            if block is not None:
+                for each in block.subtree()[::-1]:
+                    self._evicted(each)
+        self._counters["extents_recut"] += 1
+        self._pool.uncut_extent(extent)
+        return True
+
+    def _extents_above(self, held: Iterable[Block]) -> set[int]:
+        """Return the extents of the held blocks and of all above them."""
+        found: set[int] = set()
+        seen: set[int] = set()
+        for end in held:
+            for block in end.ancestors():
+                if id(block) in seen:
+                    break
+                seen.add(id(block))
+                found.add(self._pool.locate(block)[0].index)
+        return found
+
+
+def _last_use(extent: Extent) -> int:
+    """Return the latest tick of the extent's blocks and all below them."""
+    return max((each.tick for block in extent.blocks if block for each in block.subtree()), default=0)

@@ -1,0 +1,66 @@
+"""Who is attached: namespaces, engines and their sessions. Pure."""
+
+from __future__ import annotations
+
+from kvcache_proto.types import NamespaceSpec
+from kvcache_server.index import Account, Block, Group
+from kvcache_server.leases import Lease, Reservation
+
+
+class Namespace:
+    __slots__ = ("groups", "hit_blocks", "id", "lookups", "number", "requested_blocks", "spec")
+
+    def __init__(self, number: int, spec: NamespaceSpec, capacity: int) -> None:
+        self.number = number
+        self.spec = spec
+        self.id = spec.id
+        self.groups = [
+            Group(number, index, group, spec.hash_bytes, capacity) for index, group in enumerate(spec.groups)
+        ]
+        self.lookups = self.requested_blocks = self.hit_blocks = 0
+
+
+class Engine:
+    """The sessions of one engine id, and what they hold together."""
+
+    __slots__ = ("accounts", "name", "pinned", "reservations", "sessions", "writers")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.sessions: dict[int, Session] = {}
+        self.reservations: dict[int, Reservation] = {}
+        self.accounts: dict[tuple[int, int], Account] = {}
+        self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None where a shard has no writer
+        self.pinned = 0
+
+    def affordable(self, found: list[Block], quota: int) -> int:
+        """Return how many of `found` fit the engine's quota, each block counted once however many leases cover it.
+
+        `pinned` counts shared prefixes once a lease: cheap, and never too little. Only past it is this asked.
+        """
+        seen: set[int] = set()
+        size = 0
+        for session in self.sessions.values():
+            for lease in session.leases.values():
+                for block in lease.block.ancestors():
+                    if id(block) in seen:
+                        break
+                    seen.add(id(block))
+                    size += block.account.group.slot_bytes
+        for count, block in enumerate(found):
+            size += 0 if id(block) in seen else block.account.group.slot_bytes
+            if size > quota:
+                return count
+        return len(found)
+
+
+class Session:
+    __slots__ = ("attached", "engine", "id", "label", "leases", "opened")
+
+    def __init__(self, number: int, engine: Engine, label: str, opened: float) -> None:
+        self.id = number
+        self.engine = engine
+        self.label = label
+        self.opened = opened
+        self.attached: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
+        self.leases: dict[int, Lease] = {}

@@ -1,0 +1,309 @@
+"""What a user relies on, each in one plain story: who gives way, who keeps, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
+from kvcache_proto.region import RegionRows, plan_geometry
+from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
+from kvcache_server.cache import Cache, Limits
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class Engine:
+    """One engine with one session that writes every shard, as a user of the client library has it."""
+
+    def __init__(self, cache: Cache, name: str, block_bytes: int = 64 * KIB, model: str = "m") -> None:
+        self.cache = cache
+        self.now = 0.0
+        self.session = cache.open_session(name, "", 0.0)
+        spec = NamespaceSpec(model, (GroupSpec(16, block_bytes),), hash_bytes=16)
+        self.namespace = self.ask(m.Attach(1, b"", spec, (0,))).namespace
+
+    def ask(self, request):
+        return self.cache.handle(self.session, request, self.now)
+
+    def reserve(self, names: list[str], parent: str | None = None) -> m.Reserved:
+        return self.ask(m.Reserve(1, b"", self.namespace, hashes(names), hashes([parent])[0] if parent else None))
+
+    def settle(
+        self, reserved: m.Reserved, outcome: Outcome = Outcome.COMMITTED, at: tuple[int, ...] = ()
+    ) -> list[Verdict]:
+        region = self.cache.geometry.region_id
+        reply = self.ask(m.Settle(1, b"", region, reserved.reservation, (0,), outcome, list(at)))
+        return [Verdict(verdict) for verdict in reply.verdicts]
+
+    def store(self, names: list[str], parent: str | None = None) -> list[Refusal]:
+        reserved = self.reserve(names, parent)
+        if reserved.reservation:
+            self.settle(reserved)
+        return [Refusal(answer) for answer in reserved.answers]
+
+    def acquire(self, names: list[str], pin: bool = True) -> m.Acquired:
+        return self.ask(m.Acquire(1, b"", self.namespace, hashes(names), pin=pin))
+
+    def hits(self, names: list[str]) -> int:
+        return self.acquire(names, pin=False).hits
+
+
+def hashes(names: list[str]) -> list[bytes]:
+    return [name.encode().ljust(16, b".") for name in names]
+
+
+def chain(name: str, length: int) -> list[str]:
+    return [f"{name}{number}" for number in range(length)]
+
+
+def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, **limits: float) -> Cache:
+    geometry = plan_geometry(b"r" * 16, extents * extent_bytes + 2 * MIB, extent_bytes)
+    assert geometry.extents == extents
+    return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**limits), seed=11)
+
+
+def test_a_stored_run_is_found_with_its_slots_and_another_is_not():
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    reserved = engine.reserve(chain("a", 5))
+    assert other.hits(chain("a", 5)) == 0
+    assert engine.settle(reserved) == [Verdict.VISIBLE] * 5
+    found = other.acquire(chain("a", 5) + chain("b", 2))
+    assert (found.hits, found.slots) == (5, reserved.slots)
+    assert other.hits(chain("b", 2)) == 0
+    cache.check_integrity()
+
+
+def test_a_second_writer_of_a_prefix_is_told_and_writes_only_the_rest():
+    cache = make_cache()
+    one, two = Engine(cache, "one"), Engine(cache, "two")
+    first = one.reserve(["p", "q"])
+    second = two.reserve(["p", "q", "r"])
+    assert [Refusal(a) for a in second.answers] == [Refusal.IN_FLIGHT, Refusal.IN_FLIGHT, Refusal.GRANTED]
+    assert two.settle(second) == [Verdict.HIDDEN]
+    assert two.acquire(["p", "q", "r"]).pending == 3
+    one.settle(first)
+    assert two.hits(["p", "q", "r"]) == 3
+
+
+def test_what_hangs_below_a_failed_block_goes_with_it():
+    cache = make_cache()
+    one, two = Engine(cache, "one"), Engine(cache, "two")
+    first = one.reserve(["p"])
+    below = two.reserve(["q"], parent="p")
+    late = two.reserve(["r"], parent="q")
+    assert two.settle(below) == [Verdict.HIDDEN]
+    assert one.settle(first, Outcome.FAILED) == [Verdict.FAILED]
+    assert two.settle(late) == [Verdict.ORPHANED]
+    assert cache.stats(0.0)["pool"]["used_bytes"] == 0
+    assert two.store(["p", "q", "r"]) == [Refusal.GRANTED] * 3
+    cache.check_integrity()
+
+
+def test_a_stopped_writer_is_superseded_and_its_late_commit_is_told_so():
+    cache = make_cache()
+    slow, fast = Engine(cache, "slow"), Engine(cache, "fast")
+    stuck = slow.reserve(["p", "q"])
+    fast.now = 1.9
+    assert fast.store(["p"]) == [Refusal.IN_FLIGHT]
+    fast.now = 2.0
+    assert fast.store(["p"]) == [Refusal.GRANTED]
+    assert fast.hits(["p"]) == 1
+    slow.now = 3.0
+    assert slow.settle(stuck) == [Verdict.SUPERSEDED, Verdict.VISIBLE]
+    assert fast.hits(["p", "q"]) == 2
+    cache.check_integrity()
+
+
+def test_the_slots_of_a_dead_writer_rest_for_the_quarantine():
+    cache = make_cache(extents=1)
+    victim, heir = Engine(cache, "victim"), Engine(cache, "heir")
+    per_extent = len(victim.reserve(chain("v", 100)).slots) // 24
+    cache.end_session(victim.session, 5.0)
+    assert heir.store(["x"]) == [Refusal.NO_SPACE]
+    cache.tick(14.9)
+    assert heir.store(["x"]) == [Refusal.NO_SPACE]
+    cache.tick(15.0)
+    assert heir.store(chain("x", per_extent)) == [Refusal.GRANTED] * per_extent
+    cache.check_integrity()
+
+
+def test_a_leased_chain_outlives_any_pressure_and_goes_after_its_release():
+    cache = make_cache(extents=1, pin_quota=1.0)
+    reader, writer = Engine(cache, "reader"), Engine(cache, "writer")
+    reader.store(["p", "q"])
+    lease = reader.acquire(["p", "q"])
+    for number in range(100):
+        writer.store([f"n{number}"])
+    view = RegionRows(memoryview(bytearray(cache.geometry.region_bytes)), cache.geometry)
+    assert view is not None
+    assert reader.hits(["p", "q"]) == 2
+    reader.ask(m.Release(0, b"", [lease.lease, lease.lease]))
+    assert cache.counters["releases_unknown"] == 1
+    reader.ask(m.Clear(1, b""))
+    assert reader.hits(["p", "q"]) == 0
+    cache.check_integrity()
+
+
+def test_a_parent_inherits_the_last_use_of_a_child_that_went():
+    cache = make_cache(extents=1, pin_quota=1.0)
+    engine = Engine(cache, "one")
+    slots = 2 * MIB // (64 * KIB + 128)
+    engine.store(["p", "q"])
+    engine.store(["old"])
+    lease = engine.acquire(["old"]).lease
+    assert engine.hits(["p", "q"]) == 2  # later than the last use of "old"
+    engine.store(chain("n", slots - 3))
+    engine.store(["x"])  # takes "q", the coldest leaf that is not leased
+    engine.ask(m.Release(0, b"", [lease]))
+    engine.store(["y"])  # "p" was last used with "q", after "old"
+    assert (engine.hits(["p", "q"]), engine.hits(["old"])) == (1, 0)
+    cache.check_integrity()
+
+
+def test_a_system_prompt_in_daily_use_outlives_its_cold_children():
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one")
+    engine.store(["system"])
+    for number in range(200):
+        assert engine.hits(["system"]) == 1
+        engine.store([f"question {number}"], parent="system")
+
+
+def test_past_its_quota_an_engine_is_offered_fewer_hits_and_that_is_counted():
+    cache = make_cache(extents=2, pin_quota=0.25)
+    engine = Engine(cache, "one", block_bytes=128 * KIB)
+    engine.store(chain("a", 10))
+    assert engine.acquire(chain("a", 10)).hits == 8  # a quarter of 4 MiB
+    assert engine.acquire(chain("a", 10)).hits == 8  # shared blocks count once
+    assert cache.stats(0.0)["refusals"]["quota"] == 4
+    engine.store(chain("b", 3))
+    assert engine.acquire(chain("b", 3)).hits == 0
+    assert engine.hits(chain("b", 3)) == 3
+
+
+def test_a_ceiling_holds_an_engine_to_its_own_blocks():
+    cache = make_cache(extents=2)
+    spec = NamespaceSpec("m", (GroupSpec(16, 64 * KIB),), hash_bytes=16)
+    bounded, other = Engine(cache, "bounded"), Engine(cache, "other")
+    bounded.ask(m.Attach(1, b"", spec, (0,), 4 * 64 * KIB))
+    other.store(["theirs"])
+    bounded.store(chain("a", 4))
+    assert bounded.store(["b"]) == [Refusal.GRANTED]
+    assert bounded.hits(chain("a", 4)) == 3
+    assert other.hits(["theirs"]) == 1
+    reserved = bounded.reserve(chain("c", 6))
+    assert Refusal(reserved.answers[4]) == Refusal.QUOTA
+    assert Refusal(reserved.answers[5]) == Refusal.NO_PARENT
+
+
+def test_a_pool_full_of_small_blocks_makes_room_for_large_ones():
+    cache = make_cache(extents=8, extent_bytes=64 * MIB, pin_quota=1.0)
+    small = Engine(cache, "small", 64 * KIB, "small")
+    for number in range(600):
+        small.store(chain(f"{number}-", 16))
+    # Among the oldest: theirs is the extent that would go first.
+    leased = [small.acquire(chain(f"{number}-", 16)) for number in range(100, 110)]
+    assert [lease.hits for lease in leased] == [16] * 10
+    large = Engine(cache, "large", 16 * MIB, "large")
+    answers = [large.store([f"L{number}"]) for number in range(40)]
+    assert answers == [[Refusal.GRANTED]] * 40
+    usage = {n["model"]: n["bytes"] for n in cache.stats(0.0)["namespaces"]}
+    assert usage["large"] >= cache.pool.capacity * 0.25, "an even share, less one extent and what extents waste"
+    assert usage["small"] >= cache.pool.capacity * 0.3
+    rows = cache.rows
+    for lease in leased:
+        assert all(rows.is_current(ref) for ref in unpack_refs(lease.slots)), "a leased block moved"
+    cache.check_integrity()  # no chain is stranded
+
+
+def test_an_engine_that_streams_new_prompts_does_not_cost_another_its_hits():
+    def hit_ratio(noise: bool) -> float:
+        cache = make_cache(extents=8)
+        steady = Engine(cache, "steady")
+        noisy = Engine(cache, "noisy") if noise else None
+        found = asked = 0
+        for turn in range(3000):
+            prompt = chain(f"p{turn * 7919 % 55}-", 4)  # 220 blocks in turn: LRU hits all of them or none; 248 fit
+            hits = steady.hits(prompt)
+            steady.store(prompt)
+            if turn > 500:
+                found, asked = found + hits, asked + 4
+            if noisy:
+                noisy.store(chain(f"n{turn}-", 4))
+        return found / asked
+
+    alone = hit_ratio(noise=False)
+    assert alone == 1.0
+    assert hit_ratio(noise=True) >= 0.9 * alone
+
+
+@pytest.mark.parametrize(
+    ("request_of", "error", "says"),
+    [
+        (lambda e: m.Acquire(1, b"", 99, []), UnknownHandle, "namespace 99"),
+        (lambda e: m.Acquire(1, b"", e.namespace, [b"short"]), BadArgument, "hash of 5 bytes"),
+        (lambda e: m.Acquire(1, b"", e.namespace, [b"x" * 16] * 65_537), BadArgument, "65537 hashes"),
+        (lambda e: m.Acquire(1, b"", e.namespace, [], group=1), BadArgument, "group 1"),
+        (lambda e: m.Reserve(1, b"", e.namespace, hashes(["a", "a"])), BadArgument, "twice"),
+        (lambda e: m.Settle(1, b"", b"other region....", 1, (0,), 0), UnknownHandle, "another region"),
+        (lambda e: m.Settle(1, b"", b"r" * 16, 77, (0,), 0), UnknownHandle, "reservation 77"),
+        (
+            lambda e: m.Attach(1, b"", NamespaceSpec("m", (GroupSpec(16, 1),)), (0,)),
+            GeometryMismatch,
+            "registered with",
+        ),
+        (lambda e: m.Attach(1, b"", NamespaceSpec("x", (GroupSpec(16, 1),)), (1,)), BadArgument, "shards"),
+        (lambda e: m.Attach(1, b"", NamespaceSpec("x", (GroupSpec(16, 1 << 30),)), (0,)), BadArgument, "does not fit"),
+        (lambda e: m.Attach(1, b"", NamespaceSpec("x", (GroupSpec(16, 1),)), (0,), -1), BadArgument, "ceiling_bytes"),
+    ],
+)
+def test_bad_requests_are_told_and_change_nothing(request_of, error, says):
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    engine.store(["p"])
+    before = cache.stats(0.0)
+    with pytest.raises(error, match=says):
+        engine.ask(request_of(engine))
+    assert cache.stats(0.0) == before
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("shards", "outcome", "positions"),
+    [((1,), 0, []), ((0,), 3, []), ((), 0, []), ((0,), 0, [2]), ((0,), 0, [-1]), ((0,), 0, [0, 0])],
+)
+def test_a_settle_out_of_bounds_settles_nothing(shards, outcome, positions):
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    reserved = engine.reserve(["a", "b"])
+    with pytest.raises(BadArgument):
+        engine.ask(m.Settle(1, b"", b"r" * 16, reserved.reservation, shards, outcome, positions))
+    assert engine.settle(reserved) == [Verdict.VISIBLE] * 2
+
+
+def test_limits_on_sessions_and_namespaces():
+    cache = make_cache(max_sessions=2, max_namespaces=1)
+    engine = Engine(cache, "one")
+    cache.open_session("two", "", 0.0)
+    with pytest.raises(NotPermitted, match="max_sessions"):
+        cache.open_session("three", "", 0.0)
+    with pytest.raises(NotPermitted, match="max_namespaces"):
+        engine.ask(m.Attach(1, b"", NamespaceSpec("other", (GroupSpec(16, 1),)), (0,)))
+
+
+def test_engines_that_come_and_go_leave_no_trace_but_their_blocks():
+    cache = make_cache()
+    for number in range(50):
+        engine = Engine(cache, f"engine {number}")
+        engine.store([f"block {number}"])
+        engine.acquire([f"block {number}"])
+        cache.end_session(engine.session, 0.0)
+    assert len(cache.shares.accounts) == 50
+    reader = Engine(cache, "reader")
+    assert all(reader.hits([f"block {number}"]) for number in range(50))
+    reader.ask(m.Clear(1, b""))
+    cache.end_session(reader.session, 0.0)
+    assert not cache.engines
+    assert not cache.shares.accounts
