@@ -218,6 +218,20 @@ def test_a_pool_full_of_small_blocks_makes_room_for_large_ones():
     cache.check_integrity()  # no chain is stranded
 
 
+def test_no_extent_changes_hands_while_a_block_of_it_or_below_it_is_leased():
+    cache = make_cache(extents=2, pin_quota=1.0)
+    small = Engine(cache, "small", 64 * KIB, "small")
+    slots = 2 * MIB // (64 * KIB + 128)
+    small.store(chain("a", slots + 1))  # the last one lies in the second extent, all that it hangs on in the first
+    small.store(chain("b", slots - 1))
+    lease = small.acquire(chain("a", slots + 1))
+    large = Engine(cache, "large", MIB, "large")
+    assert large.store(["L"]) == [Refusal.NO_SPACE]
+    small.ask(m.Release(0, b"", [lease.lease]))
+    assert large.store(["L"]) == [Refusal.GRANTED]
+    cache.check_integrity()
+
+
 def test_an_engine_that_streams_new_prompts_does_not_cost_another_its_hits():
     def hit_ratio(noise: bool) -> float:
         cache = make_cache(extents=8)
