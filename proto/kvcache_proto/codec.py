@@ -22,17 +22,20 @@ _door = msgspec.msgpack.Decoder(DoorMessage)
 
 def decode_request(frame: bytes | memoryview) -> Request:
     """Return the request in `frame`. Raises BadFrame, or BadArgument for a value out of its bounds."""
-    return _decode(_request, frame, MAX_FRAME)
+    message: Request = _decode(_request, frame, MAX_FRAME)
+    return message
 
 
 def decode_reply(frame: bytes | memoryview) -> Reply:
     """Return the reply in `frame`. Raises BadFrame."""
-    return _decode(_reply, frame, MAX_FRAME)
+    message: Reply = _decode(_reply, frame, MAX_FRAME)
+    return message
 
 
 def decode_door(frame: bytes | memoryview) -> DoorMessage:
     """Return the door message in `frame`. Raises BadFrame."""
-    return _decode(_door, frame, MAX_DOOR_FRAME)
+    message: DoorMessage = _decode(_door, frame, MAX_DOOR_FRAME)
+    return message
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes | memoryview, limit: int) -> Any:

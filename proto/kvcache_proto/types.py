@@ -79,7 +79,7 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
     """
 
     block_tokens: int
-    shard_bytes: int | tuple[int, ...]
+    shard_bytes: int | Sequence[int]
     kind: str = "full"
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
 
     @property
     def shards(self) -> tuple[int, ...]:
-        return (self.shard_bytes,) if isinstance(self.shard_bytes, int) else self.shard_bytes
+        return (self.shard_bytes,) if isinstance(self.shard_bytes, int) else tuple(self.shard_bytes)
 
     @property
     def block_bytes(self) -> int:
@@ -117,7 +117,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
     """
 
     model: str
-    groups: tuple[GroupSpec, ...]
+    groups: Sequence[GroupSpec]
     identity: dict[str, str] = {}
     hash_bytes: int = 32
 

@@ -1,0 +1,255 @@
+"""The region's layout: byte for byte where it is frozen, round trips where it is not."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache_proto import region
+from kvcache_proto.errors import RegionError
+from kvcache_proto.region import FREE, READY, SLOT_ROW, WRITING, RegionRows, plan_geometry, slot_size, slots_per_extent
+from kvcache_proto.types import PoolGeometry, SlotRef
+
+MIB = 1 << 20
+ID = bytes(range(16))
+HASH = bytes(range(100, 132))
+
+
+def words(buffer: bytearray, at: int, count: int) -> tuple[int, ...]:
+    return struct.unpack_from(f"<{count}Q", buffer, at)
+
+
+def fresh(region_bytes: int = 10 * MIB, extent_bytes: int = 4 * MIB) -> tuple[bytearray, RegionRows]:
+    geometry = plan_geometry(ID, region_bytes, extent_bytes)
+    buffer = bytearray(geometry.region_bytes)
+    rows = RegionRows(memoryview(buffer), geometry)
+    rows.format()
+    return buffer, rows
+
+
+def open_at(rows: RegionRows, row: int, generation: int = 11, parent_row: int = 0, block_hash: bytes = HASH) -> None:
+    rows.open_row(row, generation, 5, 3, 1, 42, parent_row, 0, block_hash)
+
+
+# The bytes.
+
+
+def test_the_header_byte_by_byte() -> None:
+    buffer, rows = fresh()
+    assert rows.geometry == PoolGeometry(ID, 10 * MIB, 4 * MIB, 2, 2 * MIB)
+    assert buffer[:8] == b"KVCREGN1"
+    assert words(buffer, 8, 1) == (1,)
+    assert buffer[16:32] == ID
+    assert words(buffer, 32, 4) == (10 * MIB, 4 * MIB, 2, 2 * MIB)
+    assert words(buffer, 64, 1) == (zlib.crc32(buffer[8:64]),)
+    assert not any(buffer[72:])
+    rows.check_header()
+
+
+def test_an_extent_row_and_a_slot_row_byte_by_byte() -> None:
+    buffer, rows = fresh()
+    slots = rows.cut(1, 65536, 7)
+    end = 10 * MIB
+    assert slots == 63 == 4 * MIB // (65536 + 128)
+    assert words(buffer, 4096 + 64, 8) == (65536, 7, end - 63 * 128, 63, 0, 0, 0, 0)
+    assert words(buffer, 4096, 8) == (0,) * 8
+
+    first, second = rows.row_offset(1, 0), rows.row_offset(1, 1)
+    assert (first, second) == (end - 63 * 128, end - 62 * 128)
+    rows.open_row(second, 11, 5, 3, 1, 42, first, 10, HASH)
+    rows.set_settled(second, 0b10)
+    body = struct.pack("<IHHQQQ", 3, 1, 32, 42, first, 10) + HASH
+    assert words(buffer, second, 4) == (WRITING, 5, 0b10, 11)
+    assert buffer[second + 32 : second + 96] == body
+    assert words(buffer, second + 96, 4) == (0, 0, 0, zlib.crc32(struct.pack("<Q", 11) + body))
+
+
+# The header.
+
+
+def test_another_format_another_id_another_cut_are_told_apart() -> None:
+    for word, value, named in [(0, 0, "magic"), (1, 2, "format 2"), (4, 1, "checksum"), (8, 1, "checksum")]:
+        buffer, rows = fresh()
+        struct.pack_into("<Q", buffer, 8 * word, value)
+        with pytest.raises(RegionError, match=named):
+            rows.check_header()
+    buffer, _ = fresh()
+    other_id = PoolGeometry(bytes(16), 10 * MIB, 4 * MIB, 2, 2 * MIB)
+    with pytest.raises(RegionError, match="another region"):
+        RegionRows(memoryview(buffer), other_id).check_header()
+    with pytest.raises(RegionError, match="region cut as"):
+        RegionRows(memoryview(buffer), PoolGeometry(ID, 10 * MIB, 8 * MIB, 1, 2 * MIB)).check_header()
+    with pytest.raises(RegionError, match="the region has"):
+        RegionRows(memoryview(buffer), PoolGeometry(ID, 12 * MIB, 4 * MIB, 2, 2 * MIB))
+
+
+def test_formatting_again_forgets_everything() -> None:
+    _, rows = fresh()
+    rows.cut(0, 4096, 1)
+    open_at(rows, rows.row_offset(0, 0))
+    rows.format()
+    assert rows.extent_row(0) == (0, 0, 0, 0)
+    assert list(rows.rows()) == []
+
+
+# The cut.
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 42), st.sampled_from([0, 2 * MIB, 4 * MIB, 6 * MIB, 256 * MIB]))
+def test_a_region_is_cut_within_its_size(region_bytes: int, extent_bytes: int) -> None:
+    try:
+        g = plan_geometry(ID, region_bytes, extent_bytes)
+    except RegionError:
+        assert region_bytes < max(extent_bytes, 4 * MIB) + 2 * MIB
+        return
+    assert 1 <= g.extents <= region.MAX_EXTENTS
+    assert g.data_offset % region.ALIGN == 0
+    assert g.extent_bytes % region.ALIGN == 0
+    assert g.data_offset >= region.EXTENT_ROWS + g.extents * region.EXTENT_ROW
+    assert g.region_bytes == g.data_offset + g.extents * g.extent_bytes <= region_bytes
+    if g.extents < region.MAX_EXTENTS:
+        assert region_bytes - g.region_bytes < g.extent_bytes + region.ALIGN
+
+
+@pytest.mark.parametrize("extent_bytes", [1, MIB, 3 * MIB, 4 * MIB + 1, -2 * MIB])
+def test_extents_end_on_huge_pages(extent_bytes: int) -> None:
+    with pytest.raises(RegionError, match="multiple of"):
+        plan_geometry(ID, 1 << 30, extent_bytes)
+
+
+@given(st.integers(1, 4 * MIB))
+def test_slots_and_their_rows_never_meet(block_bytes: int) -> None:
+    slot_bytes = slot_size(block_bytes)
+    assert block_bytes <= slot_bytes < block_bytes + region.SLOT_ALIGN
+    assert slot_bytes % region.SLOT_ALIGN == 0
+    slots = slots_per_extent(4 * MIB, slot_bytes)
+    assert slots * slot_bytes <= 4 * MIB - slots * SLOT_ROW < (slots + 1) * (slot_bytes + SLOT_ROW)
+
+
+# Rows.
+
+
+@given(
+    generation=st.integers(0, (1 << 64) - 1),
+    tick=st.integers(0, (1 << 64) - 1),
+    namespace=st.integers(0, (1 << 32) - 1),
+    group=st.integers(0, 15),
+    owner=st.integers(0, (1 << 64) - 1),
+    block_hash=st.binary(min_size=8, max_size=32),
+    settled=st.integers(0, (1 << 64) - 1),
+)
+def test_a_row_comes_back_as_it_was_written(
+    generation: int, tick: int, namespace: int, group: int, owner: int, block_hash: bytes, settled: int
+) -> None:
+    _, rows = fresh(6 * MIB)
+    rows.cut(0, 1 << 16, 1)
+    parent, row = rows.row_offset(0, 4), rows.row_offset(0, 5)
+    rows.open_row(row, generation, tick, namespace, group, owner, parent, 99, block_hash)
+    rows.set_settled(row, settled)
+    found = rows.read_row(row)
+    assert found == (WRITING, generation, tick, settled, namespace, group, owner, parent, 99, block_hash)
+    rows.set_tick(row, 77)
+    rows.set_state(row, READY)
+    assert found is not None
+    assert rows.read_row(row) == found._replace(state=READY, tick=77)
+    rows.set_state(row, FREE)
+    assert rows.read_row(row) is None
+
+
+@given(st.integers(24, SLOT_ROW - 1), st.integers(1, 255))
+def test_a_torn_row_is_free(at: int, flip: int) -> None:
+    buffer, rows = fresh(6 * MIB)
+    rows.cut(0, 1 << 16, 1)
+    row = rows.row_offset(0, 2)
+    open_at(rows, row)
+    rows.set_state(row, READY)
+    buffer[row + at] ^= flip
+    reserved = range(96, 120)
+    assert (rows.read_row(row) is None) == (at not in reserved)
+
+
+def test_a_state_that_is_none_is_free() -> None:
+    buffer, rows = fresh()
+    rows.cut(0, 4096, 1)
+    row = rows.row_offset(0, 0)
+    open_at(rows, row)
+    struct.pack_into("<Q", buffer, row, 3)
+    assert rows.read_row(row) is None
+
+
+def test_rows_yields_what_is_not_free() -> None:
+    _, rows = fresh()
+    rows.cut(0, 4096, 21)
+    rows.cut(1, 1 << 16, 22)
+    for extent, slot, generation in [(0, 3, 31), (1, 0, 32), (1, 2, 33)]:
+        open_at(rows, rows.row_offset(extent, slot), generation)
+    rows.set_state(rows.row_offset(1, 0), READY)
+    assert [(ref, at, row.state) for ref, at, row in rows.rows()] == [
+        (SlotRef(2 * MIB + 3 * 4096, 31, 21), rows.row_offset(0, 3), WRITING),
+        (SlotRef(6 * MIB, 32, 22), rows.row_offset(1, 0), READY),
+        (SlotRef(6 * MIB + 2 * 65536, 33, 22), rows.row_offset(1, 2), WRITING),
+    ]
+
+
+# What a reader does.
+
+
+def test_a_reference_is_current_until_its_slot_or_its_extent_moves_on() -> None:
+    _, rows = fresh()
+    rows.cut(0, 4096, 21)
+    row = rows.row_offset(0, 3)
+    open_at(rows, row, generation=31)
+    ref = SlotRef(2 * MIB + 3 * 4096, 31, 21)
+    assert rows.is_current(ref)
+    rows.set_state(row, READY)
+    assert rows.is_current(ref)
+    open_at(rows, row, generation=32)
+    assert not rows.is_current(ref)
+    assert rows.is_current(ref._replace(generation=32))
+    rows.cut(0, 8192, 23)
+    assert not rows.is_current(ref._replace(generation=32))
+
+
+def test_a_view_is_the_bytes_of_its_slot() -> None:
+    buffer, rows = fresh()
+    rows.cut(0, 4096, 21)
+    open_at(rows, rows.row_offset(0, 3), generation=31)
+    view = rows.slot_view(SlotRef(2 * MIB + 3 * 4096, 31, 21), 100, 5)
+    view[:] = b"bytes"
+    at = 2 * MIB + 3 * 4096 + 100
+    assert buffer[at : at + 5] == b"bytes"
+    assert buffer.count(b"bytes") == 1
+
+
+@pytest.mark.parametrize(
+    ("ref", "begin", "size", "named"),
+    [
+        (SlotRef(0, 31, 21), 0, 1, "in no extent"),
+        (SlotRef(10 * MIB, 31, 21), 0, 1, "in no extent"),
+        (SlotRef(2 * MIB + 1, 31, 21), 0, 1, "not the begin of a slot"),
+        (SlotRef(6 * MIB - 4096, 31, 21), 0, 1, "not the begin of a slot"),
+        (SlotRef(2 * MIB, 31, 22), 0, 1, "cut anew"),
+        (SlotRef(6 * MIB, 31, 0), 0, 1, "cut anew"),
+        (SlotRef(2 * MIB, 31, 21), 4000, 97, "of a slot of 4096"),
+        (SlotRef(2 * MIB, 31, 21), -1, 1, "of a slot of 4096"),
+        (SlotRef(2 * MIB, 31, 21), 0, -1, "of a slot of 4096"),
+    ],
+)
+def test_a_view_never_leaves_its_slot(ref: SlotRef, begin: int, size: int, named: str) -> None:
+    _, rows = fresh()
+    rows.cut(0, 4096, 21)
+    with pytest.raises(RegionError, match=named):
+        rows.slot_view(ref, begin, size)
+    if "of a slot" not in named:
+        assert not rows.is_current(ref)
+
+
+@given(st.integers(0, 1 << 64), st.integers(0, 1 << 64), st.integers(0, 1 << 64))
+def test_any_three_numbers_can_be_asked_about(offset: int, generation: int, extent_generation: int) -> None:
+    _, rows = fresh(6 * MIB)
+    assert not rows.is_current(SlotRef(offset, generation, extent_generation))

@@ -1,0 +1,291 @@
+"""The wire as one table of (message, bytes). The bytes are frozen: a change of them is a change of the protocol."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache_proto import codec, messages
+from kvcache_proto.errors import (
+    BadArgument,
+    BadFrame,
+    GeometryMismatch,
+    KVCacheError,
+    ServerError,
+    VersionMismatch,
+    from_wire,
+)
+from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, PoolGeometry, SlotRef, check_hashes, unpack_refs
+
+TOKEN = bytes(range(16))
+REGION = b"\xaa" * 16
+LLAMA = NamespaceSpec("llama", (GroupSpec(16, 65536),), {"dtype": "bfloat16"}, 8)
+TWO_SHARDS = NamespaceSpec("m", (GroupSpec(32, (256, 512)),))
+GEOMETRY = PoolGeometry(REGION, 10 << 20, 4 << 20, 2, 2 << 20)
+
+T = "c410 000102030405060708090a0b0c0d0e0f"
+R = "c410 aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+H0, H1, H2 = b"hash-000", b"hash-001", b"hash-002"
+H0x, H1x, H2x = "c408 686173682d303030", "c408 686173682d303031", "c408 686173682d303032"
+
+DOOR = [
+    (
+        messages.Hello(1, "e1", "sched", "kvcache-client 0.1.0"),
+        "95 a568656c6c6f 01 a26531 a57363686564 b46b7663616368652d636c69656e7420302e312e30",
+    ),
+    (
+        messages.Welcome(1, 3, TOKEN, GEOMETRY, "d"),
+        f"96 a777656c636f6d65 01 03 {T} 95 {R} ce00a00000 ce00400000 02 ce00200000 a164",
+    ),
+    (messages.Error(0, "not_permitted", "uid 7"), "94 a56572726f72 00 ad6e6f745f7065726d6974746564 a57569642037"),
+]
+
+REQUESTS = [
+    (
+        messages.Attach(1, TOKEN, LLAMA, (0,), 1 << 30),
+        f"96 a6617474616368 01 {T} 94 a56c6c616d61 91 93 10 ce00010000 a466756c6c"
+        "81 a56474797065 a862666c6f61743136 08 91 00 ce40000000",
+    ),
+    (
+        messages.Attach(2, TOKEN, TWO_SHARDS),
+        f"96 a6617474616368 02 {T} 94 a16d 91 93 20 92 cd0100 cd0200 a466756c6c 80 20 90 00",
+    ),
+    (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"97 a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3"),
+    (messages.Acquire(3, TOKEN, 1, [], 0, pin=False), f"97 a761637175697265 03 {T} 01 90 00 c2"),
+    (messages.Release(4, TOKEN, [9]), f"94 a772656c65617365 04 {T} 91 09"),
+    (messages.Reserve(5, TOKEN, 1, [H1, H2], H0), f"97 a772657365727665 05 {T} 01 92 {H1x} {H2x} {H0x} 00"),
+    (messages.Reserve(5, TOKEN, 1, [H1]), f"97 a772657365727665 05 {T} 01 91 {H1x} c0 00"),
+    (
+        messages.Settle(6, TOKEN, REGION, 70_000, (0, 1), 0, [0, 1]),
+        f"98 a6736574746c65 06 {T} {R} ce00011170 92 00 01 00 92 00 01",
+    ),
+    (messages.Settle(6, TOKEN, REGION, 4, (1,), 2), f"98 a6736574746c65 06 {T} {R} 04 91 01 02 90"),
+    (messages.Ping(7, TOKEN), f"93 a470696e67 07 {T}"),
+    (messages.Stats(8, TOKEN), f"93 a57374617473 08 {T}"),
+    (messages.Clear(9, TOKEN, "0011223344556677"), f"94 a5636c656172 09 {T} b030303131323233333434353536363737"),
+]
+
+REPLIES = [
+    (messages.Attached(1, 1), "93 a86174746163686564 01 01"),
+    (
+        messages.Acquired(3, 9, 1, 1, SlotRef(2 << 20, 7, 1 << 63).pack()),
+        "96 a86163717569726564 03 09 01 01 c418 0000200000000000 0700000000000000 0000000000000080",
+    ),
+    (
+        messages.Reserved(5, 4, bytes([1, 0]), SlotRef(1, 2, 3).pack()),
+        "95 a87265736572766564 05 04 c402 0100 c418 0100000000000000 0200000000000000 0300000000000000",
+    ),
+    (messages.Settled(6, b"\x00\x03"), "93 a7736574746c6564 06 c402 0003"),
+    (messages.Pong(7), "93 a4706f6e67 07 c2"),
+    (messages.Report(8, {"pool": {"blocks": 2}}), "93 a67265706f7274 08 81 a4706f6f6c 81 a6626c6f636b73 02"),
+    (messages.Cleared(9, 2), "93 a7636c6561726564 09 02"),
+    (messages.Error(0, "bad_frame", "x"), "94 a56572726f72 00 a96261645f6672616d65 a178"),
+]
+
+Decode = Callable[[bytes], Any]
+TABLE: list[tuple[Decode, Any, str]] = [
+    *((codec.decode_door, *line) for line in DOOR),
+    *((codec.decode_request, *line) for line in REQUESTS),
+    *((codec.decode_reply, *line) for line in REPLIES),
+]
+each_line = pytest.mark.parametrize(
+    ("decode", "message", "frame"), TABLE, ids=[f"{n}-{type(line[1]).__name__}" for n, line in enumerate(TABLE)]
+)
+
+
+@each_line
+def test_both_ways(decode: Decode, message: Any, frame: str) -> None:
+    assert codec.encode(message).hex() == bytes.fromhex(frame).hex()
+    assert decode(bytes.fromhex(frame)) == message
+    assert decode(memoryview(bytes.fromhex(frame))) == message
+
+
+@each_line
+def test_fields_of_a_newer_peer_are_passed_over(decode: Decode, message: Any, frame: str) -> None:
+    longer = msgspec.msgpack.encode([*msgspec.msgpack.decode(bytes.fromhex(frame)), {"from": "a newer version"}])
+    assert decode(longer) == message
+
+
+@each_line
+def test_a_cut_frame_is_a_bad_frame(decode: Decode, message: Any, frame: str) -> None:
+    whole = bytes.fromhex(frame)
+    for end in range(len(whole)):
+        with pytest.raises(BadFrame):
+            decode(whole[:end])
+    with pytest.raises(BadFrame):
+        decode(whole + b"\x00")
+
+
+def test_every_message_stands_in_the_table() -> None:
+    kinds = {*msgspec_union(messages.Request), *msgspec_union(messages.Reply), *msgspec_union(messages.DoorMessage)}
+    assert {type(message) for _, message, _ in TABLE} == kinds
+
+
+def msgspec_union(union: Any) -> tuple[type, ...]:
+    members: tuple[type, ...] = union.__args__
+    return members
+
+
+def test_an_older_peer_leaves_out_what_has_a_default() -> None:
+    shorter = bytes.fromhex(f"95 a761637175697265 03 {T} 01 91 {H1x}")
+    assert codec.decode_request(shorter) == messages.Acquire(3, TOKEN, 1, [H1], group=0, pin=True)
+
+
+NO_MESSAGE = [
+    ("", "nothing"),
+    ("c0", "nil"),
+    ("90", "an empty array"),
+    ("91 a470696e67", "a ping without its fields"),
+    (f"93 a470696e67 a137 {T}", "an id that is a string"),
+    (f"93 a4706f6b65 07 {T}", "an unknown tag"),
+    (f"93 07 07 {T}", "a tag that is a number"),
+    ("82 a2696407 a5746f6b656e c400", "a map"),
+    (f"97 a761637175697265 03 {T} 01 91 a8686173682d303031 00 c3", "a hash that is a string"),
+    (f"97 a761637175697265 03 {T} 01 91 {H1x} 00 01", "a flag that is a number"),
+    ("93 a4706f6e67 07 c2", "a reply"),
+    ("95 a568656c6c6f 01 a26531 a57363686564 a0", "a message of the door"),
+    ("93 a470696e67 cfffffffffffffffff", "half a ping"),
+    ("91" * 4000, "arrays without end"),
+    ("ff" * 64, "noise"),
+]
+
+
+@pytest.mark.parametrize("frame", [line[0] for line in NO_MESSAGE], ids=[line[1] for line in NO_MESSAGE])
+def test_what_is_no_request_is_a_bad_frame(frame: str) -> None:
+    with pytest.raises(BadFrame):
+        codec.decode_request(bytes.fromhex(frame))
+
+
+def test_frames_have_a_size() -> None:
+    with pytest.raises(BadFrame, match="at most"):
+        codec.decode_request(bytes(codec.MAX_FRAME + 1))
+    with pytest.raises(BadFrame, match="at most"):
+        codec.decode_door(bytes(codec.MAX_DOOR_FRAME + 1))
+
+
+def test_the_largest_request_fits_a_frame() -> None:
+    hashes = [n.to_bytes(32, "big") for n in range(MAX_HASHES)]
+    frame = codec.encode(messages.Reserve(1 << 63, TOKEN, 1 << 31, hashes, hashes[0], 15))
+    assert len(frame) <= codec.MAX_FRAME
+    assert codec.decode_request(frame).hashes == hashes
+
+
+@given(st.binary(max_size=256))
+def test_noise_is_an_error_of_ours_or_a_message(frame: bytes) -> None:
+    for decode in (codec.decode_request, codec.decode_reply, codec.decode_door):
+        with contextlib.suppress(BadFrame, BadArgument):
+            decode(frame)
+
+
+@given(st.sampled_from(TABLE), st.data())
+def test_a_flipped_byte_is_an_error_of_ours_or_a_message(line: tuple[Decode, Any, str], data: st.DataObject) -> None:
+    frame = bytearray.fromhex(line[2])
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(BadFrame, BadArgument):
+        line[0](bytes(frame))
+
+
+# Values.
+
+
+def attach_of(spec: list[Any]) -> bytes:
+    return msgspec.msgpack.encode(["attach", 1, TOKEN, spec])
+
+
+BAD_SPECS = [
+    (["", [[16, 64, "full"]], {}, 32], "model name"),
+    (["m" * 257, [[16, 64, "full"]], {}, 32], "model name"),
+    (["m", [], {}, 32], "0 groups"),
+    (["m", [[16, 64, "full"]] * 17, {}, 32], "17 groups"),
+    (["m", [[0, 64, "full"]], {}, 32], "block_tokens 0"),
+    (["m", [[(1 << 20) + 1, 64, "full"]], {}, 32], "block_tokens"),
+    (["m", [[16, 0, "full"]], {}, 32], "shard_bytes 0"),
+    (["m", [[16, -64, "full"]], {}, 32], "shard_bytes -64"),
+    (["m", [[16, (1 << 40) + 1, "full"]], {}, 32], "shard_bytes"),
+    (["m", [[16, [], "full"]], {}, 32], "0 shards"),
+    (["m", [[16, [64] * 65, "full"]], {}, 32], "65 shards"),
+    (["m", [[16, [64, 0], "full"]], {}, 32], "shard_bytes 0"),
+    (["m", [[16, 64, "window"]], {}, 32], "kind 'window'"),
+    (["m", [[16, 64, "full"], [16, [64, 64], "full"]], {}, 32], "same number of shards"),
+    (["m", [[16, 64, "full"]], {}, 7], "hash_bytes 7"),
+    (["m", [[16, 64, "full"]], {}, 33], "hash_bytes 33"),
+]
+
+
+@pytest.mark.parametrize(("spec", "named"), BAD_SPECS, ids=[line[1] for line in BAD_SPECS])
+def test_a_value_out_of_bounds_is_named(spec: list[Any], named: str) -> None:
+    with pytest.raises(BadArgument, match=named):
+        codec.decode_request(attach_of(spec))
+
+
+def test_the_id_of_a_namespace_is_frozen() -> None:
+    assert LLAMA.id == "0f3820adcd3cf066"
+
+
+def test_the_id_of_a_namespace_follows_what_it_is_and_not_how_it_is_cut() -> None:
+    plain = NamespaceSpec("m", (GroupSpec(16, 64),), {"a": "1", "b": "2"})
+    assert plain.id == NamespaceSpec("m", (GroupSpec(32, 128),), {"b": "2", "a": "1"}).id
+    assert plain.id != NamespaceSpec("m", (GroupSpec(16, 64),), {"a": "1", "b": "3"}).id
+    assert plain.id != NamespaceSpec("m", (GroupSpec(16, 64),), {"a": "1b", "": "2"}).id
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (NamespaceSpec("m", (GroupSpec(16, 64),), hash_bytes=16), "hashes of 16 bytes; registered with 32"),
+        (NamespaceSpec("m", (GroupSpec(16, 64), GroupSpec(16, 64))), "2 groups; registered with 1"),
+        (NamespaceSpec("m", (GroupSpec(32, 64),)), "group 0: block_tokens 32; registered with 16"),
+        (NamespaceSpec("m", (GroupSpec(16, (32, 32)),)), r"group 0: shards \(32, 32\); registered with \(64,\)"),
+    ],
+)
+def test_another_geometry_names_its_first_difference(other: NamespaceSpec, named: str) -> None:
+    with pytest.raises(GeometryMismatch, match=named):
+        NamespaceSpec("m", (GroupSpec(16, 64),)).check_same_geometry(other)
+
+
+def test_one_shard_is_written_as_a_number_or_as_a_list() -> None:
+    NamespaceSpec("m", (GroupSpec(16, 64),)).check_same_geometry(NamespaceSpec("m", (GroupSpec(16, (64,)),)))
+
+
+def test_shards_lie_one_after_the_other() -> None:
+    group = GroupSpec(16, (100, 30, 7))
+    assert [group.shard_offset(n) for n in range(3)] == [0, 100, 130]
+    assert group.block_bytes == 137
+
+
+def test_hashes_are_checked_by_number_and_length() -> None:
+    check_hashes([], 32)
+    check_hashes([bytes(32)] * MAX_HASHES, 32)
+    with pytest.raises(BadArgument, match="at most"):
+        check_hashes([bytes(32)] * (MAX_HASHES + 1), 32)
+    with pytest.raises(BadArgument, match="hash of 5 bytes"):
+        check_hashes([bytes(32), bytes(5), bytes(32)], 32)
+
+
+word = st.integers(0, (1 << 64) - 1)
+
+
+@given(st.lists(st.builds(SlotRef, word, word, word), max_size=8))
+def test_references_are_three_words_each(refs: list[SlotRef]) -> None:
+    assert unpack_refs(b"".join(ref.pack() for ref in refs)) == refs
+
+
+def test_an_error_comes_back_as_the_class_that_was_meant() -> None:
+    def family(cls: type[KVCacheError]) -> list[type[KVCacheError]]:
+        return [cls, *(c for child in cls.__subclasses__() for c in family(child))]
+
+    every = family(KVCacheError)
+    assert len({cls.code for cls in every}) == len(every)
+    for cls in every:
+        error = from_wire(cls.code, "why")
+        assert type(error) is cls
+        assert str(error) == "why"
+    assert type(from_wire("from_a_newer_daemon", "why")) is ServerError
+    assert type(from_wire("version_mismatch", "")) is VersionMismatch
