@@ -43,7 +43,6 @@ class Admin:
             raise
         self.session = welcome.session
         self.geometry = welcome.geometry
-        self.geometry = welcome.geometry
         self._token = welcome.token
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)

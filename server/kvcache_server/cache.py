@@ -64,7 +64,8 @@ class Cache:
         self.counters: Counter[str] = Counter()
         self._room = Room(self.pool, self.shares, self.limits.namespace_ceiling, self.counters)
         self._tick = 0
-        self._last_session = self._last_lease = self._last_reservation = 0
+        self._last_session = self._last_lease = 0
+        self._last_reservation = seed >> 16  # no number of an earlier life comes again
         self._pin_quota = int(self.limits.pin_quota * self.pool.capacity)
         self._handlers: dict[type, Any] = {
             m.Acquire: self._acquire,

@@ -126,8 +126,8 @@ def describe(stats: dict[str, Any]) -> str:
     lines = [
         f"kvcache-server {daemon['version']}, pid {daemon['pid']}, {daemon['endpoint']}, up {age}",
         f"pool        {format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used, "
-        f"{pool['blocks']:,} blocks, {pool['blocks_writing']:,} being written, {format_size(pool['pinned_bytes'])} pinned, "
-        f"{pool['slots_quarantined']:,} slots in quarantine",
+        f"{pool['blocks']:,} blocks, {pool['blocks_writing']:,} being written, "
+        f"{format_size(pool['pinned_bytes'])} pinned, {pool['slots_quarantined']:,} slots in quarantine",
         "refusals    " + _counts(stats["refusals"]),
         "errors      " + _counts(daemon["errors"] | daemon["drops"] | daemon["door_refused"]),
         "",

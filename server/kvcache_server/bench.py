@@ -1,0 +1,389 @@
+"""`kvcache-server bench`: the daemon beside a bare ZeroMQ echo, in one run, so that the host's noise hits both alike.
+
+The echo is a ROUTER on uvloop that decodes a request, looks each hash up in one dict and sends the frame back: what any
+daemon with this wire must spend. The daemon under test runs in a process of its own with small blocks, so that a
+million of them need no large region; its pool is full and evicts all the while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import uvloop
+import zmq
+
+from kvcache_proto import messages as m
+from kvcache_proto.codec import decode_request, encode
+from kvcache_proto.errors import Unavailable
+from kvcache_proto.region import ALIGN, plan_geometry, slots_per_extent
+from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec, Outcome, Refusal
+from kvcache_server.admin import Admin
+
+SHARD_BYTES = 64
+EXTENT = 4 << 20
+CHAIN = 1536  # blocks of a whole prompt; the longest question asks for 1,024
+RUN = 64  # blocks written at once
+WIDTHS = (64, 1024)
+BURST = 20  # requests to one side before it is the other's turn
+MISSES = 0.3
+CLIENTS = 4
+SPEC = NamespaceSpec("bench", (GroupSpec(16, SHARD_BYTES),))
+
+
+def block_hash(number: int) -> bytes:
+    """Return the hash of block `number`; any process can make it again."""
+    return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
+
+
+class Prompts:
+    """Branching chains of blocks: half of the prompts begin with a part of an earlier one."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._next = 0
+        self.chains: list[list[bytes]] = []
+        self.heads: list[int] = []  # numbers of the blocks with which prompts of their own begin
+
+    def new(self) -> tuple[list[bytes], int]:
+        """Return the hashes of a new prompt, and how many of them an earlier prompt has too."""
+        shared: list[bytes] = []
+        if self.chains and self._draw.random() < 0.5:
+            shared = self._draw.choice(self.chains)
+            shared = shared[: self._draw.randrange(len(shared))]
+        fresh = range(self._next, self._next + CHAIN - len(shared))
+        self._next = fresh.stop
+        if not shared:
+            self.heads.append(fresh.start)
+        return [*shared, *map(block_hash, fresh)], len(shared)
+
+    def question(self, width: int) -> list[bytes]:
+        """Return `width` hashes: a chain's prefix, from a random depth on unknown ones, MISSES of them on average."""
+        chain = self._draw.choice(self.chains)
+        known = width if self._draw.random() < 1 - 2 * MISSES else self._draw.randrange(width)
+        return chain[:known] + [self._draw.randbytes(32) for _ in range(width - known)]
+
+
+class Writer(Admin):
+    """Stores prompts and looks them up, by messages alone: it maps nothing. An engine of its own."""
+
+    def __init__(self, endpoint: str, seed: int) -> None:
+        super().__init__(endpoint, "bench", engine=f"bench-{seed}")
+        self._namespace = self.ask(m.Attach(0, b"", SPEC, (0,))).namespace
+        self.prompts = Prompts(seed)
+        self._chain: list[bytes] = []
+        self._at = 0
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def write(self) -> tuple[int, float]:
+        """Reserve and commit the next RUN blocks; return how many were granted, and the seconds."""
+        if self._at >= len(self._chain):
+            if self._chain:
+                self.prompts.chains.append(self._chain)
+            self._chain, self._at = self.prompts.new()
+        run = self._chain[self._at : self._at + RUN]
+        parent = self._chain[self._at - 1] if self._at else None
+        begin = time.perf_counter()
+        reserved = self.ask(m.Reserve(0, b"", self._namespace, run, parent))
+        if reserved.reservation:
+            region, outcome = self.geometry.region_id, Outcome.COMMITTED
+            self.ask(m.Settle(0, b"", region, reserved.reservation, (0,), outcome))
+        seconds = time.perf_counter() - begin
+        self._at += len(run)
+        if max(reserved.answers) > Refusal.IN_FLIGHT:
+            self._chain, self._at = [], 0  # what it hung on has been evicted
+        return len(reserved.slots) // REF_BYTES, seconds
+
+    def acquire(self, hashes: list[bytes]) -> tuple[int, float]:
+        """Acquire and release; return the hits, and the seconds."""
+        begin = time.perf_counter()
+        acquired = self.ask(m.Acquire(0, b"", self._namespace, hashes))
+        if acquired.lease:
+            self.tell(m.Release(0, b"", [acquired.lease]))
+        return acquired.hits, time.perf_counter() - begin
+
+
+# The echo.
+
+
+def echo_process(endpoint: str, blocks: int, ready: Connection) -> None:
+    table = {block_hash(number): number for number in range(blocks)}
+    router = zmq.Context().socket(zmq.ROUTER)
+    router.bind(endpoint)
+    loop = uvloop.new_event_loop()
+
+    def drain() -> None:
+        while True:
+            try:
+                identity = router.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frame = router.recv(zmq.NOBLOCK)
+            request = decode_request(frame)
+            assert isinstance(request, m.Acquire)
+            list(map(table.get, request.hashes))
+            router.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            router.send(frame, zmq.NOBLOCK)
+
+    loop.add_reader(router.getsockopt(zmq.FD), drain)
+    loop.call_soon(drain)
+    ready.send(True)
+    loop.run_forever()
+
+
+class Echo:
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.connect(endpoint)
+
+    def ask(self, hashes: list[bytes]) -> float:
+        begin = time.perf_counter()
+        self._socket.send(encode(m.Acquire(0, bytes(16), 1, hashes)))
+        self._socket.recv()
+        return time.perf_counter() - begin
+
+
+# Measuring.
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """Return p50 and p99 in microseconds."""
+    ordered = sorted(seconds)
+    return {
+        "p50_us": statistics.median(ordered) * 1e6,
+        "p99_us": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1e6,
+    }
+
+
+def lookups(writer: Writer, echo: Echo, width: int, rounds: int) -> dict[str, Any]:
+    """Time acquire + release of `width` hashes against the echo, in bursts by turns; between them the pool evicts."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    hits = 0
+    for _ in range(rounds):
+        questions = [writer.prompts.question(width) for _ in range(BURST)]
+        for question in questions:
+            found, seconds = writer.acquire(question)
+            hits += found
+            ours.append(seconds)
+        theirs.extend(echo.ask(question) for question in questions)
+        writer.write()
+    mine, other = quantiles(ours), quantiles(theirs)
+    return {
+        "hashes": width,
+        "samples": len(ours),
+        "hit_ratio": hits / (len(ours) * width),
+        "daemon": mine,
+        "echo": other,
+        "p50_to_echo": mine["p50_us"] / other["p50_us"],
+        "p99_to_p50": mine["p99_us"] / mine["p50_us"],
+        "echo_p99_to_p50": other["p99_us"] / other["p50_us"],
+    }
+
+
+def commits(writer: Writer, echo: Echo, runs: int) -> dict[str, float]:
+    """Time reserve + commit a block, in runs of RUN, beside echoes of as many hashes."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    question = [block_hash(number) for number in range(RUN)]
+    while len(ours) < runs:
+        granted, seconds = writer.write()
+        if granted == RUN:
+            ours.append(seconds / granted)
+            theirs.append(echo.ask(question))
+    return {**quantiles(ours), "echo_us": statistics.median(theirs) * 1e6}
+
+
+def client_process(endpoint: str, seed: int, chains: list[int], seconds: float, pipe: Connection) -> None:
+    with Writer(endpoint, seed) as writer:
+        writer.prompts.chains = [list(map(block_hash, range(first, first + WIDTHS[0]))) for first in chains]
+        questions = [writer.prompts.question(WIDTHS[0]) for _ in range(512)]
+        pipe.send(True)
+        pipe.recv()
+        count, until = 0, time.monotonic() + seconds
+        while time.monotonic() < until:
+            writer.acquire(questions[count % len(questions)])
+            count += 1
+        pipe.send(count)
+
+
+def together(endpoint: str, chains: list[int], seconds: float) -> float:
+    """Return acquires a second of CLIENTS processes at once; `chains` are the numbers at which stored prompts begin."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes, clients = [], []
+    for number in range(CLIENTS):
+        ours, theirs = spawn.Pipe()
+        arguments = (endpoint, 100 + number, chains, seconds, theirs)
+        clients.append(spawn.Process(target=client_process, args=arguments, daemon=True))
+        clients[-1].start()
+        theirs.close()  # so that a client that dies is an end of file here
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()
+    for pipe in pipes:
+        pipe.send(True)
+    done: int = sum(pipe.recv() for pipe in pipes)
+    for client in clients:
+        client.join()
+    return done / seconds
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the process's own memory, the mapped region left out."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise click.ClickException("this kernel does not tell RssAnon")
+
+
+def cpu_seconds(pid: int) -> float:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def idle_share(pid: int, seconds: float) -> float:
+    before = cpu_seconds(pid)
+    time.sleep(seconds)
+    return (cpu_seconds(pid) - before) / seconds
+
+
+@contextlib.contextmanager
+def processes(folder: Path, blocks: int) -> Iterator[tuple[str, int, Echo]]:
+    """Run daemon and echo; yield the daemon's endpoint, its process id, and the way to the echo."""
+    extents = -(-blocks // slots_per_extent(EXTENT, SHARD_BYTES))
+    size = plan_geometry(bytes(16), extents * EXTENT + 4 * ALIGN, EXTENT).region_bytes
+    endpoint, echo_endpoint = f"ipc://{folder}/kvcache.sock", f"ipc://{folder}/echo.sock"
+    flags = ["--endpoint", endpoint, "--size", str(size), "--extent-size", str(EXTENT), "--lock", "never"]
+    spawn = multiprocessing.get_context("spawn")
+    ready, theirs = spawn.Pipe(duplex=False)
+    echo = spawn.Process(target=echo_process, args=(echo_endpoint, blocks, theirs), daemon=True)
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context((folder / "daemon.log").open("wb"))
+        daemon = subprocess.Popen([sys.executable, "-m", "kvcache_server", "serve", *flags], stdout=log, stderr=log)
+        stack.callback(daemon.wait)
+        stack.callback(daemon.terminate)
+        echo.start()
+        stack.callback(echo.join)
+        stack.callback(echo.terminate)
+        for _ in range(600):
+            if daemon.poll() is not None:
+                raise click.ClickException(f"the daemon ended:\n{(folder / 'daemon.log').read_text()}")
+            with contextlib.suppress(Unavailable), Admin(endpoint):
+                break
+            time.sleep(0.1)
+        ready.recv()
+        yield endpoint, daemon.pid, Echo(echo_endpoint)
+
+
+def fill(writer: Writer, blocks: int, say: Callable[[str], None]) -> None:
+    """Write until `blocks` blocks are cached, or the pool is full."""
+    have, told = writer.stats()["pool"]["blocks"], time.monotonic()
+    while have < blocks:
+        granted, _ = writer.write()
+        have += granted
+        if time.monotonic() - told > 5:
+            told = time.monotonic()
+            say(f"  {have:,} blocks")
+
+
+def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure everything and return the figures."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-bench-")))
+        endpoint, pid, echo = stack.enter_context(processes(folder, blocks))
+        writer = stack.enter_context(Writer(endpoint, 0))
+        few = min(10_000, blocks // 10)
+        say(f"filling: to {few:,} blocks")
+        fill(writer, few, say)
+        commit_few = commits(writer, echo, 150)
+        say(f"filling: to {blocks:,} blocks")
+        own = anonymous_bytes(pid)
+        fill(writer, blocks, say)
+        stats = writer.stats()
+        indexed, memory = stats["pool"]["blocks"], anonymous_bytes(pid)
+        commit_many = commits(writer, echo, 150)
+        while not writer.stats()["counters"].get("blocks_evicted"):
+            writer.write()
+        say("the pool is full: lookups by turns with the echo")
+        commit_evicting = commits(writer, echo, 150)
+        found = [lookups(writer, echo, width, rounds if width == WIDTHS[0] else -(-rounds // 4)) for width in WIDTHS]
+        say(f"{CLIENTS} clients at once")
+        # Prompts that begin with blocks of their own, the latest: these are whole.
+        heads = [prompt for prompt in writer.prompts.heads if writer.acquire([block_hash(prompt)])[0]][-64:]
+        rate = together(endpoint, heads, seconds)
+        say("idle")
+        idle = idle_share(pid, seconds)
+        evicted = writer.stats()["counters"]["blocks_evicted"]
+    return {
+        "blocks_indexed": indexed,
+        "blocks_evicted": evicted,
+        "lookups": found,
+        "clients": CLIENTS,
+        "acquires_per_second": rate,
+        "commit_us_per_block": {f"{few}": commit_few, f"{indexed}": commit_many, "evicting": commit_evicting},
+        "daemon_bytes": memory,
+        "daemon_bytes_at_start": own,
+        "daemon_bytes_per_million_blocks": memory * 1e6 / indexed,
+        "idle_core_share": idle,
+    }
+
+
+def describe(figures: dict[str, Any]) -> str:
+    """Return the figures for people."""
+    head = f"{'acquire + release':<18}{'hit':>6}{'p50':>10}{'p99':>10}{'echo p50':>10}{'echo p99':>10}"
+    lines = [
+        f"{figures['blocks_indexed']:,} blocks indexed, {figures['blocks_evicted']:,} evicted",
+        "",
+        f"{head}{'p50/echo':>10}{'p99/p50':>9}",
+    ]
+    for row in figures["lookups"]:
+        times = (row[side][quantile] for side in ("daemon", "echo") for quantile in ("p50_us", "p99_us"))
+        lines.append(
+            f"{row['hashes']:>6,} hashes     {row['hit_ratio']:>6.0%}"
+            + "".join(f"{time_us:>7.0f} us" for time_us in times)
+            + f"{row['p50_to_echo']:>9.2f}x{row['p99_to_p50']:>8.2f}x"
+        )
+    rate = figures["acquires_per_second"]
+    lines += ["", f"{figures['clients']} clients: {rate:,.0f} acquires/s of {WIDTHS[0]} hashes", ""]
+    for when, row in figures["commit_us_per_block"].items():
+        name = when if when == "evicting" else f"{int(when):,} blocks"
+        lines.append(
+            f"reserve + commit, {name + ':':<18}{row['p50_us']:6.2f} us a block; echo then {row['echo_us']:.0f} us"
+        )
+    lines += [
+        "",
+        f"daemon's own memory: {figures['daemon_bytes'] / 1e6:.0f} MB, "
+        f"{figures['daemon_bytes_per_million_blocks'] / 1e6:.0f} MB a million blocks",
+        f"idle daemon: {figures['idle_core_share']:.2%} of a core",
+    ]
+    return "\n".join(lines)
+
+
+@click.command(name="bench", help=__doc__)
+@click.option("--blocks", default=1_000_000, show_default=True, help="Blocks to index.")
+@click.option("--rounds", default=200, show_default=True, help=f"Turns of {BURST} lookups each.")
+@click.option("--seconds", default=5.0, show_default=True, help="Of the clients together, and of idling.")
+@click.option("--json", "as_json", is_flag=True, help="The figures, for programs.")
+def command(blocks: int, rounds: int, seconds: float, as_json: bool) -> None:
+    begin = time.monotonic()
+
+    def say(text: str) -> None:
+        click.echo(f"[{time.monotonic() - begin:4.0f} s] {text}", err=True)
+
+    figures = run(blocks, rounds, seconds, say)
+    click.echo(json.dumps(figures, indent=2) if as_json else "\n" + describe(figures))

@@ -1,0 +1,233 @@
+"""The daemon's configuration: one struct, filled from a TOML file, the environment and flags, in rising order."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from kvcache_proto.endpoint import check_endpoint, default_endpoint
+from kvcache_proto.errors import ConfigError
+from kvcache_proto.region import ALIGN
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENV_PREFIX = "KVCACHE_"
+# Kubernetes puts these into every container beside a Service named `kvcache`; nobody has set them on purpose.
+_FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|PORT(_\d+_.*)?)$")
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS |= {f"{_letter}IB": 1 << (10 * _power), f"{_letter}B": 1000**_power, _letter: 1 << (10 * _power)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+MAX_SIZE = 1 << 50
+
+
+def parse_size(text: str | int) -> int:
+    """Return the bytes that "30GiB", "512 MiB", "1.5G" or a plain number mean.
+
+    KiB, MiB, GiB, TiB and the bare letters count in 1024, KB, MB, GB, TB in 1000. Raises ConfigError.
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    factor = _UNITS.get(match[2].upper()) if match else None
+    if isinstance(text, bool) or match is None or factor is None:
+        raise ConfigError(f"size {text!r}: a number of bytes, or one with a unit, as in 30GiB or 512MiB")
+    size = round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if size > MAX_SIZE:
+        raise ConfigError(f"size {text!r}: at most {format_size(MAX_SIZE)}")
+    return size
+
+
+def format_size(size: float) -> str:
+    """Return `size` bytes as people read them: 512 B, 256.0 MiB, 30.0 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _doc(text: str, *, size: bool = False) -> msgspec.Meta:
+    return msgspec.Meta(description=text, extra={"size": size})
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every setting of the daemon; sizes are bytes, times are seconds."""
+
+    endpoint: Annotated[str, _doc("Where clients meet the daemon: `ipc://` and an absolute path.")] = ""
+    size: Annotated[int, _doc("Host memory to give to the cache.", size=True)] = 4 << 30
+    region_dir: Annotated[str, _doc("Folder on tmpfs or hugetlbfs that holds the region file.")] = "/dev/shm"
+    extent_size: Annotated[
+        int, _doc("Unit in which block sizes trade memory; 0 takes 1/16 of the region, 4 to 256 MiB.", size=True)
+    ] = 0
+    lock: Annotated[
+        Literal["auto", "always", "never"],
+        _doc("Lock the region into memory: `auto` tries and says why not, `always` does not start without."),
+    ] = "auto"
+    allow_uids: Annotated[tuple[int, ...], _doc("User ids, besides the daemon's own, whose processes may attach.")] = ()
+    allow_gids: Annotated[
+        tuple[int, ...], _doc("Group ids, besides the socket's own, whose processes may attach.")
+    ] = ()
+    pin_quota: Annotated[float, _doc("Share of the region that the leases of one engine may hold.")] = 0.25
+    namespace_floor: Annotated[float, _doc("Share of the region that others cannot evict from a namespace.")] = 0.0
+    namespace_ceiling: Annotated[float, _doc("Share of the region that one namespace may fill.")] = 1.0
+    supersede_after: Annotated[
+        float, _doc("Seconds after which an unsettled reservation may be overtaken by another writer.")
+    ] = 2.0
+    quarantine: Annotated[
+        float, _doc("Seconds for which slots of a dead writer are kept back: its device may still be copying.")
+    ] = 10.0
+    max_sessions: Annotated[int, _doc("Sessions at one time.")] = 1024
+    max_namespaces: Annotated[int, _doc("Namespaces known at one time.")] = 1024
+    drain_seconds: Annotated[float, _doc("How long a stopping daemon waits for running saves to settle.")] = 5.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severity that is logged.")] = "info"
+    log_format: Annotated[Literal["text", "json"], _doc("Form of a log line.")] = "text"
+
+    def __post_init__(self) -> None:
+        if not self.endpoint:
+            msgspec.structs.force_setattr(self, "endpoint", default_endpoint())
+        check_endpoint(self.endpoint)
+        if not os.path.isabs(self.region_dir):
+            raise ConfigError(f"region_dir {self.region_dir!r}: an absolute path")
+        _within("size", self.size, 1, MAX_SIZE)
+        if self.extent_size and (self.extent_size < ALIGN or self.extent_size % ALIGN):
+            raise ConfigError(f"extent_size {format_size(self.extent_size)}: 0 or a multiple of {format_size(ALIGN)}")
+        for name in ("pin_quota", "namespace_floor", "namespace_ceiling"):
+            _within(name, getattr(self, name), 0, 1)
+        if self.namespace_floor > self.namespace_ceiling:
+            raise ConfigError(f"namespace_floor {self.namespace_floor}: at most namespace_ceiling")
+        for name in ("supersede_after", "quarantine", "drain_seconds"):
+            _within(name, getattr(self, name), 0, 3600)
+        for name in ("max_sessions", "max_namespaces"):
+            _within(name, getattr(self, name), 1, 1 << 20)
+
+
+def _within(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{name} {value}: {least} to {most}")
+
+
+class Setting(NamedTuple):
+    """One row of the reference table."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+    choices: tuple[str, ...]
+    is_size: bool
+
+
+def settings() -> list[Setting]:
+    """Return what can be configured, in the order of the struct."""
+    hints = typing.get_type_hints(Config, include_extras=True)
+    rows = []
+    for field in msgspec.structs.fields(Config):
+        kind, meta = typing.get_args(hints[field.name])
+        is_size = bool(meta.extra["size"])
+        choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+        if choices:
+            label = " \\| ".join(choices)
+        else:
+            label = "size" if is_size else {tuple[int, ...]: "list of int"}.get(kind, getattr(kind, "__name__", ""))
+        if field.name == "endpoint":
+            default = "`ipc:///run/kvcache/kvcache.sock` for root, else below `$XDG_RUNTIME_DIR`"
+        elif is_size and field.default:
+            default = f"`{field.default >> 30}GiB`"
+        else:
+            default = f"`{list(field.default) if isinstance(field.default, tuple) else field.default}`"
+        rows.append(Setting(field.name, label, default, str(meta.description), choices, is_size))
+    return rows
+
+
+def reference() -> str:
+    """Return the reference table in Markdown, made from the struct."""
+    lines = ["| setting | type | default | what it does |", "| --- | --- | --- | --- |"]
+    lines += [f"| `{row.name}` | {row.type} | {row.default} | {row.doc} |" for row in settings()]
+    return "\n".join(lines) + "\n"
+
+
+def load(
+    path: str | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
+) -> Config:
+    """Return the configuration from the file at `path`, then `environ`, then `flags` (None is not given).
+
+    Raises ConfigError, which names the key, the close match of an unknown one, and where it was said.
+    """
+    environ = os.environ if environ is None else environ
+    path = path or environ.get(ENV_PREFIX + "CONFIG") or None
+    values: dict[str, Any] = {}
+    if path:
+        values |= _checked(_read_toml(path), path)
+    values |= _checked(_from_environ(environ), "environment")
+    values |= _checked({key: value for key, value in (flags or {}).items() if value is not None}, "flags")
+    # Each value was converted where it was said; here only what __post_init__ checks can still fail.
+    return Config(**values)
+
+
+def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return `values` as the struct wants them. Raises ConfigError naming `source` and the key."""
+    hints = typing.get_type_hints(Config)
+    known = {row.name: row for row in settings()}
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{source}: unknown setting {key!r}{_close(key, known)}")
+        try:
+            if known[key].is_size:
+                checked[key] = parse_size(value)
+            else:
+                if hints[key] == tuple[int, ...] and isinstance(value, str):
+                    value = [part.strip() for part in value.split(",") if part.strip()]
+                checked[key] = msgspec.convert(value, hints[key], strict=False)
+        except (msgspec.ValidationError, ConfigError) as error:
+            raise ConfigError(f"{source}: {key}: {error}") from None
+    return checked
+
+
+def _close(key: str, known: Iterable[str]) -> str:
+    names = list(known)
+    match = difflib.get_close_matches(key.lower().replace("-", "_"), names, n=1)
+    return f"; did you mean {match[0]!r}?" if match else f"; there are: {', '.join(names)}"
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            text = file.read().decode()
+        return tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"at line (\d+)", str(error))
+        line = int(found[1]) if found else text.count("\n") + 1
+        raise ConfigError(f"{path}:{line}: not TOML: {error}") from None
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    names = {ENV_PREFIX + row.name.upper(): row.name for row in settings()}
+    values: dict[str, str] = {}
+    for key, value in environ.items():
+        if not key.startswith(ENV_PREFIX) or key == ENV_PREFIX + "CONFIG" or _FOREIGN_ENV.match(key):
+            continue
+        if key not in names:
+            raise ConfigError(f"environment: unknown setting {key!r}{_close_env(key, names)}")
+        values[names[key]] = value
+    return values
+
+
+def _close_env(key: str, names: Iterable[str]) -> str:
+    match = difflib.get_close_matches(key, list(names), n=1)
+    return f"; did you mean {match[0]!r}?" if match else ""

@@ -1,0 +1,304 @@
+"""`kvcache-server demo`: a daemon and two vLLM engines on this machine; what one has computed, the other one loads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from kvcache_proto.errors import KVCacheError
+from kvcache_server.admin import Admin
+from kvcache_server.config import format_size, parse_size
+
+# About 29 million weights and 16 KiB of KV a token: some seconds of prefill for 6,000 tokens on two cores.
+LLAMA = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+}
+BLOCK_TOKENS = 64
+ANSWER_TOKENS = 6
+CONNECTOR = "kvcache_client.connector"  # a name only: the engine imports it, the daemon never does
+VISIBLE_WITHIN = 5.0
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Failed(Exception):
+    """The demo did not show what it is there to show."""
+
+
+class EngineProcess:
+    """A `demo_engine` process; its log goes to a file."""
+
+    def __init__(self, name: str, folder: Path, environment: dict[str, str]) -> None:
+        self.name = name
+        self._log = folder / f"engine-{name}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvcache_server.demo_engine"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | QUIET | environment,
+                text=True,
+                bufsize=1,
+            )
+
+    def ask(self, call: str, **arguments: Any) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # answer() says what became of it
+            self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the answer to the last `ask`. Raises Failed with the end of the log where the engine is gone."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise Failed(f"engine {self.name} ended with status {self._process.wait()}:\n{tail(self._log)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def call(self, call: str, **arguments: Any) -> dict[str, Any]:
+        self.ask(call, **arguments)
+        return self.answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        finish(self._process, 20)
+
+
+class Pass(NamedTuple):
+    """One walk through the prompts by one engine."""
+
+    answers: list[list[int]]
+    seconds: float  # a prompt, median
+
+
+class Row(NamedTuple):
+    """What the table shows of the prompts that `engine` met first."""
+
+    engine: str
+    other: str
+    prompts: list[list[int]]
+    cold: Pass
+    again: Pass
+    elsewhere: Pass
+    visible_after: float
+    hits: int
+    expected: int
+
+    @property
+    def equal(self) -> bool:
+        return self.cold.answers == self.again.answers == self.elsewhere.answers
+
+
+@contextlib.contextmanager
+def daemon(folder: Path, size: str) -> Iterator[str]:
+    """Run `kvcache-server serve` in a process of its own; yield its endpoint."""
+    endpoint = f"ipc://{folder}/kvcache.sock"
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    roomy = shm is not None and shm.f_bavail * shm.f_frsize > parse_size(size)
+    region_dir = "/dev/shm" if roomy else str(folder)
+    command = ["serve", "--endpoint", endpoint, "--size", size, "--region-dir", region_dir]
+    log = folder / "daemon.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from kvcache_server.cli import main; main()", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_for_daemon(endpoint, process, log)
+        yield endpoint
+    finally:
+        process.terminate()
+        finish(process, 10)
+
+
+def wait_for_daemon(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(600):
+        if process.poll() is not None:
+            raise Failed(f"the daemon ended with status {process.returncode}:\n{tail(log)}")
+        with contextlib.suppress(KVCacheError), Admin(endpoint) as admin:
+            admin.ping()
+            return
+        time.sleep(0.1)
+    raise Failed(f"the daemon does not answer:\n{tail(log)}")
+
+
+def finish(process: subprocess.Popen[Any], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class Demo:
+    def __init__(self, folder: Path, prompts: int, tokens: int) -> None:
+        self._folder = folder
+        self._prompts = prompts
+        self._tokens = tokens
+        self._begin = time.monotonic()
+
+    def say(self, text: str) -> None:
+        click.echo(f"[{time.monotonic() - self._begin:4.0f} s] {text}")
+
+    def run(self, model: str | None, size: str) -> list[Row]:
+        with contextlib.ExitStack() as stack:
+            endpoint = stack.enter_context(daemon(self._folder, size))
+            self.say(f"daemon at {endpoint}, region of {format_size(parse_size(size))}")
+            environment = {
+                "PYTHONHASHSEED": "0",  # older engines draw the root of their hashes from it: equal seeds, equal hashes
+                "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+            }
+            if model is None:
+                environment |= {"HF_HUB_OFFLINE": "1"}
+            engines = []
+            for name in "AB":
+                engines.append(EngineProcess(name, self._folder, environment))
+                stack.callback(engines[-1].close)
+            if model is None:
+                model = str(self._folder / "random-llama")
+                made = engines[0].call("make_model", directory=model, config=LLAMA)
+                self.say(f"made a Llama with {made['parameters'] / 1e6:.0f} million random weights")
+            self.say(f"starting two vLLM engines, A and B (logs in {self._folder})")
+            facts = self._start(engines, model, endpoint)
+            with Admin(endpoint) as admin:
+                rows = []
+                for first, second in (engines, engines[::-1]):
+                    rows.append(self._share(first, second, facts, admin))
+        return rows
+
+    def _start(self, engines: list[EngineProcess], model: str, endpoint: str) -> dict[str, Any]:
+        for engine in engines:
+            engine.ask(
+                "start",
+                model=model,
+                skip_tokenizer_init=True,
+                dtype="float32",  # so that "equal" means equal
+                enforce_eager=True,
+                block_size=BLOCK_TOKENS,
+                max_model_len=self._tokens + 4 * BLOCK_TOKENS,
+                max_num_batched_tokens=2048,
+                max_num_seqs=4,
+                seed=0,
+                kv_transfer_config={
+                    "kv_connector": "KVCacheServerConnector",
+                    "kv_connector_module_path": CONNECTOR,
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"endpoint": endpoint},
+                },
+            )
+        for engine in engines:
+            facts = engine.answer()
+            self.say(f"engine {engine.name} is up")
+        for engine in engines:  # first-time costs of the runtime are nobody's prefill
+            engine.call("generate", prompts=self._make(f"warm-up {engine.name}", facts, 1, 256), tokens=2)
+        return facts
+
+    @staticmethod
+    def _make(seed: str, facts: dict[str, Any], count: int, tokens: int) -> list[list[int]]:
+        draw = random.Random(seed)
+        return [[draw.randrange(facts["vocabulary"]) for _ in range(tokens)] for _ in range(count)]
+
+    def _share(self, first: EngineProcess, second: EngineProcess, facts: dict[str, Any], admin: Admin) -> Row:
+        prompts = self._make(f"prompts of {first.name}", facts, self._prompts, self._tokens)
+        whole = len(prompts) * (self._tokens // facts["block_tokens"])
+        loadable = len(prompts) * ((self._tokens - 1) // facts["block_tokens"])
+        before = totals(admin)
+        cold = self._pass(first, prompts, "cold")
+        visible_after = self._wait_until_visible(admin, before["blocks"] + whole)
+        self.say(f"  {whole} blocks visible to everybody {visible_after:.2f} s after the last answer")
+        between = totals(admin)
+        elsewhere = self._pass(second, prompts, "which has never seen them")
+        if not first.call("forget")["done"]:
+            raise Failed(f"engine {first.name} would not reset its prefix cache")
+        again = self._pass(first, prompts, "after reset_prefix_cache")
+        hits = totals(admin)["hit_blocks"] - between["hit_blocks"]
+        return Row(first.name, second.name, prompts, cold, again, elsewhere, visible_after, hits, 2 * loadable)
+
+    def _pass(self, engine: EngineProcess, prompts: list[list[int]], how: str) -> Pass:
+        answer = engine.call("generate", prompts=prompts, tokens=ANSWER_TOKENS)
+        seconds = statistics.median(answer["seconds"])
+        self.say(f"engine {engine.name}, {how}: {seconds:.2f} s a prompt of {self._tokens:,} tokens")
+        return Pass(answer["answers"], seconds)
+
+    @staticmethod
+    def _wait_until_visible(admin: Admin, blocks: int) -> float:
+        begin = time.monotonic()
+        while totals(admin)["blocks"] < blocks:
+            if time.monotonic() - begin > VISIBLE_WITHIN:
+                raise Failed(f"{totals(admin)['blocks']} of {blocks} blocks are visible after {VISIBLE_WITHIN} s")
+            time.sleep(0.01)
+        return time.monotonic() - begin
+
+
+def totals(admin: Admin) -> dict[str, int]:
+    namespaces = admin.stats()["namespaces"]
+    return {key: sum(namespace[key] for namespace in namespaces) for key in ("blocks", "hit_blocks")}
+
+
+def table(rows: list[Row]) -> str:
+    head = (
+        *("engine", "prompt tokens", "cold", "second pass", "other engine's first pass"),
+        *("hits", "tokens equal", "speed-up"),
+    )
+    lines = [head]
+    for row in rows:
+        lines.append(
+            (
+                row.engine,
+                f"{len(row.prompts)} x {len(row.prompts[0]):,}",
+                f"{row.cold.seconds:.2f} s",
+                f"{row.again.seconds:.2f} s",
+                f"{row.elsewhere.seconds:.2f} s ({row.other})",
+                f"{row.hits} of {row.expected} blocks",
+                "yes" if row.equal else "NO",
+                f"{row.cold.seconds / row.again.seconds:.1f}x, {row.cold.seconds / row.elsewhere.seconds:.1f}x",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+@click.command(name="demo", help=__doc__)
+@click.option("--model", help="A model to use in place of a small random Llama: a folder or a name on the hub.")
+@click.option("--prompts", default=2, show_default=True, help="Prompts that each engine computes first.")
+@click.option("--tokens", default=6000, show_default=True, help="Tokens a prompt.")
+@click.option("--size", default="768MiB", show_default=True, help="Region of the demo's daemon.")
+def command(model: str | None, prompts: int, tokens: int, size: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvcache-demo-") as folder:
+        try:
+            rows = Demo(Path(folder), prompts, tokens).run(model, size)
+        except (Failed, KVCacheError) as error:
+            raise click.ClickException(str(error)) from None
+    click.echo()
+    click.echo(table(rows))
+    if not all(row.equal for row in rows):
+        raise click.ClickException("tokens differ")
+    if any(row.hits < row.expected for row in rows):
+        raise click.ClickException("hits are missing")

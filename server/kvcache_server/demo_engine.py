@@ -1,0 +1,88 @@
+"""One vLLM engine behind a pipe, for the demo: a JSON object a line in, a JSON object a line out.
+
+It runs in a process of its own and is the only module of the daemon's package that knows vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def make_model(directory: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Write a Llama of that shape with random weights, the same at each call, in float32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    # Wide weights: with the default width every token would be much alike, and equality would prove little.
+    model = LlamaForCausalLM(LlamaConfig(**config, initializer_range=0.1))
+    model.save_pretrained(directory)
+    return {"parameters": model.num_parameters()}
+
+
+class Engine:
+    """What the pipe may ask for; each method's return value is the answer."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+
+    def start(self, **arguments: Any) -> dict[str, Any]:
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "vocabulary": config.model_config.get_vocab_size(),
+            "block_tokens": config.cache_config.block_size,
+            "max_tokens": config.model_config.max_model_len,
+        }
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Answer the prompts one after the other, greedily; `seconds` a prompt, until its last token."""
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        answers, seconds = [], []
+        for prompt in prompts:
+            begin = time.perf_counter()
+            (output,) = self._llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)
+            seconds.append(time.perf_counter() - begin)
+            answers.append(list(output.outputs[0].token_ids))
+        return {"answers": answers, "seconds": seconds}
+
+    def forget(self) -> dict[str, Any]:
+        """Empty the engine's own prefix cache."""
+        return {"done": bool(self._llm.reset_prefix_cache())}
+
+    def stop(self) -> None:
+        """End the engine's processes; its connector drains what it still saves."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    # Libraries write to stdout as they like: the pipe gets a descriptor of its own, and they get stderr.
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    engine = Engine()
+    calls: dict[str, Callable[..., dict[str, Any]]] = {
+        "make_model": make_model,
+        "start": engine.start,
+        "generate": engine.generate,
+        "forget": engine.forget,
+    }
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            print(json.dumps(calls[request.pop("call")](**request)), file=replies, flush=True)
+    finally:
+        engine.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""The door: a Unix socket that says who is there, hands the region over, and notices the end of a session at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvcache_proto import __version__
+from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
+from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.errors import (
+    BadArgument,
+    BadFrame,
+    ConfigError,
+    EndpointTaken,
+    KVCacheError,
+    NotPermitted,
+    Unavailable,
+    VersionMismatch,
+)
+from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
+from kvcache_proto.types import MAX_NAME, PoolGeometry
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 2.0
+MAX_VISITORS = 128  # handshakes at one time
+ACCEPT_PAUSE = 0.5  # after the process ran out of descriptors
+_LENGTH = struct.Struct("<I")
+_UCRED = struct.Struct("iII")
+_SO_PEERGROUPS = 59
+
+
+class EndpointLock:
+    """The lock beside the socket; whoever holds it is the daemon of this endpoint."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Take the lock, making the endpoint's folder if need be. Raises EndpointTaken, NotPermitted."""
+        self.path = socket_path(endpoint).removesuffix(".sock") + ".lock"
+        folder = os.path.dirname(self.path)
+        try:
+            os.makedirs(folder, mode=0o755, exist_ok=True)
+            _check_folder(folder)
+            self._fd = self._take()
+        except PermissionError as error:
+            raise NotPermitted(
+                f"endpoint {endpoint}: uid {os.geteuid()} may not write {error.filename}; choose another endpoint, or "
+                "have the folder made for this user"
+            ) from None
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"endpoint {endpoint}: {error.filename} is not a folder") from None
+        except BlockingIOError:
+            raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint") from None
+
+    def _take(self) -> int:
+        while True:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The holder before us unlinks the file as it leaves: ours must still be the one in the folder.
+                if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                    return fd
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def release(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        os.close(self._fd)
+
+
+def _check_folder(folder: str) -> None:
+    """Raise NotPermitted where others could replace what lies in `folder`."""
+    found = os.stat(folder)
+    if found.st_uid not in (0, os.geteuid()) and not found.st_mode & stat.S_ISVTX:
+        raise NotPermitted(f"{folder} belongs to uid {found.st_uid}, who could take the endpoint over: choose another")
+
+
+class Peer(NamedTuple):
+    """Who is on the other side, as the kernel says."""
+
+    pid: int
+    uid: int
+    groups: frozenset[int]
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    try:
+        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1 << 18)
+    except OSError:  # a kernel before 4.13
+        packed = b""
+    return Peer(pid, uid, frozenset((gid, *(group for (group,) in struct.iter_unpack("I", packed)))))
+
+
+class Visitor:
+    """One connection: at first a handshake with a deadline, then, once `session` is set, a session."""
+
+    __slots__ = ("deadline", "heard", "peer", "session", "sock")
+
+    def __init__(self, sock: socket.socket, peer: Peer) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.heard = bytearray()
+        self.session = 0
+        self.deadline: asyncio.TimerHandle | None = None
+
+
+class Door:
+    """Listens beside the endpoint's socket.
+
+    `open_session(hello, peer)` returns (session id, token) or raises a KVCacheError, which the visitor is told;
+    `end_session(session)` is called once for each, when the visitor has gone.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        endpoint: str,
+        region_fd: int,
+        geometry: PoolGeometry,
+        open_session: Callable[[Hello, Peer], tuple[int, bytes]],
+        end_session: Callable[[int], None],
+        *,
+        allow_uids: tuple[int, ...] = (),
+        allow_gids: tuple[int, ...] = (),
+    ) -> None:
+        """Bind the door, replacing a stale one. Raises EndpointTaken, ConfigError, NotPermitted."""
+        self._loop = loop
+        self._path = door_path(endpoint)
+        self._region_fd = region_fd
+        self._geometry = geometry
+        self._open_session = open_session
+        self._end_session = end_session
+        self._visitors: set[Visitor] = set()
+        self.refused: dict[str, int] = {}
+        self._listener = _listen(self._path, endpoint, socket_mode(allow_uids, allow_gids))
+        self._uids = {os.geteuid(), *allow_uids}
+        self._gids = {os.stat(self._path).st_gid, *allow_gids}
+        loop.add_reader(self._listener, self._accept)
+
+    # New visitors.
+
+    def _accept(self) -> None:
+        for _ in range(MAX_VISITORS):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # Out of descriptors, most likely: the connection stays in the backlog, and to ask at once is to spin.
+                self._count("accept_failed")
+                log.warning("cannot accept a session for now: %s", error)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(ACCEPT_PAUSE, self._resume)
+                return
+            sock.setblocking(False)
+            visitor = Visitor(sock, peer_of(sock))
+            if self._handshakes() >= MAX_VISITORS:
+                self._refuse(visitor, Unavailable(f"{MAX_VISITORS} handshakes are under way: try again"))
+                continue
+            self._visitors.add(visitor)
+            visitor.deadline = self._loop.call_later(HANDSHAKE_SECONDS, self._too_late, visitor)
+            self._loop.add_reader(sock, self._hear, visitor)
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _handshakes(self) -> int:
+        return sum(not visitor.session for visitor in self._visitors)
+
+    def _check_peer(self, peer: Peer) -> None:
+        if peer.uid not in self._uids and not peer.groups & self._gids:
+            raise NotPermitted(
+                f"uid {peer.uid} with groups {sorted(peer.groups)} may not attach: add it to the daemon's allow_uids "
+                "or allow_gids"
+            )
+
+    def _too_late(self, visitor: Visitor) -> None:
+        self._refuse(visitor, BadFrame(f"no whole hello within {HANDSHAKE_SECONDS} s"))
+
+    # What they say.
+
+    def _hear(self, visitor: Visitor) -> None:
+        try:
+            data = visitor.sock.recv(_LENGTH.size + MAX_DOOR_FRAME)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""  # reset: an end like any other
+        if not data:
+            if not visitor.session:
+                self._count("left_before_hello")
+            self._leave(visitor)
+            return
+        if visitor.session:
+            # A session is silent here; who talks has lost count of its frames.
+            self._refuse(visitor, BadFrame(f"{len(data)} bytes after the welcome"))
+            return
+        visitor.heard += data
+        try:
+            # Only now, not at once: who is refused before it has said hello may fail to write it, and never read why.
+            self._check_peer(visitor.peer)
+            frame = _whole_frame(visitor.heard)
+            if frame is not None:
+                self._welcome(visitor, _hello(frame))
+        except KVCacheError as error:
+            self._refuse(visitor, error)
+
+    def _welcome(self, visitor: Visitor, hello: Hello) -> None:
+        session, token = self._open_session(hello, visitor.peer)
+        visitor.session = session
+        if visitor.deadline is not None:
+            visitor.deadline.cancel()
+        visitor.heard.clear()
+        spoken = min(hello.version, PROTOCOL_VERSION)
+        frame = encode(Welcome(spoken, session, token, self._geometry, __version__))
+        try:
+            file = session_file(session)
+            try:
+                socket.send_fds(visitor.sock, [_LENGTH.pack(len(frame)) + frame], [self._region_fd, file])
+            finally:
+                os.close(file)
+        except OSError as error:
+            log.warning("session %d: the welcome cannot be sent: %s", session, error)
+            self._count("welcome_failed")
+            self._leave(visitor)
+
+    def _refuse(self, visitor: Visitor, error: KVCacheError) -> None:
+        self._count(error.code)
+        level = logging.WARNING if isinstance(error, NotPermitted) else logging.INFO
+        log.log(level, "door: refused pid %d uid %d: %s", visitor.peer.pid, visitor.peer.uid, error)
+        frame = encode(Error(0, error.code, str(error)))
+        with contextlib.suppress(OSError):  # it may have gone, or not read; it is shown out either way
+            visitor.sock.send(_LENGTH.pack(len(frame)) + frame)
+        self._leave(visitor)
+
+    def _leave(self, visitor: Visitor) -> None:
+        if visitor.deadline is not None:
+            visitor.deadline.cancel()
+            visitor.deadline = None
+        self._visitors.discard(visitor)
+        self._loop.remove_reader(visitor.sock)
+        visitor.sock.close()
+        if visitor.session:
+            self._end_session(visitor.session)
+
+    def _count(self, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    # The end.
+
+    def stop_accepting(self) -> None:
+        """Let nobody new in; sessions go on. Calling it again does nothing."""
+        if self._listener.fileno() < 0:
+            return
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    def close(self) -> None:
+        """End every session."""
+        self.stop_accepting()
+        for visitor in list(self._visitors):
+            self._leave(visitor)
+
+
+def socket_mode(allow_uids: tuple[int, ...], allow_gids: tuple[int, ...]) -> int:
+    """Return the mode of the sockets: for owner and group, or, where the lists name others, for all; the door asks."""
+    return 0o666 if allow_uids or allow_gids else 0o660
+
+
+def _listen(path: str, endpoint: str, mode: int) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"endpoint {endpoint}: {path} exists and is no socket: remove it, or choose another")
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+            # The lock is ours, so nobody should be behind it; somebody may have deleted a living daemon's lock.
+            probe.settimeout(1.0)
+            probe.connect(path)
+            raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint")
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    umask = os.umask(0o777 & ~mode)
+    try:
+        listener.bind(path)
+    except PermissionError:
+        listener.close()
+        raise NotPermitted(f"endpoint {endpoint}: uid {os.geteuid()} may not make {path}") from None
+    finally:
+        os.umask(umask)
+    os.chmod(path, mode)
+    listener.listen(MAX_VISITORS)
+    return listener
+
+
+def _whole_frame(heard: bytearray) -> bytes | None:
+    """Return the frame once it is whole. Raises BadFrame where it cannot become one."""
+    if len(heard) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(heard)
+    if length > MAX_DOOR_FRAME:
+        raise BadFrame(f"frame of {length} bytes: at most {MAX_DOOR_FRAME}")
+    if len(heard) > _LENGTH.size + length:
+        raise BadFrame(f"{len(heard) - _LENGTH.size - length} bytes after the hello")
+    return bytes(heard[_LENGTH.size :]) if len(heard) == _LENGTH.size + length else None
+
+
+def _hello(frame: bytes) -> Hello:
+    hello = decode_door(frame)
+    if not isinstance(hello, Hello):
+        raise BadFrame(f"a {type(hello).__name__.lower()} where the hello goes")
+    # A client one version ahead still speaks ours.
+    if not OLDEST_VERSION <= hello.version <= PROTOCOL_VERSION + 1:
+        raise VersionMismatch(
+            f"the client speaks protocol {hello.version}, this daemon (kvcache-server {__version__}) "
+            f"{OLDEST_VERSION} to {PROTOCOL_VERSION}: bring the older of the two up to date"
+        )
+    if not 1 <= len(hello.engine) <= MAX_NAME:
+        raise BadArgument(f"engine id of {len(hello.engine)} characters: 1 to {MAX_NAME}")
+    for name in ("label", "client"):
+        if len(getattr(hello, name)) > MAX_NAME:
+            raise BadArgument(f"{name} of {len(getattr(hello, name))} characters: at most {MAX_NAME}")
+    return hello
+
+
+def session_file(session: int) -> int:
+    """Return a descriptor of a new, nameless file that is locked for as long as somebody has this description open."""
+    fd = os.memfd_create(f"kvcache-session-{session}", os.MFD_CLOEXEC)
+    os.write(fd, f"{session} {time.time():.0f}\n".encode())
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd

@@ -1,0 +1,308 @@
+"""The region file: made, checked against what the host has, pre-faulted, locked, and removed again.
+
+The file's name comes from the endpoint, so that a daemon finds what a killed one of the same endpoint left behind; the
+maker holds a lock (`flock`) on it, by a descriptor of its own, for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
+from kvcache_proto.region import ALIGN, MAX_EXTENTS, plan_geometry
+from kvcache_proto.types import PoolGeometry
+from kvcache_server.config import format_size
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+CHUNK = 32 << 20
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+MAX_THREADS = 16
+
+# Called through ctypes, which lets go of the GIL; `mmap.madvise` keeps it, and the threads would take turns.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Region:
+    """The mapped region. `fd` is for handing over; `notes` says what an operator should know, such as why no lock."""
+
+    def __init__(self, path: str, lock_fd: int, fd: int, mapping: mmap.mmap, geometry: PoolGeometry) -> None:
+        self.path = path
+        self.fd = fd
+        self.geometry = geometry
+        self.buffer = memoryview(mapping)
+        self.locked = False
+        self.notes: list[str] = []
+        self._lock_fd = lock_fd
+        self._mapping = mapping
+
+    def close(self) -> None:
+        """Remove the file; engines that have it mapped keep their mapping. Calling it again does nothing."""
+        if self._lock_fd < 0:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        self.buffer.release()
+        with contextlib.suppress(BufferError):  # views of it still live: it goes with the last of them
+            self._mapping.close()
+        os.close(self.fd)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+
+def region_path(directory: str, socket_path: str) -> str:
+    """Return the path of the region file of this user's daemon at `socket_path`."""
+    digest = hashlib.sha256(os.fsencode(os.path.abspath(socket_path))).hexdigest()[:16]
+    return os.path.join(directory, f"kvcache-{os.geteuid()}-{digest}.region")
+
+
+def create_region(
+    directory: str,
+    size: int,
+    *,
+    socket_path: str,
+    extent_size: int = 0,
+    lock: str = "auto",
+    progress: Progress | None = None,
+) -> Region:
+    """Return a fresh region of at most `size` bytes, all its pages present, in a new file in `directory`.
+
+    What a killed daemon of the same `socket_path` left there is removed first. `lock` is "auto", "always" or "never".
+
+    Raises:
+        ConfigError: the directory or the sizes cannot be used.
+        RegionError: the mount or the host has not that much memory, or the memory cannot be locked.
+        NotPermitted: the directory cannot be written, or the memory may not be locked.
+        EndpointTaken: a living daemon holds the file.
+    Nothing is left behind then.
+    """
+    try:
+        geometry = plan_geometry(os.urandom(16), size, extent_size)
+    except RegionError as error:
+        raise ConfigError(f"size: {error}") from None
+    if extent_size and geometry.extents == MAX_EXTENTS and size >= geometry.region_bytes + geometry.extent_bytes:
+        raise ConfigError(
+            f"size {format_size(size)} in extents of {format_size(geometry.extent_bytes)}: at most {MAX_EXTENTS:,} of "
+            "them, choose a larger extent_size"
+        )
+    path = region_path(directory, socket_path)
+    try:
+        remove_orphan(path)
+        kind = _check_room(directory, geometry.region_bytes)
+        lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except PermissionError:
+        raise NotPermitted(f"region_dir {directory}: uid {os.geteuid()} may not make {path}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"region_dir {directory}: no such folder") from None
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, lock_fd)
+        undo.callback(os.unlink, path)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A description of its own for clients: on theirs, the lock would outlive the daemon.
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        undo.callback(os.close, fd)
+        try:
+            os.ftruncate(fd, geometry.region_bytes)
+            mapping = mmap.mmap(fd, geometry.region_bytes)
+        except OSError as error:
+            raise RegionError(f"region of {format_size(geometry.region_bytes)} in {directory}: {error}") from None
+        region = Region(path, lock_fd, fd, mapping, geometry)
+        undo.pop_all()
+        undo.callback(region.close)
+        if kind not in ("tmpfs", "hugetlbfs", "ramfs"):
+            region.notes.append(f"region_dir {directory} is on {kind}, not in memory: the kernel writes it to disk")
+        why_not = _populate(mapping, fd, lock, progress or (lambda done, total: None))
+        if why_not and lock == "always":
+            raise NotPermitted(f"lock = always: {why_not}")
+        region.locked = lock != "never" and not why_not
+        if why_not:
+            region.notes.append(f"the region is not locked into memory: {why_not}")
+        undo.pop_all()
+    return region
+
+
+def remove_orphan(path: str) -> bool:
+    """Remove a region file whose daemon is gone. Returns whether there was one; raises EndpointTaken where it lives."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise NotPermitted(f"{path} is a link, which no daemon makes: remove it") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    except BlockingIOError:
+        raise EndpointTaken(
+            f"{path} belongs to a living daemon with the same endpoint path, in another container perhaps"
+        ) from None
+    finally:
+        os.close(fd)
+    return True
+
+
+def _check_room(directory: str, needed: int) -> str:
+    """Return the kind of the mount. Raises RegionError where it or the host has less than `needed` bytes."""
+    kind, mount = filesystem(directory), os.statvfs(directory)
+    room = mount.f_bavail * mount.f_frsize
+    if kind == "hugetlbfs":
+        page = mount.f_frsize
+        if page > ALIGN:
+            raise ConfigError(f"region_dir {directory}: pages of {format_size(page)}, mount it with pagesize=2M")
+        # The mount tells of its own limit alone, and of none, 0 blocks, where it has none; the pages are the host's.
+        free = _free_huge_pages(page) * page
+        room = min(room, free) if mount.f_blocks else free
+        if needed > room:
+            raise RegionError(
+                f"the region needs {format_size(needed)}; {directory} has {format_size(room)} of huge pages free: set "
+                f"vm.nr_hugepages to {-(-needed // page)} or more, or choose a smaller size"
+            )
+        return kind
+    if needed > room:
+        raise RegionError(
+            f"the region needs {format_size(needed)}; {directory} has room for {format_size(room)}: "
+            f"choose a smaller size, or enlarge it (mount -o remount,size=... {directory}; docker run --shm-size)"
+        )
+    available = available_memory()
+    if needed > available:
+        raise RegionError(
+            f"the region needs {format_size(needed)}; this host, or the container's limit, leaves "
+            f"{format_size(available)}: choose a smaller size"
+        )
+    return kind
+
+
+def _free_huge_pages(page: int) -> int:
+    folder = Path(f"/sys/kernel/mm/hugepages/hugepages-{page >> 10}kB")
+    return int((folder / "free_hugepages").read_text()) - int((folder / "resv_hugepages").read_text())
+
+
+def filesystem(directory: str) -> str:
+    """Return the type of the mount that holds `directory`, as /proc/mounts names it."""
+    real, best, kind = os.path.realpath(directory), "", "unknown"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, found, *_ = line.split()
+        point = point.replace("\\040", " ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, found
+    return kind
+
+
+def available_memory() -> int:
+    """Return the bytes that new pages may take: of the host, or of the tightest control group above this process."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return min([int(fields["MemAvailable"].split()[0]) * 1024, *_group_room()])
+
+
+def _group_room() -> Iterator[int]:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, inside = line.split(":", 2)
+        if number == "0":
+            mount, limit, usage, idle = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limit, usage, idle = (
+                "/sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        here = Path(mount + inside)
+        for folder in (here, *here.parents):
+            try:
+                most = (folder / limit).read_text().strip()
+                if most != "max":
+                    stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                    yield int(most) - int((folder / usage).read_text()) + int(stat.get(idle, 0))
+            except (FileNotFoundError, NotADirectoryError, PermissionError):
+                pass  # not mounted here: a container sees its own group as the root
+            if str(folder) == mount:
+                break
+
+
+def _populate(mapping: mmap.mmap, fd: int, lock: str, progress: Progress) -> str:
+    """Make every page present, by several threads, and lock them. Returns why they are not locked, or nothing."""
+    total = len(mapping)
+    holder = ctypes.c_char.from_buffer(mapping)
+    start = ctypes.addressof(holder)
+    why_not: list[str] = []
+    stop = threading.Event()
+
+    def fill(offset: int) -> int:
+        length = min(CHUNK, total - offset)
+        if stop.is_set():
+            return 0
+        if _libc.madvise(start + offset, length, MADV_POPULATE_WRITE):
+            _explain(ctypes.get_errno(), offset, total)
+            # An older kernel. Not by touching: on a full mount that is a SIGBUS, this is an error.
+            try:
+                os.posix_fallocate(fd, offset, length)
+            except OSError as error:
+                _explain(error.errno or 0, offset, total)
+                raise
+        if lock != "never" and not why_not and _libc.mlock(start + offset, length):
+            why_not.append(_why_no_lock(ctypes.get_errno()))
+        return length
+
+    if lock != "never":
+        _raise_memlock_limit()
+    done = 0
+    progress(0, total)
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="prefault") as pool:
+            try:
+                for filled in as_completed([pool.submit(fill, offset) for offset in range(0, total, CHUNK)]):
+                    done += filled.result()
+                    progress(done, total)
+            finally:
+                stop.set()  # after an error or a signal the chunks not begun return at once
+        if why_not:
+            _libc.munlock(start, total)
+    finally:
+        del holder  # the mapping cannot be closed while it is pointed into
+    return why_not[0] if why_not else ""
+
+
+def _explain(error: int, offset: int, total: int) -> None:
+    """Raise RegionError where `error` says that memory ran out."""
+    if error in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
+        raise RegionError(
+            f"memory ran out after {format_size(offset)} of {format_size(total)}: choose a smaller size, or see what "
+            "else uses the host's memory"
+        )
+    if error not in (errno.EINVAL, errno.EOPNOTSUPP):
+        raise RegionError(f"pages of the region cannot be had: {os.strerror(error)}")
+
+
+def _raise_memlock_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+
+
+def _why_no_lock(error: int) -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else format_size(soft)
+    return (
+        f"{os.strerror(error)} (the limit on locked memory is {limit}); raise it (ulimit -l, LimitMEMLOCK= in "
+        "systemd, --ulimit memlock=-1 in docker), or give CAP_IPC_LOCK"
+    )

@@ -1,0 +1,424 @@
+"""The daemon at work: one loop, the ROUTER, the timers, the door, and the way down.
+
+ZeroMQ's descriptor is edge-triggered: it is only readable when something new has come. So each wake drains the socket
+until it is empty, which also covers what came in during a send, and nothing is ever sent outside of the drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import secrets
+import signal
+import time
+from collections import Counter
+from typing import Any
+
+import uvloop
+import zmq
+import zmq.backend
+
+from kvcache_proto import __version__
+from kvcache_proto.codec import MAX_FRAME, decode_request, encode
+from kvcache_proto.endpoint import socket_path
+from kvcache_proto.errors import BadFrame, BadToken, KVCacheError, NotPermitted, ServerError, Unavailable
+from kvcache_proto.messages import (
+    Acquired,
+    Error,
+    Hello,
+    Pong,
+    Release,
+    Reply,
+    Report,
+    Request,
+    Reserve,
+    Reserved,
+    Settle,
+)
+from kvcache_proto.types import Outcome
+from kvcache_server.admin import ENGINE as OPERATOR
+from kvcache_server.cache import Cache, Limits
+from kvcache_server.config import Config, format_size
+from kvcache_server.door import Door, EndpointLock, Peer, socket_mode
+from kvcache_server.memory import Progress, Region, create_region
+
+log = logging.getLogger(__name__)
+
+TICK = 0.25
+SUMMARY = 10.0
+BATCH = 64  # messages between two looks at timers and door
+MAX_WIRE = 12 * MAX_FRAME  # up to here a frame is told that it is too long; beyond, ZeroMQ cuts its sender off
+LAST_WORDS = 16  # batches to look through for them
+RECEIVE_QUEUE = 128  # messages a peer may have under way; more wait on its side
+SEND_QUEUE = 1024  # replies that a peer may leave unread
+YOUNG_OBJECTS = 10_000
+
+_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
+_LAST = int(zmq.NOBLOCK)
+
+
+class Service:
+    """Serves one cache at one endpoint until it is told to stop."""
+
+    def __init__(self, config: Config, cache: Cache, region: Region) -> None:
+        """Bind the ROUTER and open the door; the endpoint's lock is held by the caller. Raises as Door does."""
+        self._config = config
+        self._cache = cache
+        self._region = region
+        self._loop = uvloop.new_event_loop()
+        self._loop.set_exception_handler(self._callback_failed)
+        self._tokens: dict[bytes, int] = {}
+        self._sessions: dict[int, tuple[bytes, str]] = {}
+        self._draining = False
+        self._drain_until = 0.0
+        self._started = time.monotonic()
+        self._messages = 0
+        self._opened = 0
+        self._errors: Counter[str] = Counter()  # by code, as answered
+        self._drops: Counter[str] = Counter()  # replies that could not be delivered, by reason
+        self._integrity: Counter[str] = Counter()
+        self._told: dict[str, int] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._router = self._bind()
+            self._door = Door(
+                self._loop,
+                config.endpoint,
+                region.fd,
+                region.geometry,
+                self._open_session,
+                self._end_session,
+                allow_uids=config.allow_uids,
+                allow_gids=config.allow_gids,
+            )
+        except BaseException:
+            self._context.destroy(linger=0)
+            self._loop.close()
+            raise
+        self._recv = self._router.recv
+        # The method below pyzmq's front, which looks at options that none of our frames has: 0.2 us a frame.
+        self._send = zmq.backend.Socket.send.__get__(self._router)
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who has gone, or does not read, is an error here and is counted
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_WIRE)
+        router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
+        router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+        router.setsockopt(zmq.LINGER, 100)
+        router.setsockopt(zmq.BACKLOG, 1024)
+        mode = socket_mode(self._config.allow_uids, self._config.allow_gids)
+        umask = os.umask(0o777 & ~mode)
+        try:
+            router.bind(self._config.endpoint)
+        except zmq.ZMQError as error:
+            raise NotPermitted(f"endpoint {self._config.endpoint}: cannot be bound: {error}") from None
+        finally:
+            os.umask(umask)
+        os.chmod(socket_path(self._config.endpoint), mode)
+        return router
+
+    def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; then let running saves settle, end the sessions and remove the sockets."""
+        loop = self._loop
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self.stop)
+        loop.add_signal_handler(signal.SIGUSR1, self._check_integrity)
+        loop.add_reader(self._router.getsockopt(zmq.FD), self._drain)
+        loop.call_later(TICK, self._tick)
+        loop.call_later(SUMMARY, self._summarise)
+        # Blocks are millions of objects that form no rubbish in cycles. Looking through them all takes half a second;
+        # only what is new since the last look is looked through, and what survives that is never looked at again.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS, 1 << 30, 1 << 30)
+        try:
+            self._drain()
+            loop.run_forever()
+        finally:
+            self._door.close()
+            self._router.close()
+            self._context.term()
+            with contextlib.suppress(FileNotFoundError):  # ZeroMQ leaves it
+                os.unlink(socket_path(self._config.endpoint))
+            loop.close()
+
+    # Messages.
+
+    def _drain(self) -> bool:
+        """Answer what has come. Returns whether there may be more: after BATCH messages others have a turn."""
+        recv = self._recv
+        for _ in range(BATCH):
+            try:
+                identity = recv(_LAST)
+            except zmq.Again:
+                return False
+            frame: zmq.Frame = recv(_LAST, copy=False)
+            if frame.more:
+                self._refuse_parts(identity)
+            else:
+                self._answer(identity, frame.bytes)
+        self._loop.call_soon(self._drain)
+        return True
+
+    def _answer(self, identity: bytes, frame: bytes) -> None:
+        self._messages += 1
+        number = session = 0
+        request: Request | None = None
+        reply: Reply | None = None
+        try:
+            request = decode_request(frame)
+            number = request.id
+            session = self._tokens[request.token]
+            if self._draining and type(request) is Reserve:
+                raise Unavailable("the daemon is stopping and grants nothing new")
+            reply = self._cache.handle(session, request, time.monotonic())
+            if reply is None:
+                return
+            if type(reply) is Pong:
+                reply.draining = self._draining
+            elif type(reply) is Report:
+                reply.stats["daemon"] = self._report()
+            packed = encode(reply)
+        except KeyError as error:
+            if session:
+                packed = self._failed(number, error)
+            else:
+                self._errors[BadToken.code] += 1
+                if type(request) is Release:
+                    return
+                packed = encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
+        except KVCacheError as error:
+            self._errors[error.code] += 1
+            packed = encode(Error(number, error.code, str(error)))
+        except Exception as error:  # noqa: BLE001 - a defect of ours is answered and logged; the others are served on
+            packed = self._failed(number, error)
+        try:
+            self._send(identity, _MORE)
+            self._send(packed, _LAST)
+        except zmq.ZMQError as error:
+            self._drops["peer_slow" if error.errno == zmq.EAGAIN else "peer_gone"] += 1
+            if reply is not None:
+                self._undo(session, reply)
+
+    def _failed(self, number: int, error: Exception) -> bytes:
+        what = f"request {number}" if number else "work"
+        log.error("%s failed inside the daemon: %s", what, error, exc_info=error)
+        self._errors["internal"] += 1
+        return encode(Error(number, ServerError.code, f"internal error: {type(error).__name__}: {error}"))
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._failed(0, context.get("exception") or ServerError(context["message"]))
+
+    def _refuse_parts(self, identity: bytes) -> None:
+        while self._recv(_LAST, copy=False).more:
+            pass
+        self._messages += 1
+        self._errors[BadFrame.code] += 1
+        try:
+            self._send(identity, _MORE)
+            self._send(encode(Error(0, BadFrame.code, "a message is one frame")), _LAST)
+        except zmq.ZMQError:
+            self._drops["peer_gone"] += 1
+
+    def _undo(self, session: int, reply: Reply) -> None:
+        """Take back what nobody has been told of: it would be held until the session's end."""
+        now = time.monotonic()
+        if type(reply) is Acquired and reply.lease:
+            self._cache.handle(session, Release(0, b"", [reply.lease]), now)
+        elif type(reply) is Reserved and reply.reservation:
+            held = self._cache.sessions[session].engine.reservations[reply.reservation]
+            shards, region = tuple(range(len(held.writers))), self._region.geometry.region_id
+            unstarted = Settle(0, b"", region, reply.reservation, shards, Outcome.NEVER_STARTED)
+            self._cache.handle(session, unstarted, now)
+
+    # Sessions.
+
+    def _open_session(self, hello: Hello, peer: Peer) -> tuple[int, bytes]:
+        session = self._cache.open_session(hello.engine, hello.label, time.monotonic())
+        token = secrets.token_bytes(16)
+        self._tokens[token] = session
+        name = f"engine {hello.engine}" + (f" ({hello.label})" if hello.label else "")
+        self._sessions[session] = token, name
+        self._opened += 1
+        log.log(
+            self._level(name),
+            "session %d opened: %s, pid %d uid %d, %d open",
+            session,
+            name,
+            peer.pid,
+            peer.uid,
+            len(self._sessions),
+            extra={"fields": {"event": "attach", "session": session, "engine": hello.engine, "pid": peer.pid}},
+        )
+        return session, token
+
+    def _end_session(self, session: int) -> None:
+        # What it sent before it left may still wait in the ROUTER, commits among it.
+        for _ in range(LAST_WORDS):
+            if not self._drain():
+                break
+        token, name = self._sessions.pop(session)
+        del self._tokens[token]
+        try:
+            self._cache.end_session(session, time.monotonic())
+        except Exception as error:  # noqa: BLE001 - as in _answer
+            self._failed(0, error)
+        log.log(
+            self._level(name),
+            "session %d ended: %s, %d open",
+            session,
+            name,
+            len(self._sessions),
+            extra={"fields": {"event": "detach", "session": session}},
+        )
+
+    @staticmethod
+    def _level(name: str) -> int:
+        """A monitor that asks for the status each second should not fill the log."""
+        return logging.DEBUG if name.startswith(f"engine {OPERATOR} ") else logging.INFO
+
+    # Timers.
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        try:
+            self._cache.tick(now)
+        except Exception as error:  # noqa: BLE001 - as in _answer
+            self._failed(0, error)
+        if self._draining and (self._settled() or now >= self._drain_until):
+            self._loop.stop()
+        else:
+            self._loop.call_later(TICK, self._tick)
+
+    def _summarise(self) -> None:
+        """Log one line of what happened since the last one, if anything did."""
+        self._loop.call_later(SUMMARY, self._summarise)
+        if self._messages == self._told.get("messages", 0):
+            return
+        stats = self._cache.stats(time.monotonic())
+        counters, spaces, pool = stats["counters"], stats["namespaces"], stats["pool"]
+        now = {
+            "messages": self._messages,
+            "asked": sum(space["requested_blocks"] for space in spaces),
+            "hit": sum(space["hit_blocks"] for space in spaces),
+            "stored": counters.get("blocks_committed", 0),
+            "evicted": counters.get("blocks_evicted", 0),
+            "refused": sum(stats["refusals"].values()),
+        }
+        new = {key: value - self._told.get(key, 0) for key, value in now.items()}
+        self._told = now
+        if any(count for key, count in new.items() if key != "messages"):
+            log.info(
+                "stored %s blocks, hit %s of %s asked, evicted %s, refused %s; %s blocks in %s of %s, %d sessions",
+                *(f"{new[key]:,}" for key in ("stored", "hit", "asked", "evicted", "refused")),
+                f"{pool['blocks']:,}",
+                format_size(pool["used_bytes"]),
+                format_size(pool["bytes"]),
+                len(self._sessions),
+                extra={"fields": {"event": "summary", **new}},
+            )
+
+    def _check_integrity(self) -> None:
+        """On SIGUSR1: look at all that must always hold, and say what was found. O(blocks)."""
+        self._integrity["checks"] += 1
+        try:
+            self._cache.check_integrity()
+        except AssertionError as error:
+            self._integrity["failures"] += 1
+            log.error("integrity: broken: %s", error)
+        else:
+            log.info("integrity: sound")
+
+    def _report(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self._started, 1),
+            "endpoint": self._config.endpoint,
+            "region": self._region.path,
+            "region_bytes": self._region.geometry.region_bytes,
+            "locked": self._region.locked,
+            "draining": self._draining,
+            "messages": self._messages,
+            "sessions_opened": self._opened,
+            "errors": dict(self._errors),
+            "drops": dict(self._drops),
+            "door_refused": dict(self._door.refused),
+            "integrity": {"checks": self._integrity["checks"], "failures": self._integrity["failures"]},
+        }
+
+    # The way down.
+
+    def stop(self) -> None:
+        """Begin to drain; called again, stop at once."""
+        if self._draining:
+            self._loop.stop()
+            return
+        self._draining = True
+        self._drain_until = time.monotonic() + self._config.drain_seconds
+        self._door.stop_accepting()
+        if self._settled():
+            self._loop.stop()
+        else:
+            log.info("stopping: waiting at most %g s for running saves to settle", self._config.drain_seconds)
+
+    def _settled(self) -> bool:
+        """Whether no writer is owed an ending: nobody is there, or nothing is being written."""
+        return not self._sessions or not any(engine.reservations for engine in self._cache.engines.values())
+
+
+def serve(config: Config, progress: Progress | None = None) -> None:
+    """Be the daemon: take the endpoint, make the region, open the door, serve until told to stop, leave nothing behind.
+
+    Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
+    """
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _stop_starting)
+    _raise_descriptor_limit()
+    lock = EndpointLock(config.endpoint)
+    try:
+        began = time.monotonic()
+        region = create_region(
+            config.region_dir,
+            config.size,
+            socket_path=socket_path(config.endpoint),
+            extent_size=config.extent_size,
+            lock=config.lock,
+            progress=progress,
+        )
+        try:
+            for note in region.notes:
+                log.warning("%s", note)
+            limits = Limits(**{name: getattr(config, name) for name in Limits.__struct_fields__})
+            service = Service(config, Cache(region.buffer, region.geometry, limits, secrets.randbits(63)), region)
+            log.info(
+                "kvcache-server %s ready at %s: %s in %s, %s, after %.1f s",
+                __version__,
+                config.endpoint,
+                format_size(region.geometry.region_bytes),
+                config.region_dir,
+                "locked" if region.locked else "not locked",
+                time.monotonic() - began,
+                extra={"fields": {"event": "ready", "region_bytes": region.geometry.region_bytes}},
+            )
+            service.run()
+        finally:
+            region.close()
+    finally:
+        lock.release()
+    log.info("stopped")
+
+
+def _stop_starting(signum: int, frame: object) -> None:
+    raise SystemExit(0)
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many descriptors as may be had: a session takes two."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,156 @@
+"""Fixtures that several tests share: a real daemon process with a small region."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache_proto.errors import Unavailable
+from kvcache_server.admin import Admin
+
+START_SECONDS = 30.0
+
+
+class Daemon:
+    """A `kvcache-server serve` process. Flags are those of the command line: `size="64MiB"` is `--size 64MiB`."""
+
+    def __init__(self, folder: Path, env: dict[str, str], **flags: object) -> None:
+        self.folder = folder
+        self.endpoint = str(flags.pop("endpoint", f"ipc://{folder}/kv.sock"))
+        self.log_path = folder / f"daemon-{len(list(folder.glob('daemon-*.log')))}.log"
+        options = {"endpoint": self.endpoint, "size": "64MiB", "lock": "never", **flags}
+        self.command = [sys.executable, "-m", "kvcache_server", "serve"]
+        for name, value in options.items():
+            self.command += [f"--{name.replace('_', '-')}", str(value)]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stderr=log, stdout=log, env=env)
+
+    @property
+    def log(self) -> str:
+        """All that it has said so far."""
+        return self.log_path.read_text()
+
+    def wait_ready(self) -> Daemon:
+        """Return once it answers. Raises AssertionError with its log where it ends or stays silent instead."""
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}:\n{self.log}"
+            try:
+                with Admin(self.endpoint):
+                    return self
+            except Unavailable:
+                time.sleep(0.02)
+        raise AssertionError(f"the daemon is not ready after {START_SECONDS} s:\n{self.log}")
+
+    def status(self) -> dict[str, Any]:
+        """What `kvcache-server status --json` prints, without the asking session."""
+        with Admin(self.endpoint, "test") as admin:
+            return admin.stats()
+
+    def wait_status(self, found: Callable[[dict[str, Any]], bool], what: str = "") -> dict[str, Any]:
+        """Return the first status for which `found` holds. Raises AssertionError with the last one where none does."""
+        until = time.monotonic() + START_SECONDS
+        while True:
+            status = self.status()
+            if found(status):
+                return status
+            assert time.monotonic() < until, f"{what or 'the awaited state'} did not come: {status}\n{self.log}"
+            time.sleep(0.02)
+
+    def check_integrity(self) -> None:
+        """Let the daemon check all that must always hold. Raises AssertionError with its log where it does not."""
+        before = self.status()["daemon"]["integrity"]["checks"]
+        self.process.send_signal(signal.SIGUSR1)
+        status = self.wait_status(lambda s: s["daemon"]["integrity"]["checks"] > before, "the integrity check")
+        assert status["daemon"]["integrity"]["failures"] == 0, self.log
+
+    def stop(self, timeout: float = 20.0) -> int:
+        """Ask it to stop (SIGTERM) and return its exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        return self.process.wait(timeout)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait()
+
+
+StartDaemon = Callable[..., Daemon]
+
+
+@contextlib.contextmanager
+def a_short_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def daemons_in(folder: Path) -> Iterator[StartDaemon]:
+    daemons: list[Daemon] = []
+
+    def start(*, wait: bool = True, env: dict[str, str] | None = None, **flags: object) -> Daemon:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHE_")}
+        flags.setdefault("region_dir", folder if not os.access("/dev/shm", os.W_OK) else "/dev/shm")
+        daemons.append(Daemon(folder, inherited | (env or {}), **flags))
+        return daemons[-1].wait_ready() if wait else daemons[-1]
+
+    yield start
+    problems = []
+    for daemon in daemons:
+        if daemon.process.poll() is not None:
+            continue
+        try:
+            daemon.process.send_signal(signal.SIGCONT)
+            daemon.check_integrity()
+            if daemon.stop() != 0:
+                problems.append(f"a daemon ended with {daemon.process.returncode}:\n{daemon.log}")
+        except (AssertionError, Unavailable, subprocess.TimeoutExpired) as error:
+            problems.append(f"{error}\n{daemon.log}")
+        finally:
+            if daemon.process.poll() is None:
+                daemon.kill()
+    assert not problems, "\n".join(problems)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves room for the name of a socket: the kernel takes 108 bytes."""
+    with a_short_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def start_daemon(short_folder: Path) -> Iterator[StartDaemon]:
+    """`start_daemon(**flags)` starts a real daemon, 64 MiB where not told otherwise, and returns it ready.
+
+    With `wait=False` it returns at once; `env={...}` adds to the environment. Every daemon is checked for integrity
+    and ended after the test; those that are still up must end well, and leave no file behind.
+    """
+    with daemons_in(short_folder) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_module_daemon() -> Iterator[StartDaemon]:
+    """As `start_daemon`, for daemons that the tests of one module share."""
+    with a_short_folder() as folder, daemons_in(folder) as start:
+        yield start
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> Daemon:
+    """A real daemon with a region of 64 MiB in a folder of its own."""
+    return start_daemon()

@@ -1,0 +1,137 @@
+"""Where a setting may be said, what it may be, and what is told to who says it wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvcache_proto.errors import ConfigError
+from kvcache_server.config import Config, format_size, load, parse_size, reference, settings
+
+ENDPOINT = {"KVCACHE_ENDPOINT": "ipc:///tmp/x/kv.sock"}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("30GiB", 30 << 30),
+        ("512MiB", 512 << 20),
+        ("512 mib", 512 << 20),
+        ("1.5G", 3 << 29),
+        ("2T", 2 << 40),
+        ("10GB", 10**10),
+        ("64KB", 64_000),
+        ("100B", 100),
+        ("4096", 4096),
+        (4096, 4096),
+        (" 7 ", 7),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "-5GiB", "GiB", "1XiB", "1e9", "ten", "1 2", "nan", "inf", True, "9999999TiB"]
+)
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1.0 MiB"), (30 << 30, "30.0 GiB"), (3 << 40, "3.0 TiB")]
+)
+def test_sizes_for_people(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+def test_flags_beat_environment_beats_file(tmp_path: Path) -> None:
+    file = tmp_path / "kv.toml"
+    file.write_text('size = "1GiB"\npin_quota = 0.1\nmax_sessions = 7\nallow_uids = [1000, 1001]\n')
+    environ = {**ENDPOINT, "KVCACHE_SIZE": "2GiB", "KVCACHE_PIN_QUOTA": "0.2", "KVCACHE_ALLOW_GIDS": "5, 6"}
+    config = load(str(file), environ, {"size": "3GiB", "pin_quota": None})
+    assert (config.size, config.pin_quota, config.max_sessions) == (3 << 30, 0.2, 7)
+    assert (config.allow_uids, config.allow_gids) == ((1000, 1001), (5, 6))
+    assert config.endpoint == ENDPOINT["KVCACHE_ENDPOINT"]
+
+
+def test_environment_may_name_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kv.toml"
+    file.write_text("max_sessions = 3\n")
+    assert load(None, {**ENDPOINT, "KVCACHE_CONFIG": str(file)}).max_sessions == 3
+
+
+def test_configuration_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        load(None, ENDPOINT).size = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("siez = 1", "unknown setting 'siez'; did you mean 'size'?"),
+        ("pin-quota = 1", "did you mean 'pin_quota'?"),
+        ("zzz = 1", "unknown setting 'zzz'; there are: endpoint, size,"),
+        ("size = -1", "size: size -1"),
+        ("size = 0", "size 0: 1 to"),
+        ("size = true", "size"),
+        ('pin_quota = "much"', "pin_quota: Expected `float`"),
+        ("pin_quota = 1.5", "pin_quota 1.5: 0 to 1"),
+        ("pin_quota = nan", "pin_quota nan: 0 to 1"),
+        ("max_sessions = 0", "max_sessions 0: 1 to"),
+        ("quarantine = -1", "quarantine -1.0: 0 to 3600"),
+        ('lock = "maybe"', "lock: Invalid enum value 'maybe'"),
+        ('log_format = "xml"', "log_format"),
+        ('extent_size = "3MiB"', "extent_size 3.0 MiB: 0 or a multiple of 2.0 MiB"),
+        ('region_dir = "shm"', "region_dir 'shm': an absolute path"),
+        ('endpoint = "tcp://127.0.0.1:5555"', "only ipc://"),
+        ("namespace_floor = 0.6\nnamespace_ceiling = 0.5", "namespace_floor 0.6: at most namespace_ceiling"),
+        ("[table]\nx = 1", "unknown setting 'table'"),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "kv.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load(str(file), {})
+
+
+def test_a_torn_file_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "kv.toml"
+    file.write_text('size = "1GiB"\nlock = \n')
+    with pytest.raises(ConfigError, match=r"kv\.toml:2: not TOML"):
+        load(str(file), ENDPOINT)
+    file.write_text('size = "1GiB"\nlog_level = "in')
+    with pytest.raises(ConfigError, match=r"kv\.toml:\d+: not TOML"):
+        load(str(file), ENDPOINT)
+    file.write_bytes(b'size = "1GiB"\n\nlock = "\xff"\n')
+    with pytest.raises(ConfigError, match=r"kv\.toml:3: not UTF-8"):
+        load(str(file), ENDPOINT)
+
+
+@pytest.mark.parametrize("name", ["absent.toml", "."])
+def test_a_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(str(tmp_path / name), ENDPOINT)
+
+
+def test_unknown_variables() -> None:
+    with pytest.raises(ConfigError, match="'KVCACHE_SIZ'; did you mean 'KVCACHE_SIZE'"):
+        load(None, {**ENDPOINT, "KVCACHE_SIZ": "1"})
+    injected = {
+        "KVCACHE_SERVICE_HOST": "10.0.0.1",
+        "KVCACHE_PORT": "tcp://10.0.0.1:80",
+        "KVCACHE_PORT_80_TCP_ADDR": "x",
+    }
+    assert load(None, {**ENDPOINT, **injected}) == load(None, ENDPOINT)
+
+
+def test_each_setting_is_documented_once() -> None:
+    rows = settings()
+    assert [row.name for row in rows] == [field.name for field in msgspec.structs.fields(Config)]
+    assert all(row.doc.endswith(".") and row.type and row.default for row in rows)
+    assert reference().count("\n") == len(rows) + 2

@@ -1,0 +1,164 @@
+"""The region file: made, refused, pre-faulted and removed, on a real tmpfs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
+from kvcache_proto.region import RegionRows
+from kvcache_server.memory import Region, available_memory, create_region, filesystem, region_path
+
+SHM = "/dev/shm"
+MIB = 1 << 20
+
+
+@pytest.fixture
+def socket_path(tmp_path: Path) -> Iterator[str]:
+    """An endpoint of its own for each test, and with it a region file; nothing may be left of that."""
+    path = str(tmp_path / "kv.sock")
+    yield path
+    assert not os.path.exists(region_path(SHM, path))
+
+
+def resident(region: Region) -> int:
+    """Bytes that the file takes on its mount."""
+    return os.fstat(region.fd).st_blocks * 512
+
+
+def test_a_region_is_whole_and_private(socket_path: str) -> None:
+    done: list[tuple[int, int]] = []
+    region = create_region(SHM, 64 * MIB, socket_path=socket_path, progress=lambda *step: done.append(step))
+    try:
+        found = os.stat(region.path)
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert 0 < region.geometry.region_bytes <= 64 * MIB
+        assert found.st_size == len(region.buffer) == region.geometry.region_bytes
+        assert resident(region) >= region.geometry.region_bytes
+        assert done[0] == (0, region.geometry.region_bytes)
+        assert done[-1] == (region.geometry.region_bytes,) * 2
+        assert sorted(done) == done
+        RegionRows(region.buffer, region.geometry).format()
+        RegionRows(region.buffer, region.geometry).check_header()
+    finally:
+        region.close()
+    region.close()
+
+
+def test_who_gets_the_descriptor_gets_the_bytes_but_not_the_lock(socket_path: str) -> None:
+    region = create_region(SHM, 8 * MIB, socket_path=socket_path, lock="never")
+    handed_over = os.dup(region.fd)
+    try:
+        region.buffer[4096:4100] = b"here"
+        assert os.pread(handed_over, 4, 4096) == b"here"
+        with pytest.raises(EndpointTaken, match="living daemon"):
+            create_region(SHM, 8 * MIB, socket_path=socket_path)
+        region.close()
+        fcntl.flock(handed_over, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        region.close()
+        os.close(handed_over)
+
+
+def test_what_a_killed_daemon_left_is_removed(socket_path: str) -> None:
+    orphan = Path(region_path(SHM, socket_path))
+    orphan.write_bytes(b"old" * 1000)
+    region = create_region(SHM, 8 * MIB, socket_path=socket_path, lock="never")
+    try:
+        assert bytes(region.buffer[:3]) == bytes(3)
+    finally:
+        region.close()
+
+
+def test_no_link_is_followed(socket_path: str, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    link = Path(region_path(SHM, socket_path))
+    link.symlink_to(precious)
+    try:
+        with pytest.raises(NotPermitted, match="is a link"):
+            create_region(SHM, 8 * MIB, socket_path=socket_path)
+        assert precious.read_text() == "precious"
+    finally:
+        link.unlink()
+
+
+def test_an_end_half_way_leaves_nothing(socket_path: str) -> None:
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        create_region(SHM, 128 * MIB, socket_path=socket_path, progress=stop)
+
+
+def test_more_than_there_is(socket_path: str) -> None:
+    with pytest.raises(RegionError, match=r"needs \d+\.\d TiB; .* (room for|leaves) .*: choose a smaller size"):
+        create_region(SHM, 8 << 40, socket_path=socket_path)
+
+
+def test_less_than_one_extent(socket_path: str) -> None:
+    with pytest.raises(ConfigError, match="size: region of 1048576 bytes: at least"):
+        create_region(SHM, MIB, socket_path=socket_path)
+    with pytest.raises(ConfigError, match="larger extent_size"):
+        create_region(SHM, 1 << 40, extent_size=2 * MIB, socket_path=socket_path)
+
+
+@pytest.mark.parametrize("directory", ["/nowhere/at/all", "/proc/version"])
+def test_no_such_folder(socket_path: str, directory: str) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        create_region(directory, 8 * MIB, socket_path=socket_path)
+
+
+def test_a_region_on_a_disk_is_remarked_on(tmp_path: Path) -> None:
+    if filesystem(str(tmp_path)) in ("tmpfs", "ramfs"):
+        pytest.skip("the folder for tests is in memory here")
+    region = create_region(str(tmp_path), 8 * MIB, socket_path=str(tmp_path / "kv.sock"), lock="never")
+    try:
+        assert "not in memory" in region.notes[0]
+    finally:
+        region.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small_mount(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 32 MiB, where mounting is allowed."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_mount_of_its_own(small_mount: Path) -> None:
+    socket_path = str(small_mount / "kv.sock")
+    assert filesystem(str(small_mount)) == "tmpfs"
+    with pytest.raises(RegionError, match=r"has room for 32\.0 MiB: choose a smaller size, or enlarge it"):
+        create_region(str(small_mount), 64 * MIB, socket_path=socket_path)
+    create_region(str(small_mount), 24 * MIB, socket_path=socket_path).close()
+    assert not list(small_mount.iterdir())
+
+
+def test_a_mount_that_fills_up_meanwhile_is_an_error_and_no_signal(small_mount: Path) -> None:
+    def rival(done: int, total: int) -> None:
+        if not done:
+            (small_mount / "rival").write_bytes(bytes(20 * MIB))
+
+    with pytest.raises(RegionError, match="memory ran out"):
+        create_region(str(small_mount), 24 * MIB, socket_path=str(small_mount / "kv.sock"), progress=rival)
+    assert [path.name for path in small_mount.iterdir()] == ["rival"]
+
+
+def test_available_memory_is_a_part_of_the_host() -> None:
+    assert 0 < available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
