@@ -1,0 +1,42 @@
+"""The engine's side of the KV cache daemon.
+
+    session = Session.connect(endpoint, engine="e1")
+    namespace = session.attach(NamespaceSpec(model="llama", groups=[GroupSpec(16, 65536)]), shards=(0,))
+
+Importing this touches no device and starts nothing.
+"""
+
+from __future__ import annotations
+
+from kvcache_client.handles import Namespace
+from kvcache_client.lease import Lease
+from kvcache_client.plugin import register_vllm_connector
+from kvcache_client.region import Region
+from kvcache_client.reservation import Reservation, Ticket
+from kvcache_client.session import Session
+from kvcache_client.slots import Slot
+from kvcache_proto import __version__
+from kvcache_proto.errors import ClientError, KVCacheError, ServerError, Unavailable
+from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, SlotRef, Verdict
+
+__all__ = [
+    "ClientError",
+    "GroupSpec",
+    "KVCacheError",
+    "Lease",
+    "Namespace",
+    "NamespaceSpec",
+    "Outcome",
+    "Refusal",
+    "Region",
+    "Reservation",
+    "ServerError",
+    "Session",
+    "Slot",
+    "SlotRef",
+    "Ticket",
+    "Unavailable",
+    "Verdict",
+    "__version__",
+    "register_vllm_connector",
+]

@@ -1,0 +1,67 @@
+"""When to stop asking a sick daemon, and when to ask again. Pure: the time is an argument."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+
+class Backoff:
+    """Delays that double from `first` to `longest` seconds, each with a jitter of up to a half.
+
+    The jitter keeps the engines of a host from knocking in step after the daemon's restart.
+    """
+
+    def __init__(self, first: float = 0.1, longest: float = 5.0, draw: Callable[[], float] = random.random) -> None:
+        self.first, self.longest = first, longest
+        self._draw = draw
+        self._base = first
+
+    def next(self) -> float:
+        """Return the seconds to wait before the next attempt."""
+        delay = self._base * (0.5 + self._draw() / 2)
+        self._base = min(self._base * 2, self.longest)
+        return delay
+
+    def reset(self) -> None:
+        self._base = self.first
+
+
+class Breaker:
+    """Open after one missed deadline, so that a sick daemon costs one; any answer closes it.
+
+    While it is open a probe is due now and then.
+    """
+
+    def __init__(self, backoff: Backoff | None = None) -> None:
+        self._backoff = backoff or Backoff()
+        self._probe_at: float | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._probe_at is None
+
+    @property
+    def probe_at(self) -> float | None:
+        """When the next probe is due; None while closed."""
+        return self._probe_at
+
+    def failed(self, now: float) -> bool:
+        """Note a missed deadline; return whether it opened the breaker. The first probe is due at once."""
+        if self._probe_at is not None:
+            return False
+        self._backoff.reset()
+        self._probe_at = now
+        return True
+
+    def answered(self) -> bool:
+        """Note an answer; return whether it closed the breaker."""
+        opened, self._probe_at = self._probe_at is not None, None
+        return opened
+
+    def probe_due(self, now: float) -> bool:
+        """Whether to probe now; where it is, the next probe is put off by the backoff."""
+        if self._probe_at is None or now < self._probe_at:
+            return False
+        self._probe_at = now + self._backoff.next()
+        return True

@@ -1,0 +1,245 @@
+"""The ZeroMQ half of one attachment: requests out, replies in, from any thread.
+
+Whoever holds the lock owns the socket: it sends what others have put into the outbox, receives for everybody, and runs
+the handlers after it has let go. So a call polls on its own thread, a post never waits, and neither is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import zmq
+
+from kvcache_client.counters import Counters
+from kvcache_proto.codec import decode_reply, encode
+from kvcache_proto.errors import BadFrame, BadToken
+from kvcache_proto.messages import Error, Pong, Reply
+
+logger = logging.getLogger("kvcache_client")
+
+Handler = Callable[[Reply | None], object]  # None: the channel ended without an answer
+
+MAX_OUTBOX = 1 << 16
+
+
+class Numbered(Protocol):
+    """A request: whatever bears an id and the session's token."""
+
+    id: int
+    token: bytes
+
+
+class Channel:
+    """A DEALER to the daemon. `answered` is called for each reply; `wake` has the keeper look at what is due.
+
+    `fault` says why the channel must be given up, for what may be lost otherwise.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        token: bytes,
+        counters: Counters,
+        answered: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._token = token
+        self._counters = counters
+        self._answered = answered
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._timeout_ms = -1
+        self._socket.connect(endpoint)
+        self.descriptor: int = self._socket.getsockopt(zmq.FD)  # readable when there is something to do
+        self._ids = itertools.count(1)
+        self._outbox: deque[bytes] = deque()
+        self._waiting: dict[int, Handler] = {}
+        self._quiet_since = 0.0
+        self._done: deque[tuple[Handler, Reply | None]] = deque()
+        self._order = threading.Lock()  # numbers rise in the order of sending
+        self.closed = False
+        self.fault = ""
+        self.watched = False  # whether the keeper polls `descriptor`
+
+    @property
+    def busy(self) -> bool:
+        """Whether replies are due or messages unsent."""
+        return bool(self._waiting or self._outbox)
+
+    def overdue(self, now: float, deadline: float) -> bool:
+        """Whether the daemon has owed an answer, and said nothing at all, for `deadline` seconds."""
+        return bool(self._waiting) and now - self._quiet_since > deadline
+
+    def call(self, request: Numbered, deadline: float, late: Handler) -> Reply | None:
+        """Send and return the reply; None where there is none within `deadline` seconds.
+
+        `late` gets the reply that comes after that. A request that could not be sent in time still is, later.
+        """
+        until = time.monotonic() + deadline
+        if not self._lock.acquire(timeout=deadline):
+            self._counters.add("channel_contended")
+            return None
+        reply: Reply | None = None
+        number = 0
+        try:
+            if not self.closed:
+                number = self._enqueue(request, None)
+                self._flush()
+                reply = self._await(number, until)
+        finally:
+            if number and reply is None:
+                self._expect(number, late)
+            self._let_go()
+        if number and reply is None and not self.watched:
+            self._wake()
+        return reply
+
+    def post(self, request: Numbered, handler: Handler | None) -> bool:
+        """Send without waiting; return whether the channel was open. `handler` gets the reply, on some thread."""
+        if self.closed:
+            return False
+        number = self._enqueue(request, handler)
+        if self.closed and self._waiting.pop(number, None):  # it closed meanwhile, perhaps before we were in
+            return False
+        self.pump()
+        if self.busy and not self.watched:
+            self._wake()
+        return True
+
+    def pump(self, patience: float = 0.0) -> None:
+        """Send and receive what can be; wait at most `patience` seconds for somebody who is at it already."""
+        while self._lock.acquire(timeout=patience) if patience else self._lock.acquire(blocking=False):
+            flushed = False
+            try:
+                if not self.closed:
+                    flushed = self._flush()
+                    self._drain()
+            finally:
+                self._lock.release()
+            self._finish()
+            if not (flushed and self._outbox):
+                return
+
+    def close(self) -> None:
+        """End: whoever still waits is told None. Waits for a call in progress."""
+        self.closed = True
+        with self._lock:
+            self._socket.close()
+            waiting, self._waiting = self._waiting, {}
+            self._counters.add("unsent", len(self._outbox))
+            self._outbox.clear()
+        self._done.extend((handler, None) for handler in waiting.values())
+        self._finish()
+
+    # Under the lock, but for the first three.
+
+    def _enqueue(self, request: Numbered, handler: Handler | None) -> int:
+        request.token = self._token
+        with self._order:
+            request.id = next(self._ids)
+            if handler is not None:
+                self._expect(request.id, handler)
+            self._outbox.append(encode(request))
+        if len(self._outbox) > MAX_OUTBOX:
+            self._give_up(f"{MAX_OUTBOX} messages are unsent")
+        return request.id
+
+    def _expect(self, number: int, handler: Handler) -> None:
+        if not self._waiting:
+            self._quiet_since = time.monotonic()
+        self._waiting[number] = handler
+
+    def _give_up(self, fault: str) -> None:
+        self.fault = fault
+        self._wake()
+
+    def _flush(self) -> bool:
+        """Send the outbox; return False where the socket's buffer is full."""
+        outbox = self._outbox
+        while outbox:
+            try:
+                self._socket.send(outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                self._counters.add("socket_full")
+                return False
+            outbox.popleft()
+        return True
+
+    def _await(self, number: int, until: float) -> Reply | None:
+        while (left := until - time.monotonic()) > 0:
+            timeout_ms = int(left * 1000) + 1
+            if timeout_ms != self._timeout_ms:
+                self._socket.rcvtimeo = self._timeout_ms = timeout_ms
+            try:
+                frame = self._socket.recv()
+            except zmq.Again:
+                continue
+            reply = self._read(frame)
+            if reply is not None and reply.id == number:
+                return reply
+        return None
+
+    def _drain(self) -> None:
+        # Nothing is due where nobody waits; looking costs a system call.
+        while self._waiting:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._read(frame)
+
+    def _read(self, frame: bytes) -> Reply | None:
+        try:
+            reply = decode_reply(frame)
+        except BadFrame as error:
+            self._counters.add("bad_frames")
+            logger.warning("the daemon sent a frame that is no reply: %s", error)
+            return None
+        self._quiet_since = time.monotonic()
+        self._answered()
+        if type(reply) is Error and reply.code == BadToken.code:
+            self._give_up(reply.message)
+        handler = self._waiting.pop(reply.id, None)
+        if handler is not None:
+            self._done.append((handler, reply))
+        if type(reply) is Pong:
+            self._forget_before(reply.id)
+        return reply
+
+    def _forget_before(self, number: int) -> None:
+        """Requests are handled in order: what was asked before an answered ping and has no answer never gets one."""
+        for lost in [each for each in list(self._waiting) if each < number]:
+            self._counters.add("answers_lost")
+            self._done.append((self._waiting.pop(lost), None))
+
+    def _let_go(self) -> None:
+        """Release the lock; what came into the outbox meanwhile is sent by us, its owner has gone on."""
+        if self._waiting:
+            self._drain()
+        self._lock.release()
+        if self._done:
+            self._finish()
+        if self._outbox:
+            self.pump()
+
+    def _finish(self) -> None:
+        """Run the handlers of what has arrived, outside of the lock: they may send."""
+        while self._done:
+            try:
+                handler, reply = self._done.popleft()
+            except IndexError:
+                return
+            try:
+                handler(reply)
+            except Exception:
+                self._counters.add("handler_errors")
+                logger.exception("a handler of the daemon's reply failed")

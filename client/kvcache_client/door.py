@@ -1,0 +1,126 @@
+"""The door: one Hello, one Welcome with two descriptors, then silence until one side ends."""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import struct
+import time
+from typing import NamedTuple
+
+from kvcache_client import forks
+from kvcache_proto import __version__
+from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
+from kvcache_proto.endpoint import door_path
+from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, VersionMismatch, from_wire
+from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
+
+_LENGTH = struct.Struct("<I")
+_DESCRIPTORS = 2
+
+
+class Door(NamedTuple):
+    """An open door: the session lives as long as `connection` is open in one process, its lock as long as `lock` is."""
+
+    welcome: Welcome
+    connection: int
+    region: int
+    lock: int
+
+    def still_open(self) -> bool:
+        """Whether the daemon is behind it; it never says a word, so that anything to be read is its end."""
+        try:
+            os.read(self.connection, 1)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+
+def knock(endpoint: str, engine: str, label: str, timeout: float, interrupt: int | None = None) -> Door:
+    """Say Hello at the door of `endpoint` and return it open, within `timeout` seconds.
+
+    Raises ConfigError for an unusable endpoint, Unavailable where nobody answers in time or `interrupt`, a descriptor,
+    turned readable, NotPermitted where the door may not be opened, VersionMismatch, and what else the daemon answers.
+    """
+    path = door_path(endpoint)
+    until = time.monotonic() + timeout
+    with forks.guard:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        forks.adopt(connection.fileno())
+    received: list[int] = []
+    try:
+        _connect(connection, path)
+        hello = encode(Hello(PROTOCOL_VERSION, engine, label, f"python/{__version__}"))
+        connection.sendall(_LENGTH.pack(len(hello)) + hello)
+        welcome = _check(decode_door(_read_frame(connection, received, until, interrupt)))
+        if len(received) != _DESCRIPTORS:
+            raise BadFrame(f"{len(received)} descriptors with the welcome: {_DESCRIPTORS} expected")
+    except BaseException as error:
+        for descriptor in [*received, connection.detach()]:
+            forks.close(descriptor)
+        if isinstance(error, OSError):
+            raise Unavailable(f"the door {path} closed while it was being opened: {error.strerror}") from None
+        raise
+    return Door(welcome, connection.detach(), *received)
+
+
+def _connect(connection: socket.socket, path: str) -> None:
+    try:
+        connection.connect(path)
+    except PermissionError:
+        raise NotPermitted(f"no permission for {path}: this user is not on the daemon's allowed list") from None
+    except BlockingIOError:
+        raise Unavailable(f"the daemon behind {path} does not take new sessions: its queue is full") from None
+    except OSError as error:
+        raise Unavailable(f"no daemon at {path} ({error.strerror}): start one with `kvcache-server serve`") from None
+
+
+def _check(message: object) -> Welcome:
+    if isinstance(message, Error):
+        raise from_wire(message.code, message.message)
+    if not isinstance(message, Welcome):
+        raise BadFrame(f"{type(message).__name__} at the door: Welcome or Error expected")
+    if not OLDEST_VERSION <= message.version <= PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the daemon speaks protocol {message.version}, this client {OLDEST_VERSION} to {PROTOCOL_VERSION}"
+        )
+    return message
+
+
+def _read_frame(connection: socket.socket, received: list[int], until: float, interrupt: int | None) -> bytes:
+    buffer = b""
+    wanted = _LENGTH.size
+    while len(buffer) < wanted:
+        _wait_readable(connection, until, interrupt)
+        with forks.guard:
+            data, ancillary, _, _ = connection.recvmsg(
+                wanted - len(buffer), socket.CMSG_SPACE(8 * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, payload in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    descriptors = array.array("i")
+                    descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+                    received.extend(forks.adopt(descriptor) for descriptor in descriptors)
+        if not data:
+            raise Unavailable("the daemon closed the door without an answer")
+        buffer += data
+        if wanted == _LENGTH.size == len(buffer):
+            (size,) = _LENGTH.unpack(buffer)
+            if not 0 < size <= MAX_DOOR_FRAME:
+                raise BadFrame(f"door frame of {size} bytes: at most {MAX_DOOR_FRAME}")
+            wanted += size
+    return buffer[_LENGTH.size :]
+
+
+def _wait_readable(connection: socket.socket, until: float, interrupt: int | None) -> None:
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    if interrupt is not None:
+        poll.register(interrupt, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll(max(0.0, until - time.monotonic()) * 1000)}
+    if connection.fileno() not in ready:
+        raise Unavailable("knocking was called off" if ready else "the daemon did not answer the door in time")

@@ -1,0 +1,88 @@
+"""What a forked child must let go of.
+
+A child inherits the door and the session lock; kept open there, they would keep the parent's session alive after the
+parent's death. Descriptors are registered here from the moment they exist, so that no fork falls between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+
+from kvcache_proto.errors import ClientError
+
+_lock = threading.Lock()
+_descriptors: set[int] = set()
+_socket_paths: set[str] = set()
+_pid = os.getpid()
+
+guard = _lock  # held, it keeps forks out: between a descriptor's birth and `adopt`
+
+
+def adopt(descriptor: int) -> int:
+    """Have forked children close `descriptor`. Call it under `guard`, held since before the descriptor existed."""
+    _descriptors.add(descriptor)
+    return descriptor
+
+
+def adopt_peer(path: str) -> None:
+    """Have forked children close every socket connected to `path`: ZeroMQ does not tell its descriptors."""
+    _socket_paths.add(path)
+
+
+def close(descriptor: int) -> None:
+    """Close an adopted descriptor."""
+    with _lock:
+        _descriptors.discard(descriptor)
+        os.close(descriptor)
+
+
+def current() -> int:
+    """Return a number that differs in a forked child."""
+    return _pid
+
+
+def check(owner: int) -> None:
+    """Raise ClientError unless this is the process in which `current` returned `owner`."""
+    if owner != _pid:
+        raise ClientError(f"this session belongs to process {owner}: a forked child connects a session of its own")
+
+
+def _before() -> None:
+    _lock.acquire()
+
+
+def _in_parent() -> None:
+    _lock.release()
+
+
+def _in_child() -> None:
+    global _pid
+    _pid = os.getpid()
+    for descriptor in _descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _descriptors.clear()
+    if _socket_paths:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                _close_if_ours(int(name))
+    _socket_paths.clear()
+    _lock.release()
+
+
+def _close_if_ours(descriptor: int) -> None:
+    if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+        return
+    peer = socket.socket(fileno=descriptor)
+    try:
+        ours = peer.family == socket.AF_UNIX and peer.getpeername() in _socket_paths
+    finally:
+        peer.detach()
+    if ours:
+        os.close(descriptor)
+
+
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -1,0 +1,255 @@
+"""A namespace as this session holds it: lookups, reservations, settlements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvcache_client import forks
+from kvcache_client.lease import Lease
+from kvcache_client.reservation import Reservation, Ticket
+from kvcache_proto.errors import BadArgument, BadToken, ServerError, from_wire
+from kvcache_proto.messages import Acquire, Acquired, Error, Release, Reply, Reserve, Reserved, Settle, Settled
+from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome, Verdict
+
+if TYPE_CHECKING:
+    from kvcache_client.link import Link
+    from kvcache_client.session import Session
+
+_NOTHING = Reserved(0, 0, b"", b"")
+_VERDICTS = {verdict.value: verdict for verdict in Verdict}
+
+
+class Namespace:
+    """Made by `Session.attach`; it outlives restarts of the daemon.
+
+    Attributes:
+        spec: what was attached.
+        id: 16 hex digits, the same in every process that attaches the same model and identity.
+        shards: the shards that this session writes.
+        session: whose it is.
+    """
+
+    def __init__(self, session: Session, spec: NamespaceSpec, shards: tuple[int, ...], ceiling_bytes: int) -> None:
+        if len(set(shards)) != len(shards) or not all(0 <= shard < spec.shards for shard in shards):
+            raise BadArgument(f"shards {shards}: each once, 0 to {spec.shards - 1}")
+        self.session, self.spec, self.shards, self.ceiling_bytes = session, spec, shards, ceiling_bytes
+        self.id = spec.id
+
+    @property
+    def attached(self) -> bool:
+        """Whether the daemon knows of it now; where not, every lookup misses and every reservation is refused."""
+        link = self.session.link
+        return link is not None and self in link.namespaces
+
+    # Lookups.
+
+    def acquire(self, hashes: Sequence[bytes], group: int = 0, pin: bool = True) -> Lease:
+        """Return the longest cached prefix of `hashes`, n chained hashes in prompt order, under a lease.
+
+        With `pin` False nothing is pinned, and the slots may be given to others at any time. Where the daemon does not
+        answer within the session's deadline the lease is empty and `failed`. One round trip. Raises BadArgument for
+        what the protocol does not allow.
+        """
+        spec = self._check(hashes, group)
+        link, number = self._link()
+        if link is None:
+            return self._no_lease(spec, "lookups_down")
+        if not hashes:
+            return Lease(self.session, link, spec)
+        request = Acquire(0, b"", number, _listed(hashes), group, pin)
+        reply = self.session.call(link, request, lambda late: self._return_lease(link, late))
+        if reply is None:
+            return self._no_lease(spec, "lookups_unanswered")
+        if not isinstance(reply, Acquired):
+            self._refused(reply, "lookups_refused")
+            return self._no_lease(spec, "lookups_refused")
+        return Lease(self.session, link, spec, reply.lease, reply.hits, reply.pending, reply.slots)
+
+    def _no_lease(self, spec: GroupSpec, reason: str) -> Lease:
+        self.session.count(reason)
+        return Lease(self.session, None, spec, failed=True)
+
+    def _return_lease(self, link: Link, late: Reply | None) -> None:
+        if isinstance(late, Acquired):
+            self.session.count("late_lookups")
+            if late.lease:
+                self.session.post(link, Release(0, b"", [late.lease]), "stale_releases")
+
+    # Reservations.
+
+    def reserve(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> Reservation:
+        """Ask to write a run of blocks: the first below `parent` (None: a root), each other below the one before.
+
+        Where the daemon does not answer within the session's deadline, all are refused as "unavailable". Raises
+        BadArgument for what the protocol does not allow, and while a shard of the namespace has no live session of
+        this engine.
+        """
+        self._check(hashes, group)
+        link, number = self._link()
+        if link is None or not hashes:
+            return self._reservation(group, hashes, link, None if hashes else _NOTHING, "reserves_down")
+        request = Reserve(0, b"", number, _listed(hashes), parent, group)
+        reply = self.session.call(link, request, lambda late: self._return_reservation(link, late))
+        return self._reservation(group, hashes, link, reply, "reserves_unanswered")
+
+    def reserve_later(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> Ticket:
+        """Ask as `reserve` does, and return at once; the answer is picked up from the ticket."""
+        self._check(hashes, group)
+        link, number = self._link()
+        ticket = Ticket(
+            resolve=lambda reply: self._reservation(group, hashes, link, reply, "reserves_unanswered"),
+            abandon=lambda late: self._return_reservation(link, late),
+            pump=self.session.pump,
+        )
+        request = Reserve(0, b"", number, _listed(hashes), parent, group)
+        if not hashes:
+            ticket.answer(_NOTHING)
+        elif not (self.session.up and self.session.post(link, request, "reserves_down", ticket.answer)):
+            ticket.answer(None)
+        return ticket
+
+    def _reservation(
+        self, group: int, hashes: Sequence[bytes], link: Link | None, reply: Reply | None, reason: str
+    ) -> Reservation:
+        if isinstance(reply, Reserved):
+            reservation = Reservation(self, group, len(hashes), link, reply)
+        else:
+            if reply is None:
+                self.session.count(reason)
+            else:
+                self._refused(reply, "reserves_refused")
+            reservation = Reservation(self, group, len(hashes), None, None)
+        for why in set(reservation.refused.values()):
+            self.session.count(f"refused_{why}", sum(1 for each in reservation.refused.values() if each == why))
+        return reservation
+
+    def _return_reservation(self, link: Link | None, late: Reply | None) -> None:
+        if isinstance(late, Reserved):
+            self.session.count("late_reserves")
+            if late.reservation:
+                self._settle(link, late.reservation, Outcome.NEVER_STARTED, (), range(self.spec.shards), None)
+
+    # Settlements.
+
+    def settle(
+        self,
+        reservation: int,
+        outcome: Outcome,
+        positions: Sequence[int] = (),
+        shards: Sequence[int] | None = None,
+        region_id: bytes | None = None,
+        then: Callable[[list[Verdict]], None] | None = None,
+    ) -> None:
+        """Say how `shards` (those attached with, by default) of granted slots ended; from any thread, never waits.
+
+        Args:
+            reservation: the number of a reservation, this session's or another one's of the same engine.
+            positions: which of the granted slots, 0 to len(granted) - 1; none means all.
+            region_id: the region that was written to; where the session has another one by now, nothing is sent.
+            then: gets the verdicts, one a settled slot, on some thread; never called where the session ends first.
+        Verdicts are counted; a refusal is counted and logged.
+        """
+        forks.check(self.session.owner)
+        link = self.session.link
+        if link is not None and region_id is not None and region_id != link.region.id:
+            self.session.count("settles_of_another_region")
+            return
+        self._settle(link, reservation, outcome, positions, self._shards(shards), then)
+
+    def _settle(
+        self,
+        link: Link | None,
+        reservation: int,
+        outcome: Outcome,
+        positions: Sequence[int],
+        shards: Sequence[int],
+        then: Callable[[list[Verdict]], None] | None,
+    ) -> None:
+        def settled(reply: Reply | None) -> None:
+            verdicts = self._verdicts(reply)
+            if verdicts and then is not None:
+                then(verdicts)
+
+        self.session.post(link, _settlement(link, reservation, outcome, positions, shards), "stale_settles", settled)
+
+    def _commit(self, reservation: Reservation, shards: Sequence[int] | None) -> list[Verdict]:
+        forks.check(self.session.owner)
+        link, chosen = reservation._link, self._shards(shards)
+        reservation._open = False
+        request = _settlement(link, reservation.id, Outcome.COMMITTED, (), chosen)
+        if link is None or link is not self.session.link or not self.session.up:
+            # Not to be lost on a daemon that is only slow: sent all the same, and not waited for.
+            self.session.post(link, request, "stale_settles", self._verdicts)
+            return []
+        reply = self.session.call(link, request, self._verdicts)
+        if isinstance(reply, Error):
+            self._refused(reply, "settles_refused")
+            return []
+        return self._verdicts(reply)
+
+    def _verdicts(self, reply: Reply | None) -> list[Verdict]:
+        if isinstance(reply, Settled):
+            verdicts = [_VERDICTS[verdict] for verdict in reply.verdicts]
+            for verdict in set(verdicts):
+                self.session.count(f"verdict_{verdict.name.lower()}", verdicts.count(verdict))
+            return verdicts
+        if isinstance(reply, Error):
+            self.session.count("settles_refused")
+            self.session.log_refusal("settle", reply)
+        else:
+            self.session.count("settles_unanswered")
+        return []
+
+    def _shards(self, shards: Sequence[int] | None) -> Sequence[int]:
+        chosen = self.shards if shards is None else shards
+        if not chosen:
+            raise BadArgument("no shards to settle: this session attached with none")
+        return chosen
+
+    # What all of them share.
+
+    def _check(self, hashes: Sequence[bytes], group: int) -> GroupSpec:
+        forks.check(self.session.owner)
+        if len(hashes) > MAX_HASHES:
+            raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
+        if not 0 <= group < len(self.spec.groups):
+            raise BadArgument(f"group {group}: this namespace has {len(self.spec.groups)}")
+        try:
+            size = len(b"".join(hashes))  # the daemon checks each one; this keeps a mistake from costing a deadline
+        except TypeError as error:
+            raise BadArgument(f"hashes are bytes: {error}") from None
+        if size != len(hashes) * self.spec.hash_bytes:
+            odd = next((len(each) for each in hashes if len(each) != self.spec.hash_bytes), 0)
+            raise BadArgument(f"hash of {odd} bytes: this namespace has hashes of {self.spec.hash_bytes}")
+        return self.spec.groups[group]
+
+    def _link(self) -> tuple[Link | None, int]:
+        link = self.session.link
+        number = link.namespaces.get(self) if link is not None else None
+        return (None, 0) if number is None else (link, number)
+
+    def _refused(self, reply: Reply, counter: str) -> None:
+        """Count and log; raise where it is the caller's fault, for the daemon's own faults are misses."""
+        self.session.count(counter)
+        if not isinstance(reply, Error):
+            self.session.count("odd_replies")
+            return
+        error = from_wire(reply.code, reply.message)
+        if not isinstance(error, ServerError | BadToken):
+            raise error
+        self.session.log_refusal(counter, reply)
+
+    def __repr__(self) -> str:
+        return f"Namespace(id={self.id!r}, model={self.spec.model!r}, shards={self.shards})"
+
+
+def _listed(hashes: Sequence[bytes]) -> list[bytes]:
+    return hashes if isinstance(hashes, list) else list(hashes)
+
+
+def _settlement(
+    link: Link | None, reservation: int, outcome: Outcome, positions: Sequence[int], shards: Sequence[int]
+) -> Settle:
+    region = link.region.id if link is not None else b""
+    return Settle(0, b"", region, reservation, tuple(shards), int(outcome), list(positions))

@@ -1,0 +1,83 @@
+"""The region as this process maps it."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_proto.errors import RegionError
+from kvcache_proto.region import EXTENT_ROW, EXTENT_ROWS, PAGE, SLOT_ROW, RegionRows
+from kvcache_proto.types import REF_BYTES, PoolGeometry
+
+# The rows' leading words, as in kvcache_proto.region; the rest of a row is nothing to a reader.
+_EXTENT = np.dtype(
+    {"names": ["slot_bytes", "generation", "rows", "slots"], "formats": ["u8"] * 4, "itemsize": EXTENT_ROW}
+)
+_REF = np.dtype([("offset", "<u8"), ("generation", "<u8"), ("extent_generation", "<u8")])
+_WORD = 8
+_SLOT_GENERATION = 3  # the word of a slot row
+
+
+class Region:
+    """One mapping of the region, for as long as anything refers to it or to its buffer.
+
+    Attributes:
+        id: 16 bytes that no other region has.
+        buffer: the whole region, writable.
+        address: where `buffer` begins in this process; page-aligned.
+        bytes: its length.
+        rows: the reader of its header and rows.
+    """
+
+    def __init__(self, descriptor: int, geometry: PoolGeometry) -> None:
+        """Map the file behind `descriptor`, which the caller may close then. Raises RegionError."""
+        if geometry.region_bytes < EXTENT_ROWS + geometry.extents * EXTENT_ROW or geometry.region_bytes % PAGE:
+            raise RegionError(f"region of {geometry.region_bytes} bytes for {geometry.extents} extents")
+        try:
+            mapping = mmap.mmap(descriptor, geometry.region_bytes)
+        except (OSError, ValueError) as error:
+            raise RegionError(f"cannot map the region of {geometry.region_bytes} bytes: {error}") from None
+        self.geometry = geometry
+        self.id = geometry.region_id
+        self.bytes = geometry.region_bytes
+        self.buffer = memoryview(mapping)
+        self.rows = RegionRows(self.buffer, geometry)
+        self.rows.check_header()
+        self._words: npt.NDArray[np.uint64] = np.frombuffer(self.buffer, dtype=np.uint64)
+        self._extents: npt.NDArray[Any] = np.frombuffer(
+            self.buffer, dtype=_EXTENT, count=geometry.extents, offset=EXTENT_ROWS
+        )
+        self.address = int(self._words.ctypes.data)
+
+    def offsets(self, packed: bytes) -> npt.NDArray[np.uint64]:
+        """Return where in the region each slot of `packed`, REF_BYTES a reference, begins."""
+        return np.ascontiguousarray(_refs(packed)["offset"])
+
+    def current(self, packed: bytes) -> npt.NDArray[np.bool_]:
+        """Return for each reference of `packed` whether it still names the block that it was given for.
+
+        What was copied out of a slot is the block's only where this says so after the copy. Generations change before
+        the slot's bytes do, so that a copy that met a new writer is found out.
+        """
+        refs, g = _refs(packed), self.geometry
+        offset = refs["offset"].astype(np.int64) - g.data_offset
+        extent = offset // g.extent_bytes
+        current = (offset >= 0) & (extent < g.extents)
+        rows = self._extents[np.where(current, extent, 0)]
+        slot_bytes = np.maximum(rows["slot_bytes"], 1).astype(np.int64)
+        slot, rest = np.divmod(offset - extent * g.extent_bytes, slot_bytes)
+        current &= (rows["slot_bytes"] > 0) & (rows["generation"] == refs["extent_generation"])
+        current &= (rest == 0) & (slot < rows["slots"].astype(np.int64))
+        word = (rows["rows"].astype(np.int64) + slot * SLOT_ROW) // _WORD + _SLOT_GENERATION
+        current &= (word >= 0) & (word < self._words.size)
+        current &= self._words[np.where(current, word, 0)] == refs["generation"]
+        return current
+
+
+def _refs(packed: bytes) -> npt.NDArray[Any]:
+    if len(packed) % REF_BYTES:
+        raise RegionError(f"{len(packed)} bytes of slot references: {REF_BYTES} each")
+    return np.frombuffer(packed, dtype=_REF)

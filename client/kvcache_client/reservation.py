@@ -1,0 +1,151 @@
+"""The right to write the slots of a run of blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvcache_client.slots import Slot, unpack_slots
+from kvcache_proto.errors import KVCacheError
+from kvcache_proto.messages import Reply, Reserved
+from kvcache_proto.types import Outcome, Refusal, Verdict
+
+if TYPE_CHECKING:
+    from kvcache_client.handles import Namespace
+    from kvcache_client.link import Link
+
+UNAVAILABLE = "unavailable"
+
+
+class Reservation:
+    """The answer to `reserve`. Every granted slot must be settled: by `commit`, `abort`, or its writers' `settle`.
+
+    Attributes:
+        id: the daemon's number; 0 where nothing was granted.
+        region_id: the region that the slots lie in; b"" where there are none.
+        answers: a Refusal a hash, GRANTED among them; empty where the daemon did not answer.
+        granted: which hashes, by position, have a slot; `slots` and `packed` are in this order.
+        refused: the reason, by position, of those that have none; "unavailable" where the daemon did not answer.
+        packed: the granted slots' references, REF_BYTES each.
+        failed: whether the daemon did not answer.
+    """
+
+    __slots__ = (
+        "_group",
+        "_link",
+        "_namespace",
+        "_open",
+        "_slots",
+        "answers",
+        "failed",
+        "granted",
+        "id",
+        "packed",
+        "refused",
+        "region_id",
+    )
+
+    def __init__(self, namespace: Namespace, group: int, count: int, link: Link | None, reply: Reserved | None) -> None:
+        self._namespace, self._group, self._link = namespace, group, link
+        self._slots: list[Slot] | None = None
+        self.failed = reply is None
+        self.id, self.packed = (reply.reservation, reply.slots) if reply else (0, b"")
+        self.answers = [_REFUSALS[answer] for answer in reply.answers] if reply else []
+        self.granted = [at for at, answer in enumerate(self.answers) if answer is Refusal.GRANTED]
+        if reply:
+            self.refused = {at: answer.name.lower() for at, answer in enumerate(self.answers) if answer}
+        else:
+            self.refused = dict.fromkeys(range(count), UNAVAILABLE)
+        self.region_id = link.region.id if link and self.granted else b""
+        self._open = self.id != 0
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The granted slots, in the order of `granted`."""
+        if self._slots is None:
+            region = self._link.region if self._link else None
+            self._slots = unpack_slots(self.packed, self._namespace.spec.groups[self._group], region, writable=True)
+        return self._slots
+
+    def commit(self, shards: Sequence[int] | None = None) -> list[Verdict]:
+        """Say that `shards` (those attached with, by default) of every granted slot are written.
+
+        Returns a Verdict a granted slot: VISIBLE means that lookups find it. Empty where nothing was granted or the
+        session has ended since, and where the daemon did not answer in time: the commit is on its way then.
+        Raises what the daemon refuses.
+        """
+        return self._namespace._commit(self, shards) if self.id else []
+
+    def abort(self) -> None:
+        """Give every granted slot back, unwritten. Only before any of them was handed to a writer; never waits."""
+        if self._open:
+            self._open = False
+            every = range(self._namespace.spec.shards)
+            self._namespace._settle(self._link, self.id, Outcome.NEVER_STARTED, (), every, None)
+
+    def __repr__(self) -> str:
+        return f"Reservation(id={self.id}, granted={len(self.granted)}, refused={len(self.refused)})"
+
+
+_REFUSALS = {refusal.value: refusal for refusal in Refusal}
+
+
+class Ticket:
+    """A reservation that was asked for and is not answered yet.
+
+    `resolve` makes the reservation of a reply, None standing for no answer; `abandon` gives back what a reply grants
+    that nobody wants any more.
+    """
+
+    def __init__(
+        self,
+        resolve: Callable[[Reply | None], Reservation],
+        abandon: Callable[[Reply | None], None],
+        pump: Callable[[], None],
+    ) -> None:
+        self._resolve, self._abandon, self._pump = resolve, abandon, pump
+        self._lock = threading.Lock()
+        self._answered = threading.Event()
+        self._cancelled = False
+        self._result: Reservation | None = None
+        self._error: KVCacheError | None = None
+
+    def poll(self) -> Reservation | None:
+        """Return the reservation, or None as long as the answer is out. Never waits. Raises what was refused."""
+        if not self._answered.is_set():
+            self._pump()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def wait(self, timeout: float) -> Reservation:
+        """Return the reservation; where there is none within `timeout` seconds, cancel: everything is refused."""
+        self._pump()
+        self._answered.wait(timeout)
+        reservation = self.poll()
+        if reservation is not None:
+            return reservation
+        self.cancel()
+        return self._resolve(None)
+
+    def cancel(self) -> None:
+        """Want it no more: what was or will be granted is given back. Only before a slot was handed to a writer."""
+        with self._lock:
+            self._cancelled = True
+            reservation = self._result
+        if reservation is not None:
+            reservation.abort()
+
+    def answer(self, reply: Reply | None) -> None:
+        """Take the reply, or None where the link ended; the session calls this."""
+        with self._lock:
+            cancelled = self._cancelled
+            if not cancelled:
+                try:
+                    self._result = self._resolve(reply)
+                except KVCacheError as error:
+                    self._error = error
+        if cancelled:
+            self._abandon(reply)
+        self._answered.set()

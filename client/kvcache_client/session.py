@@ -1,0 +1,447 @@
+"""A session with the daemon: what a failure of the daemon costs is decided here, and it is a miss.
+
+The calls run on their caller's thread. One more thread, the keeper, watches the door, receives what nobody waits for,
+probes a daemon that has missed a deadline, and comes back after the daemon did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import zmq
+
+from kvcache_client import forks
+from kvcache_client.breaker import Backoff, Breaker
+from kvcache_client.channel import Channel, Handler, Numbered
+from kvcache_client.counters import Counters
+from kvcache_client.door import Door, knock
+from kvcache_client.handles import Namespace
+from kvcache_client.link import Link
+from kvcache_client.region import Region
+from kvcache_client.slots import Slot
+from kvcache_proto.endpoint import check_endpoint, default_endpoint, socket_path
+from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable, from_wire
+from kvcache_proto.messages import Attach, Attached, Clear, Cleared, Error, Ping, Pong, Reply, Report, Stats
+from kvcache_proto.types import NamespaceSpec
+
+logger = logging.getLogger("kvcache_client")
+
+DEADLINE = 0.05
+CONNECT_TIMEOUT = 2.0
+
+T = TypeVar("T", bound=Reply)
+
+
+class Session:
+    """One attached process; its end, or the process's, ends all that it held.
+
+    Make one by `connect`, which wants the daemon there, or by `open`, which also serves without one until it comes.
+    Thread-safe. Not for forked children: they get a ClientError and make their own.
+    """
+
+    def __init__(self, endpoint: str | None, engine: str, label: str, deadline: float, connect_timeout: float) -> None:
+        """Not to be called: use `connect` or `open`."""
+        self.endpoint = check_endpoint(endpoint) if endpoint else default_endpoint()
+        self.engine, self.label = engine, label
+        self.deadline, self.connect_timeout = deadline, connect_timeout
+        self.owner = forks.current()
+        self.region: Region | None = None  # the mapping; stays when the daemon goes
+        self.link: Link | None = None  # None while the daemon is gone; only the keeper changes it
+        self._patient = False
+        self._counters = Counters()
+        self._breaker = Breaker()
+        self._backoff = Backoff()
+        self._namespaces: list[Namespace] = []
+        self._region_callbacks: list[Callable[[Region], None]] = []
+        self._change = threading.RLock()  # held by who changes region or link, or attaches
+        self._left: list[Link] = []  # ended, and still locked until there is another
+        self._why = "not connected yet"
+        self._told: set[tuple[str, str]] = set()
+        self._closing = False
+        forks.adopt_peer(socket_path(self.endpoint))
+        self._context: zmq.Context[Any] = zmq.Context(1)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._keeper = threading.Thread(target=self._keep, name="kvcache-keeper", daemon=True)
+
+    @classmethod
+    def connect(
+        cls,
+        endpoint: str | None = None,
+        *,
+        engine: str,
+        label: str = "",
+        deadline: float = DEADLINE,
+        connect_timeout: float = CONNECT_TIMEOUT,
+    ) -> Session:
+        """Return a session with the daemon at `endpoint`.
+
+        Args:
+            endpoint: `ipc:///path/to/kvcache.sock`; None takes KVCACHE_ENDPOINT or the default of this user.
+            engine: the id that a scheduler and its ranks share.
+            label: what `status` shows of this process.
+            deadline: seconds that a lookup or a reservation may take; after one miss the breaker opens.
+            connect_timeout: seconds for connecting, and for the requests that are on nobody's fast path.
+        Raises ConfigError, Unavailable, NotPermitted, VersionMismatch, RegionError.
+        """
+        session = cls(endpoint, engine, label, deadline, connect_timeout)
+        try:
+            session._establish()
+            session._keeper.start()
+            session.ping()
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    @classmethod
+    def open(
+        cls,
+        endpoint: str | None = None,
+        *,
+        engine: str,
+        label: str = "",
+        deadline: float = DEADLINE,
+        connect_timeout: float = CONNECT_TIMEOUT,
+    ) -> Session:
+        """Return a session whether or not a daemon is there; while none is, lookups miss and the keeper looks for one.
+
+        Arguments as for `connect`. Raises ConfigError alone.
+        """
+        session = cls(endpoint, engine, label, deadline, connect_timeout)
+        session._patient = True
+        session._try_to_establish()
+        session._keeper.start()
+        return session
+
+    # What a user asks.
+
+    @property
+    def up(self) -> bool:
+        """Whether the door is open and the daemon answers in time."""
+        return self.link is not None and self._breaker.closed and not self._closing
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What failed, was refused or came too late, by name; counts that are 0 are left out."""
+        return self._counters.snapshot()
+
+    def attach(self, spec: NamespaceSpec, shards: Sequence[int] = (), ceiling_bytes: int = 0) -> Namespace:
+        """Join a namespace as the writer and reader of `shards`; a scheduler, which touches no bytes, joins with none.
+
+        `ceiling_bytes` bounds what this engine's saves may occupy; 0 is no bound. After a restart of the daemon the
+        namespace is attached again. Raises what the daemon refuses (GeometryMismatch, BadArgument) and, on a session
+        made by `connect`, Unavailable; one made by `open` attaches when the daemon is there.
+        """
+        forks.check(self.owner)
+        namespace = Namespace(self, spec, tuple(shards), ceiling_bytes)
+        with self._change:
+            link = self.link
+            try:
+                if link is None:
+                    raise Unavailable(self._why)
+                self._attach(link, namespace)
+            except Unavailable:
+                if not self._patient:
+                    raise
+                self._counters.add("attaches_put_off")
+            self._namespaces.append(namespace)
+        return namespace
+
+    def view(self, slot: Slot, shard: int = 0) -> memoryview:
+        """Return the bytes of `shard` of `slot`, in the mapped region: writable under a reservation, else read-only.
+
+        Raises BadArgument for a shard that the block does not have; RegionError where the slot is the block's no more,
+        or lies in a region that this session has left.
+        """
+        forks.check(self.owner)
+        if slot.region is not self.region:
+            raise RegionError("the slot lies in another region: the daemon was restarted with a new one")
+        return slot.view(shard)
+
+    def on_region(self, callback: Callable[[Region], None]) -> None:
+        """Call `callback` with each region that is mapped, the present one included.
+
+        A later one comes on the keeper's thread, after a restart of the daemon with another region and before any
+        namespace is attached there.
+        """
+        with self._change:
+            self._region_callbacks.append(callback)
+            if self.region is not None:
+                callback(self.region)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the daemon's statistics. Raises Unavailable."""
+        return self._ask(Stats(0, b""), Report).stats
+
+    def clear(self, namespace: str = "") -> int:
+        """Forget every READY, unleased block of the namespace with this id, or of all; return how many. Raises
+        Unavailable."""
+        return self._ask(Clear(0, b"", namespace), Cleared).blocks
+
+    def ping(self) -> float:
+        """Return the seconds that an answer took. Raises Unavailable."""
+        start = time.monotonic()
+        self._ask(Ping(0, b""), Pong)
+        return time.monotonic() - start
+
+    def close(self) -> None:
+        """End the session and all that it holds, after what was sent has arrived, where the daemon answers."""
+        if self.owner != forks.current():
+            return
+        with self._change:
+            if self._closing:
+                return
+            self._closing = True
+        link = self.link
+        if link is not None and self._breaker.closed:
+            link.channel.call(Ping(0, b""), self.deadline, _ignore)  # the last in the queue: all before it is handled
+        self._ring()
+        if self._keeper.is_alive() and threading.current_thread() is not self._keeper:
+            self._keeper.join()
+        self._leave("closed")
+        self._unlock()
+        self._context.term()
+        os.close(self._bell)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What the namespace's handles ask.
+
+    def call(self, link: Link | None, request: Numbered, late: Handler) -> Reply | None:
+        """Send and return the reply, or None where there is none within the deadline; `late` gets it then."""
+        if link is None or link is not self.link:
+            return None
+        if not self._breaker.closed:
+            self._counters.add("breaker_open")
+            return None
+        reply = link.channel.call(request, self.deadline, late)
+        if reply is None and not link.channel.closed:
+            self._missed(f"no answer within {self.deadline * 1000:.0f} ms")
+        return reply
+
+    def post(self, link: Link | None, request: Numbered, stale: str, handler: Handler | None = None) -> bool:
+        """Send without waiting. What belongs to a link that is over is not sent: counted as `stale`, returns False."""
+        if self.owner != forks.current():
+            return False
+        if link is None or link is not self.link or not link.channel.post(request, handler):
+            self._counters.add(stale)
+            return False
+        return True
+
+    def pump(self) -> None:
+        """Take in what has arrived; never waits."""
+        link = self.link
+        if link is not None and self.owner == forks.current():
+            link.channel.pump()
+
+    def count(self, name: str, count: int = 1) -> None:
+        self._counters.add(name, count)
+
+    def log_refusal(self, what: str, error: Error) -> None:
+        """Log it once a kind: a refusal of one step is often one of every step. They are all counted."""
+        if (what, error.code) not in self._told:
+            self._told.add((what, error.code))
+            logger.warning("%s: %s: %s (counted from now on)", what, error.code, error.message)
+
+    # Requests off the fast path: their caller may wait, others go on.
+
+    def _ask(self, request: Numbered, kind: type[T], link: Link | None = None) -> T:
+        """Raises what the daemon answers, and Unavailable where it does not within the connect timeout."""
+        forks.check(self.owner)
+        link = link or self.link
+        if link is None:
+            raise Unavailable(self._why)
+        if link is not self.link:  # not in use yet, so that nobody receives for us
+            reply = link.channel.call(request, self.connect_timeout, _ignore)
+        else:
+            reply = self._wait(link, request)
+        if isinstance(reply, Error):
+            raise from_wire(reply.code, reply.message)
+        if not isinstance(reply, kind):
+            self._counters.add("requests_unanswered")
+            raise Unavailable(f"the daemon at {self.endpoint} did not answer within {self.connect_timeout:g} s")
+        return reply
+
+    def _wait(self, link: Link, request: Numbered) -> Reply | None:
+        answered = threading.Event()
+        replies: list[Reply | None] = []
+
+        def answer(reply: Reply | None) -> None:
+            replies.append(reply)
+            answered.set()
+
+        if link.channel.post(request, answer):
+            answered.wait(self.connect_timeout)
+        return replies[0] if replies else None
+
+    def _attach(self, link: Link, namespace: Namespace) -> None:
+        request = Attach(0, b"", namespace.spec, namespace.shards, namespace.ceiling_bytes)
+        link.namespaces[namespace] = self._ask(request, Attached, link).namespace
+
+    # Coming and going. The keeper's, but for the first time.
+
+    def _establish(self, interrupt: int | None = None) -> None:
+        """Knock, map, attach what was attached before. Raises what `connect` raises; then nothing has changed."""
+        door = knock(self.endpoint, self.engine, self.label, self.connect_timeout, interrupt)
+        with self._change:
+            link = self._enter(door)
+            try:
+                self._adopt_region(link.region)
+                for namespace in self._namespaces:
+                    self._attach_again(link, namespace)
+            except BaseException:
+                link.close()
+                link.unlock()
+                raise
+            self.link = link
+        self._unlock()
+        self._backoff.reset()
+        self._breaker.answered()
+        logger.info("connected to the daemon at %s as %r, session %d", self.endpoint, self.engine, door.welcome.session)
+
+    def _enter(self, door: Door) -> Link:
+        geometry, token = door.welcome.geometry, door.welcome.token
+        try:
+            if self.region is not None and self.region.geometry == geometry:
+                region = self.region  # and with it its registration with the device
+            else:
+                region = Region(door.region, geometry)
+            channel = Channel(self._context, self.endpoint, token, self._counters, self._answered, self._ring)
+        except BaseException:
+            forks.close(door.connection)
+            forks.close(door.lock)
+            raise
+        finally:
+            forks.close(door.region)
+        return Link(door, channel, region)
+
+    def _adopt_region(self, region: Region) -> None:
+        if region is self.region:
+            return
+        self.region = region
+        for callback in self._region_callbacks:
+            try:
+                callback(region)
+            except Exception:
+                self._counters.add("region_callback_errors")
+                logger.exception("a callback of on_region failed")
+
+    def _attach_again(self, link: Link, namespace: Namespace) -> None:
+        try:
+            self._attach(link, namespace)
+        except ClientError as error:
+            self._counters.add("attaches_refused")
+            logger.error("namespace %s (%s) is refused: %s", namespace.id, namespace.spec.model, error)
+
+    def _try_to_establish(self) -> None:
+        try:
+            self._establish(self._bell)
+        except KVCacheError as error:
+            self._counters.add("connects_failed")
+            if str(error) != self._why:  # once, not at every knock
+                self._why = str(error)
+                logger.warning("no cache until the daemon is there: %s", error)
+
+    def _leave(self, why: str) -> None:
+        """End the link, if there is one: who waits for an answer is told that there is none."""
+        link, self.link = self.link, None
+        if link is None:
+            return
+        self._why = f"the session with the daemon at {self.endpoint} ended: {why}"
+        self._left.append(link)
+        link.close()
+        if not self._closing:
+            self._counters.add("links_lost")
+            logger.warning("%s; lookups miss until it is back", self._why)
+
+    def _unlock(self) -> None:
+        while self._left:
+            self._left.pop().unlock()
+
+    # The keeper.
+
+    def _keep(self) -> None:
+        while not self._closing:
+            try:
+                if self.link is None:
+                    self._come_back()
+                else:
+                    self._watch(self.link)
+            except Exception:
+                self._counters.add("keeper_errors")
+                logger.exception("the session's keeper met an error")
+                self._poll([self._bell], self._backoff.longest)
+
+    def _come_back(self) -> None:
+        until = time.monotonic() + self._backoff.next()
+        while not self._closing and (left := until - time.monotonic()) > 0:
+            self._poll([self._bell], left)
+        if not self._closing:
+            self._try_to_establish()
+
+    def _watch(self, link: Link) -> None:
+        """Wait until something is due at `link`, and do it."""
+        channel = link.channel
+        channel.watched = False  # before looking whether it is busy: who posts in between rings the bell
+        channel.watched = watched = channel.busy
+        probe_at = self._breaker.probe_at
+        timeout = self.deadline if watched and probe_at is None else None
+        if probe_at is not None:
+            timeout = max(0.0, probe_at - time.monotonic())
+        descriptors = [link.door.connection, self._bell, *([channel.descriptor] if watched else [])]
+        ready = self._poll(descriptors, timeout)
+        if link.door.connection in ready and not link.door.still_open():
+            self._leave("the door closed")
+        elif channel.fault:
+            self._leave(channel.fault)
+        else:
+            if watched:
+                channel.pump(self.deadline)
+            now = time.monotonic()
+            if channel.overdue(now, self.deadline):
+                self._missed("an answer is overdue")
+            if self._breaker.probe_due(now):
+                channel.post(Ping(0, b""), _ignore)
+
+    def _poll(self, descriptors: list[int], timeout: float | None) -> set[int]:
+        poll = select.poll()
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(None if timeout is None else timeout * 1000)}
+        if self._bell in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+        return ready
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
+    # The breaker.
+
+    def _missed(self, why: str) -> None:
+        if self._breaker.failed(time.monotonic()):
+            self._counters.add("breaker_opened")
+            logger.warning("the daemon at %s is not well (%s): lookups miss until it answers", self.endpoint, why)
+            self._ring()
+
+    def _answered(self) -> None:
+        if not self._breaker.closed and self._breaker.answered():
+            logger.info("the daemon at %s answers again", self.endpoint)
+
+
+def _ignore(reply: Reply | None) -> None:
+    """For an answer that is nobody's business any more."""

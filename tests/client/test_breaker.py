@@ -1,0 +1,37 @@
+"""When the breaker opens, probes and closes; how the backoff grows."""
+
+from __future__ import annotations
+
+from kvcache_client.breaker import Backoff, Breaker
+
+
+def test_backoff_doubles_to_its_longest_and_starts_anew_after_a_reset() -> None:
+    backoff = Backoff(first=1.0, longest=5.0, draw=lambda: 1.0)
+    assert [backoff.next() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    backoff.reset()
+    assert backoff.next() == 1.0
+
+
+def test_backoff_jitter_takes_at_most_half_off() -> None:
+    assert Backoff(first=1.0, draw=lambda: 0.0).next() == 0.5
+
+
+def test_one_miss_opens_and_any_answer_closes() -> None:
+    breaker = Breaker()
+    assert breaker.closed
+    assert breaker.failed(10.0)
+    assert not breaker.closed
+    assert not breaker.failed(11.0), "it is open already"
+    assert breaker.answered()
+    assert breaker.closed
+    assert not breaker.answered(), "it was closed already"
+
+
+def test_probes_are_due_at_once_and_then_by_the_backoff() -> None:
+    breaker = Breaker(Backoff(first=1.0, longest=2.0, draw=lambda: 1.0))
+    assert not breaker.probe_due(0.0), "closed: nothing to find out"
+    breaker.failed(10.0)
+    due = [now / 2 for now in range(20, 36) if breaker.probe_due(now / 2)]
+    assert due == [10.0, 11.0, 13.0, 15.0, 17.0]
+    breaker.answered()
+    assert not breaker.probe_due(100.0)

@@ -1,0 +1,420 @@
+"""What the session makes of a daemon that stops, dies, comes back or was never there, and of forks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache_client.channel
+from kvcache_client import GroupSpec, NamespaceSpec, Outcome, Region, Session, Unavailable, Verdict
+from kvcache_proto.codec import encode
+from kvcache_proto.endpoint import door_path
+from kvcache_proto.errors import BadFrame, NotPermitted, RegionError, VersionMismatch
+from kvcache_proto.messages import Error, Welcome
+from kvcache_proto.types import PoolGeometry
+
+Hashes = Callable[[int], list[bytes]]
+Until = Callable[[Callable[[], Any], str], Any]
+Connect = Callable[..., Session]
+
+
+class Stopped:
+    """The daemon is stopped inside the `with`."""
+
+    def __init__(self, daemon: Any) -> None:
+        self._process = daemon.process
+
+    def __enter__(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+
+def held(session: Session) -> list[tuple[int, int]]:
+    return [(each["leases"], each["reservations"]) for each in session.stats()["sessions"]]
+
+
+# A daemon that is stopped.
+
+
+def test_a_stopped_daemon_costs_one_deadline_and_leaves_nothing_pinned(
+    daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, until: Until
+) -> None:
+    session = connect(deadline=0.3)
+    ns, run, other = session.attach(spec, shards=(0,)), hashes(4), hashes(3)
+    assert ns.reserve(run).commit() == [Verdict.VISIBLE] * 4
+    until(lambda: session.up, "a closed breaker")
+    with Stopped(daemon):
+        missed = ns.acquire(run)
+        assert (missed.failed, missed.hits, missed.slots, missed.id) == (True, 0, [], 0)
+        missed.release()
+        assert not session.up
+        assert session.counters["breaker_opened"] == 1
+        assert "breaker_open" not in session.counters
+        assert ns.acquire(run).failed
+        refused = ns.reserve(other)
+        assert (refused.failed, refused.refused) == (True, dict.fromkeys(range(3), "unavailable"))
+        later = ns.reserve_later(other).poll()
+        assert later is not None
+        assert later.failed
+        assert session.counters["breaker_open"] == 2, "nobody was asked"
+    until(lambda: session.up, "the end of the breaker")
+    until(lambda: session.counters.get("late_lookups") == 1, "the late answer")
+    until(lambda: held(session) == [(0, 0)], "the release of the late lease")
+    with ns.acquire(run) as lease:
+        assert lease.hits == 4
+
+
+def test_a_late_reservation_is_given_back(
+    daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, until: Until
+) -> None:
+    session = connect(deadline=0.3)
+    ns, run = session.attach(spec, shards=(0,)), hashes(4)
+    until(lambda: session.up, "a closed breaker")
+    with Stopped(daemon):
+        assert ns.reserve(run).failed
+    until(lambda: session.counters.get("late_reserves") == 1, "the late answer")
+    until(lambda: held(session) == [(0, 0)], "the end of the late reservation")
+    assert ns.reserve(run).granted == [0, 1, 2, 3]
+
+
+def test_a_ticket_opens_the_breaker_too_and_is_answered_in_the_end(
+    daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, until: Until
+) -> None:
+    session = connect(deadline=0.3)
+    ns, run = session.attach(spec, shards=(0,)), hashes(2)
+    with Stopped(daemon):
+        kept, given_up = ns.reserve_later(run), ns.reserve_later(hashes(2))
+        until(lambda: not session.up, "an open breaker")
+        assert kept.poll() is None
+        assert given_up.wait(0.01).failed
+    assert until(kept.poll, "the answer").granted == [0, 1]
+    until(lambda: held(session) == [(0, 1)], "the end of the reservation that was given up")
+
+
+def test_a_commit_is_not_lost_on_a_daemon_that_is_stopped(
+    daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, until: Until
+) -> None:
+    session = connect(deadline=0.3)
+    ns, run = session.attach(spec, shards=(0,)), hashes(4)
+    first, second = ns.reserve(run[:2]), ns.reserve(run[2:], parent=run[1])
+    until(lambda: session.up, "a closed breaker")
+    with Stopped(daemon):
+        assert first.commit() == [], "no answer in time"
+        assert second.commit() == [], "the breaker is open; it is sent all the same"
+    until(lambda: session.counters.get("verdict_visible") == 4, "the late verdicts")
+    assert ns.acquire(run).hits == 4
+
+
+def test_settles_that_the_socket_cannot_take_are_sent_later(
+    daemon: Any, connect: Connect, hashes: Hashes, until: Until
+) -> None:
+    session, count = connect(), 20_000  # several times what ZeroMQ and the kernel take for a stopped peer
+    ns = session.attach(NamespaceSpec(model="small", groups=[GroupSpec(16, 64)]), shards=(0,))
+    run = hashes(count)
+    reservation = ns.reserve(run)
+    with Stopped(daemon):
+        for position in range(count):
+            ns.settle(reservation.id, Outcome.COMMITTED, positions=(position,))
+        assert session.counters["socket_full"] > 0
+    until(lambda: held(session) == [(0, 0)], "the end of the reservation")
+    assert ns.acquire(run).hits == count
+
+
+def test_a_session_that_cannot_keep_its_promises_starts_anew(
+    daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvcache_client.channel, "MAX_OUTBOX", 100)
+    session = connect(connect_timeout=2.0)
+    ns = session.attach(spec, shards=(0,))
+    reservation = ns.reserve(hashes(1))
+    with Stopped(daemon):
+        for _ in range(20_000):
+            ns.settle(reservation.id, Outcome.FAILED)
+        until(lambda: session.counters.get("links_lost") == 1, "the end of the link")
+    until(lambda: session.up, "another link")
+    assert reservation.commit() == []
+    assert ns.reserve(hashes(1)).commit() == [Verdict.VISIBLE]
+
+
+def test_close_does_not_wait_for_a_stopped_daemon(daemon: Any, connect: Connect) -> None:
+    session = connect(deadline=0.1)
+    with Stopped(daemon):
+        session.close()
+    assert not session.up
+
+
+def test_many_threads_share_one_missed_deadline(
+    daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, until: Until
+) -> None:
+    session = connect(deadline=0.3)
+    ns, run = session.attach(spec, shards=(0,)), hashes(2)
+    until(lambda: session.up, "a closed breaker")
+    failed: list[bool] = []
+    with Stopped(daemon):
+        threads = [threading.Thread(target=lambda: failed.append(ns.acquire(run).failed)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failed == [True] * 8
+    assert session.counters["breaker_opened"] == 1
+
+
+# A daemon that dies, and another one at its place.
+
+
+def test_after_a_restart_the_session_comes_back_by_itself(
+    start_daemon: Any, spec: NamespaceSpec, hashes: Hashes, until: Until
+) -> None:
+    first = start_daemon()
+    regions: list[Region] = []
+    with Session.connect(first.endpoint, engine="e1", deadline=10.0) as session:
+        session.on_region(regions.append)
+        ns, run = session.attach(spec, shards=(0,)), hashes(4)
+        ns.reserve(run).commit()
+        lease, reservation, ticket = ns.acquire(run), ns.reserve(hashes(2)), ns.reserve_later(hashes(2))
+        old = session.region
+        view = session.view(lease.slots[0])
+        first.kill()
+        until(lambda: not session.up, "the end of the session")
+        assert ns.acquire(run).failed
+        assert ns.reserve(hashes(1)).refused == {0: "unavailable"}
+        with pytest.raises(Unavailable, match="door closed"):
+            session.stats()
+        with pytest.raises(Unavailable):
+            session.attach(spec, shards=(0,))
+        assert len(view) == 4096, "what is mapped stays mapped"
+        assert session.view(lease.slots[0]) == view
+        assert ticket.wait(10.0) is not None
+
+        start_daemon()
+        until(lambda: session.up, "another session")
+        assert regions == [old, session.region]
+        assert session.region is not None
+        assert old is not None
+        assert session.region.id != old.id
+        lease.release()
+        assert reservation.commit() == []
+        reservation.abort()
+        ns.settle(reservation.id, Outcome.COMMITTED, region_id=reservation.region_id)
+        with pytest.raises(RegionError, match="another region"):
+            session.view(lease.slots[0])
+        assert session.counters["stale_releases"] == 1
+        assert session.counters["stale_settles"] == 1
+        assert session.counters["settles_of_another_region"] == 1
+        assert held(session) == [(0, 0)]
+        assert ns.acquire(run).hits == 0
+        assert ns.reserve(run).commit() == [Verdict.VISIBLE] * 4
+        assert ns.acquire(run).hits == 4
+
+
+def test_a_daemon_that_stops_well_is_noticed_too(start_daemon: Any, spec: NamespaceSpec, until: Until) -> None:
+    daemon = start_daemon()
+    with Session.connect(daemon.endpoint, engine="e1") as session:
+        ns = session.attach(spec, shards=(0,))
+        assert daemon.stop() == 0
+        until(lambda: not session.up, "the end of the session")
+        assert ns.acquire([bytes(32)]).failed
+        assert not ns.attached
+
+
+def test_open_waits_for_nobody_and_attaches_when_a_daemon_comes(
+    start_daemon: Any, short_folder: Path, spec: NamespaceSpec, hashes: Hashes, until: Until
+) -> None:
+    endpoint = f"ipc://{short_folder}/kv.sock"
+    with Session.open(endpoint, engine="e1") as session:
+        seen: list[tuple[Region, bool]] = []
+        session.on_region(lambda region: seen.append((region, ns.attached)))
+        ns = session.attach(spec, shards=(0,))
+        other = session.attach(NamespaceSpec(model="llama", groups=[GroupSpec(16, 8192)]), shards=(0,))
+        run = hashes(2)
+        assert (session.up, session.region, ns.attached) == (False, None, False)
+        assert ns.acquire(run).failed
+        assert ns.reserve(run).refused == {0: "unavailable", 1: "unavailable"}
+        with pytest.raises(Unavailable, match="no daemon at"):
+            session.ping()
+        start_daemon(endpoint=endpoint)
+        until(lambda: session.up, "a session")
+        assert seen == [(session.region, False)], "the region comes before any namespace is attached"
+        assert ns.attached
+        assert ns.reserve(run).commit() == [Verdict.VISIBLE] * 2
+        assert not other.attached, "its geometry disagrees with the first one's"
+        assert session.counters["attaches_refused"] == 1
+        assert other.acquire(run).failed
+
+
+def test_open_says_once_that_nobody_is_there(
+    short_folder: Path, until: Until, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Session.open(f"ipc://{short_folder}/kv.sock", engine="e1") as session:
+        until(lambda: session.counters["connects_failed"] >= 3, "three attempts")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "kvcache-server serve" in caplog.text
+
+
+# The door.
+
+
+def test_nobody_there_is_said_with_its_cure(short_folder: Path) -> None:
+    with pytest.raises(Unavailable, match="kvcache-server serve"):
+        Session.connect(f"ipc://{short_folder}/kv.sock", engine="e1")
+
+
+def test_a_stopped_daemon_does_not_hold_connect_up(daemon: Any) -> None:
+    with Stopped(daemon), pytest.raises(Unavailable, match="in time"):
+        Session.connect(daemon.endpoint, engine="e1", connect_timeout=0.2)
+
+
+def test_no_permission_is_said(daemon: Any) -> None:
+    program = (
+        "import os, sys\n"
+        "from kvcache_client import Session\n"
+        "from kvcache_proto.errors import NotPermitted\n"
+        "if os.getuid() == 0: os.setgid(65534), os.setgroups([]), os.setuid(65534)\n"
+        "else: os.chmod(sys.argv[2], 0)\n"
+        "try: Session.connect(sys.argv[1], engine='e1')\n"
+        "except NotPermitted as error: print(error)\n"
+    )
+    door = door_path(daemon.endpoint)
+    os.chmod(os.path.dirname(door), 0o755)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, daemon.endpoint, door], capture_output=True, text=True, timeout=30
+    )
+    assert "permission" in ended.stdout, ended.stderr
+
+
+class StrangeDoor:
+    """A door that answers every visitor with `message` and `descriptors` descriptors."""
+
+    def __init__(self, endpoint: str, message: Welcome | Error | bytes, descriptors: int) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(door_path(endpoint))
+        self._listener.listen()
+        self._frame = message if isinstance(message, bytes) else encode(message)
+        self._descriptors = [0] * descriptors
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            connection.recv(4096)
+            framed = struct.pack("<I", len(self._frame)) + self._frame
+            socket.send_fds(connection, [framed], self._descriptors)
+            connection.recv(1)
+
+    def close(self) -> None:
+        self._thread.join(10)
+        self._listener.close()
+
+
+GEOMETRY = PoolGeometry(bytes(16), 4 << 20, 2 << 20, 1, 2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("message", "descriptors", "error", "match"),
+    [
+        (Welcome(99, 1, bytes(16), GEOMETRY), 2, VersionMismatch, "protocol 99"),
+        (Error(0, "version_mismatch", "too old"), 0, VersionMismatch, "too old"),
+        (Error(0, "not_permitted", "uid 5"), 0, NotPermitted, "uid 5"),
+        (Welcome(1, 1, bytes(16), GEOMETRY), 1, BadFrame, "1 descriptors"),
+        (Welcome(1, 1, bytes(16), GEOMETRY), 2, RegionError, "cannot map"),
+        (b"\xc1", 0, BadFrame, None),
+        (b"", 0, BadFrame, "0 bytes"),
+    ],
+)
+def test_a_strange_daemon_is_refused_by_name(
+    short_folder: Path, message: Any, descriptors: int, error: type[Exception], match: str | None
+) -> None:
+    endpoint = f"ipc://{short_folder}/kv.sock"
+    door = StrangeDoor(endpoint, message, descriptors)
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        with pytest.raises(error, match=match):
+            Session.connect(endpoint, engine="e1")
+    finally:
+        door.close()
+    assert len(os.listdir("/proc/self/fd")) <= before, "no descriptor is kept"
+
+
+# Forks.
+
+FORK = """
+import json, os, signal, sys, time
+from kvcache_client import *
+
+session = Session.connect(sys.argv[1], engine="parent", deadline=10.0)
+ns = session.attach(NamespaceSpec(model="llama", groups=[GroupSpec(16, 4096)]), shards=(0,))
+reservation = ns.reserve([bytes(32)])
+lease = ns.acquire([bytes(32)])
+ready, told = os.pipe()
+child = os.fork()
+if child == 0:
+    said = {"pid": os.getpid()}
+    for name, use in {
+        "ping": session.ping, "acquire": lambda: ns.acquire([bytes(32)]), "reserve": lambda: ns.reserve([bytes(32)]),
+        "later": lambda: ns.reserve_later([bytes(32)]), "commit": reservation.commit,
+        "settle": lambda: ns.settle(1, Outcome.COMMITTED), "view": lambda: session.view(reservation.slots[0]),
+        "stats": session.stats, "attach": lambda: session.attach(ns.spec),
+    }.items():
+        try: said[name] = repr(use())
+        except ClientError as error: said[name] = str(error)
+    lease.release()
+    reservation.abort()
+    session.close()
+    said["sockets"] = sum("socket:" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                          if os.path.lexists(f"/proc/self/fd/{fd}"))
+    with Session.connect(sys.argv[1], engine="child", deadline=10.0) as own:
+        said["own"] = own.attach(ns.spec, shards=(0,)).reserve([b"c" * 32]).commit()
+    print(json.dumps(said), flush=True)
+    os.write(told, b"x")
+    time.sleep(60)
+    os._exit(0)
+os.read(ready, 1)
+assert reservation.commit() == [Verdict.VISIBLE], "the child has taken nothing away"
+print(len(session.stats()["sessions"]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def forked(daemon: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    """What the child of a killed parent said, and how many sessions the parent saw; the child lives on meanwhile."""
+    # -W ignore: from 3.12 on a fork beside threads warns, and that is the very case.
+    command = [sys.executable, "-W", "ignore", "-c", FORK, daemon.endpoint]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        said = json.loads(parent.stdout.readline())
+        sessions = int(parent.stdout.readline())
+        assert parent.wait(30) == -signal.SIGKILL
+        try:
+            yield said, sessions
+        finally:
+            os.kill(said["pid"], signal.SIGKILL)
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_session(
+    daemon: Any, forked: tuple[dict[str, Any], int]
+) -> None:
+    said, sessions = forked
+    assert sessions == 1, "the parent's own"
+    daemon.wait_status(lambda status: status["sessions"] == [], "the end of the parent's session")
+    os.kill(said["pid"], 0)
+    for use in ("ping", "acquire", "reserve", "later", "commit", "settle", "view", "stats", "attach"):
+        assert "a forked child connects a session of its own" in said[use]
+    assert said["sockets"] == 0
+    assert said["own"] == [Verdict.VISIBLE]
