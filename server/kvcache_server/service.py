@@ -56,6 +56,7 @@ LAST_WORDS = 16  # batches to look through for them
 RECEIVE_QUEUE = 128  # messages a peer may have under way; more wait on its side
 SEND_QUEUE = 1024  # replies that a peer may leave unread
 YOUNG_OBJECTS = 10_000
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LAST = int(zmq.NOBLOCK)
@@ -125,7 +126,7 @@ class Service:
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT; then let running saves settle, end the sessions and remove the sockets."""
         loop = self._loop
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in _STOPS:
             loop.add_signal_handler(signum, self.stop)
         loop.add_signal_handler(signal.SIGUSR1, self._check_integrity)
         loop.add_reader(self._router.getsockopt(zmq.FD), self._drain)
@@ -377,11 +378,18 @@ def serve(config: Config, progress: Progress | None = None) -> None:
 
     Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
     """
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in _STOPS:
         signal.signal(signum, _stop_starting)
     _raise_descriptor_limit()
-    lock = EndpointLock(config.endpoint)
+    # A signal between the making of the lock's file and the block that removes it would leave it behind.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     try:
+        lock = EndpointLock(config.endpoint)
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+        raise
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
         began = time.monotonic()
         region = create_region(
             config.region_dir,

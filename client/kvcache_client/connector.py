@@ -1,0 +1,231 @@
+"""The vLLM face: every call goes to the side that this process plays, and nothing is decided here.
+
+What the engine has that we cannot cache is declined with one line, and the engine runs as if we were not there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvcache_client import NamespaceSpec, Session
+from kvcache_client.engine import join_logs, surroundings, tensor_parallel_rank, warn_of_random_seed
+from kvcache_client.namespace import (
+    engine_block_size,
+    namespace_spec,
+    rank_block_bytes,
+    shards,
+    why_not,
+)
+from kvcache_client.plan import NOTHING, StepPlan
+from kvcache_client.scheduler import Scheduler
+from kvcache_client.settings import Settings, blocks_per_slot, parse_settings
+from kvcache_client.worker import Worker
+from kvcache_proto.errors import ConfigError, KVCacheError
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32
+    CacheHitSource = None
+
+logger = logging.getLogger("vllm.kvcache")
+
+_BESIDE = (
+    "--kv-offloading-size and {} exclude each other: vLLM replaces the connector by its own offloading. "
+    "Leave --kv-offloading-size out; the daemon owns the memory: `kvcache-server serve --size`"
+)
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """A step's plan, in the wrapper that vLLM sends to its ranks."""
+
+    plan: StepPlan = field(default=NOTHING)
+
+
+_EMPTY = StepMetadata()
+
+
+class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
+    """Loads from and saves to the daemon of this host. See README for `kv_connector_extra_config`."""
+
+    if CacheHitSource is not None:
+        _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings, notes = parse_settings(transfer.kv_connector_extra_config)
+        # vLLM reads this after it has made us. Its own default, "fail", cannot be told from a "fail" that was meant:
+        # who means it says so in our settings.
+        transfer.kv_load_failure_policy = settings.kv_load_failure_policy
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
+        in_scheduler = role == KVConnectorRole.SCHEDULER
+        if in_scheduler:
+            for note in notes:
+                logger.warning("kv_connector_extra_config: %s", note)
+            if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
+                logger.warning(_BESIDE.format(type(self).__name__))
+        join_logs()
+        reason = why_not(vllm_config, kv_cache_config)
+        if reason:
+            if in_scheduler:
+                logger.warning("this engine runs without the KV cache server: %s", reason)
+            return
+        per_slot = blocks_per_slot(settings, engine_block_size(kv_cache_config))
+        found = surroundings(vllm_config)
+        engine = str(transfer.engine_id)
+        spec = namespace_spec(vllm_config, kv_cache_config, found, per_slot, engine, settings.weights_version)
+        if in_scheduler:
+            warn_of_random_seed(found)
+            self._scheduler = self._open_scheduler(settings, spec, engine, per_slot)
+        else:
+            self._worker = self._open_worker(settings, spec, engine, per_slot)
+
+    def _open_scheduler(self, settings: Settings, spec: NamespaceSpec, engine: str, per_slot: int) -> Scheduler | None:
+        transfer, drafter = self._vllm_config.kv_transfer_config, self._vllm_config.speculative_config
+        session = _open_session(settings, engine, "scheduler")
+        try:
+            scheduler = Scheduler(
+                session,
+                spec,
+                settings,
+                engine_block_size(self._kv_cache_config),
+                per_slot,
+                saves=transfer.is_kv_producer,
+                loads=transfer.is_kv_consumer,
+                volatile=1 if drafter is not None and drafter.use_eagle() else 0,
+            )
+        except KVCacheError as error:
+            logger.error("this engine runs without the KV cache server: %s", error)
+            session.close()
+            return None
+        group = spec.groups[0]
+        logger.info(
+            "KV cache server at %s: namespace %s, blocks of %d tokens, %.1f KiB in %d shards, engine %s%s",
+            *(session.endpoint, spec.id, group.block_tokens, group.block_bytes / 1024, spec.shards, engine),
+            "" if session.up else "; no daemon there now, the engine runs without it until one comes",
+        )
+        return scheduler
+
+    def _open_worker(self, settings: Settings, spec: NamespaceSpec, engine: str, per_slot: int) -> Worker:
+        rank = tensor_parallel_rank()
+        return Worker(
+            _open_session(settings, engine, f"rank {rank}"),
+            spec,
+            settings,
+            shards(self._vllm_config, self._kv_cache_config),
+            rank,
+            rank_block_bytes(self._kv_cache_config),
+            per_slot,
+        )
+
+    # Both sides.
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a save that is dropped is a miss later on."""
+        return False
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+        self._scheduler = self._worker = None
+
+    # The scheduler's side.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        plan = NOTHING if self._scheduler is None else self._scheduler.plan(scheduler_output)
+        return _EMPTY if plan is NOTHING else StepMetadata(plan)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        received, invalid = connector_output.finished_recving, connector_output.invalid_block_ids
+        if self._scheduler is not None and (received or invalid):
+            self._scheduler.ended(list(received or ()), set(invalid or ()))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool | None:
+        return True if self._scheduler is None else self._scheduler.reset()
+
+    # A rank's side.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._worker is None:
+            return
+        try:
+            self._worker.register(kv_caches, self._kv_cache_config.num_blocks)
+        except (ConfigError, NotImplementedError) as error:
+            logger.error("this engine runs without the KV cache server: %s", error)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        self._begin(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._begin(connector_metadata)  # where a runner has not called handle_preemptions
+
+    def _begin(self, metadata: Any) -> None:
+        if self._worker is not None and isinstance(metadata, StepMetadata):
+            self._worker.begin(metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._connector_metadata
+        if self._worker is not None and isinstance(metadata, StepMetadata):
+            self._worker.load(metadata.plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are between steps, whole requests at a time."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saves are whole blocks, a step later."""
+
+    def wait_for_save(self) -> None:
+        """Nothing waits: blocks under a save are guarded when they are given away."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, (self._worker.received() or None) if self._worker is not None else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_errors() if self._worker is not None else set()
+
+
+def _open_session(settings: Settings, engine: str, label: str) -> Session:
+    return Session.open(settings.endpoint or None, engine=engine, label=label, deadline=settings.deadline_ms / 1000)
+
+
+def __getattr__(name: str) -> Any:
+    """Explain what vLLM is about when it looks here for a connector of its own, which `--kv-offloading-size` makes
+    it do."""
+    names: Iterable[str] = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector")
+    if name in names:
+        raise ConfigError(_BESIDE.format("KVCacheServerConnector"))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,72 @@
+"""What must be asked of the vLLM that runs here: versions differ in where they say it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from kvcache_client.namespace import Surroundings
+
+logger = logging.getLogger("vllm.kvcache")
+
+
+def surroundings(vllm_config: Any) -> Surroundings:
+    """Return what the engine's configuration does not say."""
+    import vllm
+    from vllm.platforms import current_platform
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    return Surroundings(
+        version=vllm.__version__,
+        device=f"{current_platform.device_type} {current_platform.get_device_name()}",
+        hash_bytes=len(hash_function("length")),
+        seed=_hash_seed(hash_function),
+        layout=_kv_layout(),
+    )
+
+
+def join_logs() -> None:
+    """Have what the session logs (the daemon gone, and back) come out in vLLM's log."""
+    ours, theirs = logging.getLogger("kvcache_client"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.setLevel(theirs.getEffectiveLevel())
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.propagate = not theirs.handlers
+
+
+def warn_of_random_seed(found: Surroundings) -> None:
+    if not found.seed:
+        logger.warning(
+            "the block hashes of this engine begin with a random number, so that it shares nothing, not with itself "
+            "after a restart either: set PYTHONHASHSEED=0 in the environment of every engine that is to share"
+        )
+
+
+def tensor_parallel_rank() -> int:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return int(get_tp_group().rank_in_group)
+
+
+def _hash_seed(hash_function: Any) -> str:
+    given = os.environ.get("PYTHONHASHSEED")
+    if given is not None:
+        return f"PYTHONHASHSEED={given}"
+    from vllm.v1.core import kv_cache_utils
+
+    # 0.32 fixed the seed of the cryptographic hashes; 0.23 draws it at random.
+    fixed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "")
+    weak = getattr(kv_cache_utils, "_NON_CRYPTO_HASH_FUNCTIONS", ())
+    return "" if hash_function in weak else str(fixed)
+
+
+def _kv_layout() -> str:
+    """The layout where the KV cache configuration has none: before 0.32 it is one for the whole process."""
+    try:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+    except ImportError:
+        return ""
+    return str(get_kv_cache_layout())

@@ -1,0 +1,243 @@
+"""Pure: what an engine computes, as a NamespaceSpec. Equal specs, and only they, may share blocks.
+
+The cache outlives engines, so a namespace names every fact that makes the bytes of a block differ, and nothing that
+does not (the length limit, the batch size, where a checkpoint lies). `vllm_config` and `kv_cache_config` are read by
+attribute alone; what must be asked of the running engine comes as `Surroundings`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcache_proto.errors import ConfigError
+from kvcache_proto.types import MAX_NAME, MAX_SHARDS, GroupSpec, NamespaceSpec
+
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_ORDINARY_FORMATS = {"auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer", "mistral"}
+_NOT_CONTENT = {"_name_or_path", "_commit_hash", "transformers_version", "name_or_path"}
+_NOT_WHOLE = {"RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec"}  # full by descent, not by nature
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+class Surroundings(NamedTuple):
+    """What the running engine says.
+
+    Attributes:
+        version: of vLLM.
+        device: kind and name of the device.
+        hash_bytes: length of a block hash.
+        seed: what the hash chain begins with; empty where it is drawn at random by each process.
+        layout: of the KV cache, where the configuration does not say.
+    """
+
+    version: str
+    device: str
+    hash_bytes: int
+    seed: str
+    layout: str = ""
+
+
+class Shards(NamedTuple):
+    """How the ranks of an engine hold a block: `count` shards, each held alike by `replicas` ranks in a row."""
+
+    count: int
+    replicas: int
+
+    def of_rank(self, rank: int) -> tuple[int, bool]:
+        """Return the shard that `rank` reads, and whether it is the one that writes it."""
+        return rank // self.replicas, rank % self.replicas == 0
+
+
+def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return why this engine's blocks cannot be cached, empty where they can."""
+    groups = kv_cache_config.kv_cache_groups
+    parallel = vllm_config.parallel_config
+    if len(groups) != 1:
+        return f"{len(groups)} KV cache groups: this version caches models with one"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism: this version caches models on one stage"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} {getattr(parallel, name)}: a block's tokens are spread over ranks"
+    for spec in _layer_specs(groups[0].kv_cache_spec):
+        names = {cls.__name__ for cls in type(spec).__mro__}
+        if "FullAttentionSpec" not in names or names & _NOT_WHOLE:
+            return f"{type(spec).__name__}: this version caches full attention alone"
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        return "the engine zeroes a block before the connector hears that it was given away"
+    hashed = getattr(kv_cache_config, "hash_block_size", None)
+    if hashed and hashed != engine_block_size(kv_cache_config):
+        return f"hashes of {hashed} tokens for blocks of {engine_block_size(kv_cache_config)}"
+    return ""
+
+
+def engine_block_size(kv_cache_config: Any) -> int:
+    """Return the tokens of a block of the engine."""
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def rank_block_bytes(kv_cache_config: Any) -> int:
+    """Return the bytes that one rank stores for one block of the engine, all layers together.
+
+    From the allocations, not from the layers' specifications: the scheduler sees those of one layer only.
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    if not tensors:
+        raise ConfigError("the engine has no KV cache")
+    # From 0.32 on all tensors are views of one allocation, and each says its size; before, each was its own.
+    one = hasattr(tensors[0], "layers")
+    total = tensors[0].size if one else sum(tensor.size for tensor in tensors)
+    return int(total // kv_cache_config.num_blocks)
+
+
+def shards(vllm_config: Any, kv_cache_config: Any) -> Shards:
+    """Return the shards of a block. Raises ConfigError for more than the protocol allows."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is None:
+        model = vllm_config.model_config
+        if getattr(model, "use_mla", False):
+            replicas = ranks
+        else:
+            replicas = max(1, ranks // max(1, int(model.get_total_num_kv_heads())))
+    if ranks // replicas > MAX_SHARDS:
+        raise ConfigError(f"{ranks // replicas} shards: at most {MAX_SHARDS}")
+    return Shards(ranks // replicas, replicas)
+
+
+def namespace_spec(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    surroundings: Surroundings,
+    blocks_per_slot: int,
+    engine_id: str,
+    weights: str = "",
+) -> NamespaceSpec:
+    """Return the namespace of an engine's blocks.
+
+    Args:
+        weights: an id of the weights; empty means those of the checkpoint.
+    Reads the checkpoint's files where the model is a directory. Raises ConfigError.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    split = shards(vllm_config, kv_cache_config)
+    block_bytes = rank_block_bytes(kv_cache_config) * blocks_per_slot
+    tokens = engine_block_size(kv_cache_config) * blocks_per_slot
+    cache_dtype = str(cache.cache_dtype)
+    identity = {
+        "vllm": ".".join(surroundings.version.split(".")[:2]),
+        "device": surroundings.device,
+        "checkpoint": checkpoint_id(vllm_config),
+        "config": config_digest(vllm_config),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "kv_dtype": cache_dtype,
+        "layout": str(getattr(kv_cache_config, "kv_cache_layout", None) or surroundings.layout),
+        "group": _describe(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
+        "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}",
+        "shards": str(split.count),
+        "hash": str(cache.prefix_caching_hash_algo),
+        # A seed of one process's own is shared by nobody; its engine's ranks still agree on this.
+        "seed": surroundings.seed or f"engine {engine_id}",
+        "weights": weights,
+    }
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    if backend is not None:
+        identity["attention"] = str(getattr(backend, "name", backend))
+    draft = getattr(vllm_config, "speculative_config", None)
+    if draft is not None:  # its layers lie in the same blocks
+        identity["draft"] = f"{draft.method} {getattr(draft, 'model', None) or ''}".strip()
+    if getattr(cache, "calculate_kv_scales", False):
+        identity["kv_scales"] = f"engine {engine_id}"  # drawn from the first batch that this engine ran
+    shard_bytes = block_bytes if split.count == 1 else (block_bytes,) * split.count
+    group = GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)
+    return NamespaceSpec(_name(model.model), (group,), identity, surroundings.hash_bytes)
+
+
+def with_weights(spec: NamespaceSpec, weights: str) -> NamespaceSpec:
+    """Return `spec` for other weights."""
+    return NamespaceSpec(spec.model, spec.groups, {**spec.identity, "weights": weights}, spec.hash_bytes)
+
+
+def checkpoint_id(vllm_config: Any) -> str:
+    """Return what names the weights: the hub's commit, or a digest of the files of a directory.
+
+    Fine-tunes of one model have files of one name, size and header; samples of the data tell them apart.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    form = str(getattr(load.load_format, "value", load.load_format))
+    if form == "dummy":
+        return f"dummy seed {model.seed}"
+    prefix = "" if form in _ORDINARY_FORMATS else f"{form} "
+    folder = Path(model.model)
+    if folder.is_dir():
+        return f"{prefix}files {directory_digest(folder)}"
+    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
+    return f"{prefix}{model.model} {commit}".strip()
+
+
+def directory_digest(folder: Path) -> str:
+    """Return a digest of config.json and of each weight file's name, size, header and samples."""
+    digest = hashlib.sha256()
+    config = folder / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for file in sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)}):
+        size = file.stat().st_size
+        digest.update(f"\0{file.name}\0{size}\0".encode())
+        with file.open("rb") as data:
+            if file.suffix == ".safetensors":
+                digest.update(data.read(min(int.from_bytes(data.read(8), "little"), size)))
+            for sample in range(_SAMPLES):
+                data.seek(max(0, (size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)))
+                digest.update(data.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def config_digest(vllm_config: Any) -> str:
+    """Return a digest of the model's configuration as resolved, overrides included."""
+    model = vllm_config.model_config
+    config = model.hf_config.to_dict()
+    facts: dict[str, Any] = {"config": _content(config)}
+    # These scale positions by the length limit, so that here it does change the bytes.
+    if any(kind in json.dumps(facts, default=str) for kind in ('"longrope"', '"su"', '"dynamic"')):
+        facts["max_model_len"] = model.max_model_len
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _content(item) for key, item in value.items() if key not in _NOT_CONTENT}
+    if isinstance(value, list | tuple):
+        return [_content(item) for item in value]
+    return value
+
+
+def _layer_specs(spec: Any) -> Iterator[Any]:
+    inner = getattr(spec, "kv_cache_specs", None)
+    if inner is None:
+        yield spec
+    else:
+        yield from inner.values()
+
+
+def _describe(spec: Any) -> str:
+    """The first layer stands for all: the scheduler sees no other, and the block's size covers the rest."""
+    first = next(_layer_specs(spec))
+    facts = {
+        name: str(getattr(first, name))
+        for name in ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
+        if hasattr(first, name)
+    }
+    return f"{type(first).__name__} {' '.join(f'{key}={value}' for key, value in facts.items())}"
+
+
+def _name(model: str) -> str:
+    """A checkpoint may lie in any folder: of a path, the last part is the name."""
+    name = Path(model).name if model.startswith(("/", ".")) else model
+    return name[-MAX_NAME:] or "model"

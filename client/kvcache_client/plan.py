@@ -1,0 +1,112 @@
+"""Pure: what one step loads and saves, from the scheduler to every rank.
+
+A step's plan is plain data. Ranks carry it out and decide nothing; each plan is carried out once, whatever the order
+and the number of calls in which the engine presents it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvcache_proto.types import REF_BYTES, NamespaceSpec
+
+
+class LoadJob(msgspec.Struct, frozen=True, array_like=True):
+    """Fill device blocks from slots.
+
+    Attributes:
+        request: whose load it is; reported once a rank when it has ended.
+        region: id of the region that the references belong to.
+        refs: packed slot references, REF_BYTES each.
+        blocks: device blocks, in order; `skip` of the first slot's blocks come before the first of them.
+        skip: blocks of the first slot that the engine has already.
+    """
+
+    request: str
+    region: bytes
+    refs: bytes
+    blocks: list[int]
+    skip: int = 0
+
+
+class SaveJob(msgspec.Struct, frozen=True, array_like=True):
+    """Copy device blocks to the slots of one reservation, `len(blocks) / len(positions)` blocks a slot.
+
+    `positions` number the granted blocks of the reservation; each is settled by every rank once its copy has ended.
+    """
+
+    request: str
+    region: bytes
+    reservation: int
+    positions: list[int]
+    refs: bytes
+    blocks: list[int]
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step.
+
+    Attributes:
+        number: counts up; 0 is a step without work.
+        saves: to be started before anything of this step touches device memory.
+        given: device blocks that this step gives to somebody else and that a running save may still read.
+        loads: to be started after that.
+        finished: requests that ended since the last plan, for the log.
+        namespace: where the ranks write from now on; None is no change.
+    """
+
+    number: int = 0
+    saves: list[SaveJob] = []
+    given: list[int] = []
+    loads: list[LoadJob] = []
+    finished: list[str] = []
+    namespace: NamespaceSpec | None = None
+
+
+NOTHING = StepPlan()
+
+
+def slot_hashes(hashes: Sequence[bytes], blocks_per_slot: int) -> Sequence[bytes]:
+    """Return the hashes of the cached blocks: a chained hash of the last engine block covers those before it."""
+    return hashes if blocks_per_slot == 1 else hashes[blocks_per_slot - 1 :: blocks_per_slot]
+
+
+def hit_limit(num_tokens: int, slot_tokens: int) -> int:
+    """Return how many cached blocks a request of `num_tokens` may load: one token at least is left to compute."""
+    return max(num_tokens - 1, 0) // slot_tokens
+
+
+def full_slots(hashed_blocks: int, computed_tokens: int, engine_block: int, blocks_per_slot: int) -> int:
+    """Return how many cached blocks are full and hashed once `computed_tokens` tokens are computed.
+
+    A hash exists for known tokens only, so that placeholders of tokens still being sampled do not count, even where
+    `computed_tokens` has them.
+    """
+    return min(hashed_blocks, computed_tokens // engine_block) // blocks_per_slot
+
+
+def cut_load(
+    request: str, region: bytes, packed: bytes, blocks: Sequence[int], first: int, count: int, blocks_per_slot: int
+) -> LoadJob:
+    """Return the job that fills `count` of a request's device blocks from `first` on.
+
+    Args:
+        packed: references of the chain's slots, from the chain's root on.
+        blocks: all device blocks of the request.
+    """
+    slot = first // blocks_per_slot
+    end = -(-(first + count) // blocks_per_slot)
+    return LoadJob(
+        request,
+        region,
+        packed[slot * REF_BYTES : end * REF_BYTES],
+        list(blocks[first : first + count]),
+        first - slot * blocks_per_slot,
+    )
+
+
+def pick_refs(packed: bytes, positions: Sequence[int]) -> bytes:
+    """Return the references at `positions`."""
+    return b"".join(packed[p * REF_BYTES : (p + 1) * REF_BYTES] for p in positions)

@@ -1,0 +1,109 @@
+"""`kv_connector_extra_config`: every key of it, checked in one place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvcache_proto.errors import ConfigError
+
+SAVE_MODES = ("all", "prompt")
+FAILURE_POLICIES = ("recompute", "fail")
+
+# Keys of other connectors, and what stands in their place here.
+_MEMORY = "the daemon owns the memory: `kvcache-server serve --size 30GiB`; `num_cpu_blocks` bounds one engine's share"
+_NOT_HERE = "nothing replaces it, leave it out"
+FOREIGN = {
+    "cpu_bytes_to_use": _MEMORY,
+    "cpu_bytes_to_use_per_rank": _MEMORY,
+    "spec_name": _NOT_HERE,
+    "spec_module_path": _NOT_HERE,
+    "kv_connector_module_path": "it stands beside kv_connector_extra_config, not inside",
+    "kv_offload_backend": _NOT_HERE,
+    "eviction_policy": "the daemon evicts least recently used leaves; there is nothing to choose",
+    "store_threshold": "every full block is saved; `save: prompt` leaves out what was generated",
+    "offload_prompt_only": "`save: prompt`",
+    "save_decode_cache": "`save: all`",
+    "blocks_per_chunk": "`block_size`, in tokens",
+    "lazy_offload": "saves are eager and beside the forward pass",
+    "load_async": "loads are always asynchronous",
+    "lookup_async": "`deadline_ms` bounds every lookup",
+    "disk_path": "tiers are the daemon's: see `kvcache-server serve --help`",
+    "secondary_tiers": "tiers are the daemon's: see `kvcache-server serve --help`",
+    "num_workers": _NOT_HERE,
+}
+_FOREIGN_PREFIXES = ("lmcache", "mooncake", "mooncake_store")
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an operator may set for one engine.
+
+    Attributes:
+        endpoint: where the daemon listens; empty means KVCACHE_ENDPOINT or the default path.
+        block_size: tokens of a cached block, a multiple of the engine's block size; 0 means the engine's.
+        num_cpu_blocks: cached blocks that this engine's saves may occupy; 0 is no bound.
+        deadline_ms: how long the scheduler waits for an answer of the daemon.
+        save: `all` full blocks, or those of the `prompt` only.
+        drain_ms: how long a shutdown waits for running saves.
+        weights_version: names the weights; engines that name the same share, others do not.
+        kv_load_failure_policy: what vLLM does with a request whose load failed.
+    """
+
+    endpoint: str = ""
+    block_size: int = 0
+    num_cpu_blocks: int = 0
+    deadline_ms: float = 50.0
+    save: str = "all"
+    drain_ms: float = 5000.0
+    weights_version: str = ""
+    kv_load_failure_policy: str = "recompute"
+
+
+def parse_settings(extra: Mapping[str, Any]) -> tuple[Settings, list[str]]:
+    """Return the settings in `extra`, and a line for each key of another connector, which is ignored.
+
+    Raises ConfigError, naming the key and the close match or the bounds.
+    """
+    known: dict[str, Any] = {}
+    notes = []
+    for key, value in extra.items():
+        if key in Settings.__struct_fields__:
+            known[key] = value
+        elif key in FOREIGN or key.startswith(_FOREIGN_PREFIXES):
+            notes.append(f"{key} is a setting of another connector and is ignored; {FOREIGN.get(key, _NOT_HERE)}")
+        else:
+            close = difflib.get_close_matches(key, Settings.__struct_fields__, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(Settings.__struct_fields__)}"
+            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
+    try:
+        settings = msgspec.convert(known, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+    _check(settings)
+    return settings, notes
+
+
+def _check(settings: Settings) -> None:
+    for name in ("block_size", "num_cpu_blocks", "drain_ms"):
+        if getattr(settings, name) < 0:
+            raise ConfigError(f"kv_connector_extra_config: {name} {getattr(settings, name)} is negative")
+    if not 1 <= settings.deadline_ms <= 10_000:
+        raise ConfigError(f"kv_connector_extra_config: deadline_ms {settings.deadline_ms}: 1 to 10000")
+    for name, allowed in (("save", SAVE_MODES), ("kv_load_failure_policy", FAILURE_POLICIES)):
+        if getattr(settings, name) not in allowed:
+            raise ConfigError(
+                f"kv_connector_extra_config: {name} {getattr(settings, name)!r}: one of {', '.join(allowed)}"
+            )
+
+
+def blocks_per_slot(settings: Settings, engine_block_size: int) -> int:
+    """Return how many of the engine's blocks one cached block holds. Raises ConfigError unless it is whole."""
+    tokens = settings.block_size or engine_block_size
+    if tokens % engine_block_size:
+        raise ConfigError(
+            f"kv_connector_extra_config: block_size {tokens}: a multiple of the engine's {engine_block_size}"
+        )
+    return tokens // engine_block_size

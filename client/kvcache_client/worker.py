@@ -1,0 +1,251 @@
+"""A rank's side: carries out plans, decides nothing.
+
+It settles its own shard of every block that it was told to copy, from the thread that saw the copy's end: an engine
+that has gone idle takes no more steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_client import Namespace, Session
+from kvcache_client.counters import Counters
+from kvcache_client.devices import Device, Job, open_device
+from kvcache_client.layout import Tensor, block_fragments, runs
+from kvcache_client.namespace import Shards
+from kvcache_client.plan import LoadJob, SaveJob, StepPlan
+from kvcache_client.region import Region
+from kvcache_client.settings import Settings
+from kvcache_proto.errors import KVCacheError
+from kvcache_proto.types import NamespaceSpec, Outcome
+
+logger = logging.getLogger("vllm.kvcache.worker")
+
+
+@dataclass(slots=True)
+class _Stored:
+    """What has been stored of one request, for one line when it is all there."""
+
+    jobs: int = 0
+    blocks: int = 0
+    seconds: float = 0.0
+    failed: int = 0
+    finished: bool = False
+
+
+class Worker:
+    """One rank. `begin`, `load` and `received` are called in every step by the rank's own thread."""
+
+    def __init__(
+        self,
+        session: Session,
+        spec: NamespaceSpec,
+        settings: Settings,
+        shards: Shards,
+        rank: int,
+        block_bytes: int,
+        blocks_per_slot: int,
+    ) -> None:
+        """`block_bytes` is what the rank stores for one block of the engine."""
+        self._session, self._spec, self._settings = session, spec, settings
+        self._rank = rank
+        self._shard, self._writes = shards.of_rank(rank)
+        self._block_bytes, self._per_slot = block_bytes, blocks_per_slot
+        begin = spec.groups[0].shard_offset(self._shard)
+        self._inside: npt.NDArray[np.int64] = begin + block_bytes * np.arange(blocks_per_slot, dtype=np.int64)
+        self._device: Device | None = None
+        self._namespace: Namespace | None = None
+        self._begun = self._loaded = 0  # numbers of the last plans carried out
+        self._epoch = 0  # counts changes of the weights
+        self._done: deque[tuple[str, list[int]]] = deque()  # requests whose load has ended, and blocks that failed
+        self._errors: set[int] = set()
+        self._stored: dict[str, _Stored] = {}
+        self._stored_lock = threading.Lock()
+        self._counts = Counters()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was skipped or failed, by reason."""
+        return self._counts.snapshot()
+
+    def register(self, kv_caches: dict[str, Any], num_blocks: int) -> None:
+        """Take the KV tensors, a tensor or several a layer, and join the namespace.
+
+        Raises ConfigError where they do not hold what the KV cache specification says, NotImplementedError for a device
+        that this version cannot copy from. The engine is then served without a cache.
+        """
+        tensors = list(_flatten(kv_caches.values()))
+        fragments = block_fragments(map(_describe, tensors), num_blocks, self._block_bytes)
+        self._device = open_device(tensors[0].device.type, runs(fragments), num_blocks, keep=tensors)
+        self._session.on_region(self._device.register)
+        self._attach(self._spec)
+        logger.info(
+            "rank %d: %d fragments a block, %s bytes, shard %d of %d, namespace %s",
+            *(self._rank, len(fragments), f"{self._block_bytes:,}", self._shard, self._spec.shards, self._spec.id),
+        )
+
+    def _attach(self, spec: NamespaceSpec) -> None:
+        self._spec = spec
+        try:
+            self._namespace = self._session.attach(spec, (self._shard,) if self._writes else ())
+        except KVCacheError as error:
+            self._namespace = None
+            logger.error("rank %d cannot join namespace %s, this engine is not cached: %s", self._rank, spec.id, error)
+
+    # One step.
+
+    def begin(self, plan: StepPlan) -> None:
+        """Start the saves of `plan`, then guard their blocks. Before anything of the step touches device memory."""
+        if plan.number <= self._begun or self._device is None:
+            return
+        self._begun = plan.number
+        if plan.namespace is not None and plan.namespace != self._spec:
+            self._epoch += 1
+            self._attach(plan.namespace)
+        for job in plan.saves:
+            self._save(self._device, job)
+        for request in plan.finished:
+            self._finish(request)
+        if plan.given:
+            self._device.fence(plan.given)
+
+    def load(self, plan: StepPlan) -> None:
+        """Start the loads of `plan`."""
+        if plan.number <= self._loaded:
+            return
+        self._loaded = plan.number
+        for job in plan.loads:
+            self._load(job)
+
+    def received(self) -> set[str]:
+        """Return the requests whose loads have ended, well or not, since the last call: each once."""
+        if self._device is not None:
+            self._device.poll()
+        requests = set()
+        while self._done:
+            request, failed = self._done.popleft()
+            requests.add(request)
+            self._errors.update(failed)
+        return requests
+
+    def take_errors(self) -> set[int]:
+        """Return the device blocks that loads did not fill, since the last call."""
+        errors, self._errors = self._errors, set()
+        return errors
+
+    # Saves.
+
+    def _save(self, device: Device, job: SaveJob) -> None:
+        if not self._writes:
+            return
+        region, namespace = self._session.region, self._namespace
+        if region is None or region.id != job.region or namespace is None:
+            # The reservation died with the region that it was made in.
+            self._counts.add("saves_of_another_region", len(job.positions))
+            return
+        with self._stored_lock:
+            self._stored.setdefault(job.request, _Stored()).jobs += 1
+        offsets = (region.offsets(job.refs).astype(np.int64)[:, None] + self._inside).ravel()
+        blocks = np.array(job.blocks, dtype=np.int64)
+        device.save(Job(region, blocks, offsets, lambda done: self._saved(namespace, job, done)))
+
+    def _saved(self, namespace: Namespace, job: SaveJob, done: Job) -> None:
+        outcome = Outcome.FAILED if done.error else Outcome.COMMITTED
+        if done.error:
+            self._counts.add("saves_failed", len(job.positions))
+            logger.warning("request %s: %d blocks were not stored: %s", job.request, len(job.positions), done.error)
+        namespace.settle(job.reservation, outcome, job.positions, region_id=job.region)
+        with self._stored_lock:
+            stored = self._stored[job.request]
+            stored.jobs -= 1
+            stored.seconds += done.seconds
+            if not done.error:
+                stored.blocks += len(job.positions)
+            line = self._line(job.request, stored)
+        if line:
+            logger.info("%s", line)
+
+    def _finish(self, request: str) -> None:
+        with self._stored_lock:
+            stored = self._stored.get(request)
+            if stored is None:
+                return
+            stored.finished = True
+            line = self._line(request, stored)
+        if line:
+            logger.info("%s", line)
+
+    def _line(self, request: str, stored: _Stored) -> str:
+        if stored.jobs or not stored.finished:
+            return ""
+        del self._stored[request]
+        return "" if self._rank else "stored " + self._amount(stored.blocks, stored.seconds, request)
+
+    def _amount(self, slots: float, seconds: float, request: str) -> str:
+        size = slots * self._per_slot * self._block_bytes
+        tokens = slots * self._spec.groups[0].block_tokens
+        return (
+            f"{slots:,.0f} blocks ({tokens:,.0f} tokens), {size / (1 << 20):.1f} MiB, "
+            f"{size / max(seconds, 1e-9) / 1e9:.1f} GB/s, request {request}, engine {self._session.engine}"
+        )
+
+    # Loads.
+
+    def _load(self, job: LoadJob) -> None:
+        region = self._session.region
+        if self._device is None or region is None or region.id != job.region:
+            self._counts.add("loads_of_another_region")
+            self._done.append((job.request, job.blocks))
+            return
+        offsets = (region.offsets(job.refs).astype(np.int64)[:, None] + self._inside).ravel()
+        offsets = offsets[job.skip : job.skip + len(job.blocks)]
+        blocks = np.array(job.blocks, dtype=np.int64)
+        epoch = self._epoch
+        self._device.load(Job(region, blocks, offsets, lambda done: self._filled(job, region, epoch, done)))
+
+    def _filled(self, job: LoadJob, region: Region, epoch: int, done: Job) -> None:
+        """Judge a load that has ended: what a new writer has touched meanwhile is not the block."""
+        failed = job.blocks
+        if done.error:
+            logger.warning("request %s: %d blocks were not loaded: %s", job.request, len(failed), done.error)
+        elif epoch == self._epoch:
+            current = np.repeat(region.current(job.refs), self._per_slot)[job.skip : job.skip + len(job.blocks)]
+            failed = [block for block, good in zip(job.blocks, current.tolist(), strict=True) if not good]
+        if failed:
+            self._counts.add("load_blocks_failed", len(failed))
+        elif not self._rank:
+            logger.info("loaded %s", self._amount(len(job.blocks) / self._per_slot, done.seconds, job.request))
+        self._done.append((job.request, failed))
+
+    # The end.
+
+    def close(self) -> None:
+        """Let running saves end, for `drain_ms` at most, settle the rest as failed, and end the session."""
+        if self._device is not None:
+            if not self._device.drain(self._settings.drain_ms / 1000):
+                self._counts.add("drains_cut_short")
+                logger.warning("rank %d: saves were still running after %.0f ms", self._rank, self._settings.drain_ms)
+            self._device.close()
+        self._session.close()
+
+
+def _flatten(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flatten(value)
+        else:
+            yield value
+
+
+def _describe(tensor: Any) -> Tensor:
+    size = tensor.element_size()
+    strides: Sequence[int] = tensor.stride()
+    return Tensor(tensor.data_ptr(), tuple(tensor.shape), tuple(stride * size for stride in strides), size)

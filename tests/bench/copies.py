@@ -1,0 +1,127 @@
+"""Copies between an engine's CPU tensors and the region, against a plain memcpy of the same bytes, by turns in one run.
+
+    python tests/bench/copies.py [--fragment 65536] [--mib 512] [--rounds 9] [--json]
+
+The tensors are those of an engine with as many layers as it takes for 2 MiB a block: keys and values apart, a fragment
+of each in each block. The plain copy moves as many bytes between the same two memories in one piece, on one thread, as
+the device does a direction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_client import GroupSpec, NamespaceSpec, Session, Unavailable
+from kvcache_client.devices import Job, open_device
+from kvcache_client.layout import Tensor, block_fragments, runs
+
+BLOCK = 2 << 20
+
+
+def connect(endpoint: str) -> Session:
+    for _ in range(300):
+        try:
+            return Session.connect(endpoint, engine="copies", deadline=5.0, connect_timeout=5.0)
+        except Unavailable:
+            time.sleep(0.1)
+    raise SystemExit("the daemon does not come up")
+
+
+def copy(begin: Any, session: Session, blocks: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> float:
+    """Run one job and return its seconds, from submission to its end."""
+    ended = threading.Event()
+    assert session.region is not None
+    start = time.perf_counter()
+    job = Job(session.region, blocks, offsets, lambda job: ended.set())
+    begin(job)
+    ended.wait()
+    assert not job.error, job.error
+    return time.perf_counter() - start
+
+
+def plain(target: int, source: int, size: int) -> float:
+    start = time.perf_counter()
+    ctypes.memmove(target, source, size)
+    return time.perf_counter() - start
+
+
+def measure(fragment: int, total: int, rounds: int) -> dict[str, dict[str, float]]:
+    count = total // BLOCK
+    layers = BLOCK // (2 * fragment)
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
+        endpoint = f"ipc://{folder}/kvcache.sock"
+        size = total + total // 4 + (64 << 20)
+        command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", endpoint, "--size", str(size)]
+        daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            with connect(endpoint) as session:
+                namespace = session.attach(NamespaceSpec("copies", (GroupSpec(16, BLOCK),)), shards=(0,))
+                hashes = [hashlib.sha256(str(n).encode()).digest() for n in range(count)]
+                reservation = namespace.reserve(hashes)
+                assert len(reservation.granted) == count, reservation.refused
+                assert session.region is not None
+                offsets = session.region.offsets(reservation.packed).astype(np.int64)
+
+                storage = np.random.default_rng(0).integers(0, 255, 2 * layers * count * fragment, np.uint8)
+                caches = storage.reshape(layers, 2, count, fragment)
+                tensors = [Tensor(c.ctypes.data, c.shape, c.strides, c.itemsize) for c in caches]
+                fragments = runs(block_fragments(tensors, count, BLOCK))
+                device = open_device("cpu", fragments, count, keep=storage)
+                # In an order that the region does not have: an engine's blocks are scattered.
+                blocks = np.random.default_rng(1).permutation(count).astype(np.int64)
+
+                here, there = storage.ctypes.data, session.region.address + int(offsets.min())
+                seconds: dict[str, list[float]] = {"save": [], "plain save": [], "load": [], "plain load": []}
+                for _ in range(rounds + 1):
+                    seconds["plain save"].append(plain(there, here, total))
+                    seconds["save"].append(copy(device.save, session, blocks, offsets))
+                    before = storage.copy() if len(seconds["load"]) == 0 else None
+                    if before is not None:
+                        storage[:] = 0
+                    seconds["load"].append(copy(device.load, session, blocks, offsets))
+                    if before is not None:
+                        assert (storage == before).all(), "what came back is not what went"
+                    seconds["plain load"].append(plain(here, there, total))
+                    copy(device.load, session, blocks, offsets)  # undo the plain load's order
+                device.close()
+        finally:
+            daemon.terminate()
+            daemon.wait()
+    figures = {}
+    for what in ("save", "load"):
+        ours, theirs = (total / statistics.median(seconds[name][1:]) / 1e9 for name in (what, f"plain {what}"))
+        figures[what] = {"device_gbs": ours, "memcpy_gbs": theirs, "ratio": ours / theirs}
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fragment", type=int, default=65536, help="bytes")
+    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = measure(options.fragment, options.mib << 20, options.rounds)
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return
+    print(f"{options.mib} MiB in fragments of {options.fragment // 1024} KiB, medians of {options.rounds}")
+    for what, row in figures.items():
+        print(f"  {what}  {row['device_gbs']:5.2f} GB/s, memcpy {row['memcpy_gbs']:5.2f} GB/s: {row['ratio']:.0%}")
+
+
+if __name__ == "__main__":
+    main()

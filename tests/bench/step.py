@@ -1,0 +1,159 @@
+"""What the connector costs an engine's step, inside a real vLLM engine on CPU.
+
+    python tests/bench/step.py [--json]
+
+`empty` calls every hook of a step that schedules nothing, scheduler's and rank's side, with a daemon and without one.
+`decode` is the sum of the hooks in the steps of a real batch that decodes; hardly one in sixty-four fills a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+os.environ |= {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+SCHEDULER_HOOKS = ("get_num_new_matched_tokens", "build_connector_meta", "update_connector_output", "request_finished")
+RANK_HOOKS = (
+    *("handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_save", "get_finished"),
+    *("get_block_ids_with_load_errors", "clear_connector_metadata"),
+)
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {"p50_us": statistics.median(ordered) * 1e6, "p99_us": ordered[int(len(ordered) * 0.99)] * 1e6}
+
+
+def empty_step(scheduler: Any, rank: Any, repeat: int) -> dict[str, float]:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+    spent = []
+    for _ in range(repeat):
+        output, result = SchedulerOutput.make_empty(), KVConnectorOutput()
+        begin = time.perf_counter()
+        metadata = scheduler.build_connector_meta(output)
+        rank.handle_preemptions(metadata)
+        rank.bind_connector_metadata(metadata)
+        rank.start_load_kv(None)
+        rank.wait_for_save()
+        rank.get_finished(set())
+        rank.get_block_ids_with_load_errors()
+        rank.clear_connector_metadata()
+        scheduler.update_connector_output(result)
+        spent.append(time.perf_counter() - begin)
+    return percentiles(spent)
+
+
+def timed(method: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return method(*arguments, **named)
+        finally:
+            spent[-1] += time.perf_counter() - begin
+
+    return call
+
+
+def decode_steps(llm: Any, scheduler: Any, rank: Any, requests: int, tokens: int) -> dict[str, float]:
+    from vllm import SamplingParams
+
+    spent = [0.0]
+    for side, hooks in ((scheduler, SCHEDULER_HOOKS), (rank, RANK_HOOKS)):
+        for name in hooks:
+            setattr(side, name, timed(getattr(side, name), spent))
+    draw = random.Random(requests)
+    prompts = [{"prompt_token_ids": [draw.randrange(1024) for _ in range(100)]} for _ in range(requests)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    core = llm.llm_engine.engine_core
+    step = core.get_output
+
+    def counted() -> Any:
+        spent.append(0.0)
+        return step()
+
+    core.get_output = counted
+    llm.generate(prompts, greedy, use_tqdm=False)
+    core.get_output = step
+    for side, hooks in ((scheduler, SCHEDULER_HOOKS), (rank, RANK_HOOKS)):
+        for name in hooks:
+            delattr(side, name)
+    return percentiles(spent[4:-2])  # prefill and the end are other steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    from vllm import LLM
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kvcache_server.demo_engine import make_model
+
+    figures: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
+        make_model(f"{folder}/model", SMALL)
+        endpoint = f"ipc://{folder}/kvcache.sock"
+        llm = LLM(
+            model=f"{folder}/model",
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            block_size=64,
+            max_model_len=2048,
+            max_num_seqs=64,
+            kv_transfer_config={
+                "kv_connector": "KVCacheServerConnector",
+                "kv_connector_module_path": "kvcache_client.connector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"endpoint": endpoint},
+            },
+        )
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        rank = get_kv_transfer_group()
+        figures["empty, no daemon"] = empty_step(scheduler, rank, 20_000)
+        figures["decode of 1, no daemon"] = decode_steps(llm, scheduler, rank, 1, 200)
+        figures["decode of 32, no daemon"] = decode_steps(llm, scheduler, rank, 32, 200)
+        with (Path(folder) / "daemon.log").open("wb") as log:
+            command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", endpoint, "--size", "64MiB"]
+            daemon = subprocess.Popen([*command, "--lock", "never"], stdout=log, stderr=log)
+        try:
+            time.sleep(8)  # the longest pause between two probes, and some
+            figures["empty"] = empty_step(scheduler, rank, 20_000)
+            figures["decode of 1"] = decode_steps(llm, scheduler, rank, 1, 200)
+            figures["decode of 32"] = decode_steps(llm, scheduler, rank, 32, 200)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            daemon.terminate()
+            daemon.wait()
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return
+    for name, figure in figures.items():
+        print(f"{name:<26} p50 {figure['p50_us']:7.1f} us   p99 {figure['p99_us']:7.1f} us a step")
+
+
+if __name__ == "__main__":
+    main()

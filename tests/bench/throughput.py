@@ -1,0 +1,137 @@
+"""An engine's throughput without the connector, with it and no daemon there, and with a daemon: by turns in one run.
+
+    python tests/bench/throughput.py [--rounds 7] [--json]
+
+Each variant is a real vLLM engine on CPU in a process of its own; all live at once and answer the same batches, one
+engine at a time. No prompt comes twice, so that nothing is ever loaded: what remains is what the connector costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+LLAMA = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+BATCH, PROMPT, ANSWER = 8, 480, 48
+
+
+def engine(pipe: Connection, model: str, extra: dict[str, Any] | None) -> None:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ |= {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    from vllm import LLM, SamplingParams
+
+    transfer = {
+        "kv_connector": "KVCacheServerConnector",
+        "kv_connector_module_path": "kvcache_client.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=64,
+        max_model_len=1024,
+        max_num_seqs=BATCH,
+        kv_transfer_config=transfer if extra is not None else None,
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+    pipe.send(True)
+    while (prompts := pipe.recv()) is not None:
+        begin = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+        pipe.send(time.perf_counter() - begin)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def measure(rounds: int) -> dict[str, dict[str, float]]:
+    """Return tokens a second, prompt and answer together, of the best round, and the median of the rounds' ratios."""
+    from kvcache_server.demo_engine import make_model
+
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
+        make_model(f"{folder}/model", LLAMA)
+        endpoint = f"ipc://{folder}/kvcache.sock"
+        command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", endpoint, "--size", "512MiB"]
+        daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        variants: dict[str, dict[str, Any] | None] = {
+            "no connector": None,
+            "no daemon": {"endpoint": f"ipc://{folder}/nobody.sock"},
+            "daemon, save: prompt": {"endpoint": endpoint, "save": "prompt"},
+            "daemon, save: all": {"endpoint": endpoint, "save": "all"},
+        }
+        spawn = multiprocessing.get_context("spawn")
+        pipes, processes = {}, []
+        try:
+            for name, extra in variants.items():
+                pipes[name], theirs = spawn.Pipe()
+                processes.append(spawn.Process(target=engine, args=(theirs, f"{folder}/model", extra), daemon=True))
+                processes[-1].start()
+                theirs.close()  # so that an engine that dies is an end of file here
+            for pipe in pipes.values():
+                pipe.recv()
+            seconds: dict[str, list[float]] = {name: [] for name in variants}
+            draw = random.Random(0)
+            for turn in range(rounds + 1):
+                prompts = [[draw.randrange(LLAMA["vocab_size"]) for _ in range(PROMPT)] for _ in range(BATCH)]
+                names = list(variants)
+                for name in names if turn % 2 else names[::-1]:
+                    pipes[name].send(prompts)
+                    spent = pipes[name].recv()
+                    if turn:  # the first one warms up
+                        seconds[name].append(spent)
+            for pipe in pipes.values():
+                pipe.send(None)
+            for process in processes:
+                process.join(20)
+        finally:
+            for process in processes:
+                process.kill()
+            daemon.terminate()
+            daemon.wait()
+    bare = seconds["no connector"]
+    return {
+        name: {
+            "best_tokens_per_second": BATCH * (PROMPT + ANSWER) / min(spent),
+            "ratio": statistics.median(b / s for b, s in zip(bare, spent, strict=True)),
+            "best_ratio": min(bare) / min(spent),
+        }
+        for name, spent in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = measure(options.rounds)
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return
+    print(f"batches of {BATCH} prompts of {PROMPT} tokens, {ANSWER} tokens out; {options.rounds} rounds")
+    for name, row in figures.items():
+        best = f"best {row['best_tokens_per_second']:8,.0f} tokens/s ({row['best_ratio']:6.1%})"
+        print(f"  {name:<22} {best}   median of the rounds' ratios {row['ratio']:6.1%}")
+
+
+if __name__ == "__main__":
+    main()

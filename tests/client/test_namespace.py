@@ -1,0 +1,278 @@
+"""Which engines share a namespace: every fact that changes bytes parts them, nothing else does."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcache_client.namespace import (
+    Surroundings,
+    directory_digest,
+    namespace_spec,
+    rank_block_bytes,
+    shards,
+    why_not,
+    with_weights,
+)
+from kvcache_proto.types import NamespaceSpec
+
+HERE = Surroundings("0.32.0", "cpu cpu", 32, "vllm-none-hash")
+
+
+class AttentionSpec:
+    def __init__(self, **facts: Any) -> None:
+        self.__dict__.update({"block_size": 16, "num_kv_heads": 4, "head_size": 64, "dtype": "bf16", **facts})
+
+
+class FullAttentionSpec(AttentionSpec): ...
+
+
+class MLAAttentionSpec(FullAttentionSpec): ...
+
+
+class RSWASpec(FullAttentionSpec): ...
+
+
+class SlidingWindowSpec(AttentionSpec): ...
+
+
+class HfConfig(SimpleNamespace):
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if not key.startswith("__")}
+
+
+def vllm_config(model: str = "meta/llama") -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=model,
+            revision=None,
+            dtype="torch.bfloat16",
+            quantization=None,
+            max_model_len=4096,
+            seed=0,
+            use_mla=False,
+            hf_config=HfConfig(_commit_hash="abc", _name_or_path=model, hidden_size=64, rope_theta=1e4),
+            get_total_num_kv_heads=lambda: 4,
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256", calculate_kv_scales=False),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        attention_config=SimpleNamespace(backend=None),
+        speculative_config=None,
+    )
+
+
+def kv_cache_config(spec: Any = None, groups: int = 1, **facts: Any) -> Any:
+    """As 0.32 makes it: two layers as views of one allocation, 8 KiB a block."""
+    group = SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec(), layer_names=["a", "b"])
+    return SimpleNamespace(
+        num_blocks=100,
+        kv_cache_tensors=[SimpleNamespace(size=100 * 8192, layers=["a", "b"])],
+        kv_cache_groups=[group] * groups,
+        kv_cache_layout="LBHNC",
+        **facts,
+    )
+
+
+def spec_of(vllm: Any = None, cache: Any = None, here: Surroundings = HERE, **options: Any) -> NamespaceSpec:
+    options = {"blocks_per_slot": 1, "engine_id": "e", **options}
+    return namespace_spec(vllm or vllm_config(), cache or kv_cache_config(), here, **options)
+
+
+def test_geometry_follows_the_cache() -> None:
+    spec = spec_of()
+    assert spec.model == "meta/llama"
+    assert (spec.groups[0].block_tokens, spec.groups[0].shards, spec.hash_bytes) == (16, (8192,), 32)
+    larger = spec_of(blocks_per_slot=4)
+    assert (larger.groups[0].block_tokens, larger.groups[0].shards) == (64, (32768,))
+    assert larger.id != spec.id
+
+
+def changed(path: str, value: Any) -> Callable[[Any], Any]:
+    def change(config: Any) -> Any:
+        *parents, name = path.split(".")
+        for parent in parents:
+            config = getattr(config, parent)
+        setattr(config, name, value)
+        return config
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model_config.dtype", "torch.float16"),
+        ("model_config.quantization", "fp8"),
+        ("model_config.hf_config._commit_hash", "def"),
+        ("model_config.hf_config.rope_theta", 5e5),
+        ("model_config.hf_config.rope_scaling", {"rope_type": "yarn", "factor": 2.0}),
+        ("cache_config.cache_dtype", "fp8"),
+        ("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+        ("cache_config.calculate_kv_scales", True),
+        ("attention_config.backend", SimpleNamespace(name="TRITON")),
+        ("load_config.load_format", "dummy"),
+        ("load_config.load_format", "tensorizer"),
+        ("parallel_config.tensor_parallel_size", 2),
+        ("speculative_config", SimpleNamespace(method="eagle", model="draft")),
+    ],
+)
+def test_what_changes_the_bytes_parts_namespaces(path: str, value: Any) -> None:
+    other = vllm_config()
+    changed(path, value)(other)
+    assert spec_of(other).id != spec_of().id
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model_config.max_model_len", 131072),
+        ("model_config.seed", 7),
+        ("model_config.hf_config._name_or_path", "/elsewhere/llama"),
+        ("model_config.hf_config.transformers_version", "5.9"),
+        ("load_config.load_format", "safetensors"),
+    ],
+)
+def test_what_does_not_leaves_them_together(path: str, value: Any) -> None:
+    other = vllm_config()
+    changed(path, value)(other)
+    assert spec_of(other).id == spec_of().id
+
+
+def test_the_length_limit_counts_where_positions_are_scaled_by_it() -> None:
+    short, long = vllm_config(), vllm_config()
+    for config in (short, long):
+        config.model_config.hf_config.rope_scaling = {"rope_type": "longrope", "short_factor": [1.0]}
+    long.model_config.max_model_len = 131072
+    assert spec_of(short).id != spec_of(long).id
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        HERE._replace(version="0.23.0"),
+        HERE._replace(device="cuda NVIDIA H200"),
+        HERE._replace(seed="PYTHONHASHSEED=0"),
+    ],
+)
+def test_surroundings_part_namespaces(other: Surroundings) -> None:
+    assert spec_of(here=other).id != spec_of().id
+
+
+def test_a_patch_release_does_not() -> None:
+    assert spec_of(here=HERE._replace(version="0.32.4.dev1")).id == spec_of().id
+
+
+def test_a_layout_parts_namespaces() -> None:
+    cache = kv_cache_config()
+    cache.kv_cache_layout = "BLHNC"
+    assert spec_of(cache=cache).id != spec_of().id
+    old, older = kv_cache_config(), kv_cache_config()
+    old.kv_cache_layout = older.kv_cache_layout = None
+    assert spec_of(cache=old, here=HERE._replace(layout="NHD")).id != spec_of(cache=older).id
+
+
+def test_a_random_seed_is_shared_with_nobody_but_the_engines_own_ranks() -> None:
+    random = HERE._replace(seed="")
+    assert spec_of(here=random, engine_id="a").id == spec_of(here=random, engine_id="a").id
+    assert spec_of(here=random, engine_id="a").id != spec_of(here=random, engine_id="b").id
+    assert spec_of(engine_id="a").id == spec_of(engine_id="b").id
+
+
+def test_weights_of_its_own() -> None:
+    spec = spec_of()
+    assert with_weights(spec, "x").id != spec.id
+    assert with_weights(spec, "x").id == spec_of(weights="x").id
+    assert with_weights(with_weights(spec, "x"), "") == spec
+
+
+class Checkpoint:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"hidden_size": 64}))
+        header = json.dumps({"w": {"dtype": "F32", "shape": [65536], "data_offsets": [0, 262144]}}).encode()
+        self.weights = folder / "model.safetensors"
+        self.weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(262144))
+
+
+def test_a_folder_is_named_by_what_it_holds(tmp_path: Path) -> None:
+    one, two = Checkpoint(tmp_path / "one"), Checkpoint(tmp_path / "two")
+    assert directory_digest(one.folder) == directory_digest(two.folder)
+    same = spec_of(vllm_config(str(two.folder)))
+    assert same.identity["checkpoint"] == spec_of(vllm_config(str(one.folder))).identity["checkpoint"]
+    assert same.model == "two"
+
+    data = bytearray(two.weights.read_bytes())
+    data[-1] ^= 1  # a fine-tune: name, size and header are the same
+    two.weights.write_bytes(data)
+    assert directory_digest(one.folder) != directory_digest(two.folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_changed_file_changes_the_name(tmp_path: Path, name: str) -> None:
+    made = Checkpoint(tmp_path / "one")
+    before = directory_digest(made.folder)
+    file = made.folder / name
+    file.write_bytes(file.read_bytes() + b" ")
+    assert directory_digest(made.folder) != before
+
+
+def test_a_torn_weight_file_is_read_all_the_same(tmp_path: Path) -> None:
+    made = Checkpoint(tmp_path / "one")
+    made.weights.write_bytes(b"\xff" * 12)
+    assert len(directory_digest(made.folder)) == 32
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "mla", "count", "replicas"),
+    [(1, 4, False, 1, 1), (2, 4, False, 2, 1), (4, 4, False, 4, 1), (8, 4, False, 4, 2), (4, 1, True, 1, 4)],
+)
+def test_shards_follow_the_kv_not_the_ranks(ranks: int, heads: int, mla: bool, count: int, replicas: int) -> None:
+    config = vllm_config()
+    config.parallel_config.tensor_parallel_size = ranks
+    config.model_config.use_mla = mla
+    config.model_config.get_total_num_kv_heads = lambda: heads
+    split = shards(config, kv_cache_config())
+    assert (split.count, split.replicas) == (count, replicas)
+    assert [split.of_rank(rank) for rank in range(ranks)] == [
+        (rank // replicas, rank % replicas == 0) for rank in range(ranks)
+    ]
+    assert len(spec_of(config).groups[0].shards) == count
+
+
+def test_what_the_engine_says_of_its_replicas_goes_first() -> None:
+    config = vllm_config()
+    config.parallel_config.tensor_parallel_size = 4
+    assert shards(config, kv_cache_config(kv_tp_replicas=2)).count == 2
+
+
+def test_a_rank_s_bytes_before_and_after_one_allocation() -> None:
+    assert rank_block_bytes(kv_cache_config()) == 8192
+    old = kv_cache_config()
+    old.kv_cache_tensors = [SimpleNamespace(size=100 * 4096, shared_by=[name]) for name in "ab"]
+    assert rank_block_bytes(old) == 8192
+
+
+def test_what_cannot_be_cached_is_named() -> None:
+    assert why_not(vllm_config(), kv_cache_config()) == ""
+    assert why_not(vllm_config(), kv_cache_config(MLAAttentionSpec())) == ""
+    assert why_not(vllm_config(), kv_cache_config(groups=2)).startswith("2 KV cache groups")
+    for spec in (SlidingWindowSpec(), RSWASpec()):
+        assert why_not(vllm_config(), kv_cache_config(spec)).startswith(type(spec).__name__)
+    mixed = SimpleNamespace(block_size=16, kv_cache_specs={"a": FullAttentionSpec(), "b": SlidingWindowSpec()})
+    assert why_not(vllm_config(), kv_cache_config(mixed)).startswith("SlidingWindowSpec")
+    staged = copy.deepcopy(vllm_config())
+    staged.parallel_config.pipeline_parallel_size = 2
+    assert why_not(staged, kv_cache_config()).startswith("pipeline parallelism")
+    spread = copy.deepcopy(vllm_config())
+    spread.parallel_config.decode_context_parallel_size = 2
+    assert "decode_context_parallel_size 2" in why_not(spread, kv_cache_config())
+    assert "zeroes" in why_not(vllm_config(), kv_cache_config(needs_kv_cache_zeroing=True))
+    assert why_not(vllm_config(), kv_cache_config(hash_block_size=8)) == "hashes of 8 tokens for blocks of 16"
