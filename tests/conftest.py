@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from kvcache_proto.errors import Unavailable
+from kvcache_proto.endpoint import socket_path
+from kvcache_proto.errors import ConfigError, EndpointTaken, Unavailable
 from kvcache_server.admin import Admin
+from kvcache_server.memory import region_path, remove_orphan
 
 START_SECONDS = 30.0
 
@@ -29,6 +31,7 @@ class Daemon:
         self.folder = folder
         self.endpoint = str(flags.pop("endpoint", f"ipc://{folder}/kv.sock"))
         self.log_path = folder / f"daemon-{len(list(folder.glob('daemon-*.log')))}.log"
+        self.region_dir = str(flags.get("region_dir", "/dev/shm"))
         options = {"endpoint": self.endpoint, "size": "64MiB", "lock": "never", **flags}
         self.command = [sys.executable, "-m", "kvcache_server", "serve"]
         for name, value in options.items():
@@ -86,6 +89,11 @@ class Daemon:
         self.process.kill()
         self.process.wait()
 
+    def tidy(self) -> None:
+        """Remove what a killed daemon left in memory; the next one of its endpoint would, and there is none."""
+        with contextlib.suppress(EndpointTaken, ConfigError):
+            remove_orphan(region_path(self.region_dir, socket_path(self.endpoint)))
+
 
 StartDaemon = Callable[..., Daemon]
 
@@ -93,8 +101,10 @@ StartDaemon = Callable[..., Daemon]
 @contextlib.contextmanager
 def a_short_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -111,6 +121,7 @@ def daemons_in(folder: Path) -> Iterator[StartDaemon]:
     problems = []
     for daemon in daemons:
         if daemon.process.poll() is not None:
+            daemon.tidy()
             continue
         try:
             daemon.process.send_signal(signal.SIGCONT)
@@ -122,6 +133,7 @@ def daemons_in(folder: Path) -> Iterator[StartDaemon]:
         finally:
             if daemon.process.poll() is None:
                 daemon.kill()
+                daemon.tidy()
     assert not problems, "\n".join(problems)
 
 

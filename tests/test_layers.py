@@ -41,10 +41,10 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache_client": [
         {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region"},
-        {"devices", "slots", "channel", "door", "engine"},
+        {"devices", "slots", "channel", "door", "engine", "tally"},
         {"devices.cpu", "lease", "reservation", "link"},
-        {"handles"},
-        {"session"},
+        {"handles", "tracked"},
+        {"session", "saves"},
         {""},
         {"scheduler", "worker"},
         {"connector"},

@@ -76,7 +76,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("kv_connector_extra_config: %s", note)
             if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
                 logger.warning(_BESIDE.format(type(self).__name__))
-        join_logs()
+        join_logs(quiet=not in_scheduler)
         reason = why_not(vllm_config, kv_cache_config)
         if reason:
             if in_scheduler:
@@ -111,10 +111,11 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             session.close()
             return None
         group = spec.groups[0]
+        if not session.up:  # the session has said so
+            return scheduler
         logger.info(
-            "KV cache server at %s: namespace %s, blocks of %d tokens, %.1f KiB in %d shards, engine %s%s",
+            "KV cache server at %s: namespace %s, blocks of %d tokens, %.1f KiB in %d shards, engine %s",
             *(session.endpoint, spec.id, group.block_tokens, group.block_bytes / 1024, spec.shards, engine),
-            "" if session.up else "; no daemon there now, the engine runs without it until one comes",
         )
         return scheduler
 

@@ -27,11 +27,14 @@ def surroundings(vllm_config: Any) -> Surroundings:
     )
 
 
-def join_logs() -> None:
-    """Have what the session logs (the daemon gone, and back) come out in vLLM's log."""
+def join_logs(quiet: bool) -> None:
+    """Have what the session logs (the daemon gone, and back) come out in vLLM's log.
+
+    One process of an engine says it; the others are `quiet`.
+    """
     ours, theirs = logging.getLogger("kvcache_client"), logging.getLogger("vllm")
+    ours.setLevel(logging.ERROR if quiet else theirs.getEffectiveLevel())
     if not ours.handlers:
-        ours.setLevel(theirs.getEffectiveLevel())
         for handler in theirs.handlers:
             ours.addHandler(handler)
         ours.propagate = not theirs.handlers

@@ -31,12 +31,12 @@ class Fragment(NamedTuple):
 
 
 class Run(NamedTuple):
-    """`count` fragments of one size, `step` bytes apart, that follow each other in the slot from `offset` on."""
+    """`number` fragments of one size, `step` bytes apart, that follow each other in the slot from `offset` on."""
 
     pointer: int
     stride: int
     bytes: int
-    count: int
+    number: int
     step: int
     offset: int
 
@@ -110,9 +110,9 @@ def runs(fragments: Sequence[Fragment]) -> list[Run]:
     for fragment in fragments:
         last = found[-1] if found else None
         if last and (last.stride, last.bytes) == (fragment.stride, fragment.bytes):
-            step = fragment.pointer - (last.pointer + (last.count - 1) * last.step)
-            if step > 0 and (last.count == 1 or step == last.step):
-                found[-1] = last._replace(count=last.count + 1, step=step)
+            step = fragment.pointer - (last.pointer + (last.number - 1) * last.step)
+            if step > 0 and (last.number == 1 or step == last.step):
+                found[-1] = last._replace(number=last.number + 1, step=step)
                 offset += fragment.bytes
                 continue
         found.append(Run(fragment.pointer, fragment.stride, fragment.bytes, 1, 0, offset))

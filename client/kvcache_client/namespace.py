@@ -42,9 +42,9 @@ class Surroundings(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """How the ranks of an engine hold a block: `count` shards, each held alike by `replicas` ranks in a row."""
+    """How the ranks of an engine hold a block: `number` shards, each held alike by `replicas` ranks in a row."""
 
-    count: int
+    number: int
     replicas: int
 
     def of_rank(self, rank: int) -> tuple[int, bool]:
@@ -139,7 +139,7 @@ def namespace_spec(
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None) or surroundings.layout),
         "group": _describe(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
         "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}",
-        "shards": str(split.count),
+        "shards": str(split.number),
         "hash": str(cache.prefix_caching_hash_algo),
         # A seed of one process's own is shared by nobody; its engine's ranks still agree on this.
         "seed": surroundings.seed or f"engine {engine_id}",
@@ -153,7 +153,7 @@ def namespace_spec(
         identity["draft"] = f"{draft.method} {getattr(draft, 'model', None) or ''}".strip()
     if getattr(cache, "calculate_kv_scales", False):
         identity["kv_scales"] = f"engine {engine_id}"  # drawn from the first batch that this engine ran
-    shard_bytes = block_bytes if split.count == 1 else (block_bytes,) * split.count
+    shard_bytes = block_bytes if split.number == 1 else (block_bytes,) * split.number
     group = GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)
     return NamespaceSpec(_name(model.model), (group,), identity, surroundings.hash_bytes)
 

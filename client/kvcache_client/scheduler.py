@@ -1,9 +1,4 @@
-"""The scheduler's side: decides what a step loads and saves, and never touches a tensor.
-
-A block's way out: full by the end of step N, its `Reserve` is sent while step N is planned, the answer is picked up
-while step N + 1 is planned, and the ranks copy it at the start of step N + 1, before anything of that step touches
-device memory. So no step waits for the daemon, and no block is kept from the engine for our sake.
-"""
+"""The scheduler's side: decides what a step loads and saves, and never touches a tensor."""
 
 from __future__ import annotations
 
@@ -11,69 +6,26 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from kvcache_client import Lease, Namespace, Session
-from kvcache_client.counters import Counters
+from kvcache_client import Lease, Session
 from kvcache_client.namespace import with_weights
-from kvcache_client.plan import (
-    NOTHING,
-    LoadJob,
-    SaveJob,
-    StepPlan,
-    cut_load,
-    full_slots,
-    hit_limit,
-    pick_refs,
-    slot_hashes,
-)
-from kvcache_client.reservation import Reservation, Ticket
+from kvcache_client.plan import NOTHING, LoadJob, StepPlan, cut_load, hit_limit, slot_hashes
+from kvcache_client.saves import Saves
 from kvcache_client.settings import Settings
+from kvcache_client.tally import Tally
+from kvcache_client.tracked import Lookup, Tracked, track
 from kvcache_proto.errors import KVCacheError
-from kvcache_proto.types import NamespaceSpec, Outcome
+from kvcache_proto.types import NamespaceSpec
 
 logger = logging.getLogger("vllm.kvcache.scheduler")
 
 PENDING_WAIT = 0.05  # seconds that a request waits, once, for blocks that are being written
 LOOKUP_AGE = 0.1  # seconds after which a lookup that found less than all is asked anew
 IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is given back
-PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds without saves of a chain that was refused; doubled each time
 FAILED_LOADS = 3  # in a row, and no hit is offered for LOAD_PAUSE seconds
 LOAD_PAUSE = 10.0
-WARN_EVERY = 60.0
-_ADVANCES = {"present", "in_flight"}
-
-
-@dataclass(slots=True)
-class _Lookup:
-    lease: Lease
-    wanted: int  # cached blocks asked for
-    hits: int  # cached blocks that may be loaded
-    at: float
-    asked: int = 0  # the step that asked last
-    start: int = 0  # device blocks that the engine has itself
-
-
-@dataclass(slots=True)
-class _Request:
-    """What is known of one request of the engine.
-
-    `saved` counts the cached blocks from the root on that the daemon has, or was asked to take.
-    """
-
-    request: Any
-    excluded: str
-    blocks: list[int] = field(default_factory=list)
-    saved: int = 0
-    lookup: _Lookup | None = None
-    loading: bool = False
-    load_failed: bool = False
-    barred: bool = False  # it has KV of other weights
-    wait_until: float = 0.0
-    retry_at: float = 0.0
-    pause: float = PAUSE
-    told: bool = False
 
 
 @dataclass(slots=True)
@@ -81,18 +33,6 @@ class _Load:
     lease: Lease | None
     blocks: set[int]
     failed: bool = False
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A run of blocks whose `Reserve` is out. `whole` is how many of them still hold what was to be saved."""
-
-    ticket: Ticket
-    namespace: Namespace
-    state: _Request
-    first: int
-    blocks: list[int]
-    whole: int
 
 
 class Scheduler:
@@ -112,29 +52,25 @@ class Scheduler:
         """`volatile` cached blocks at the end of a hit are computed anew: a drafter's KV depends on the next token."""
         self._session, self._settings = session, settings
         self._block, self._per_slot, self._slot_tokens = engine_block, blocks_per_slot, engine_block * blocks_per_slot
-        self._saves, self._loads_wanted, self._volatile = saves, loads, volatile
-        self._prompt_only = settings.save == "prompt"
+        self._saving, self._loading, self._volatile = saves, loads, volatile
         self._ceiling = settings.num_cpu_blocks * spec.groups[0].block_bytes
         self._namespace = session.attach(spec, (), self._ceiling)
         self._announce: NamespaceSpec | None = spec
-        self._every_shard = range(spec.shards)
         self._step = 0
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Tracked] = {}
         self._held: set[str] = set()  # requests whose lookup holds a lease
         self._loads: dict[str, _Load] = {}
         self._new_loads: list[LoadJob] = []
-        self._asked: list[_Asked] = []
         self._finished: list[str] = []
-        self._sources: set[int] = set()  # device blocks that were saved from and not given to anybody since
         self._failures = 0
         self._no_loads_until = 0.0
-        self._warned: dict[str, float] = {}
-        self._counts = Counters()
+        self._tally = Tally(logger)
+        self._saves = Saves(engine_block, blocks_per_slot, settings.save == "prompt", self._tally)
 
     @property
     def counters(self) -> dict[str, int]:
         """What was declined, dropped or refused, by reason."""
-        return self._counts.snapshot()
+        return self._tally.snapshot()
 
     # Lookups.
 
@@ -148,7 +84,7 @@ class Scheduler:
             state.barred = False
         reason = self._no_lookup(state, computed)
         if reason:
-            self._counts.add(reason)
+            self._tally.add(reason)
             self._forget_lookup(state)
             return 0, False
         limit = min(hit_limit(request.num_tokens, self._slot_tokens), len(request.block_hashes) // self._per_slot)
@@ -163,15 +99,15 @@ class Scheduler:
         if self._worth_waiting(state, lookup, start, now):
             self._forget_lookup(state)
             return None, False
-        lookup.asked, lookup.start = self._step, start
+        lookup.asked, state.start = self._step, start
         tokens = min(lookup.hits, limit) * self._slot_tokens - computed
         if tokens <= 0:
             self._release(state)
             return 0, False
         return tokens, True
 
-    def _no_lookup(self, state: _Request, computed: int) -> str:
-        if not self._loads_wanted:
+    def _no_lookup(self, state: Tracked, computed: int) -> str:
+        if not self._loading:
             return "lookups_not_wanted"
         if state.excluded:
             return f"lookups_declined_{state.excluded}"
@@ -189,22 +125,22 @@ class Scheduler:
             return "lookups_declined_down"
         return ""
 
-    def _look_up(self, state: _Request, limit: int, now: float) -> _Lookup:
+    def _look_up(self, state: Tracked, limit: int, now: float) -> Lookup:
         self._forget_lookup(state)
         hashes = slot_hashes(state.request.block_hashes, self._per_slot)[:limit]
         try:
             lease = self._namespace.acquire(hashes)
         except KVCacheError as error:
-            self._warn("lookups_refused", f"lookups are refused: {error}")
+            self._tally.warn("lookups_refused", f"lookups are refused: {error}")
             lease = self._namespace.acquire(())
         if not lease.failed:
             state.saved = lease.hits + lease.pending
-        state.lookup = _Lookup(lease, limit, max(0, lease.hits - self._volatile), now)
+        state.lookup = Lookup(lease, limit, max(0, lease.hits - self._volatile), now)
         if lease.id:
             self._held.add(state.request.request_id)
         return state.lookup
 
-    def _worth_waiting(self, state: _Request, lookup: _Lookup, start: int, now: float) -> bool:
+    def _worth_waiting(self, state: Tracked, lookup: Lookup, start: int, now: float) -> bool:
         lease = lookup.lease
         if not lease.pending or (lease.hits + lease.pending) * self._per_slot <= start:
             return False
@@ -212,11 +148,11 @@ class Scheduler:
             state.wait_until = now + PENDING_WAIT
         return now < state.wait_until
 
-    def _forget_lookup(self, state: _Request) -> None:
+    def _forget_lookup(self, state: Tracked) -> None:
         self._release(state)
         state.lookup = None
 
-    def _release(self, state: _Request) -> None:
+    def _release(self, state: Tracked) -> None:
         if state.lookup is not None and state.lookup.lease.id:
             state.lookup.lease.release()
             self._held.discard(state.request.request_id)
@@ -239,11 +175,10 @@ class Scheduler:
             self._forget_lookup(state)
             return
         lease = lookup.lease if lookup is not None and lookup.lease.id else None
-        first = lookup.start if lookup is not None else len(blocks) - external // self._block
         count = external // self._block
         # The engine waits for this load whatever we think of it: without a lease it is one that fails.
         region, packed = (lease.region_id, lease.packed) if lease else (b"", b"")
-        job = cut_load(request.request_id, region, packed, state.blocks, first, count, self._per_slot)
+        job = cut_load(request.request_id, region, packed, state.blocks, state.start, count, self._per_slot)
         self._new_loads.append(job)
         self._loads[request.request_id] = _Load(lease, set(job.blocks))
         self._held.discard(request.request_id)
@@ -270,36 +205,37 @@ class Scheduler:
     def _judge(self, failed: bool) -> None:
         self._failures = self._failures + 1 if failed else 0
         if failed:
-            self._counts.add("loads_failed")
+            self._tally.add("loads_failed")
         if self._failures >= FAILED_LOADS:
             self._no_loads_until = time.monotonic() + LOAD_PAUSE
             self._failures = 0
-            self._warn("loads_fail", f"{FAILED_LOADS} loads in a row failed: no hits for {LOAD_PAUSE:.0f} s")
+            self._tally.warn("loads_fail", f"{FAILED_LOADS} loads in a row failed: no hits for {LOAD_PAUSE:.0f} s")
 
     # One step.
 
     def plan(self, output: Any) -> StepPlan:
         """Return what the ranks do in the step that `output` describes. Called once a schedule."""
         self._step += 1
-        if not (self._requests or self._asked or self._finished or self._announce):
+        if not (self._requests or self._saves.waiting or self._finished or self._announce):
             return NOTHING
         given = self._note_blocks(output)
         loads, self._new_loads = self._new_loads, []
-        for job in loads:
-            given.extend(job.blocks)
-        saves = self._take_answers(given, output.total_num_scheduled_tokens == 0) if self._asked else []
-        if self._saves and self._session.up:
+        for load in loads:
+            given.extend(load.blocks)
+        # An idle step may be the last one before the engine sleeps, so that it waits a little.
+        wait = self._session.deadline if output.total_num_scheduled_tokens == 0 else 0.0
+        saves = self._saves.answers(given, wait) if self._saves.waiting else []
+        # A namespace that the ranks have not heard of takes no reservations; the first one they know by themselves.
+        known = self._announce is None or self._step == 1
+        if self._saving and self._session.up and known:
             scheduled = output.num_scheduled_tokens
             for request_id, tokens in scheduled.items():
                 state = self._requests.get(request_id)
                 if state is not None:
-                    self._ask(state, state.request.num_computed_tokens + tokens)
+                    self._saves.ask(self._namespace, state, state.request.num_computed_tokens + tokens)
         if self._held:
             self._give_back()
-        for job in saves:
-            self._sources.update(job.blocks)
-        guarded = [block for block in given if block in self._sources]
-        self._sources.difference_update(guarded)
+        guarded = self._saves.guarded(given)
         finished = self._take_finished() if self._finished else []
         if not (saves or loads or guarded or finished or self._announce):
             return NOTHING
@@ -309,7 +245,7 @@ class Scheduler:
 
     def _take_finished(self) -> list[str]:
         """Return the requests of which no more saves will come."""
-        waiting = {asked.state.request.request_id for asked in self._asked}
+        waiting = self._saves.concerned()
         ready = [request_id for request_id in self._finished if request_id not in waiting]
         self._finished = [request_id for request_id in self._finished if request_id in waiting]
         return ready
@@ -340,96 +276,6 @@ class Scheduler:
                     state.blocks.extend(ids[0])
         return given
 
-    # Saves.
-
-    def _ask(self, state: _Request, computed: int) -> None:
-        """Send a `Reserve` for the blocks of `state` that are full once `computed` tokens are computed."""
-        request = state.request
-        full = full_slots(len(request.block_hashes), computed, self._block, self._per_slot)
-        if self._prompt_only:
-            full = min(full, request.num_prompt_tokens // self._slot_tokens)
-        first = state.saved
-        if full <= first or state.excluded or state.barred or state.loading:
-            return
-        blocks = state.blocks[first * self._per_slot : full * self._per_slot]
-        if len(blocks) < (full - first) * self._per_slot or (state.retry_at and time.monotonic() < state.retry_at):
-            return
-        hashes = slot_hashes(request.block_hashes, self._per_slot)
-        parent = hashes[first - 1] if first else None
-        ticket = self._namespace.reserve_later(hashes[first:full], parent)
-        self._asked.append(_Asked(ticket, self._namespace, state, first, blocks, full - first))
-        state.saved = full
-
-    def _take_answers(self, given: list[int], idle: bool) -> list[SaveJob]:
-        """Turn the answers that have come into jobs; what is given away unanswered is lost.
-
-        An idle step may be the last one before the engine sleeps, so that it waits a little.
-        """
-        jobs: list[SaveJob] = []
-        unanswered = []
-        until = time.monotonic() + self._session.deadline if idle else 0.0
-        gone = set(given)
-        for asked in self._asked:
-            try:
-                reservation = asked.ticket.poll()
-                if reservation is None and idle:
-                    reservation = asked.ticket.wait(max(0.0, until - time.monotonic()))
-            except KVCacheError as error:
-                self._warn("reserves_refused", f"saves are refused: {error}")
-                self._pause(asked.state, asked.first, "refused")
-                continue
-            if reservation is None:
-                if gone:
-                    self._lose(asked, gone)
-                unanswered.append(asked)
-                continue
-            job = self._job(asked, reservation)
-            if job is not None:
-                jobs.append(job)
-            refused = [(at, why) for at, why in reservation.refused.items() if why not in _ADVANCES]
-            if refused:
-                self._pause(asked.state, asked.first + refused[0][0], refused[0][1])
-            else:
-                asked.state.pause = PAUSE
-        self._asked = unanswered
-        return jobs
-
-    def _job(self, asked: _Asked, reservation: Reservation) -> SaveJob | None:
-        """Return the job for what was granted and is still whole; give the rest back."""
-        granted, slot = reservation.granted, self._per_slot
-        kept = [at for at, place in enumerate(granted) if place < asked.whole]
-        dropped = list(range(len(kept), len(granted)))
-        if dropped:
-            self._counts.add("saves_dropped", len(dropped))
-            asked.namespace.settle(
-                reservation.id, Outcome.NEVER_STARTED, dropped, self._every_shard, reservation.region_id
-            )
-        if not kept:
-            return None
-        blocks = [block for at in kept for block in asked.blocks[granted[at] * slot : (granted[at] + 1) * slot]]
-        refs = pick_refs(reservation.packed, kept)
-        return SaveJob(asked.state.request.request_id, reservation.region_id, reservation.id, kept, refs, blocks)
-
-    def _lose(self, asked: _Asked, gone: set[int]) -> None:
-        """Cut `asked` before the first block that somebody else has got: those after it would hang in the air."""
-        for at, block in enumerate(asked.blocks[: asked.whole * self._per_slot]):
-            if block in gone:
-                asked.whole = at // self._per_slot
-                asked.state.saved = min(asked.state.saved, asked.first + asked.whole)
-                return
-
-    def _pause(self, state: _Request, saved: int, why: str) -> None:
-        """Save nothing of this chain for a while, then go on where it was refused, or from its root."""
-        now = time.monotonic()
-        self._counts.add(f"saves_{why}")
-        if why in ("no_space", "quota"):
-            self._warn(why, f"blocks are not saved: {why} (see `kvcache-server status`)")
-        paused = state.retry_at > now
-        state.saved = 0 if why == "no_parent" and not paused else min(state.saved, saved)
-        if not paused:
-            state.retry_at = now + state.pause
-            state.pause = min(state.pause * 2, LONGEST_PAUSE)
-
     def finished(self, request: Any) -> None:
         """Save what the last step has filled; the engine may take the blocks back at once."""
         state = self._requests.pop(request.request_id, None)
@@ -437,8 +283,8 @@ class Scheduler:
             return
         self._forget_lookup(state)
         self._finished.append(request.request_id)
-        if self._saves and self._session.up:
-            self._ask(state, request.num_computed_tokens)
+        if self._saving and self._session.up:
+            self._saves.ask(self._namespace, state, request.num_computed_tokens)
 
     # The rest.
 
@@ -450,7 +296,7 @@ class Scheduler:
             self._namespace = self._session.attach(spec, (), self._ceiling)
         except KVCacheError as error:
             logger.error("the cache could not be reset, saves and loads stop: %s", error)
-            self._saves = self._loads_wanted = False
+            self._saving = self._loading = False
             return False
         self._announce = spec
         for state in self._requests.values():
@@ -461,41 +307,20 @@ class Scheduler:
 
     def close(self) -> None:
         """Give back whatever no rank has heard of, and end the session."""
-        for asked in self._asked:
-            asked.ticket.cancel()
-        self._counts.add("saves_dropped", sum(asked.whole for asked in self._asked))
-        self._asked.clear()
+        self._saves.close()
         self._session.close()
 
-    def _track(self, request: Any) -> _Request:
+    def _track(self, request: Any) -> Tracked:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
             if state is not None:
                 self._forget_lookup(state)
-            state = self._requests[request.request_id] = _Request(request, _exclusion(request))
+            state = self._requests[request.request_id] = track(request)
         return state
 
     def _give_back(self) -> None:
         for request_id in list(self._held):
             state = self._requests[request_id]
             if state.lookup is None or self._step - state.lookup.asked > IDLE_SCHEDULES:
-                self._counts.add("leases_given_back")
+                self._tally.add("leases_given_back")
                 self._forget_lookup(state)
-
-    def _warn(self, what: str, line: str) -> None:
-        """Log `line`, once in a while."""
-        now = time.monotonic()
-        if now - self._warned.get(what, -WARN_EVERY) >= WARN_EVERY:
-            self._warned[what] = now
-            logger.warning("%s", line)
-
-
-def _exclusion(request: Any) -> str:
-    """Why a request's hashes do not name content; empty where they do. A cache salt is content."""
-    if getattr(request, "lora_request", None) is not None:
-        return "lora"
-    if getattr(request, "mm_features", None):
-        return "multimodal"
-    if getattr(request, "prompt_embeds", None) is not None:
-        return "prompt_embeds"
-    return ""

@@ -213,8 +213,9 @@ class Cache:
         if request.pin:
             if engine.pinned + hits * group.slot_bytes > self._pin_quota:
                 affordable = engine.affordable(found, self._pin_quota)
-                self.refusals["quota"] += hits - affordable
-                hits = affordable
+                if affordable < hits:
+                    self.refusals["quota"] += hits - affordable
+                    hits, pending = affordable, 0
                 if not hits:
                     return m.Acquired(request.id, 0, 0, 0, b"")
             block = found[hits - 1]

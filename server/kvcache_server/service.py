@@ -56,6 +56,7 @@ LAST_WORDS = 16  # batches to look through for them
 RECEIVE_QUEUE = 128  # messages a peer may have under way; more wait on its side
 SEND_QUEUE = 1024  # replies that a peer may leave unread
 YOUNG_OBJECTS = 10_000
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
@@ -124,11 +125,12 @@ class Service:
         return router
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; then let running saves settle, end the sessions and remove the sockets."""
+        """Serve until SIGTERM or SIGINT; then let running saves settle, end the sessions and remove the sockets.
+
+        The caller has blocked the two signals; one that has come meanwhile counts.
+        """
         loop = self._loop
-        for signum in _STOPS:
-            loop.add_signal_handler(signum, self.stop)
-        loop.add_signal_handler(signal.SIGUSR1, self._check_integrity)
+        loop.call_soon(self._listen_to_signals)
         loop.add_reader(self._router.getsockopt(zmq.FD), self._drain)
         loop.call_later(TICK, self._tick)
         loop.call_later(SUMMARY, self._summarise)
@@ -141,12 +143,20 @@ class Service:
             self._drain()
             loop.run_forever()
         finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a second one must not cut the tidying short
             self._door.close()
             self._router.close()
             self._context.term()
             with contextlib.suppress(FileNotFoundError):  # ZeroMQ leaves it
                 os.unlink(socket_path(self._config.endpoint))
             loop.close()
+
+    def _listen_to_signals(self) -> None:
+        """Take signals from now on: before the loop runs, its handlers would lose them."""
+        for signum in STOP_SIGNALS:
+            self._loop.add_signal_handler(signum, self.stop)
+        self._loop.add_signal_handler(signal.SIGUSR1, self._check_integrity)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     # Messages.
 
@@ -402,6 +412,7 @@ def serve(config: Config, progress: Progress | None = None) -> None:
         try:
             for note in region.notes:
                 log.warning("%s", note)
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the loop runs
             limits = Limits(**{name: getattr(config, name) for name in Limits.__struct_fields__})
             service = Service(config, Cache(region.buffer, region.geometry, limits, secrets.randbits(63)), region)
             log.info(

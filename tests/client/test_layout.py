@@ -111,4 +111,4 @@ def test_runs_break_where_spacing_size_or_direction_change() -> None:
         Run(9000, 64, 64, 1, 0, 288),
         Run(8000, 64, 64, 1, 0, 352),
     ]
-    assert sum(run.bytes * run.count for run in found) == sum(fragment.bytes for fragment in fragments)
+    assert sum(run.bytes * run.number for run in found) == sum(fragment.bytes for fragment in fragments)

@@ -240,7 +240,7 @@ def test_shards_follow_the_kv_not_the_ranks(ranks: int, heads: int, mla: bool, c
     config.model_config.use_mla = mla
     config.model_config.get_total_num_kv_heads = lambda: heads
     split = shards(config, kv_cache_config())
-    assert (split.count, split.replicas) == (count, replicas)
+    assert (split.number, split.replicas) == (count, replicas)
     assert [split.of_rank(rank) for rank in range(ranks)] == [
         (rank // replicas, rank % replicas == 0) for rank in range(ranks)
     ]
@@ -250,7 +250,7 @@ def test_shards_follow_the_kv_not_the_ranks(ranks: int, heads: int, mla: bool, c
 def test_what_the_engine_says_of_its_replicas_goes_first() -> None:
     config = vllm_config()
     config.parallel_config.tensor_parallel_size = 4
-    assert shards(config, kv_cache_config(kv_tp_replicas=2)).count == 2
+    assert shards(config, kv_cache_config(kv_tp_replicas=2)).number == 2
 
 
 def test_a_rank_s_bytes_before_and_after_one_allocation() -> None:

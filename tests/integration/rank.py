@@ -7,12 +7,13 @@ commands, one JSON list a line: ["attach", ENDPOINT, ENGINE, SHARDS, SHARDS_IN_A
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import sys
-import threading
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.types import Outcome
@@ -32,7 +33,7 @@ def serve(path: str) -> None:
     session = namespace = None
     for line in stream:
         command, *args = json.loads(line)
-        answer: object = None
+        answer: object = []
         if command == "attach":
             endpoint, engine, shards, of = args
             session = Session.connect(endpoint, engine=engine, label=f"shards {shards}", deadline=5.0)
@@ -41,14 +42,11 @@ def serve(path: str) -> None:
             answer = namespace.reserve([bytes.fromhex(args[0])]).id
         elif command == "settle":
             reservation, outcome, shards = args
-            settled = threading.Event()
-            verdicts: list[int] = []
-            namespace.settle(
-                reservation, Outcome(outcome), shards=shards, then=lambda v: (verdicts.extend(v), settled.set())
-            )
+            answers: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+            namespace.settle(reservation, Outcome(outcome), shards=shards, then=answers.put)
             session.ping()  # answered after it
-            settled.wait(0.02)
-            answer = [int(verdict) for verdict in verdicts]
+            with contextlib.suppress(queue.Empty):  # where the daemon refused
+                answer = [int(verdict) for verdict in answers.get(timeout=0.02)]
         print(json.dumps(answer), file=stream, flush=True)
 
 

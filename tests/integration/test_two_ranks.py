@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Daemon, StartDaemon
+from rank import spec
+
 from kvcache_client import Session
 from kvcache_proto.types import Outcome, Verdict
 
@@ -40,10 +43,8 @@ class Actor:
         os.kill(self.pid, number)
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._stream.close()
         self._connection.close()
 
@@ -114,8 +115,6 @@ def wait_ended(daemon: Daemon, engine: str, sessions: int) -> None:
 def test_every_order_of_commit_abort_kill_and_stop(start_daemon: StartDaemon, nursery) -> None:
     daemon = start_daemon(quarantine=0.3, supersede_after=3600)
     reader = Session.connect(daemon.endpoint, engine="reader", deadline=5.0)
-    from rank import spec  # beside this file
-
     lookups = reader.attach(spec(2), (0, 1))
     for number, (acts, order) in enumerate(cases()):
         engine, block_hash = f"engine {number}", number.to_bytes(32, "big")

@@ -175,7 +175,9 @@ def test_past_its_quota_an_engine_is_offered_fewer_hits_and_that_is_counted():
     cache = make_cache(extents=2, pin_quota=0.25)
     engine = Engine(cache, "one", block_bytes=128 * KIB)
     engine.store(chain("a", 10))
-    assert engine.acquire(chain("a", 10)).hits == 8  # a quarter of 4 MiB
+    engine.reserve(chain("p", 2), parent="a9")
+    cut = engine.acquire(chain("a", 10) + chain("p", 2))
+    assert (cut.hits, cut.pending) == (8, 0)  # a quarter of 4 MiB
     assert engine.acquire(chain("a", 10)).hits == 8  # shared blocks count once
     assert cache.stats(0.0)["refusals"]["quota"] == 4
     engine.store(chain("b", 3))

@@ -32,9 +32,9 @@ class CpuDevice:
 
     def __init__(self, runs: Sequence[Run], num_blocks: int, keep: Any = None) -> None:
         self._keep = keep
-        self._even = [(_view(run, num_blocks), run) for run in runs if run.count > 1]
-        self._single = [run for run in runs if run.count == 1]
-        self._end = max(run.offset + run.bytes * run.count for run in runs)
+        self._even = [(_view(run, num_blocks), run) for run in runs if run.number > 1]
+        self._single = [run for run in runs if run.number == 1]
+        self._end = max(run.offset + run.bytes * run.number for run in runs)
         self._changed = threading.Condition()
         self._reading: Counter[int] = Counter()  # device blocks of saves that have not ended
         self._helpers = ThreadPoolExecutor(2, "kvcache-copy")
@@ -98,7 +98,7 @@ class CpuDevice:
             self._check(at, region)
             for view, run in self._even:
                 begin = at + run.offset
-                copy(region[begin : begin + run.count * run.bytes].reshape(run.count, run.bytes), view[block])
+                copy(region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes), view[block])
             for run in self._single:
                 move(base + at + run.offset, run.pointer + block * run.stride, run.bytes)
 
@@ -109,7 +109,7 @@ class CpuDevice:
             self._check(at, region)
             for view, run in self._even:
                 begin = at + run.offset
-                copy(view[block], region[begin : begin + run.count * run.bytes].reshape(run.count, run.bytes))
+                copy(view[block], region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes))
             for run in self._single:
                 move(run.pointer + block * run.stride, base + at + run.offset, run.bytes)
 
@@ -182,9 +182,11 @@ class _Thread:
 
 def _view(run: Run, num_blocks: int) -> Bytes:
     """Return the run's memory as (blocks, fragments, bytes)."""
-    span = (num_blocks - 1) * run.stride + (run.count - 1) * run.step + run.bytes
+    span = (num_blocks - 1) * run.stride + (run.number - 1) * run.step + run.bytes
     memory = (ctypes.c_uint8 * span).from_address(run.pointer)
-    return np.ndarray((num_blocks, run.count, run.bytes), np.uint8, buffer=memory, strides=(run.stride, run.step, 1))
+    return np.ndarray(
+        (num_blocks, run.number, run.bytes), np.uint8, buffer=memoryview(memory), strides=(run.stride, run.step, 1)
+    )
 
 
 def _bytes(job: Job) -> tuple[Bytes, int]:

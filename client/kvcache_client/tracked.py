@@ -1,0 +1,62 @@
+"""What the scheduler's side knows of one request of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcache_client.lease import Lease
+
+PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds without saves of a chain that was refused; doubled each time
+
+
+@dataclass(slots=True)
+class Lookup:
+    lease: Lease
+    wanted: int  # cached blocks asked for
+    hits: int  # cached blocks that may be loaded
+    at: float
+    asked: int = 0  # the step that asked last
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request and its chain. `saved` counts the cached blocks from the root on that the daemon has, or was asked to
+    take."""
+
+    request: Any
+    blocks: list[int] = field(default_factory=list)
+    saved: int = 0
+    lookup: Lookup | None = None
+    start: int = 0  # device blocks that the engine had itself when it asked last
+    told: bool = False  # whether its line was logged
+    loading: bool = False
+    load_failed: bool = False
+    barred: bool = False  # it has KV of other weights
+    wait_until: float = 0.0  # for blocks that were being written; 0: it has not waited
+    retry_at: float = 0.0  # no saves before that
+    pause: float = PAUSE
+    excluded: str = ""  # why its hashes do not name content
+
+    @property
+    def id(self) -> str:
+        return str(self.request.request_id)
+
+    def refuse(self, saved: int, why: str, now: float) -> None:
+        """Save nothing of this chain for a while, then go on at `saved`, or from the root where a parent is gone."""
+        paused = self.retry_at > now
+        self.saved = 0 if why == "no_parent" and not paused else min(self.saved, saved)
+        if not paused:
+            self.retry_at = now + self.pause
+            self.pause = min(self.pause * 2, LONGEST_PAUSE)
+
+
+def track(request: Any) -> Tracked:
+    """Return what is known of a new request. A cache salt is content: it is in the hashes of all who use it alike."""
+    tracked = Tracked(request)
+    for name, why in (("lora_request", "lora"), ("mm_features", "multimodal")):
+        if getattr(request, name, None):
+            tracked.excluded = why
+    if getattr(request, "prompt_embeds", None) is not None:
+        tracked.excluded = "prompt_embeds"
+    return tracked

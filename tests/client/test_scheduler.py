@@ -1,0 +1,426 @@
+"""Scheduler and rank sides together, on a real daemon and real tensors; the engine around them is acted out."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_client.namespace import Shards
+from kvcache_client.plan import NOTHING, StepPlan
+from kvcache_client.scheduler import Scheduler
+from kvcache_client.settings import Settings
+from kvcache_client.worker import Worker
+
+torch = pytest.importorskip("torch")
+
+BLOCK, BLOCKS, LAYERS = 16, 32, 3
+PAGE = 4096
+SPEC = NamespaceSpec("tiny", (GroupSpec(BLOCK, LAYERS * PAGE),), {"weights": ""})
+PATIENCE = 30.0
+
+
+class Request(SimpleNamespace):
+    """As much of vLLM's as anybody reads."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, name: str, tokens: int, hashes: list[bytes] | None = None, **facts: Any) -> None:
+        super().__init__(
+            request_id=name,
+            num_tokens=tokens,
+            num_prompt_tokens=tokens,
+            num_computed_tokens=0,
+            block_hashes=hashes or [secrets.token_bytes(32) for _ in range(tokens // BLOCK)],
+            **facts,
+        )
+
+
+def new(name: str, blocks: list[int], computed: int) -> SimpleNamespace:
+    return SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)
+
+
+class Rig:
+    """An engine of one rank, whose steps a test writes out."""
+
+    def __init__(self, endpoint: str, name: str, **settings: Any) -> None:
+        options = Settings(endpoint, **settings)
+        sessions = [Session.open(endpoint, engine=name, label=label, deadline=5.0) for label in ("rank", "scheduler")]
+        self.tensors = [torch.randint(0, 255, (BLOCKS, PAGE), dtype=torch.uint8) for _ in range(LAYERS)]
+        self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, LAYERS * PAGE, 1)
+        self.worker.register({str(layer): tensor for layer, tensor in enumerate(self.tensors)}, BLOCKS)
+        self.session = sessions[1]
+        self.scheduler = Scheduler(self.session, SPEC, options, BLOCK, 1)
+        self.seen: set[str] = set()
+
+    def block(self, number: int) -> bytes:
+        return b"".join(tensor[number].numpy().tobytes() for tensor in self.tensors)
+
+    def admit(self, request: Request, blocks: list[int], computed: int = 0, load: int = 0) -> None:
+        self.scheduler.allocated(request, blocks, load)
+        request.num_computed_tokens = computed + load
+        request.table = blocks
+
+    def step(self, scheduled: dict[Request, int] | None = None, given: list[int] | None = None) -> StepPlan:
+        """One step; `given` are blocks that a request nobody follows gets."""
+        fresh, cached = [], SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        for request in scheduled or {}:
+            if request.request_id in self.seen:
+                cached.req_ids.append(request.request_id)
+                cached.new_block_ids.append(None)
+                cached.num_computed_tokens.append(request.num_computed_tokens)
+            else:
+                self.seen.add(request.request_id)
+                fresh.append(new(request.request_id, request.table, request.num_computed_tokens))
+        if given:
+            fresh.append(new("a stranger", given, 0))
+        tokens = {request.request_id: count for request, count in (scheduled or {}).items()}
+        plan = self.scheduler.plan(
+            SimpleNamespace(
+                scheduled_new_reqs=fresh,
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens=tokens,
+                total_num_scheduled_tokens=sum(tokens.values()) + (1 if given else 0),
+            )
+        )
+        self.worker.begin(plan)
+        self.worker.load(plan)
+        for request, count in (scheduled or {}).items():
+            request.num_computed_tokens += count
+        return plan
+
+    def await_loads(self) -> set[str]:
+        until = time.monotonic() + PATIENCE
+        received: set[str] = set()
+        while not received:
+            assert time.monotonic() < until, "no load has ended"
+            received = self.worker.received()
+            time.sleep(0.001)
+        self.scheduler.ended(sorted(received), self.worker.take_errors())
+        return received
+
+    def run(self, request: Request, blocks: list[int]) -> None:
+        """Compute a prompt and end, as a request of one token does."""
+        self.admit(request, blocks)
+        self.step({request: request.num_tokens})
+        self.scheduler.finished(request)
+        self.step()
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+@pytest.fixture
+def rigs(daemon: Any) -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(name: str, **settings: Any) -> Rig:
+        made.append(Rig(daemon.endpoint, name, **settings))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def idle(daemon: Any, blocks: int | None = None) -> None:
+    daemon.wait_status(
+        lambda s: not s["pool"]["blocks_writing"]
+        and not s["pool"]["pinned_bytes"]
+        and blocks in (None, s["pool"]["blocks"]),
+        f"an idle cache of {blocks} blocks",
+    )
+
+
+def test_what_one_engine_computed_another_one_loads(rigs: Any, daemon: Any) -> None:
+    one, two = rigs("one"), rigs("two")
+    request = Request("r", 5 * BLOCK)
+    assert one.scheduler.matched_tokens(request, 0) == (0, False)
+    one.run(request, [3, 1, 4, 15, 9])
+    idle(daemon, 5)
+    again = Request("s", 5 * BLOCK + 1, request.block_hashes)
+    assert two.scheduler.matched_tokens(again, 0) == (5 * BLOCK, True)
+    assert two.scheduler.matched_tokens(again, 2 * BLOCK) == (3 * BLOCK, True)
+    two.admit(again, [20, 21, 22, 23, 24, 25], 2 * BLOCK, 3 * BLOCK)
+    before = [two.block(number) for number in range(BLOCKS)]
+    two.step()
+    assert two.await_loads() == {"s"}
+    loaded = {22: one.block(4), 23: one.block(15), 24: one.block(9)}
+    assert [two.block(n) for n in range(BLOCKS)] == [loaded.get(n, before[n]) for n in range(BLOCKS)]
+    idle(daemon, 5)
+
+
+def test_the_last_token_is_always_computed(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK)
+    rig.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+    assert rig.scheduler.matched_tokens(Request("s", 4 * BLOCK, request.block_hashes), 0) == (3 * BLOCK, True)
+    assert rig.scheduler.matched_tokens(Request("t", 4 * BLOCK, request.block_hashes), 3 * BLOCK) == (0, False)
+    assert rig.scheduler.matched_tokens(Request("u", 4 * BLOCK, request.block_hashes), 7) == (0, False)
+
+
+def test_blocks_leave_as_they_fill(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    request = Request("r", 3 * BLOCK)
+    rig.admit(request, [5, 6, 7, 8])
+    assert rig.step({request: BLOCK + 3}).saves == []
+    rig.session.ping()
+    assert [job.blocks for job in rig.step({request: BLOCK - 4}).saves] == [[5]]  # one token short of the second
+    assert rig.step({request: 1}).saves == []
+    rig.session.ping()
+    assert [job.blocks for job in rig.step({request: BLOCK}).saves] == [[6]]
+    request.block_hashes.append(secrets.token_bytes(32))  # generated
+    request.num_tokens += BLOCK
+    rig.step({request: BLOCK})
+    rig.scheduler.finished(request)
+    rig.step()
+    idle(daemon, 4)
+
+
+def test_prompts_only(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one", save="prompt")
+    request = Request("r", 2 * BLOCK + 3)
+    request.block_hashes.append(secrets.token_bytes(32))
+    rig.admit(request, [5, 6, 7, 8])
+    rig.step({request: 3 * BLOCK})
+    rig.scheduler.finished(request)
+    rig.step()
+    idle(daemon, 2)
+
+
+def test_a_block_given_away_is_read_first(rigs: Any, daemon: Any) -> None:
+    """The step that gives a block to somebody else is the one that saves it: before, not after."""
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK)
+    rig.admit(request, [0, 1, 2, 3])
+    rig.step({request: 4 * BLOCK})
+    rig.session.ping()  # the answer has come
+    before = rig.block(2)
+    plan = rig.step(given=[2, 9])
+    assert plan.given == [2]
+    for tensor in rig.tensors:
+        tensor[2] = 0  # the stranger writes
+    rig.step(given=[2])
+    idle(daemon, 4)
+    again = Request("s", 4 * BLOCK + 1, request.block_hashes)
+    assert rig.scheduler.matched_tokens(again, 0) == (4 * BLOCK, True)
+    rig.admit(again, [10, 11, 12, 13, 14], 0, 4 * BLOCK)
+    rig.step()
+    rig.await_loads()
+    assert rig.block(12) == before
+
+
+def test_a_block_given_away_unanswered_is_dropped(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK)
+    rig.admit(request, [0, 1, 2, 3])
+    daemon.process.send_signal(signal.SIGSTOP)
+    rig.step({request: 4 * BLOCK})
+    assert rig.step(given=[2]) is NOTHING
+    daemon.process.send_signal(signal.SIGCONT)
+    rig.session.ping()
+    (job,) = rig.step(given=[30]).saves
+    assert job.blocks == [0, 1]
+    assert rig.scheduler.counters["saves_dropped"] == 2
+    idle(daemon, 2)
+
+
+def test_a_lease_that_no_load_takes_is_given_back(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK)
+    rig.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+    waiting = Request("s", 5 * BLOCK, request.block_hashes)
+    for _ in range(5):  # it stands in the queue, and is asked for in each schedule
+        assert rig.scheduler.matched_tokens(waiting, 0) == (4 * BLOCK, True)
+        rig.step()
+    assert daemon.status()["pool"]["pinned_bytes"] > 0
+    for _ in range(3):
+        rig.step()
+    idle(daemon, 4)
+    assert rig.scheduler.matched_tokens(waiting, 0) == (4 * BLOCK, True)
+    rig.admit(waiting, [10, 11, 12, 13, 14])  # the engine would rather compute
+    idle(daemon, 4)
+
+
+def test_a_load_may_be_smaller_than_the_hit(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK)
+    rig.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+    again = Request("s", 5 * BLOCK, request.block_hashes)
+    assert rig.scheduler.matched_tokens(again, 0) == (4 * BLOCK, True)
+    rig.admit(again, [10, 11, 12, 13], 0, 2 * BLOCK)
+    (job,) = rig.step().loads
+    assert job.blocks == [10, 11]
+    rig.await_loads()
+    assert [rig.block(10), rig.block(11)] == [rig.block(0), rig.block(1)]
+    rig.admit(again, [10, 11, 12, 13, 14], 2 * BLOCK)  # the second call, after the load
+    idle(daemon, 4)
+
+
+def test_an_aborted_request_keeps_its_lease_until_the_load_has_ended(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK)
+    rig.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+    again = Request("s", 5 * BLOCK, request.block_hashes)
+    rig.scheduler.matched_tokens(again, 0)
+    rig.admit(again, [10, 11, 12, 13, 14], 0, 4 * BLOCK)
+    rig.scheduler.finished(again)
+    assert daemon.status()["pool"]["pinned_bytes"] > 0
+    rig.step()
+    assert rig.await_loads() == {"s"}
+    idle(daemon, 4)
+
+
+def test_a_load_without_a_lease_fails_once(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK)
+    rig.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+    again = Request("s", 5 * BLOCK, request.block_hashes)
+    rig.scheduler.matched_tokens(again, 0)
+    for _ in range(3):
+        rig.step()  # the lease is given back, and the engine comes with the load after all
+    rig.admit(again, [10, 11, 12, 13, 14], 0, 4 * BLOCK)
+    rig.step()
+    until = time.monotonic() + PATIENCE
+    while not (received := rig.worker.received()) and time.monotonic() < until:
+        time.sleep(0.001)
+    errors = rig.worker.take_errors()
+    assert (received, errors) == ({"s"}, {10, 11, 12, 13})
+    rig.scheduler.ended(["s"], errors)
+    assert rig.scheduler.matched_tokens(again, 0) == (0, False)
+    assert rig.scheduler.counters["loads_failed"] == 1
+
+
+def test_pending_blocks_are_waited_for_once(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    hashes = [secrets.token_bytes(32) for _ in range(3)]
+    with Session.connect(daemon.endpoint, engine="other", deadline=5.0) as other:
+        namespace = other.attach(SPEC, shards=(0,))
+        reservation = namespace.reserve(hashes)
+        request = Request("r", 4 * BLOCK, hashes)
+        assert rig.scheduler.matched_tokens(request, 0) == (None, False)
+        reservation.commit()
+        assert rig.scheduler.matched_tokens(request, 0) == (3 * BLOCK, True)
+
+        more = [*hashes, secrets.token_bytes(32)]
+        slow = namespace.reserve(more[3:], parent=hashes[-1])
+        request = Request("s", 5 * BLOCK, more)
+        until = time.monotonic() + PATIENCE
+        while (answer := rig.scheduler.matched_tokens(request, 0)) == (None, False):
+            assert time.monotonic() < until, "it waits for ever"
+            rig.step()
+        assert answer == (3 * BLOCK, True)  # what is there
+        assert rig.scheduler.matched_tokens(request, 0) == (3 * BLOCK, True)
+        slow.abort()
+    for _ in range(3):
+        rig.step()
+    idle(daemon)
+
+
+@pytest.mark.parametrize(
+    "facts", [{"lora_request": "adapter"}, {"mm_features": ["image"]}, {"prompt_embeds": "tensor"}]
+)
+def test_hashes_that_do_not_name_content_are_left_alone(rigs: Any, daemon: Any, facts: dict[str, Any]) -> None:
+    rig = rigs("one")
+    plain = Request("r", 4 * BLOCK, cache_salt="a salt is content", lora_request=None, mm_features=[])
+    rig.run(plain, [0, 1, 2, 3])
+    idle(daemon, 4)
+    odd = Request("s", 4 * BLOCK + 1, plain.block_hashes, **facts)
+    assert rig.scheduler.matched_tokens(odd, 0) == (0, False)
+    assert sum(count for name, count in rig.scheduler.counters.items() if name.startswith("lookups_declined")) == 1
+    other = Request("t", 4 * BLOCK, **facts)
+    rig.run(other, [4, 5, 6, 7])
+    assert rig.scheduler.matched_tokens(Request("u", 5 * BLOCK, plain.block_hashes), 0) == (4 * BLOCK, True)
+    assert daemon.status()["pool"]["blocks"] == 4
+
+
+def test_skip_reading_is_obeyed(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK)
+    rig.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+    again = Request("s", 5 * BLOCK, request.block_hashes, skip_reading_prefix_cache=True)
+    assert rig.scheduler.matched_tokens(again, 0) == (0, False)
+
+
+def test_a_reset_moves_this_engine_alone(rigs: Any, daemon: Any) -> None:
+    one, two = rigs("one"), rigs("two")
+    request = Request("r", 4 * BLOCK)
+    one.run(request, [0, 1, 2, 3])
+    running = Request("s", 6 * BLOCK)
+    one.admit(running, [4, 5, 6, 7, 8, 9])
+    one.step({running: 2 * BLOCK})
+    assert one.scheduler.reset()
+    one.step({running: 2 * BLOCK})
+    one.step({running: 2 * BLOCK})
+    one.scheduler.finished(running)  # it began with the old weights: what it computed since stays here
+    one.step()
+    idle(daemon, 6)
+
+    assert one.scheduler.matched_tokens(Request("t", 5 * BLOCK, request.block_hashes), 0) == (0, False)
+    assert two.scheduler.matched_tokens(Request("u", 5 * BLOCK, request.block_hashes), 0) == (4 * BLOCK, True)
+    one.run(Request("v", 4 * BLOCK, request.block_hashes), [10, 11, 12, 13])
+    daemon.wait_status(lambda s: s["pool"]["blocks"] == 10, "the blocks of the new weights")
+    (_, moved) = daemon.status()["namespaces"]
+    assert moved["blocks"] == 4
+    assert moved["identity"]["weights"]
+
+
+def test_a_request_of_old_weights_is_saved_again_once_computed_from_the_start(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    running = Request("s", 3 * BLOCK)
+    rig.scheduler.matched_tokens(running, 0)
+    rig.admit(running, [4, 5, 6])
+    rig.step({running: BLOCK})
+    rig.scheduler.reset()
+    running.num_computed_tokens = 0  # preempted
+    assert rig.scheduler.matched_tokens(running, 0) == (0, False)
+    rig.admit(running, [7, 8, 9])
+    rig.step({running: 3 * BLOCK})
+    rig.scheduler.finished(running)
+    rig.step()
+    daemon.wait_status(lambda s: [n["blocks"] for n in s["namespaces"]] == [1, 3], "old and new blocks")
+
+
+def test_a_stopped_daemon_costs_one_deadline_and_no_answer(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    rig.session.deadline = 0.02
+    request = Request("r", 4 * BLOCK)
+    rig.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+    again = Request("s", 5 * BLOCK, request.block_hashes)
+    daemon.process.send_signal(signal.SIGSTOP)
+    assert rig.scheduler.matched_tokens(again, 0) == (0, False)
+    for _ in range(100):
+        assert rig.scheduler.matched_tokens(again, 0) == (0, False)
+    assert rig.session.counters["lookups_unanswered"] == 1
+    daemon.process.send_signal(signal.SIGCONT)
+    until = time.monotonic() + PATIENCE
+    while rig.scheduler.matched_tokens(again, 0) != (4 * BLOCK, True):
+        assert time.monotonic() < until, "the daemon is back and nobody asks"
+        time.sleep(0.01)
+
+
+def test_a_shutdown_leaves_nothing_in_the_writing(rigs: Any, daemon: Any) -> None:
+    rig = Rig(daemon.endpoint, "short-lived")
+    request = Request("r", 8 * BLOCK)
+    rig.admit(request, list(range(8)))
+    rig.step({request: 4 * BLOCK})
+    rig.session.ping()
+    rig.step({request: 4 * BLOCK})  # half is being copied, half is asked for
+    rig.close()
+    daemon.wait_status(lambda s: not s["sessions"] and not s["pool"]["blocks_writing"], "the end")
+    status = daemon.status()["pool"]
+    assert (status["blocks"], status["slots_quarantined"]) == (4, 0)
