@@ -60,22 +60,22 @@ class SlotRow(NamedTuple):
     block_hash: bytes
 
 
-def plan_geometry(region_id: bytes, region_bytes: int, extent_bytes: int = 0) -> PoolGeometry:
-    """Return how a region of at most `region_bytes` is cut.
+def plan_geometry(region_id: bytes, size: int, extent_bytes: int = 0) -> PoolGeometry:
+    """Return how a region is cut whose whole extents take at most `size` bytes; its header comes on top.
 
-    `extent_bytes` 0 chooses: 1/16 of the region, a power of two from 4 MiB to 256 MiB. Raises RegionError where not one
+    `extent_bytes` 0 chooses: 1/16 of the size, a power of two from 4 MiB to 256 MiB. Raises RegionError where not one
     extent fits.
     """
     if extent_bytes == 0:
-        wanted = max(region_bytes // 16, 1)
+        wanted = max(size // 16, 1)
         extent_bytes = min(max(1 << (wanted - 1).bit_length(), 4 << 20), 256 << 20)
     if extent_bytes < ALIGN or extent_bytes % ALIGN:
         raise RegionError(f"extent of {extent_bytes} bytes: a multiple of {ALIGN}")
-    for extents in range(min(region_bytes // extent_bytes, MAX_EXTENTS), 0, -1):
-        data = -(-(EXTENT_ROWS + extents * EXTENT_ROW) // ALIGN) * ALIGN
-        if data + extents * extent_bytes <= region_bytes:
-            return PoolGeometry(region_id, data + extents * extent_bytes, extent_bytes, extents, data)
-    raise RegionError(f"region of {region_bytes} bytes: at least {extent_bytes + ALIGN} for one extent")
+    extents = min(size // extent_bytes, MAX_EXTENTS)
+    if extents < 1:
+        raise RegionError(f"{size} bytes: at least {extent_bytes}, one extent")
+    data = -(-(EXTENT_ROWS + extents * EXTENT_ROW) // ALIGN) * ALIGN
+    return PoolGeometry(region_id, data + extents * extent_bytes, extent_bytes, extents, data)
 
 
 def slots_per_extent(extent_bytes: int, slot_bytes: int) -> int:

@@ -29,7 +29,7 @@ import zmq
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.errors import Unavailable
-from kvcache_proto.region import ALIGN, plan_geometry, slots_per_extent
+from kvcache_proto.region import slots_per_extent
 from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server.admin import Admin
 
@@ -266,7 +266,7 @@ def idle_share(pid: int, seconds: float) -> float:
 def processes(folder: Path, blocks: int) -> Iterator[tuple[str, int, Echo]]:
     """Run daemon and echo; yield the daemon's endpoint, its process id, and the way to the echo."""
     extents = -(-blocks // slots_per_extent(EXTENT, SHARD_BYTES))
-    size = plan_geometry(bytes(16), extents * EXTENT + 4 * ALIGN, EXTENT).region_bytes
+    size = extents * EXTENT
     endpoint, echo_endpoint = f"ipc://{folder}/kvcache.sock", f"ipc://{folder}/echo.sock"
     flags = ["--endpoint", endpoint, "--size", str(size), "--extent-size", str(EXTENT), "--lock", "never"]
     spawn = multiprocessing.get_context("spawn")

@@ -64,7 +64,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Every setting of the daemon; sizes are bytes, times are seconds."""
 
     endpoint: Annotated[str, _doc("Where clients meet the daemon: `ipc://` and an absolute path.")] = ""
-    size: Annotated[int, _doc("Host memory to give to the cache.", size=True)] = 4 << 30
+    size: Annotated[int, _doc("Host memory for blocks; the region's header, 2 to 6 MiB, comes on top.", size=True)] = (
+        4 << 30
+    )
     region_dir: Annotated[str, _doc("Folder on tmpfs or hugetlbfs that holds the region file.")] = "/dev/shm"
     extent_size: Annotated[
         int, _doc("Unit in which block sizes trade memory; 0 takes 1/16 of the region, 4 to 256 MiB.", size=True)

@@ -79,7 +79,7 @@ def create_region(
     lock: str = "auto",
     progress: Progress | None = None,
 ) -> Region:
-    """Return a fresh region of at most `size` bytes, all its pages present, in a new file in `directory`.
+    """Return a fresh region with `size` bytes of extents, all its pages present, in a new file in `directory`.
 
     What a killed daemon of the same `socket_path` left there is removed first. `lock` is "auto", "always" or "never".
 
@@ -94,7 +94,7 @@ def create_region(
         geometry = plan_geometry(os.urandom(16), size, extent_size)
     except RegionError as error:
         raise ConfigError(f"size: {error}") from None
-    if extent_size and geometry.extents == MAX_EXTENTS and size >= geometry.region_bytes + geometry.extent_bytes:
+    if extent_size and geometry.extents == MAX_EXTENTS and size >= (MAX_EXTENTS + 1) * geometry.extent_bytes:
         raise ConfigError(
             f"size {format_size(size)} in extents of {format_size(geometry.extent_bytes)}: at most {MAX_EXTENTS:,} of "
             "them, choose a larger extent_size"

@@ -57,7 +57,6 @@ RECEIVE_QUEUE = 128  # messages a peer may have under way; more wait on its side
 SEND_QUEUE = 1024  # replies that a peer may leave unread
 YOUNG_OBJECTS = 10_000
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LAST = int(zmq.NOBLOCK)
@@ -388,18 +387,18 @@ def serve(config: Config, progress: Progress | None = None) -> None:
 
     Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
     """
-    for signum in _STOPS:
+    for signum in STOP_SIGNALS:
         signal.signal(signum, _stop_starting)
     _raise_descriptor_limit()
     # A signal between the making of the lock's file and the block that removes it would leave it behind.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         lock = EndpointLock(config.endpoint)
     except BaseException:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         raise
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         began = time.monotonic()
         region = create_region(
             config.region_dir,

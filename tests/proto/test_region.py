@@ -101,19 +101,20 @@ def test_formatting_again_forgets_everything() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 1 << 42), st.sampled_from([0, 2 * MIB, 4 * MIB, 6 * MIB, 256 * MIB]))
-def test_a_region_is_cut_within_its_size(region_bytes: int, extent_bytes: int) -> None:
+def test_extents_take_the_size_and_the_header_comes_on_top(size: int, extent_bytes: int) -> None:
     try:
-        g = plan_geometry(ID, region_bytes, extent_bytes)
+        g = plan_geometry(ID, size, extent_bytes)
     except RegionError:
-        assert region_bytes < max(extent_bytes, 4 * MIB) + 2 * MIB
+        assert size < max(extent_bytes, 4 * MIB)
         return
     assert 1 <= g.extents <= region.MAX_EXTENTS
     assert g.data_offset % region.ALIGN == 0
     assert g.extent_bytes % region.ALIGN == 0
-    assert g.data_offset >= region.EXTENT_ROWS + g.extents * region.EXTENT_ROW
-    assert g.region_bytes == g.data_offset + g.extents * g.extent_bytes <= region_bytes
+    assert g.data_offset - region.ALIGN < region.EXTENT_ROWS + g.extents * region.EXTENT_ROW <= g.data_offset
+    assert g.region_bytes == g.data_offset + g.extents * g.extent_bytes
+    assert g.extents * g.extent_bytes <= size
     if g.extents < region.MAX_EXTENTS:
-        assert region_bytes - g.region_bytes < g.extent_bytes + region.ALIGN
+        assert size - g.extents * g.extent_bytes < g.extent_bytes
 
 
 @pytest.mark.parametrize("extent_bytes", [1, MIB, 3 * MIB, 4 * MIB + 1, -2 * MIB])

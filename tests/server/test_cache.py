@@ -58,7 +58,7 @@ def chain(name: str, length: int) -> list[str]:
 
 
 def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, **limits: float) -> Cache:
-    geometry = plan_geometry(b"r" * 16, extents * extent_bytes + 2 * MIB, extent_bytes)
+    geometry = plan_geometry(b"r" * 16, extents * extent_bytes, extent_bytes)
     assert geometry.extents == extents
     return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**limits), seed=11)
 

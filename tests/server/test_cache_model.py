@@ -156,7 +156,7 @@ class Model:
 class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        geometry = plan_geometry(bytes(16), EXTENTS * EXTENT + (2 << 20), EXTENT)
+        geometry = plan_geometry(bytes(16), EXTENTS * EXTENT, EXTENT)
         limits = Limits(pin_quota=1.0, supersede_after=SUPERSEDE, quarantine=QUARANTINE)
         self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, limits, seed=7)
         self.region = geometry.region_id

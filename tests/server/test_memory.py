@@ -38,7 +38,7 @@ def test_a_region_is_whole_and_private(socket_path: str) -> None:
     try:
         found = os.stat(region.path)
         assert stat.S_IMODE(found.st_mode) == 0o600
-        assert 0 < region.geometry.region_bytes <= 64 * MIB
+        assert region.geometry.region_bytes == 64 * MIB + 2 * MIB
         assert found.st_size == len(region.buffer) == region.geometry.region_bytes
         assert resident(region) >= region.geometry.region_bytes
         assert done[0] == (0, region.geometry.region_bytes)
@@ -104,7 +104,7 @@ def test_more_than_there_is(socket_path: str) -> None:
 
 
 def test_less_than_one_extent(socket_path: str) -> None:
-    with pytest.raises(ConfigError, match="size: region of 1048576 bytes: at least"):
+    with pytest.raises(ConfigError, match="size: 1048576 bytes: at least 4194304"):
         create_region(SHM, MIB, socket_path=socket_path)
     with pytest.raises(ConfigError, match="larger extent_size"):
         create_region(SHM, 1 << 40, extent_size=2 * MIB, socket_path=socket_path)
