@@ -1,4 +1,4 @@
-"""An engine's throughput without the connector, with it and no daemon there, and with a daemon: by turns in one run.
+"""An engine's throughput without a connector, with one that does nothing, and with ours, by turns in one run.
 
     python tests/bench/throughput.py [--rounds 7] [--json]
 
@@ -38,12 +38,12 @@ def engine(pipe: Connection, model: str, extra: dict[str, Any] | None) -> None:
     os.environ |= {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     from vllm import LLM, SamplingParams
 
-    transfer = {
+    ours = {
         "kv_connector": "KVCacheServerConnector",
         "kv_connector_module_path": "kvcache_client.connector",
-        "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
+    null = {"kv_connector": "NullConnector", "kv_connector_module_path": "null_connector"}
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
@@ -52,7 +52,7 @@ def engine(pipe: Connection, model: str, extra: dict[str, Any] | None) -> None:
         block_size=64,
         max_model_len=1024,
         max_num_seqs=BATCH,
-        kv_transfer_config=transfer if extra is not None else None,
+        kv_transfer_config=None if extra is None else {"kv_role": "kv_both", **(ours if extra else null)},
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
     pipe.send(True)
@@ -74,6 +74,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
         daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         variants: dict[str, dict[str, Any] | None] = {
             "no connector": None,
+            "one that does nothing": {},
             "no daemon": {"endpoint": f"ipc://{folder}/nobody.sock"},
             "daemon, save: prompt": {"endpoint": endpoint, "save": "prompt"},
             "daemon, save: all": {"endpoint": endpoint, "save": "all"},
@@ -91,10 +92,12 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
             seconds: dict[str, list[float]] = {name: [] for name in variants}
             draw = random.Random(0)
             for turn in range(rounds + 1):
-                prompts = [[draw.randrange(LLAMA["vocab_size"]) for _ in range(PROMPT)] for _ in range(BATCH)]
                 names = list(variants)
                 for name in names if turn % 2 else names[::-1]:
-                    pipes[name].send(prompts)
+                    # Prompts of its own: two engines at one daemon would load what the other one has just saved.
+                    pipes[name].send(
+                        [[draw.randrange(LLAMA["vocab_size"]) for _ in range(PROMPT)] for _ in range(BATCH)]
+                    )
                     spent = pipes[name].recv()
                     if turn:  # the first one warms up
                         seconds[name].append(spent)

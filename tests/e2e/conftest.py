@@ -1,0 +1,199 @@
+"""Real vLLM engines for the end-to-end tests: each a process, driven by JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("vllm", reason="end to end: needs vLLM (`pip install -e .[cpu,test]`)", exc_type=ImportError)
+
+BLOCK = 32
+LAYERS, KV_HEADS, HEAD = 4, 2, 32
+BLOCK_BYTES = LAYERS * 2 * KV_HEADS * HEAD * BLOCK * 4  # float32
+MAX_LEN = 1024
+MODEL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+
+
+class EngineProcess:
+    """One engine; `ask` sends a request of engine.py and returns its answer."""
+
+    def __init__(self, log: Path, env: dict[str, str] | None = None) -> None:
+        self.log_path = log
+        read, write = os.pipe()
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).parent / "engine.py"), str(write)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=[write],
+                text=True,
+                env={**os.environ, **_ENVIRONMENT, **(env or {})},
+                start_new_session=True,
+            )
+        os.close(write)
+        self._answers = os.fdopen(read)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def ask(self, op: str, **arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+        self.process.stdin.flush()
+        line = self._answers.readline()
+        assert line, f"the engine ended:\n{self.log[-6000:]}"
+        answer = json.loads(line)
+        assert "ok" in answer, f"{answer}\n{self.log[-6000:]}"
+        return answer["ok"]
+
+    def generate(self, *prompts: list[int], **options: Any) -> list[list[int]]:
+        return self.ask("generate", prompts=list(prompts), **options)["tokens"]
+
+    def kill_rank(self, rank: int) -> None:
+        """kill -9 of one tensor-parallel rank."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        (process,) = [child for child in children if f"Worker_TP{rank}" in " ".join(child.cmdline())]
+        process.kill()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, 9)
+                self.process.wait()
+        self._answers.close()
+
+
+_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONPATH": str(Path(__file__).parent),
+}
+
+
+def engine_options(model: str, blocks: int = 256) -> dict[str, Any]:
+    return {
+        "model": model,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": MAX_LEN,
+        "kv_cache_memory_bytes": blocks * BLOCK_BYTES,
+        "seed": 0,
+        "disable_log_stats": False,
+    }
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
+    maker = EngineProcess(folder.parent / "make.log")
+    try:
+        maker.ask("make_model", folder=str(folder), config=MODEL)
+    finally:
+        maker.close()
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`engines(name, endpoint=None, ...)` starts an engine, without the connector where there is no endpoint."""
+    logs = tmp_path_factory.mktemp("engines")
+    started: list[EngineProcess] = []
+
+    def start(
+        name: str,
+        endpoint: str | None = None,
+        extra: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        module: str = "kvcache_client.connector",
+        blocks: int = 256,
+        **arguments: Any,
+    ) -> EngineProcess:
+        process = EngineProcess(logs / f"{name}.log", env)
+        started.append(process)
+        connector = None
+        if endpoint is not None:
+            connector = {
+                "engine_id": name,
+                "kv_connector_module_path": module,
+                "kv_connector_extra_config": {"endpoint": endpoint, "deadline_ms": 5000, **(extra or {})},
+            }
+        options = engine_options(model, blocks) | arguments
+        process.ask("open", connector=connector, **options)
+        return process
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.close()
+
+
+class Reference:
+    """What an engine without the connector answers, asked once a prompt and one at a time."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self._engine = engine
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def __call__(self, prompts: list[list[int]], max_tokens: int = 8) -> list[list[int]]:
+        answers = []
+        for prompt in prompts:
+            key = (max_tokens, *prompt)
+            if key not in self._known:
+                (self._known[key],) = self._engine.generate(prompt, max_tokens=max_tokens)
+            answers.append(self._known[key])
+        return answers
+
+
+@pytest.fixture(scope="session")
+def reference(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    process = EngineProcess(tmp_path_factory.mktemp("reference") / "plain.log")
+    try:
+        process.ask("open", connector=None, **engine_options(model))
+        yield Reference(process)
+    finally:
+        process.close()
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> Any:
+    """`prompt(n)` returns n random tokens; `prompt(n, after)` continues other ones. The same in every run of a test."""
+    draw = random.Random(request.node.name)
+
+    def make(length: int, after: list[int] | None = None) -> list[int]:
+        begin = list(after or ())
+        return begin + [draw.randrange(3, 512) for _ in range(length - len(begin))]
+
+    return make

@@ -1,0 +1,134 @@
+"""One vLLM engine as a process of its own: JSON lines in, JSON lines out on the descriptor that argv names.
+
+    {"op": "make_model", "folder": ..., "config": {...}}
+    {"op": "open", ...LLM arguments, "connector": {...} | null}
+    {"op": "generate", "prompts": [[token, ...], ...], "max_tokens": 8, "abort": [index, ...]}
+    {"op": "reset", "connector": false}
+    {"op": "close"}
+
+Each answer is {"ok": ...} or {"error": "..."}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.number = 0
+
+    def make_model(self, folder: str, config: dict[str, Any]) -> dict[str, Any]:
+        """Write a Llama with random weights, wide ones: with the default width every next token would be the same."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**config, initializer_range=0.1)).float().save_pretrained(folder)
+        return {}
+
+    def open(self, connector: dict[str, Any] | None, **arguments: Any) -> dict[str, Any]:
+        from vllm import LLM
+
+        if connector is not None:
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "KVCacheServerConnector",
+                "kv_role": "kv_both",
+                **connector,
+            }
+        begin = time.perf_counter()
+        self.llm = LLM(**arguments)
+        return {"seconds": time.perf_counter() - begin}
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 8, abort: list[int] | None = None, steps_before_abort: int = 2
+    ) -> dict[str, Any]:
+        """Run all prompts at once, greedily, and return their tokens; those of `abort` are aborted on the way."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        names = []
+        begin = time.perf_counter()
+        for prompt in prompts:
+            self.number += 1
+            names.append(f"r{self.number}")
+            engine.add_request(names[-1], {"prompt_token_ids": prompt}, parameters)
+        doomed = [names[index] for index in abort or ()]
+        tokens: dict[str, list[int]] = {}
+        first: dict[str, float] = {}
+        steps = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                first.setdefault(output.request_id, time.perf_counter() - begin)
+                if output.finished:
+                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+            steps += 1
+            if doomed and steps >= steps_before_abort:
+                engine.abort_request(doomed)
+                doomed = []
+        return {
+            "tokens": [tokens.get(name) for name in names],
+            "seconds": time.perf_counter() - begin,
+            "first": [first.get(name) for name in names],
+        }
+
+    def add(self, prompts: list[list[int]], max_tokens: int = 8) -> dict[str, Any]:
+        """Begin requests without waiting for them."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        names = []
+        for prompt in prompts:
+            self.number += 1
+            names.append(f"r{self.number}")
+            self.llm.llm_engine.add_request(names[-1], {"prompt_token_ids": prompt}, parameters)
+        return {"names": names}
+
+    def finish(self, steps: int = 0) -> dict[str, Any]:
+        """Take `steps` steps, or as many as there are; return the tokens of the requests that ended."""
+        tokens: dict[str, list[int]] = {}
+        taken = 0
+        while self.llm.llm_engine.has_unfinished_requests() and (not steps or taken < steps):
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+            taken += 1
+        return {"tokens": tokens}
+
+    def reset(self, running: bool = False, connector: bool = False) -> dict[str, Any]:
+        return {"reset": self.llm.llm_engine.reset_prefix_cache(running, connector)}
+
+    def metric(self, name: str) -> dict[str, Any]:
+        return {"value": sum(m.value for m in self.llm.get_metrics() if m.name == name)}
+
+    def close(self) -> dict[str, Any]:
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+        return {}
+
+
+def main() -> None:
+    answers = os.fdopen(int(sys.argv[1]), "w")
+    engine = Engine()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = {"ok": getattr(engine, request.pop("op"))(**request)}
+        except Exception as error:  # noqa: BLE001  # the test shall see it
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

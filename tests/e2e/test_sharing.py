@@ -1,0 +1,149 @@
+"""Two real engines and one daemon: what one has computed the other one loads, and no token differs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+BLOCK, MAX_LEN = 32, 1024
+EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 7, MAX_LEN - 10]
+
+
+@pytest.fixture(scope="module")
+def daemon(start_module_daemon: Any) -> Any:
+    return start_module_daemon(size="128MiB")
+
+
+@pytest.fixture(scope="module")
+def first(engines: Any, daemon: Any) -> Any:
+    return engines("first", daemon.endpoint)
+
+
+@pytest.fixture(scope="module")
+def second(engines: Any, daemon: Any, first: Any) -> Any:
+    return engines("second", daemon.endpoint)
+
+
+def figures(daemon: Any) -> tuple[int, int, int]:
+    """Requested, hit and present blocks."""
+    (namespace,) = daemon.status()["namespaces"]
+    return namespace["requested_blocks"], namespace["hit_blocks"], namespace["blocks"]
+
+
+def full(prompts: list[list[int]]) -> int:
+    """Blocks that the prompts may hit: of each, one token at least is computed."""
+    return sum((len(prompt) - 1) // BLOCK for prompt in prompts)
+
+
+def wait_idle(daemon: Any) -> None:
+    daemon.wait_status(
+        lambda s: not s["pool"]["blocks_writing"] and not s["pool"]["pinned_bytes"] and not s["pool"]["blocks_hidden"],
+        "an idle cache",
+    )
+
+
+def test_the_second_engine_hits_every_full_block_at_once(
+    first: Any, second: Any, daemon: Any, prompt: Any, reference: Any
+) -> None:
+    prompts = [prompt(n) for n in EDGES]
+    assert first.generate(*prompts) == reference(prompts)
+    time.sleep(1.0)  # and no further request to the first engine
+    requested, hit, blocks = figures(daemon)
+    assert blocks >= full(prompts)
+    assert second.generate(*prompts) == reference(prompts)
+    assert [now - then for now, then in zip(figures(daemon), (requested, hit, blocks), strict=True)] == [
+        full(prompts),
+        full(prompts),
+        0,
+    ]
+    wait_idle(daemon)
+
+
+@pytest.mark.parametrize("length", EDGES)
+def test_a_second_pass_after_a_reset(first: Any, daemon: Any, prompt: Any, reference: Any, length: int) -> None:
+    prompts = [prompt(length)]
+    assert first.generate(*prompts) == reference(prompts)
+    wait_idle(daemon)
+    assert first.ask("reset")["reset"]
+    before = figures(daemon)[1]
+    assert first.generate(*prompts) == reference(prompts)
+    assert figures(daemon)[1] - before == full(prompts)
+
+
+def test_shared_prefixes(first: Any, second: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    shared = prompt(8 * BLOCK)
+    prompts = [prompt(12 * BLOCK + 5, shared), prompt(9 * BLOCK, shared), prompt(8 * BLOCK + 1, shared), shared]
+    assert first.generate(prompts[0]) == reference(prompts[:1])
+    wait_idle(daemon)
+    before = figures(daemon)[1]
+    assert second.generate(prompts[1]) == reference(prompts[1:2])
+    assert figures(daemon)[1] - before == 8
+    assert second.generate(*prompts) == reference(prompts)
+    assert first.generate(*prompts) == reference(prompts)
+
+
+def test_generated_blocks_are_shared_too(first: Any, second: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    """A conversation: the next question holds the answer to the last one."""
+    question = prompt(BLOCK + 3)
+    (answer,) = first.generate(question, max_tokens=3 * BLOCK)
+    assert [answer] == reference([question], 3 * BLOCK)
+    wait_idle(daemon)
+    follow_up = prompt(len(question) + len(answer) + 5, question + answer)
+    before = figures(daemon)[1]
+    assert second.generate(follow_up) == reference([follow_up])
+    computed = len(question) + len(answer) - 1  # the last token was never fed back
+    assert figures(daemon)[1] - before == computed // BLOCK
+
+
+def test_both_at_once_with_one_prefix(first: Any, second: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    shared = prompt(10 * BLOCK)
+    prompts = [prompt(10 * BLOCK + 3 * n, shared) for n in range(1, 12)] + [prompt(4 * BLOCK) for _ in range(5)]
+    expected = reference(prompts)
+    for engine in (first, second):
+        engine.ask("add", prompts=prompts)
+    for engine in (first, second):
+        answers = engine.ask("finish")["tokens"]
+        assert [answers[name] for name in sorted(answers, key=lambda name: int(name[1:]))] == expected
+    wait_idle(daemon)
+
+
+def test_aborted_requests_leave_nothing_behind(
+    first: Any, second: Any, daemon: Any, prompt: Any, reference: Any
+) -> None:
+    prompts = [prompt(20 * BLOCK + n) for n in range(6)]
+    first.generate(*prompts)
+    wait_idle(daemon)
+    for steps in (1, 2, 3):  # before, while and after the loads are running
+        answers = second.ask("generate", prompts=prompts, max_tokens=20, abort=[0, 2, 4], steps_before_abort=steps)[
+            "tokens"
+        ]
+        assert [answers[at] for at in (1, 3, 5)] == reference([prompts[at] for at in (1, 3, 5)], 20)
+        wait_idle(daemon)
+        second.ask("reset")
+    assert second.generate(*prompts) == reference(prompts)
+    wait_idle(daemon)
+
+
+def test_a_reset_with_requests_running(first: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    prompts = [prompt(6 * BLOCK + 11 * n) for n in range(6)]
+    for connector in (False, True):
+        names = first.ask("add", prompts=prompts, max_tokens=40)["names"]
+        first.ask("finish", steps=8)
+        assert first.ask("reset", running=True, connector=connector)["reset"]
+        answers = first.ask("finish")["tokens"]
+        assert [answers[name] for name in names] == reference(prompts, 40)
+    wait_idle(daemon)
+    mine = [n for n in daemon.status()["namespaces"] if "first" in n["engines"]]
+    assert [bool(n["identity"]["weights"]) for n in mine] == [False, True]
+    assert mine[1]["blocks"] >= full(prompts)
+
+
+def test_what_an_operator_reads(first: Any, second: Any) -> None:
+    assert "MiB" in first.log
+    for said in (" hit, ", " to load", "stored 31 blocks (992 tokens), 1.9 MiB", "engine first", "KV cache server at"):
+        assert said in first.log, said
+    assert "loaded 31 blocks (992 tokens)" in second.log
+    for engine in (first, second):
+        assert "/kvcache_client/" not in engine.log, "a traceback of ours"

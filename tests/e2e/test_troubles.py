@@ -1,0 +1,157 @@
+"""Real engines when something is scarce, odd, broken or missing: every token stays what it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def daemon(start_module_daemon: Any) -> Any:
+    return start_module_daemon(size="64MiB")
+
+
+def hits(daemon: Any, engine: str) -> int:
+    return sum(n["hit_blocks"] for n in daemon.status()["namespaces"] if engine in n["engines"])
+
+
+def wait_idle(daemon: Any) -> None:
+    daemon.wait_status(
+        lambda s: not s["pool"]["blocks_writing"] and not s["pool"]["pinned_bytes"] and not s["pool"]["blocks_hidden"],
+        "an idle cache",
+    )
+
+
+def test_preemption(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    """A KV cache too small for the batch: blocks change hands while they are being saved."""
+    engine = engines("small", daemon.endpoint, blocks=24, max_model_len=640)
+    shared = prompt(2 * BLOCK)
+    prompts = [prompt(5 * BLOCK + 7 * n, shared) for n in range(6)]
+    expected = reference(prompts, 90)
+    for _ in range(3):
+        assert engine.generate(*prompts, max_tokens=90) == expected
+    assert engine.ask("metric", name="vllm:num_preemptions")["value"] > 0
+    wait_idle(daemon)
+    assert hits(daemon, "small") > 0
+    engine.close()
+
+
+def test_without_the_engines_own_prefix_cache(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    engine = engines("no-prefix", daemon.endpoint, enable_prefix_caching=False, async_scheduling=False)
+    prompts = [prompt(n) for n in (BLOCK - 1, BLOCK, BLOCK + 1, 10 * BLOCK + 3)]
+    assert engine.generate(*prompts) == reference(prompts)
+    wait_idle(daemon)
+    before = hits(daemon, "no-prefix")
+    assert engine.generate(*prompts) == reference(prompts)
+    assert hits(daemon, "no-prefix") - before == 11
+    engine.close()
+
+
+def test_larger_blocks_and_prompts_only(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    extra = {"block_size": 4 * BLOCK, "save": "prompt"}
+    engine = engines("larger", daemon.endpoint, extra=extra)
+    prompts = [prompt(n) for n in (4 * BLOCK, 4 * BLOCK + 1, 11 * BLOCK, 12 * BLOCK + 5)]
+    assert engine.generate(*prompts, max_tokens=5 * BLOCK) == reference(prompts, 5 * BLOCK)
+    wait_idle(daemon)
+    (mine,) = [n for n in daemon.status()["namespaces"] if "larger" in n["engines"]]
+    assert (mine["block_tokens"], mine["blocks"]) == ([128], 1 + 1 + 2 + 3)
+    engine.ask("reset")
+    # The engine itself has five blocks of the third prompt, so that the load begins inside of a cached block.
+    assert engine.generate(prompts[2][: 5 * BLOCK + 1]) == reference([prompts[2][: 5 * BLOCK + 1]])
+    assert engine.generate(*prompts) == reference(prompts)
+    assert hits(daemon, "larger") >= 1 + 2 + 3
+    engine.close()
+
+
+def test_every_load_fails(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    """Each request is answered, after one failed load each; then no more hits are offered for a while."""
+    engine = engines("broken", daemon.endpoint, module="broken_connector")
+    prompts = [prompt(6 * BLOCK + n) for n in range(1, 6)]
+    assert engine.generate(*prompts) == reference(prompts)
+    wait_idle(daemon)
+    engine.ask("reset")
+    assert engine.generate(*prompts) == reference(prompts)
+    assert engine.log.count("Recovered from KV load failure") >= 1
+    assert engine.log.count("6 hit") == 0
+    loads = engine.log.count("192 to load")
+    assert loads == 5  # one a request
+    engine.ask("reset")
+    assert engine.generate(*prompts) == reference(prompts)
+    assert engine.log.count("192 to load") == loads
+    assert "3 loads in a row failed" in engine.log
+    wait_idle(daemon)
+    engine.close()
+
+
+def test_two_ranks_and_what_a_killed_one_leaves(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    prompts = [prompt(n) for n in (BLOCK, BLOCK + 1, 9 * BLOCK + 5, 500)]
+    first = engines("pair-a", daemon.endpoint, env=env, tensor_parallel_size=2)
+    answers = first.generate(*prompts)
+    wait_idle(daemon)
+    first.kill_rank(1)
+    daemon.wait_status(lambda s: all(e["engine"] != "pair-a" for e in s["sessions"]), "the end of the first pair")
+    first.close()
+
+    second = engines("pair-b", daemon.endpoint, env=env, tensor_parallel_size=2)
+    before = hits(daemon, "pair-b")
+    assert [answers, second.generate(*prompts)] == [reference(prompts)] * 2
+    assert hits(daemon, "pair-b") - before == 0 + 1 + 9 + 15
+    assert "shard 1 of 2" in second.log
+    wait_idle(daemon)
+    second.close()
+
+
+def test_no_daemon_then_one_then_none(
+    engines: Any, start_daemon: Any, short_folder: Any, prompt: Any, reference: Any
+) -> None:
+    engine = engines("alone", f"ipc://{short_folder}/kv.sock")
+    prompts = [prompt(7 * BLOCK + n) for n in range(1, 5)]
+    assert engine.generate(*prompts) == reference(prompts)
+    assert engine.log.count("no daemon at") == 1  # one line
+
+    daemon = start_daemon(size="64MiB")
+    daemon.wait_status(lambda s: len([e for e in s["sessions"] if e["engine"] == "alone"]) == 2, "both sessions")
+    daemon.wait_status(lambda s: s["namespaces"], "the namespace")
+    engine.ask("reset")
+    assert engine.generate(*prompts) == reference(prompts)
+    wait_idle(daemon)
+    engine.ask("reset")
+    assert engine.generate(*prompts) == reference(prompts)
+    assert hits(daemon, "alone") == 4 * 7
+
+    names = engine.ask("add", prompts=[prompt(9 * BLOCK + n) for n in range(4)] + prompts, max_tokens=40)["names"]
+    engine.ask("finish", steps=5)
+    daemon.kill()  # half-way
+    assert set(engine.ask("finish")["tokens"]) == set(names)
+    engine.ask("reset")
+    assert engine.generate(*prompts) == reference(prompts)
+    engine.close()
+
+
+def test_what_cannot_be_cached_is_said_and_served(
+    engines: Any, daemon: Any, model: str, tmp_path: Path, prompt: Any
+) -> None:
+    folder = tmp_path / "sliding"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 2 * BLOCK}
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = engines("sliding", daemon.endpoint, extra={"cpu_bytes_to_use": 1 << 30}, model=str(folder))
+    (answer,) = engine.generate(prompt(5 * BLOCK))
+    assert len(answer) == 8
+    assert engine.log.count("this engine runs without the KV cache server: SlidingWindowSpec") == 1
+    assert engine.log.count("cpu_bytes_to_use is a setting of another connector") == 1
+    assert engine.ask("reset", connector=True)["reset"]
+    engine.close()
+
+
+def test_vllms_own_offloading_beside_ours_is_explained(engines: Any, daemon: Any) -> None:
+    with pytest.raises(AssertionError, match="--kv-offloading-size and KVCacheServerConnector exclude each other"):
+        engines("beside", daemon.endpoint, kv_offloading_size=1.0)
