@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -28,14 +29,16 @@ class Backoff:
 
 
 class Breaker:
-    """Open after one missed deadline, so that a sick daemon costs one; any answer closes it.
+    """Open after one missed deadline, so that a sick daemon costs one; a probe that is answered in time closes it.
 
-    While it is open a probe is due now and then.
+    While it is open a probe is due now and then. One that opens again soon stays open for longer, so that a daemon that
+    answers probes in time and lookups too late does not cost a deadline at every step.
     """
 
     def __init__(self, backoff: Backoff | None = None) -> None:
         self._backoff = backoff or Backoff()
         self._probe_at: float | None = None
+        self._failed_at = -math.inf
 
     @property
     def closed(self) -> bool:
@@ -47,17 +50,30 @@ class Breaker:
         return self._probe_at
 
     def failed(self, now: float) -> bool:
-        """Note a missed deadline; return whether it opened the breaker. The first probe is due at once."""
+        """Note a missed deadline; return whether it opened the breaker.
+
+        The first probe is due at once, or after the backoff where the last miss is not long ago.
+        """
         if self._probe_at is not None:
             return False
-        self._backoff.reset()
-        self._probe_at = now
+        if now - self._failed_at > 2 * self._backoff.longest:
+            self._backoff.reset()
+            self._probe_at = now
+        else:
+            self._probe_at = now + self._backoff.next()
+        self._failed_at = now
         return True
 
     def answered(self) -> bool:
-        """Note an answer; return whether it closed the breaker."""
+        """Note a probe's answer in time; return whether it closed the breaker."""
         opened, self._probe_at = self._probe_at is not None, None
         return opened
+
+    def answered_late(self, now: float) -> None:
+        """Note a probe's answer that took too long: the daemon lives, so that the next probe is soon."""
+        if self._probe_at is not None:
+            self._backoff.reset()
+            self._probe_at = now + self._backoff.next()
 
     def probe_due(self, now: float) -> bool:
         """Whether to probe now; where it is, the next probe is put off by the backoff."""

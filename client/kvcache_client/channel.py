@@ -36,7 +36,7 @@ class Numbered(Protocol):
 
 
 class Channel:
-    """A DEALER to the daemon. `answered` is called for each reply; `wake` has the keeper look at what is due.
+    """A DEALER to the daemon. `wake` has the keeper look at what is due.
 
     `fault` says why the channel must be given up, for what may be lost otherwise.
     """
@@ -47,12 +47,10 @@ class Channel:
         endpoint: str,
         token: bytes,
         counters: Counters,
-        answered: Callable[[], None],
         wake: Callable[[], None],
     ) -> None:
         self._token = token
         self._counters = counters
-        self._answered = answered
         self._wake = wake
         self._lock = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
@@ -205,7 +203,6 @@ class Channel:
             logger.warning("the daemon sent a frame that is no reply: %s", error)
             return None
         self._quiet_since = time.monotonic()
-        self._answered()
         if type(reply) is Error and reply.code == BadToken.code:
             self._give_up(reply.message)
         handler = self._waiting.pop(reply.id, None)

@@ -9,7 +9,7 @@ from kvcache_client import forks
 from kvcache_client.lease import Lease
 from kvcache_client.reservation import Reservation, Ticket
 from kvcache_proto.errors import BadArgument, BadToken, ServerError, from_wire
-from kvcache_proto.messages import Acquire, Acquired, Error, Release, Reply, Reserve, Reserved, Settle, Settled
+from kvcache_proto.messages import Acquire, Acquired, Error, Release, Reply, Reserve, Reserved, Run, Settle, Settled
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -89,12 +89,20 @@ class Namespace:
         link, number = self._link()
         if link is None or not hashes:
             return self._reservation(group, hashes, link, None if hashes else _NOTHING, "reserves_down")
-        request = Reserve(0, b"", number, _listed(hashes), parent, group)
+        request = Reserve(0, b"", number, [Run(_listed(hashes), parent)], group)
         reply = self.session.call(link, request, lambda late: self._return_reservation(link, late))
         return self._reservation(group, hashes, link, reply, "reserves_unanswered")
 
     def reserve_later(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> Ticket:
         """Ask as `reserve` does, and return at once; the answer is picked up from the ticket."""
+        return self.reserve_runs_later([Run(_listed(hashes), parent)], group)
+
+    def reserve_runs_later(self, runs: Sequence[Run], group: int = 0) -> Ticket:
+        """Ask for several runs at once, as `reserve_later` does for one: there is one reservation for all of them.
+
+        Its answers, and the positions in them, count on from run to run.
+        """
+        hashes = [each for run in runs for each in run.hashes]
         self._check(hashes, group)
         link, number = self._link()
         ticket = Ticket(
@@ -102,7 +110,7 @@ class Namespace:
             abandon=lambda late: self._return_reservation(link, late),
             pump=self.session.pump,
         )
-        request = Reserve(0, b"", number, _listed(hashes), parent, group)
+        request = Reserve(0, b"", number, list(runs), group)
         if not hashes:
             ticket.answer(_NOTHING)
         elif not (self.session.up and self.session.post(link, request, "reserves_down", ticket.answer)):

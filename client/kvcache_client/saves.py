@@ -16,7 +16,8 @@ from kvcache_client.reservation import Reservation, Ticket
 from kvcache_client.tally import Tally
 from kvcache_client.tracked import PAUSE, Tracked
 from kvcache_proto.errors import KVCacheError
-from kvcache_proto.types import Outcome
+from kvcache_proto.messages import Run
+from kvcache_proto.types import MAX_HASHES, Outcome
 
 TRIES = 20
 _ADVANCES = {"present", "in_flight"}
@@ -25,15 +26,21 @@ _OPERATORS = {"no_space", "quota"}  # refusals that somebody can do something ab
 
 @dataclass(slots=True)
 class _Asked:
-    """A run of blocks whose `Reserve` is out. `whole` is how many of them still hold what was to be saved."""
+    """A run of blocks to be reserved. `whole` is how many of them still hold what was to be saved."""
 
-    namespace: Namespace
     state: Tracked
     first: int
-    hashes: list[bytes]
-    parent: bytes | None
+    run: Run
     blocks: list[int]
     whole: int
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What one step asked for, in one `Reserve`."""
+
+    namespace: Namespace
+    asked: list[_Asked]
     ticket: Ticket
     tries: int = 1
 
@@ -43,16 +50,17 @@ class Saves:
 
     def __init__(self, engine_block: int, blocks_per_slot: int, prompt_only: bool, tally: Tally) -> None:
         self._block, self._per_slot, self._prompt_only, self._tally = engine_block, blocks_per_slot, prompt_only, tally
-        self._asked: list[_Asked] = []
+        self._next: list[_Asked] = []
+        self._sent: list[_Sent] = []
         self._sources: set[int] = set()  # device blocks that were saved from and not given to anybody since
 
     @property
     def waiting(self) -> bool:
         """Whether answers are out."""
-        return bool(self._asked)
+        return bool(self._sent)
 
-    def ask(self, namespace: Namespace, state: Tracked, computed: int) -> None:
-        """Send a `Reserve` for the blocks of `state` that are full once `computed` tokens are computed."""
+    def ask(self, state: Tracked, computed: int) -> None:
+        """Note the blocks of `state` that are full once `computed` tokens are computed, for the next `send`."""
         request = state.request
         full = full_slots(len(request.block_hashes), computed, self._block, self._per_slot)
         if self._prompt_only:
@@ -64,11 +72,20 @@ class Saves:
         if len(blocks) < (full - first) * self._per_slot or (state.retry_at and time.monotonic() < state.retry_at):
             return
         hashes = slot_hashes(request.block_hashes, self._per_slot)
-        parent = hashes[first - 1] if first else None
-        run = list(hashes[first:full])
-        ticket = namespace.reserve_later(run, parent)
-        self._asked.append(_Asked(namespace, state, first, run, parent, blocks, full - first, ticket))
+        run = Run(list(hashes[first:full]), hashes[first - 1] if first else None)
+        self._next.append(_Asked(state, first, run, blocks, full - first))
         state.saved = full
+
+    def send(self, namespace: Namespace) -> None:
+        """Send one `Reserve` for all that was noted: a batch that fills its blocks in one step asks once."""
+        while self._next:
+            count = hashes = 0
+            while count < len(self._next) and (not count or hashes + self._next[count].whole <= MAX_HASHES):
+                hashes += self._next[count].whole
+                count += 1
+            asked, self._next = self._next[:count], self._next[count:]
+            ticket = namespace.reserve_runs_later([each.run for each in asked])
+            self._sent.append(_Sent(namespace, asked, ticket))
 
     def answers(self, given: list[int], wait: float) -> list[SaveJob]:
         """Turn the answers that have come, or come within `wait` seconds, into jobs.
@@ -80,25 +97,31 @@ class Saves:
         unanswered = []
         until = time.monotonic() + wait if wait else 0.0
         gone = set(given)
-        for asked in self._asked:
+        for sent in self._sent:
             try:
-                reservation = asked.ticket.poll()
+                reservation = sent.ticket.poll()
                 if reservation is None and wait:
-                    reservation = asked.ticket.wait(max(0.0, until - time.monotonic()))
+                    reservation = sent.ticket.wait(max(0.0, until - time.monotonic()))
             except KVCacheError as error:
-                if not self._again(asked, error):
+                if not self._again(sent, error):
                     continue
                 reservation = None
             if reservation is None:
-                self._lose(asked, gone)
-                unanswered.append(asked)
+                for asked in sent.asked:
+                    self._lose(asked, gone)
+                unanswered.append(sent)
                 continue
-            job = self._job(asked, reservation)
-            if job is not None:
-                jobs.append(job)
-                self._sources.update(job.blocks)
-            self._judge(asked, reservation)
-        self._asked = unanswered
+            at = granted = 0  # where the run begins among all hashes, and among those that were granted
+            for asked in sent.asked:
+                end = at + len(asked.run.hashes)
+                places = [place - at for place in reservation.granted[granted:] if place < end]
+                job = self._job(sent.namespace, asked, reservation, granted, places)
+                if job is not None:
+                    jobs.append(job)
+                    self._sources.update(job.blocks)
+                self._judge(asked, reservation, at)
+                at, granted = end, granted + len(places)
+        self._sent = unanswered
         return jobs
 
     def guarded(self, given: list[int]) -> list[int]:
@@ -111,42 +134,49 @@ class Saves:
 
     def concerned(self) -> set[str]:
         """Return the requests whose answers are out."""
-        return {asked.state.id for asked in self._asked}
+        return {asked.state.id for sent in self._sent for asked in sent.asked}
 
     def close(self) -> None:
         """Give back what no rank has heard of."""
-        for asked in self._asked:
-            asked.ticket.cancel()
-            self._tally.add("saves_dropped", asked.whole)
-        self._asked.clear()
+        for sent in self._sent:
+            sent.ticket.cancel()
+            self._tally.add("saves_dropped", sum(asked.whole for asked in sent.asked))
+        self._sent.clear()
 
-    def _job(self, asked: _Asked, reservation: Reservation) -> SaveJob | None:
-        """Return the job for what was granted and is still whole; give the rest back."""
-        granted, slot = reservation.granted, self._per_slot
-        kept = [at for at, place in enumerate(granted) if place < asked.whole]
-        dropped = list(range(len(kept), len(granted)))
+    def _job(
+        self, namespace: Namespace, asked: _Asked, reservation: Reservation, first: int, places: list[int]
+    ) -> SaveJob | None:
+        """Return the job for what was granted of a run and is still whole; give the rest back.
+
+        `places` in the run were granted, as the reservation's blocks from `first` on.
+        """
+        slot = self._per_slot
+        kept = [first + at for at, place in enumerate(places) if place < asked.whole]
+        dropped = list(range(first + len(kept), first + len(places)))
         if dropped:
             self._tally.add("saves_dropped", len(dropped))
-            every = range(asked.namespace.spec.shards)
-            asked.namespace.settle(reservation.id, Outcome.NEVER_STARTED, dropped, every, reservation.region_id)
+            every = range(namespace.spec.shards)
+            namespace.settle(reservation.id, Outcome.NEVER_STARTED, dropped, every, reservation.region_id)
         if not kept:
             return None
-        blocks = [block for at in kept for block in asked.blocks[granted[at] * slot : (granted[at] + 1) * slot]]
+        blocks = [block for place in places[: len(kept)] for block in asked.blocks[place * slot : (place + 1) * slot]]
         refs = pick_refs(reservation.packed, kept)
         return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks)
 
-    def _again(self, asked: _Asked, error: KVCacheError) -> bool:
+    def _again(self, sent: _Sent, error: KVCacheError) -> bool:
         """Ask once more: after a reset or a restart of the daemon a rank may be a step behind in joining."""
-        if asked.tries < TRIES:
-            asked.tries += 1
-            asked.ticket = asked.namespace.reserve_later(asked.hashes, asked.parent)
+        if sent.tries < TRIES:
+            sent.tries += 1
+            sent.ticket = sent.namespace.reserve_runs_later([asked.run for asked in sent.asked])
             return True
         self._tally.warn("saves_refused", f"saves are refused: {error}")
-        asked.state.refuse(asked.first, "refused", time.monotonic())
+        for asked in sent.asked:
+            asked.state.refuse(asked.first, "refused", time.monotonic())
         return False
 
-    def _judge(self, asked: _Asked, reservation: Reservation) -> None:
-        for at, why in reservation.refused.items():
+    def _judge(self, asked: _Asked, reservation: Reservation, begin: int) -> None:
+        for at in range(len(asked.run.hashes)):
+            why = reservation.refused.get(begin + at, "present")
             if why not in _ADVANCES:
                 if why in _OPERATORS:
                     self._tally.warn(f"saves_{why}", f"blocks are not saved: {why} (see `kvcache-server status`)")

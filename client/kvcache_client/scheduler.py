@@ -232,7 +232,8 @@ class Scheduler:
             for request_id, tokens in scheduled.items():
                 state = self._requests.get(request_id)
                 if state is not None:
-                    self._saves.ask(self._namespace, state, state.request.num_computed_tokens + tokens)
+                    self._saves.ask(state, state.request.num_computed_tokens + tokens)
+            self._saves.send(self._namespace)
         if self._held:
             self._give_back()
         guarded = self._saves.guarded(given)
@@ -284,7 +285,8 @@ class Scheduler:
         self._forget_lookup(state)
         self._finished.append(request.request_id)
         if self._saving and self._session.up:
-            self._saves.ask(self._namespace, state, request.num_computed_tokens)
+            self._saves.ask(state, request.num_computed_tokens)
+            self._saves.send(self._namespace)
 
     # The rest.
 

@@ -7,6 +7,7 @@ probes a daemon that has missed a deadline, and comes back after the daemon did.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -259,8 +260,11 @@ class Session:
 
     # Requests off the fast path: their caller may wait, others go on.
 
-    def _ask(self, request: Numbered, kind: type[T], link: Link | None = None) -> T:
-        """Raises what the daemon answers, and Unavailable where it does not within the connect timeout."""
+    def _ask(self, request: Numbered, kind: type[T], link: Link | None = None, heard: Handler | None = None) -> T:
+        """Raises what the daemon answers, and Unavailable where it does not within the connect timeout.
+
+        `heard` gets the answer of a link in use whenever it comes, on some thread.
+        """
         forks.check(self.owner)
         link = link or self.link
         if link is None:
@@ -268,7 +272,7 @@ class Session:
         if link is not self.link:  # not in use yet, so that nobody receives for us
             reply = link.channel.call(request, self.connect_timeout, _ignore)
         else:
-            reply = self._wait(link, request)
+            reply = self._wait(link, request, heard or _ignore)
         if isinstance(reply, Error):
             raise from_wire(reply.code, reply.message)
         if not isinstance(reply, kind):
@@ -276,11 +280,12 @@ class Session:
             raise Unavailable(f"the daemon at {self.endpoint} did not answer within {self.connect_timeout:g} s")
         return reply
 
-    def _wait(self, link: Link, request: Numbered) -> Reply | None:
+    def _wait(self, link: Link, request: Numbered, heard: Handler) -> Reply | None:
         answered = threading.Event()
         replies: list[Reply | None] = []
 
         def answer(reply: Reply | None) -> None:
+            heard(reply)
             replies.append(reply)
             answered.set()
 
@@ -289,8 +294,12 @@ class Session:
         return replies[0] if replies else None
 
     def _attach(self, link: Link, namespace: Namespace) -> None:
+        def joined(reply: Reply | None) -> None:  # too late for who asked, perhaps, and yet it holds
+            if isinstance(reply, Attached):
+                link.namespaces[namespace] = reply.namespace
+
         request = Attach(0, b"", namespace.spec, namespace.shards, namespace.ceiling_bytes)
-        link.namespaces[namespace] = self._ask(request, Attached, link).namespace
+        joined(self._ask(request, Attached, link, joined))
 
     # Coming and going. The keeper's, but for the first time.
 
@@ -320,7 +329,7 @@ class Session:
                 region = self.region  # and with it its registration with the device
             else:
                 region = Region(door.region, geometry)
-            channel = Channel(self._context, self.endpoint, token, self._counters, self._answered, self._ring)
+            channel = Channel(self._context, self.endpoint, token, self._counters, self._ring)
         except BaseException:
             forks.close(door.connection)
             forks.close(door.lock)
@@ -415,7 +424,7 @@ class Session:
             if channel.overdue(now, self.deadline):
                 self._missed("an answer is overdue")
             if self._breaker.probe_due(now):
-                channel.post(Ping(0, b""), _ignore)
+                channel.post(Ping(0, b""), functools.partial(self._probed, now))
 
     def _poll(self, descriptors: list[int], timeout: float | None) -> set[int]:
         poll = select.poll()
@@ -438,8 +447,14 @@ class Session:
             logger.warning("the daemon at %s is not well (%s): lookups miss until it answers", self.endpoint, why)
             self._ring()
 
-    def _answered(self) -> None:
-        if not self._breaker.closed and self._breaker.answered():
+    def _probed(self, sent: float, reply: Reply | None) -> None:
+        now = time.monotonic()
+        if not isinstance(reply, Pong):
+            return
+        if now - sent > self.deadline:
+            self._breaker.answered_late(now)
+            self._ring()
+        elif self._breaker.answered():
             logger.info("the daemon at %s answers again", self.endpoint)
 
 

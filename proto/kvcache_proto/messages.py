@@ -69,14 +69,20 @@ class Release(msgspec.Struct, tag="release", array_like=True):
     leases: list[int]
 
 
+class Run(msgspec.Struct, array_like=True):
+    """Blocks of one chain, each the child of the one before; the first one's parent is `parent`, None for a root."""
+
+    hashes: list[bytes]
+    parent: bytes | None = None
+
+
 class Reserve(msgspec.Struct, tag="reserve", array_like=True):
-    """Ask to write a run of blocks, each the child of the one before; the first one's parent is `parent`."""
+    """Ask to write runs of blocks: one reservation for what all requests of an engine's step have filled."""
 
     id: int
     token: bytes
     namespace: int
-    hashes: list[bytes]
-    parent: bytes | None = None
+    runs: list[Run]
     group: int = 0
 
 
@@ -136,7 +142,7 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):
-    """`answers` has a Refusal a hash; `slots` has the references of the granted ones, in order.
+    """`answers` has a Refusal a hash, run after run; `slots` has the references of the granted ones, in order.
 
     `reservation` is 0 where nothing was granted.
     """

@@ -21,6 +21,7 @@ MAX_SHARD_BYTES = 1 << 40
 MAX_HASHES = 65_536
 MIN_HASH_BYTES, MAX_HASH_BYTES = 8, 32
 MAX_NAME = 256
+MAX_IDENTITY = 4096  # characters; every status tells all of them, in one frame
 
 _REF = struct.Struct("<QQQ")
 REF_BYTES = _REF.size
@@ -125,6 +126,9 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
         msgspec.structs.force_setattr(self, "groups", tuple(self.groups))
         if not self.model or len(self.model) > MAX_NAME:
             raise BadArgument(f"model name of {len(self.model)} characters: 1 to {MAX_NAME}")
+        said = sum(len(key) + len(value) for key, value in self.identity.items())
+        if said > MAX_IDENTITY:
+            raise BadArgument(f"identity of {said} characters: at most {MAX_IDENTITY}; a digest says as much")
         if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise BadArgument(f"{len(self.groups)} groups: 1 to {MAX_GROUPS}")
         if len({len(group.shards) for group in self.groups}) != 1:

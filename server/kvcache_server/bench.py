@@ -99,7 +99,7 @@ class Writer(Admin):
         run = self._chain[self._at : self._at + RUN]
         parent = self._chain[self._at - 1] if self._at else None
         begin = time.perf_counter()
-        reserved = self.ask(m.Reserve(0, b"", self._namespace, run, parent))
+        reserved = self.ask(m.Reserve(0, b"", self._namespace, [m.Run(run, parent)]))
         if reserved.reservation:
             region, outcome = self.geometry.region_id, Outcome.COMMITTED
             self.ask(m.Settle(0, b"", region, reserved.reservation, (0,), outcome))

@@ -83,8 +83,7 @@ class Cache:
 
         Raises a ClientError that says what is wrong with the request; the state is then unchanged.
         """
-        reply: m.Reply | None = self._handlers[type(request)](self.sessions[session], request, now)
-        return reply
+        return self._handlers[type(request)](self.sessions[session], request, now)  # type: ignore[no-any-return]
 
     # Sessions.
 
@@ -111,8 +110,8 @@ class Cache:
         del engine.sessions[session]
         for lease in list(ended.leases):
             self._end_lease(ended, lease)
-        for number in ended.attached:
-            self._note_writers(engine, number)
+        for namespace, _ in ended.attached.values():
+            engine.note_writers(namespace)
         for reservation in list(engine.reservations.values()):
             dead = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
             for grant in list(reservation.grants) if dead else ():
@@ -157,19 +156,11 @@ class Cache:
             namespace.spec.check_same_geometry(spec)
         engine = session.engine
         session.attached[namespace.number] = (namespace, tuple(shards))
-        self._note_writers(engine, namespace.number)
+        engine.note_writers(namespace)
         for group in namespace.groups:
             account = self._account(engine, group)
             account.ceiling = request.ceiling_bytes or account.ceiling
         return m.Attached(request.id, namespace.number)
-
-    def _note_writers(self, engine: Engine, number: int) -> None:
-        writers: dict[int, int] = {}
-        for session in engine.sessions.values():  # a later session takes a shard over
-            if number in session.attached:
-                writers.update(dict.fromkeys(session.attached[number][1], session.id))
-        shards = self.namespaces[number].spec.shards
-        engine.writers[number] = tuple(writers[s] for s in range(shards)) if len(writers) == shards else None
 
     def _account(self, engine: Engine, group: Group) -> Account:
         key = (group.namespace, group.number)
@@ -258,30 +249,20 @@ class Cache:
 
     def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved:
         namespace, group = self._group(session, request.namespace, request.group)
-        hashes, engine = request.hashes, session.engine
-        check_hashes(hashes if request.parent is None else [*hashes, request.parent], group.hash_bytes)
-        if len(set(hashes)) != len(hashes) or request.parent in hashes:
-            raise BadArgument("a hash occurs twice in one run")
+        engine = session.engine
+        check_hashes([each for run in request.runs for each in run.hashes], group.hash_bytes)
+        for run in request.runs:
+            chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
+            check_hashes(chain[:1], group.hash_bytes)
+            if len(set(chain)) != len(chain):
+                raise BadArgument("a hash occurs twice in one run")
         writers = self._writers(session, namespace)
         self._last_reservation += 1
         reservation = Reservation(self._last_reservation, group, session.id, writers, now)
         account = self._account(engine, group)
         answers = bytearray()
-        parent = group.root if request.parent is None else self._known(group, request.parent)
-        if parent is not None:
-            parent.pins += 1  # making room must not take the very block that the run hangs on
-        for block_hash in hashes:
-            if parent is None:
-                answers.append(Refusal.NO_PARENT)
-                continue
-            answer, block = self._grant(reservation, account, parent, block_hash, now)
-            answers.append(answer)
-            self._unpin(parent)
-            parent = block
-            if parent is not None:
-                parent.pins += 1
-        if parent is not None:
-            self._unpin(parent)
+        for run in request.runs:
+            self._grant_run(reservation, account, run, answers, now)
         for refusal, count in Counter(answers).items():
             if refusal:
                 self.refusals[Refusal(refusal).name.lower()] += count
@@ -293,6 +274,26 @@ class Cache:
         engine.reservations[reservation.id] = reservation
         slots = b"".join([grant.block.ref for grant in granted])
         return m.Reserved(request.id, reservation.id, bytes(answers), slots)
+
+    def _grant_run(
+        self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray, now: float
+    ) -> None:
+        group = reservation.group
+        parent = group.root if run.parent is None else self._known(group, run.parent)
+        if parent is not None:
+            parent.pins += 1  # making room must not take the very block that the run hangs on
+        for block_hash in run.hashes:
+            if parent is None:
+                answers.append(Refusal.NO_PARENT)
+                continue
+            answer, block = self._grant(reservation, account, parent, block_hash, now)
+            answers.append(answer)
+            self._unpin(parent)
+            parent = block
+            if parent is not None:
+                parent.pins += 1
+        if parent is not None:
+            self._unpin(parent)
 
     def _writers(self, session: Session, namespace: Namespace) -> tuple[int, ...]:
         shards = namespace.spec.shards
@@ -318,7 +319,11 @@ class Cache:
             self._touch(block)
             return Refusal.PRESENT, block
         rival = group.pending.get(block_hash)
-        if rival is not None and (rival.ready or now - rival.reservation.created < self.limits.supersede_after):
+        if rival is not None and (
+            rival.ready
+            or now - rival.reservation.created < self.limits.supersede_after
+            or parent.is_below(rival.block)  # no chain of hashes asks for this, and its children would form a circle
+        ):
             return Refusal.IN_FLIGHT, rival.block
         place = self._room.make(account, parent, self._held)
         if isinstance(place, Refusal):
@@ -400,7 +405,9 @@ class Cache:
         """Settle those shards of one grant; with the last one the grant becomes READY or is given back."""
         if not shards:
             self.counters["settled_twice"] += 1
-            return grant.fate or (Verdict.PARTIAL if not grant.whole else Verdict.VISIBLE)
+            if grant.fate is not None or not grant.whole:
+                return grant.fate or Verdict.PARTIAL
+            return Verdict.VISIBLE if grant.block.visible else Verdict.HIDDEN
         group, reservation = grant.reservation.group, grant.reservation
         if verdict is Verdict.FAILED and grant.fate is None:
             # Whatever waits below it can never be reached by way of it.
@@ -414,6 +421,7 @@ class Cache:
         if not reservation.unsettled:
             engine = grant.block.account.engine
             self.engines[engine].reservations.pop(reservation.id, None)
+            reservation.grants = []  # each refers back to it, and the daemon never looks for circles among the old
         if grant.fate is not None:
             self.counters[f"blocks_{grant.fate.name.lower()}"] += 1
             self._give_back(grant)
@@ -476,11 +484,9 @@ class Cache:
     def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared:
         if request.namespace and request.namespace not in self._by_id:
             raise ClientError(f"no namespace {request.namespace!r}; there are: {', '.join(self._by_id) or 'none'}")
-        cleared = 0
-        for account in self.shares.accounts:
-            if not request.namespace or self.namespaces[account.group.namespace].id == request.namespace:
-                cleared += self._room.clear(account)
-        return m.Cleared(request.id, cleared)
+        only = self._by_id.get(request.namespace)
+        chosen = [each for each in self.shares.accounts if only is None or each.group.namespace == only.number]
+        return m.Cleared(request.id, self._room.clear(chosen))
 
     def stats(self, now: float) -> dict[str, Any]:
         """Return what `status` shows; see report.py."""

@@ -158,10 +158,11 @@ def tail(log: Path, lines: int = 30) -> str:
 
 
 class Demo:
-    def __init__(self, folder: Path, prompts: int, tokens: int) -> None:
+    def __init__(self, folder: Path, prompts: int, tokens: int, ranks: int) -> None:
         self._folder = folder
         self._prompts = prompts
         self._tokens = tokens
+        self._ranks = ranks
         self._begin = time.monotonic()
 
     def say(self, text: str) -> None:
@@ -177,6 +178,10 @@ class Demo:
             }
             if model is None:
                 environment |= {"HF_HUB_OFFLINE": "1"}
+            if self._ranks > 1:
+                cores = sorted(os.sched_getaffinity(0))
+                bound = "|".join(str(cores[rank % len(cores)]) for rank in range(self._ranks))
+                environment |= {"VLLM_CPU_OMP_THREADS_BIND": bound}
             engines = []
             for name in "AB":
                 engines.append(EngineProcess(name, self._folder, environment))
@@ -205,6 +210,7 @@ class Demo:
                 max_model_len=self._tokens + 4 * BLOCK_TOKENS,
                 max_num_batched_tokens=2048,
                 max_num_seqs=4,
+                tensor_parallel_size=self._ranks,
                 seed=0,
                 kv_transfer_config={
                     "kv_connector": "KVCacheServerConnector",
@@ -289,11 +295,12 @@ def table(rows: list[Row]) -> str:
 @click.option("--model", help="A model to use in place of a small random Llama: a folder or a name on the hub.")
 @click.option("--prompts", default=2, show_default=True, help="Prompts that each engine computes first.")
 @click.option("--tokens", default=6000, show_default=True, help="Tokens a prompt.")
+@click.option("--tensor-parallel", default=1, show_default=True, help="Ranks of each engine.")
 @click.option("--size", default="768MiB", show_default=True, help="Region of the demo's daemon.")
-def command(model: str | None, prompts: int, tokens: int, size: str) -> None:
+def command(model: str | None, prompts: int, tokens: int, tensor_parallel: int, size: str) -> None:
     with tempfile.TemporaryDirectory(prefix="kvcache-demo-") as folder:
         try:
-            rows = Demo(Path(folder), prompts, tokens).run(model, size)
+            rows = Demo(Path(folder), prompts, tokens, tensor_parallel).run(model, size)
         except (Failed, KVCacheError) as error:
             raise click.ClickException(str(error)) from None
     click.echo()

@@ -78,6 +78,10 @@ class Block(msgspec.Struct, gc=False, order=True):
             yield block
             block = block.parent
 
+    def is_below(self, other: Block) -> bool:
+        """Whether this block is `other`, or hangs somewhere below it. O(1) where `other` is a child of this one."""
+        return other.parent is not self and any(each is other for each in self.ancestors())
+
     def subtree(self) -> list[Block]:
         """Return this block and all below it, parents before children."""
         found = [self]

@@ -68,7 +68,10 @@ class Pool:
             extent = roomy[-1]
             if extent.slot_bytes == slot_bytes and extent.vacant and self.extents.get(extent.index) is extent:
                 extent.used += 1
-                return extent, extent.vacant.pop()
+                slot = extent.vacant.pop()
+                if not extent.vacant:
+                    roomy.pop()  # `give_back` enters it again: once, however often it fills and empties
+                return extent, slot
             roomy.pop()
         index = self._uncut.pop() if self._uncut else self._empty_extent(slot_bytes)
         if index is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvcache_proto.types import Refusal
 from kvcache_server.index import Account, Block
@@ -58,12 +58,15 @@ class Room:
         self._evicted(block)
         return True
 
-    def clear(self, account: Account) -> int:
-        """Forget all blocks of `account` that may go and return how many; those of others below them stay."""
-        cleared = 0
-        while (block := account.pop_coldest()) is not None:
-            self._forget(block)
-            cleared += 1
+    def clear(self, accounts: Sequence[Account]) -> int:
+        """Forget all blocks of `accounts` that may go and return how many; what is above a block that stays, stays."""
+        cleared, before = 0, -1
+        while cleared > before:  # a block is a leaf only after those of other accounts below it have gone
+            before = cleared
+            for account in accounts:
+                while (block := account.pop_coldest()) is not None:
+                    self._forget(block)
+                    cleared += 1
         self._counters["blocks_cleared"] += cleared
         return cleared
 
@@ -81,7 +84,7 @@ class Room:
         self._pool.give_back(extent, slot)
 
     def _below_ceiling(self, account: Account) -> bool:
-        mine = [each for each in self._shares.accounts if each.group.namespace == account.group.namespace]
+        mine = [each for _, each in self._shares.by_excess() if each.group.namespace == account.group.namespace]
         if sum(each.bytes for each in mine) + account.group.slot_bytes <= self._namespace_ceiling:
             return True
         return any(map(self.evict, mine))

@@ -33,6 +33,16 @@ class Engine:
         self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None where a shard has no writer
         self.pinned = 0
 
+    def note_writers(self, namespace: Namespace) -> None:
+        """Find out which session writes which shard, after one has come or gone; a later one takes a shard over."""
+        writers: dict[int, int] = {}
+        for session in self.sessions.values():
+            if namespace.number in session.attached:
+                writers.update(dict.fromkeys(session.attached[namespace.number][1], session.id))
+        shards = range(namespace.spec.shards)
+        whole = len(writers) == len(shards)
+        self.writers[namespace.number] = tuple(writers[shard] for shard in shards) if whole else None
+
     def affordable(self, found: list[Block], quota: int) -> int:
         """Return how many of `found` fit the engine's quota, each block counted once however many leases cover it.
 

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,41 @@ def test_many_threads_share_one_missed_deadline(
             thread.join()
     assert failed == [True] * 8
     assert session.counters["breaker_opened"] == 1
+
+
+_SLOW = """
+import sys, time
+if "kvcache_server" in sys.orig_argv:
+    from kvcache_server.cache import Cache
+    def late(self, *what, handle=Cache.handle):
+        time.sleep(0.2 if type(what[1]).__name__ in {kinds} else 0)
+        return handle(self, *what)
+    Cache.handle = late
+"""
+
+
+@pytest.mark.parametrize("kinds", [{"Acquire"}, {"Acquire", "Ping"}])
+def test_a_daemon_that_is_always_late_costs_a_deadline_now_and_then(
+    start_daemon: Any, short_folder: Path, spec: NamespaceSpec, hashes: Hashes, kinds: set[str]
+) -> None:
+    (short_folder / "sitecustomize.py").write_text(_SLOW.format(kinds=kinds))
+    daemon = start_daemon(env={"PYTHONPATH": str(short_folder)})
+    with Session.open(daemon.endpoint, engine="e1", deadline=0.1) as session:
+        ns, run = session.attach(spec, shards=(0,)), hashes(1)
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            ns.acquire(run)
+            time.sleep(0.005)
+        assert 1 <= session.counters["lookups_unanswered"] - session.counters.get("breaker_open", 0) <= 5
+
+
+def test_an_attach_that_is_answered_late_holds(daemon: Any, spec: NamespaceSpec, hashes: Hashes, until: Until) -> None:
+    with Session.open(daemon.endpoint, engine="e1", deadline=10.0, connect_timeout=0.2) as session:
+        with Stopped(daemon):
+            ns = session.attach(spec, shards=(0,))
+            assert not ns.attached
+        until(lambda: ns.attached, "the late answer")
+        assert ns.reserve(hashes(1)).commit() == [Verdict.VISIBLE]
 
 
 # A daemon that dies, and another one at its place.

@@ -181,7 +181,7 @@ class Reference:
 def reference(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     process = EngineProcess(tmp_path_factory.mktemp("reference") / "plain.log")
     try:
-        process.ask("open", connector=None, **engine_options(model))
+        process.ask("open", connector=None, **engine_options(model) | {"max_model_len": 4096})
         yield Reference(process)
     finally:
         process.close()

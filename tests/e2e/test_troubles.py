@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-BLOCK = 32
+BLOCK, LONGEST = 32, 2304
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +91,19 @@ def test_every_load_fails(engines: Any, daemon: Any, prompt: Any, reference: Any
 
 def test_two_ranks_and_what_a_killed_one_leaves(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    prompts = [prompt(n) for n in (BLOCK, BLOCK + 1, 9 * BLOCK + 5, 500)]
-    first = engines("pair-a", daemon.endpoint, env=env, tensor_parallel_size=2)
+    prompts = [prompt(n) for n in (BLOCK, BLOCK + 1, 9 * BLOCK + 5, 2100)]
+    long = {"tensor_parallel_size": 2, "max_model_len": LONGEST}
+    first = engines("pair-a", daemon.endpoint, env=env, **long)
     answers = first.generate(*prompts)
     wait_idle(daemon)
     first.kill_rank(1)
     daemon.wait_status(lambda s: all(e["engine"] != "pair-a" for e in s["sessions"]), "the end of the first pair")
     first.close()
 
-    second = engines("pair-b", daemon.endpoint, env=env, tensor_parallel_size=2)
+    second = engines("pair-b", daemon.endpoint, env=env, **long)
     before = hits(daemon, "pair-b")
     assert [answers, second.generate(*prompts)] == [reference(prompts)] * 2
-    assert hits(daemon, "pair-b") - before == 0 + 1 + 9 + 15
+    assert hits(daemon, "pair-b") - before == 0 + 1 + 9 + 65
     assert "shard 1 of 2" in second.log
     wait_idle(daemon)
     second.close()

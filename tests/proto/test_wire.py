@@ -59,8 +59,10 @@ REQUESTS = [
     (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"97 a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3"),
     (messages.Acquire(3, TOKEN, 1, [], 0, pin=False), f"97 a761637175697265 03 {T} 01 90 00 c2"),
     (messages.Release(4, TOKEN, [9]), f"94 a772656c65617365 04 {T} 91 09"),
-    (messages.Reserve(5, TOKEN, 1, [H1, H2], H0), f"97 a772657365727665 05 {T} 01 92 {H1x} {H2x} {H0x} 00"),
-    (messages.Reserve(5, TOKEN, 1, [H1]), f"97 a772657365727665 05 {T} 01 91 {H1x} c0 00"),
+    (
+        messages.Reserve(5, TOKEN, 1, [messages.Run([H1, H2], H0), messages.Run([H1])]),
+        f"96 a772657365727665 05 {T} 01 92 92 92 {H1x} {H2x} {H0x} 92 91 {H1x} c0 00",
+    ),
     (
         messages.Settle(6, TOKEN, REGION, 70_000, (0, 1), 0, [0, 1]),
         f"98 a6736574746c65 06 {T} {R} ce00011170 92 00 01 00 92 00 01",
@@ -171,9 +173,9 @@ def test_frames_have_a_size() -> None:
 
 def test_the_largest_request_fits_a_frame() -> None:
     hashes = [n.to_bytes(32, "big") for n in range(MAX_HASHES)]
-    frame = codec.encode(messages.Reserve(1 << 63, TOKEN, 1 << 31, hashes, hashes[0], 15))
+    frame = codec.encode(messages.Reserve(1 << 63, TOKEN, 1 << 31, [messages.Run(hashes, hashes[0])], 15))
     assert len(frame) <= codec.MAX_FRAME
-    assert codec.decode_request(frame).hashes == hashes
+    assert codec.decode_request(frame).runs[0].hashes == hashes
 
 
 @given(st.binary(max_size=256))
@@ -202,6 +204,7 @@ def attach_of(spec: list[Any]) -> bytes:
 BAD_SPECS = [
     (["", [[16, 64, "full"]], {}, 32], "model name"),
     (["m" * 257, [[16, 64, "full"]], {}, 32], "model name"),
+    (["m", [[16, 64, "full"]], {"a": "x" * 2048, "b": "x" * 2047}, 32], "identity"),
     (["m", [], {}, 32], "0 groups"),
     (["m", [[16, 64, "full"]] * 17, {}, 32], "17 groups"),
     (["m", [[0, 64, "full"]], {}, 32], "block_tokens 0"),

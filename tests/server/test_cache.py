@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from kvcache_proto import messages as m
@@ -9,6 +11,7 @@ from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, Un
 from kvcache_proto.region import RegionRows, plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
 from kvcache_server.cache import Cache, Limits
+from kvcache_server.leases import Grant
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -27,7 +30,8 @@ class Engine:
         return self.cache.handle(self.session, request, self.now)
 
     def reserve(self, names: list[str], parent: str | None = None) -> m.Reserved:
-        return self.ask(m.Reserve(1, b"", self.namespace, hashes(names), hashes([parent])[0] if parent else None))
+        run = m.Run(hashes(names), hashes([parent])[0] if parent else None)
+        return self.ask(m.Reserve(1, b"", self.namespace, [run]))
 
     def settle(
         self, reserved: m.Reserved, outcome: Outcome = Outcome.COMMITTED, at: tuple[int, ...] = ()
@@ -55,6 +59,10 @@ def hashes(names: list[str]) -> list[bytes]:
 
 def chain(name: str, length: int) -> list[str]:
     return [f"{name}{number}" for number in range(length)]
+
+
+def living(kind: type) -> int:
+    return sum(type(each) is kind for each in gc.get_objects())
 
 
 def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, **limits: float) -> Cache:
@@ -85,6 +93,22 @@ def test_a_second_writer_of_a_prefix_is_told_and_writes_only_the_rest():
     assert two.acquire(["p", "q", "r"]).pending == 3
     one.settle(first)
     assert two.hits(["p", "q", "r"]) == 3
+
+
+def test_one_reservation_holds_the_runs_of_a_whole_step():
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    engine.store(["p"])
+    runs = [m.Run(hashes(["a", "b"])), m.Run(hashes(["q"]), hashes(["p"])[0]), m.Run(hashes(["x"]), hashes(["?"])[0])]
+    runs += [m.Run(hashes(["a", "c"])), m.Run(hashes(["d"]), hashes(["c"])[0]), m.Run([])]
+    reserved = engine.ask(m.Reserve(1, b"", engine.namespace, runs))
+    granted = Refusal.GRANTED
+    expected = [granted, granted, granted, Refusal.NO_PARENT, Refusal.IN_FLIGHT, granted, granted]
+    assert [Refusal(answer) for answer in reserved.answers] == expected
+    assert engine.settle(reserved, at=(0, 2, 3)) == [Verdict.VISIBLE] * 3
+    assert [engine.hits(run) for run in (["a", "b"], ["p", "q"], ["a", "c", "d"])] == [1, 2, 2]
+    assert engine.settle(reserved, Outcome.FAILED, at=(1, 4)) == [Verdict.FAILED] * 2
+    cache.check_integrity()
 
 
 def test_what_hangs_below_a_failed_block_goes_with_it():
@@ -262,7 +286,7 @@ def test_an_engine_that_streams_new_prompts_does_not_cost_another_its_hits():
         (lambda e: m.Acquire(1, b"", e.namespace, [b"short"]), BadArgument, "hash of 5 bytes"),
         (lambda e: m.Acquire(1, b"", e.namespace, [b"x" * 16] * 65_537), BadArgument, "65537 hashes"),
         (lambda e: m.Acquire(1, b"", e.namespace, [], group=1), BadArgument, "group 1"),
-        (lambda e: m.Reserve(1, b"", e.namespace, hashes(["a", "a"])), BadArgument, "twice"),
+        (lambda e: m.Reserve(1, b"", e.namespace, [m.Run(hashes(["a", "a"]))]), BadArgument, "twice"),
         (lambda e: m.Settle(1, b"", b"other region....", 1, (0,), 0), UnknownHandle, "another region"),
         (lambda e: m.Settle(1, b"", b"r" * 16, 77, (0,), 0), UnknownHandle, "reservation 77"),
         (
@@ -323,3 +347,80 @@ def test_engines_that_come_and_go_leave_no_trace_but_their_blocks():
     cache.end_session(reader.session, 0.0)
     assert not cache.engines
     assert not cache.shares.accounts
+
+
+def test_a_block_is_not_superseded_by_one_below_itself():
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    stuck = engine.reserve(["a", "b", "c"])
+    engine.now = 5.0
+    assert [Refusal(answer) for answer in engine.reserve(["a"], parent="c").answers] == [Refusal.IN_FLIGHT]
+    cache.check_integrity()
+    assert engine.settle(stuck, Outcome.FAILED)[0] == Verdict.FAILED
+    assert engine.store(["a", "b", "c"]) == [Refusal.GRANTED] * 3
+    cache.check_integrity()
+
+
+def test_clear_takes_chains_that_several_engines_have_stored():
+    cache = make_cache()
+    one, two = Engine(cache, "one"), Engine(cache, "two")
+    one.store(["p"])
+    two.store(["q"], parent="p")
+    one.store(["r"], parent="q")
+    assert one.ask(m.Clear(1, b"")).blocks == 3
+    assert cache.stats(0.0)["pool"]["used_bytes"] == 0
+    cache.check_integrity()
+
+
+def test_settling_twice_does_not_make_a_hidden_block_visible():
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    engine.reserve(["p"])
+    below = engine.reserve(["q", "r"], parent="p")
+    assert engine.settle(below, at=(0,)) == [Verdict.HIDDEN]
+    assert engine.settle(below, at=(0,)) == [Verdict.HIDDEN]
+
+
+def test_a_namespace_at_its_ceiling_evicts_from_who_is_above_its_share():
+    cache = make_cache(namespace_ceiling=0.5)
+    reader, streamer = Engine(cache, "reader"), Engine(cache, "streamer")
+    prompt = chain("p", 20)
+    lost = 0
+    for number in range(200):
+        missing = 20 - reader.hits(prompt)
+        if missing:
+            lost += missing
+            reader.store(prompt)
+        streamer.store([f"s{number}"])
+    assert lost <= 20 + 2, "once to fill it, and little until the shares are looked at anew"
+
+
+def test_nothing_grows_with_blocks_that_come_and_go():
+    # The daemon runs its collector on young objects only, so that what goes must go by itself.
+    cache = make_cache(extents=8)
+    engine = Engine(cache, "one")
+    spec = NamespaceSpec("m", (GroupSpec(16, 64 * KIB),), hash_bytes=16)
+    engine.ask(m.Attach(1, b"", spec, (0,), 31 * 64 * KIB))
+    gc.collect()
+    before = living(Grant)
+    gc.disable()
+    try:
+        for number in range(500):
+            engine.store([f"s{number}"])
+            engine.settle(engine.reserve(["t"], parent=f"s{number}"), Outcome.FAILED)
+        assert living(Grant) == before
+    finally:
+        gc.enable()
+    assert sum(map(len, cache.pool._roomy.values())) <= len(cache.pool.extents)
+
+
+def test_an_engine_that_left_nothing_behind_is_forgotten_with_its_order():
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one")
+    engine.store(["a"])
+    (account,) = cache.engines["one"].accounts.values()
+    cache.end_session(engine.session, 0.0)
+    assert Engine(cache, "two", block_bytes=MIB, model="large").store(["b"]) == [Refusal.GRANTED]
+    assert account.order
+    cache.end_session(Engine(cache, "three").session, 0.0)
+    assert "one" not in cache.engines and not account.order

@@ -198,7 +198,7 @@ class CacheMachine(RuleBasedStateMachine):
         cut = min(cut, len(path) - 1)
         run = [path[:end] for end in range(cut + 1, len(path) + 1)]
         parent = digest(path[:cut]) if cut else None
-        request = m.Reserve(1, b"", self.namespace, list(map(digest, run)), parent)
+        request = m.Reserve(1, b"", self.namespace, [m.Run(list(map(digest, run)), parent)])
         if set(RANKS) - set(self.sessions):
             with pytest.raises(BadArgument, match="shards is attached"):
                 self.ask_as(self.sessions[RANKS[0]], request)

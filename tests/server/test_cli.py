@@ -39,7 +39,7 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 def store(admin: Admin, count: int) -> None:
     namespace = admin.ask(m.Attach(0, b"", SPEC, (0,))).namespace
     run = [number.to_bytes(32, "little") for number in range(count)]
-    reserved = admin.ask(m.Reserve(0, b"", namespace, run))
+    reserved = admin.ask(m.Reserve(0, b"", namespace, [m.Run(run)]))
     admin.ask(m.Settle(0, b"", admin.geometry.region_id, reserved.reservation, (0,), 0))
     acquired = admin.ask(m.Acquire(0, b"", namespace, [*run, bytes(31) + b"x"]))
     admin.tell(m.Release(0, b"", [acquired.lease]))

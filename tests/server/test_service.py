@@ -36,7 +36,7 @@ class Engine(Admin):
         self.namespace = self.ask(m.Attach(0, b"", spec, tuple(range(spec.shards)))).namespace
 
     def reserve(self, run: list[bytes], parent: bytes | None = None) -> m.Reserved:
-        reserved: m.Reserved = self.ask(m.Reserve(0, b"", self.namespace, run, parent))
+        reserved: m.Reserved = self.ask(m.Reserve(0, b"", self.namespace, [m.Run(run, parent)]))
         return reserved
 
     def settle(self, reservation: int, outcome: Outcome = Outcome.COMMITTED) -> bytes:
@@ -181,19 +181,23 @@ def wrong_requests(engine: Engine, reservation: int) -> Iterator[tuple[m.Request
     yield m.Attach(0, b"", SPEC, (0,), 2**64 - 1), "bad_argument", "ceiling_bytes"
     for number in (0, -1, 77, 2**63):
         yield m.Acquire(0, b"", number, hashes(1)), "unknown_handle", f"namespace {number}"
-        yield m.Reserve(0, b"", number, hashes(1)), "unknown_handle", f"namespace {number}"
+        yield m.Reserve(0, b"", number, [m.Run(hashes(1))]), "unknown_handle", f"namespace {number}"
     for group in (-1, 1, 2**40):
         yield m.Acquire(0, b"", n, hashes(1), group), "bad_argument", f"group {group}"
-        yield m.Reserve(0, b"", n, hashes(1), None, group), "bad_argument", f"group {group}"
+        yield m.Reserve(0, b"", n, [m.Run(hashes(1))], group), "bad_argument", f"group {group}"
     for odd in (b"", b"x", bytes(31), bytes(33)):
         yield m.Acquire(0, b"", n, [odd]), "bad_argument", f"hash of {len(odd)} bytes"
         yield m.Acquire(0, b"", n, [*hashes(2, 50), odd]), "bad_argument", f"hash of {len(odd)} bytes"
-        yield m.Reserve(0, b"", n, [*hashes(2, 50), odd]), "bad_argument", f"hash of {len(odd)} bytes"
-        yield m.Reserve(0, b"", n, hashes(2, 50), odd), "bad_argument", f"hash of {len(odd)} bytes"
+        yield m.Reserve(0, b"", n, [m.Run([*hashes(2, 50), odd])]), "bad_argument", f"hash of {len(odd)} bytes"
+        yield m.Reserve(0, b"", n, [m.Run(hashes(2, 50), odd)]), "bad_argument", f"hash of {len(odd)} bytes"
     many = hashes(MAX_HASHES + 1, 1000)
     yield m.Acquire(0, b"", n, many), "bad_argument", f"{MAX_HASHES + 1} hashes in one message"
-    yield m.Reserve(0, b"", n, many), "bad_argument", f"{MAX_HASHES + 1} hashes in one message"
-    yield m.Reserve(0, b"", n, hashes(1, 50) * 2), "bad_argument", "twice"
+    yield (
+        m.Reserve(0, b"", n, [m.Run(many[:7]), m.Run(many[7:])]),
+        "bad_argument",
+        f"{MAX_HASHES + 1} hashes in one message",
+    )
+    yield m.Reserve(0, b"", n, [m.Run(hashes(1, 50) * 2)]), "bad_argument", "twice"
     yield m.Settle(0, b"", bytes(16), reservation, (0,), 0), "unknown_handle", "another region"
     yield m.Settle(0, b"", region, 999, (0,), 0), "unknown_handle", "reservation 999"
     yield m.Settle(0, b"", region, -1, (0,), 0), "unknown_handle", "reservation -1"
@@ -249,7 +253,7 @@ def test_replies_that_nobody_reads_are_dropped_counted_and_taken_back(daemon: An
         dropped = daemon.status()["daemon"]["drops"]["peer_slow"]
         assert 0 < dropped < 4000
         deaf.socket.send(encode(m.Acquire(1, engine._token, engine.namespace, hashes(100))))
-        deaf.socket.send(encode(m.Reserve(2, engine._token, engine.namespace, hashes(10, 5000))))
+        deaf.socket.send(encode(m.Reserve(2, engine._token, engine.namespace, [m.Run(hashes(10, 5000))])))
         status = daemon.wait_status(lambda status: status["daemon"]["drops"]["peer_slow"] == dropped + 2)
         assert status["pool"]["pinned_bytes"] == 0
         assert status["pool"]["blocks_writing"] == 0
