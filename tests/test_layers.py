@@ -25,7 +25,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "ghosts"},
+        {"", "ghosts", "limits"},
         {"index"},
         {"pool", "shares"},
         {"leases"},
@@ -53,7 +53,7 @@ FLOORS: dict[str, list[set[str]]] = {
 
 PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region"},
-    "kvcache_server": {"ghosts", "index", "pool", "shares", "leases", "sessions", "room", "report", "cache"},
+    "kvcache_server": {"ghosts", "limits", "index", "pool", "shares", "leases", "sessions", "room", "report", "cache"},
     "kvcache_client": {"layout", "plan", "namespace", "settings"},
 }
 # Sockets, clocks, threads, mappings, logs, devices: what a pure module gets as an argument or does without.

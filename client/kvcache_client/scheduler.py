@@ -64,6 +64,7 @@ class Scheduler:
         self._finished: list[str] = []
         self._failures = 0
         self._no_loads_until = 0.0
+        self._spent = 0.0  # seconds of this schedule that lookups took: all of them together have one deadline
         self._tally = Tally(logger)
         self._saves = Saves(engine_block, blocks_per_slot, settings.save == "prompt", self._tally)
 
@@ -94,8 +95,15 @@ class Scheduler:
             return 0, False
         now = time.monotonic()
         lookup = state.lookup
+        if lookup is not None and lookup.hits and not lookup.lease.id:
+            lookup = None  # its lease was given back
         if lookup is None or (lookup.hits < min(limit, lookup.wanted) and now - lookup.at > LOOKUP_AGE):
+            if self._spent > self._session.deadline:
+                self._tally.add("lookups_over_budget")
+                self._forget_lookup(state)
+                return 0, False
             lookup = self._look_up(state, limit, now)
+            self._spent += time.monotonic() - now
         if self._worth_waiting(state, lookup, start, now):
             self._forget_lookup(state)
             return None, False
@@ -216,6 +224,7 @@ class Scheduler:
     def plan(self, output: Any) -> StepPlan:
         """Return what the ranks do in the step that `output` describes. Called once a schedule."""
         self._step += 1
+        self._spent = 0.0
         if not (self._requests or self._saves.waiting or self._finished or self._announce):
             return NOTHING
         given = self._note_blocks(output)
@@ -295,7 +304,8 @@ class Scheduler:
         weights = uuid.uuid4().hex
         spec = with_weights(self._namespace.spec, weights)
         try:
-            self._namespace = self._session.attach(spec, (), self._ceiling)
+            left, self._namespace = self._namespace, self._session.attach(spec, (), self._ceiling)
+            self._session.detach(left)
         except KVCacheError as error:
             logger.error("the cache could not be reset, saves and loads stop: %s", error)
             self._saving = self._loading = False

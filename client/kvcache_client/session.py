@@ -30,7 +30,7 @@ from kvcache_client.region import Region
 from kvcache_client.slots import Slot
 from kvcache_proto.endpoint import check_endpoint, default_endpoint, socket_path
 from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable, from_wire
-from kvcache_proto.messages import Attach, Attached, Clear, Cleared, Error, Ping, Pong, Reply, Report, Stats
+from kvcache_proto.messages import Attach, Attached, Clear, Cleared, Detach, Error, Ping, Pong, Reply, Report, Stats
 from kvcache_proto.types import NamespaceSpec
 
 logger = logging.getLogger("kvcache_client")
@@ -134,12 +134,15 @@ class Session:
         """What failed, was refused or came too late, by name; counts that are 0 are left out."""
         return self._counters.snapshot()
 
-    def attach(self, spec: NamespaceSpec, shards: Sequence[int] = (), ceiling_bytes: int = 0) -> Namespace:
+    def attach(
+        self, spec: NamespaceSpec, shards: Sequence[int] = (), ceiling_bytes: int = 0, wait: bool = True
+    ) -> Namespace:
         """Join a namespace as the writer and reader of `shards`; a scheduler, which touches no bytes, joins with none.
 
         `ceiling_bytes` bounds what this engine's saves may occupy; 0 is no bound. After a restart of the daemon the
         namespace is attached again. Raises what the daemon refuses (GeometryMismatch, BadArgument) and, on a session
-        made by `connect`, Unavailable; one made by `open` attaches when the daemon is there.
+        made by `connect`, Unavailable; one made by `open` attaches when the daemon is there. Without `wait` it returns
+        at once and raises BadArgument alone: a refusal is logged and counted, and lookups miss until it is joined.
         """
         forks.check(self.owner)
         namespace = Namespace(self, spec, tuple(shards), ceiling_bytes)
@@ -148,13 +151,27 @@ class Session:
             try:
                 if link is None:
                     raise Unavailable(self._why)
-                self._attach(link, namespace)
+                if wait:
+                    self._attach(link, namespace)
+                else:
+                    self._attach_later(link, namespace)
             except Unavailable:
                 if not self._patient:
                     raise
                 self._counters.add("attaches_put_off")
             self._namespaces.append(namespace)
         return namespace
+
+    def detach(self, namespace: Namespace) -> None:
+        """Leave a namespace, without waiting; what is being read and written there goes on until it has ended."""
+        with self._change:
+            if namespace not in self._namespaces:
+                return
+            self._namespaces.remove(namespace)
+            link = self.link
+            number = link.namespaces.pop(namespace, None) if link is not None else None
+        if number is not None:
+            self.post(link, Detach(0, b"", number), "stale_detaches")
 
     def view(self, slot: Slot, shard: int = 0) -> memoryview:
         """Return the bytes of `shard` of `slot`, in the mapped region: writable under a reservation, else read-only.
@@ -298,8 +315,19 @@ class Session:
             if isinstance(reply, Attached):
                 link.namespaces[namespace] = reply.namespace
 
-        request = Attach(0, b"", namespace.spec, namespace.shards, namespace.ceiling_bytes)
-        joined(self._ask(request, Attached, link, joined))
+        joined(self._ask(_attachment(namespace), Attached, link, joined))
+
+    def _attach_later(self, link: Link, namespace: Namespace) -> None:
+        def joined(reply: Reply | None) -> None:
+            if isinstance(reply, Attached):
+                if namespace in self._namespaces:
+                    link.namespaces[namespace] = reply.namespace
+                else:  # left before it was joined
+                    self.post(link, Detach(0, b"", reply.namespace), "stale_detaches")
+            elif isinstance(reply, Error):
+                self._refused(namespace, reply.message)
+
+        self.post(link, _attachment(namespace), "stale_attaches", joined)
 
     # Coming and going. The keeper's, but for the first time.
 
@@ -353,8 +381,11 @@ class Session:
         try:
             self._attach(link, namespace)
         except ClientError as error:
-            self._counters.add("attaches_refused")
-            logger.error("namespace %s (%s) is refused: %s", namespace.id, namespace.spec.model, error)
+            self._refused(namespace, str(error))
+
+    def _refused(self, namespace: Namespace, why: str) -> None:
+        self._counters.add("attaches_refused")
+        logger.error("namespace %s (%s) is refused: %s", namespace.id, namespace.spec.model, why)
 
     def _try_to_establish(self) -> None:
         try:
@@ -456,6 +487,10 @@ class Session:
             self._ring()
         elif self._breaker.answered():
             logger.info("the daemon at %s answers again", self.endpoint)
+
+
+def _attachment(namespace: Namespace) -> Attach:
+    return Attach(0, b"", namespace.spec, namespace.shards, namespace.ceiling_bytes)
 
 
 def _ignore(reply: Reply | None) -> None:

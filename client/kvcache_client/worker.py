@@ -86,16 +86,18 @@ class Worker:
         fragments = block_fragments(map(_describe, tensors), num_blocks, self._block_bytes)
         self._device = open_device(tensors[0].device.type, runs(fragments), num_blocks, keep=tensors)
         self._session.on_region(self._device.register)
-        self._attach(self._spec)
+        self._attach(self._spec, wait=True)
         logger.info(
             "rank %d: %d fragments a block, %s bytes, shard %d of %d, namespace %s",
             *(self._rank, len(fragments), f"{self._block_bytes:,}", self._shard, self._spec.shards, self._spec.id),
         )
 
-    def _attach(self, spec: NamespaceSpec) -> None:
+    def _attach(self, spec: NamespaceSpec, wait: bool) -> None:
         self._spec = spec
+        if self._namespace is not None:
+            self._session.detach(self._namespace)
         try:
-            self._namespace = self._session.attach(spec, (self._shard,) if self._writes else ())
+            self._namespace = self._session.attach(spec, (self._shard,) if self._writes else (), wait=wait)
         except KVCacheError as error:
             self._namespace = None
             logger.error("rank %d cannot join namespace %s, this engine is not cached: %s", self._rank, spec.id, error)
@@ -109,7 +111,7 @@ class Worker:
         self._begun = plan.number
         if plan.namespace is not None and plan.namespace != self._spec:
             self._epoch += 1
-            self._attach(plan.namespace)
+            self._attach(plan.namespace, wait=False)  # a step must not wait for a daemon that is slow to answer
         for job in plan.saves:
             self._save(self._device, job)
         for request in plan.finished:

@@ -50,6 +50,14 @@ class Attach(msgspec.Struct, tag="attach", array_like=True):
     ceiling_bytes: int = 0
 
 
+class Detach(msgspec.Struct, tag="detach", array_like=True):
+    """Leave a namespace. It has no reply. What is being read and written there goes on until it has ended."""
+
+    id: int
+    token: bytes
+    namespace: int
+
+
 class Acquire(msgspec.Struct, tag="acquire", array_like=True):
     """Ask for the longest cached prefix of `hashes`; with `pin`, under a lease."""
 
@@ -183,6 +191,6 @@ class Error(msgspec.Struct, tag="error", array_like=True):
     message: str
 
 
-Request = Attach | Acquire | Release | Reserve | Settle | Ping | Stats | Clear
+Request = Attach | Detach | Acquire | Release | Reserve | Settle | Ping | Stats | Clear
 Reply = Attached | Acquired | Reserved | Settled | Pong | Report | Cleared | Error
 DoorMessage = Hello | Welcome | Error

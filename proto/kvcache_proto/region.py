@@ -189,6 +189,15 @@ class RegionRows:
         self._bytes[start : start + len(body)] = body
         w[at + _S_CHECK] = zlib.crc32(body, zlib.crc32(_GENERATION.pack(generation)))
 
+    def set_parent(self, row: int, parent_row: int, parent_generation: int) -> None:
+        """Hang a row below another one, when the block there has taken the place of the former parent."""
+        start, at = row + _S_BODY * WORD, row // WORD
+        body = list(_BODY.unpack(self._bytes[start : start + _BODY.size]))
+        body[4:6] = parent_row, parent_generation
+        packed = _BODY.pack(*body)
+        self._bytes[start : start + _BODY.size] = packed
+        self._words[at + _S_CHECK] = zlib.crc32(packed, zlib.crc32(_GENERATION.pack(self._words[at + _S_GENERATION])))
+
     def set_state(self, row: int, state: int) -> None:
         self._words[row // WORD + _S_STATE] = state
 

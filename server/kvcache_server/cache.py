@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, UnknownHandle
 from kvcache_proto.region import READY, RegionRows
 from kvcache_proto.types import (
+    MAX_HASHES,
     MAX_NAME,
     Outcome,
     PoolGeometry,
@@ -26,22 +25,11 @@ from kvcache_proto.types import (
 from kvcache_server import report
 from kvcache_server.index import GONE, HIDDEN, Account, Block, Group
 from kvcache_server.leases import Grant, Lease, Quarantine, Reservation
+from kvcache_server.limits import Limits
 from kvcache_server.pool import Pool
 from kvcache_server.room import Room
 from kvcache_server.sessions import Engine, Namespace, Session
 from kvcache_server.shares import Shares
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Bounds of the state machine. Times are seconds, quotas and floors are parts of the pool."""
-
-    pin_quota: float = 0.25
-    supersede_after: float = 2.0
-    quarantine: float = 10.0
-    namespace_floor: float = 0.0
-    namespace_ceiling: float = 1.0
-    max_sessions: int = 1024
-    max_namespaces: int = 1024
 
 
 class Cache:
@@ -64,7 +52,7 @@ class Cache:
         self.counters: Counter[str] = Counter()
         self._room = Room(self.pool, self.shares, self.limits.namespace_ceiling, self.counters)
         self._tick = 0
-        self._last_session = self._last_lease = 0
+        self._last_namespace = self._last_session = self._last_lease = 0
         self._last_reservation = seed >> 16  # no number of an earlier life comes again
         self._pin_quota = int(self.limits.pin_quota * self.pool.capacity)
         self._handlers: dict[type, Any] = {
@@ -73,6 +61,7 @@ class Cache:
             m.Reserve: self._reserve,
             m.Settle: self._settle,
             m.Attach: self._attach,
+            m.Detach: self._detach,
             m.Ping: self._ping,
             m.Stats: self._stats,
             m.Clear: self._clear,
@@ -97,15 +86,11 @@ class Cache:
         owner = self.engines.setdefault(engine, Engine(engine))
         session = Session(self._last_session, owner, label, now)
         self.sessions[session.id] = owner.sessions[session.id] = session
-        for account in owner.accounts.values():
-            account.live = True
         return session.id
 
     def end_session(self, session: int, now: float) -> None:
         """End all that the session held: leases at once; shards that it might be writing are dead, in quarantine."""
-        ended = self.sessions.pop(session, None)
-        if ended is None:
-            return
+        ended = self.sessions.pop(session)
         engine = ended.engine
         del engine.sessions[session]
         for lease in list(ended.leases):
@@ -113,24 +98,26 @@ class Cache:
         for namespace, _ in ended.attached.values():
             engine.note_writers(namespace)
         for reservation in list(engine.reservations.values()):
-            dead = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
-            for grant in list(reservation.grants) if dead else ():
-                if dead & ~grant.settled:
+            written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
+            for grant in list(reservation.grants):
+                if dead := written & ~grant.settled:
                     grant.tainted_until = now + self.limits.quarantine
-                    self.counters["shards_dead"] += (dead & ~grant.settled).bit_count()
-                    self._settle_shards(grant, dead & ~grant.settled, Verdict.FAILED)
-        if not engine.sessions:
-            for account in engine.accounts.values():
-                account.live = False
+                    self.counters["shards_dead"] += dead.bit_count()
+                    self._settle_shards(grant, dead, Verdict.FAILED)
         self._prune()
 
     def _prune(self) -> None:
-        """Drop engines that have ended and left nothing behind."""
+        """Drop engines and namespaces that nobody is in and that hold nothing."""
         for account in self.shares.prune():
             del self.engines[account.engine].accounts[(account.group.namespace, account.group.number)]
         for engine in list(self.engines.values()):
             if not engine.sessions and not engine.accounts:
                 del self.engines[engine.name]
+        used = {account.group.namespace for account in self.shares.accounts}
+        for session in self.sessions.values():
+            used.update(session.attached)
+        for namespace in [each for number, each in self.namespaces.items() if number not in used]:
+            del self.namespaces[namespace.number], self._by_id[namespace.id]
 
     def tick(self, now: float) -> None:
         """Free the slots whose quarantine is over. Call it a few times a second."""
@@ -148,19 +135,28 @@ class Cache:
         if namespace is None:
             if len(self.namespaces) >= self.limits.max_namespaces:
                 raise NotPermitted(f"{len(self.namespaces)} namespaces: max_namespaces is {self.limits.max_namespaces}")
-            namespace = Namespace(len(self.namespaces) + 1, spec, self.pool.capacity)
+            namespace = Namespace(self._last_namespace + 1, spec, self.pool.capacity)
             for group in namespace.groups:
                 self.pool.check_size(group.slot_bytes)
+            self._last_namespace += 1
             self.namespaces[namespace.number] = self._by_id[namespace.id] = namespace
         else:
             namespace.spec.check_same_geometry(spec)
         engine = session.engine
         session.attached[namespace.number] = (namespace, tuple(shards))
-        engine.note_writers(namespace)
         for group in namespace.groups:
             account = self._account(engine, group)
             account.ceiling = request.ceiling_bytes or account.ceiling
+        engine.note_writers(namespace)
         return m.Attached(request.id, namespace.number)
+
+    def _detach(self, session: Session, request: m.Detach, now: float) -> None:
+        left = session.attached.pop(request.namespace, None)
+        if left is None:
+            self.counters["detaches_unknown"] += 1
+            return
+        session.engine.note_writers(left[0])
+        self._prune()
 
     def _account(self, engine: Engine, group: Group) -> Account:
         key = (group.namespace, group.number)
@@ -184,6 +180,8 @@ class Cache:
     def _acquire(self, session: Session, request: m.Acquire, now: float) -> m.Acquired:
         namespace, group = self._group(session, request.namespace, request.group)
         hashes = request.hashes
+        if len(hashes) > MAX_HASHES:
+            check_hashes(hashes, group.hash_bytes)
         found = group.prefix(hashes)
         hits = len(found)
         if hits < len(hashes):
@@ -252,6 +250,8 @@ class Cache:
         engine = session.engine
         check_hashes([each for run in request.runs for each in run.hashes], group.hash_bytes)
         for run in request.runs:
+            if not run.hashes:
+                raise BadArgument("a run without a hash")
             chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
             check_hashes(chain[:1], group.hash_bytes)
             if len(set(chain)) != len(chain):
@@ -341,10 +341,6 @@ class Cache:
         account.bytes += group.slot_bytes
         extent.busy += 1
         extent.newest = self._tick
-        parent_row = parent_generation = 0
-        if parent is not group.root:
-            parent_row = self.pool.row(*self.pool.locate(parent))
-            parent_generation = int.from_bytes(parent.ref[8:16], "little")
         self.rows.open_row(
             self.pool.row(extent, slot),
             generation,
@@ -352,8 +348,7 @@ class Cache:
             group.namespace,
             group.number,
             reservation.owner,
-            parent_row,
-            parent_generation,
+            *self.row_and_generation(parent),
             block_hash,
         )
         return Refusal.GRANTED, block
@@ -364,9 +359,17 @@ class Cache:
         rival.fate = Verdict.SUPERSEDED
         rival.block.unlink()
         rival.block.pins = GONE
+        row, generation = self.row_and_generation(block)
         for child in rival.block.children():
             child.unlink()
             child.link(block)
+            self.rows.set_parent(self.row_and_generation(child)[0], row, generation)
+
+    def row_and_generation(self, block: Block | None) -> tuple[int, int]:
+        """Return how a row names its parent; a root's parent is (0, 0)."""
+        if block is None or block.parent is None:
+            return 0, 0
+        return self.pool.row(*self.pool.locate(block)), int.from_bytes(block.ref[8:16], "little")
 
     def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled:
         if request.region != self.geometry.region_id:
@@ -479,7 +482,7 @@ class Cache:
         return m.Pong(request.id)
 
     def _stats(self, session: Session, request: m.Stats, now: float) -> m.Report:
-        return m.Report(request.id, report.stats(self, now))
+        return m.Report(request.id, self.stats(now))
 
     def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared:
         if request.namespace and request.namespace not in self._by_id:

@@ -135,6 +135,8 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
             else:
                 assert row is None or row.state == FREE
             if block is not None and id(block) in living:
+                assert row is not None
+                assert (row.parent_row, row.parent_generation) == cache.row_and_generation(block.parent)
                 assert cache.pool.locate(block) == (extent, slot)
                 accounts[id(block.account)] = accounts.get(id(block.account), 0) + extent.slot_bytes
         assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"

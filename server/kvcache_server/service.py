@@ -28,6 +28,7 @@ from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import BadFrame, BadToken, KVCacheError, NotPermitted, ServerError, Unavailable
 from kvcache_proto.messages import (
     Acquired,
+    Detach,
     Error,
     Hello,
     Pong,
@@ -41,9 +42,10 @@ from kvcache_proto.messages import (
 )
 from kvcache_proto.types import Outcome
 from kvcache_server.admin import ENGINE as OPERATOR
-from kvcache_server.cache import Cache, Limits
+from kvcache_server.cache import Cache
 from kvcache_server.config import Config, format_size
 from kvcache_server.door import Door, EndpointLock, Peer, socket_mode
+from kvcache_server.limits import Limits
 from kvcache_server.memory import Progress, Region, create_region
 
 log = logging.getLogger(__name__)
@@ -199,7 +201,7 @@ class Service:
                 packed = self._failed(number, error)
             else:
                 self._errors[BadToken.code] += 1
-                if type(request) is Release:
+                if type(request) in (Release, Detach):
                     return
                 packed = encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
         except KVCacheError as error:

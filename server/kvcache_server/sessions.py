@@ -36,9 +36,12 @@ class Engine:
     def note_writers(self, namespace: Namespace) -> None:
         """Find out which session writes which shard, after one has come or gone; a later one takes a shard over."""
         writers: dict[int, int] = {}
-        for session in self.sessions.values():
-            if namespace.number in session.attached:
-                writers.update(dict.fromkeys(session.attached[namespace.number][1], session.id))
+        inside = [session for session in self.sessions.values() if namespace.number in session.attached]
+        for session in inside:
+            writers.update(dict.fromkeys(session.attached[namespace.number][1], session.id))
+        for account in self.accounts.values():
+            if account.group.namespace == namespace.number:
+                account.live = bool(inside)
         shards = range(namespace.spec.shards)
         whole = len(writers) == len(shards)
         self.writers[namespace.number] = tuple(writers[shard] for shard in shards) if whole else None

@@ -404,13 +404,43 @@ def test_a_stopped_daemon_costs_one_deadline_and_no_answer(rigs: Any, daemon: An
     daemon.process.send_signal(signal.SIGSTOP)
     assert rig.scheduler.matched_tokens(again, 0) == (0, False)
     for _ in range(100):
+        rig.step()
         assert rig.scheduler.matched_tokens(again, 0) == (0, False)
     assert rig.session.counters["lookups_unanswered"] == 1
     daemon.process.send_signal(signal.SIGCONT)
     until = time.monotonic() + PATIENCE
     while rig.scheduler.matched_tokens(again, 0) != (4 * BLOCK, True):
         assert time.monotonic() < until, "the daemon is back and nobody asks"
+        rig.step()
         time.sleep(0.01)
+
+
+def test_the_lookups_of_one_schedule_share_one_deadline(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    rig.session.deadline = 1e-6  # what one lookup takes is more than all may take
+    rig.session._breaker.failed = lambda now: False  # as if each answer came just in time
+    requests = [Request(f"r{number}", 5 * BLOCK) for number in range(20)]
+    for request in requests:
+        assert rig.scheduler.matched_tokens(request, 0) == (0, False)
+    assert rig.scheduler.counters["lookups_over_budget"] == 19
+    rig.step()
+    rig.session.deadline = 10.0
+    rig.scheduler.matched_tokens(requests[1], 0)
+    assert rig.scheduler.counters["lookups_over_budget"] == 19
+
+
+def test_a_lease_that_was_given_back_is_not_offered_again(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK + 1)
+    rig.run(request, [0, 1, 2, 3, 4])
+    idle(daemon, 4)
+    longer = Request("s", 7 * BLOCK + 1, request.block_hashes)
+    assert rig.scheduler.matched_tokens(longer, 5 * BLOCK) == (0, False)  # the device has more than the daemon
+    assert rig.scheduler.matched_tokens(longer, 0) == (4 * BLOCK, True)  # and then less, in the next schedule
+    rig.admit(longer, [10, 11, 12, 13, 14, 15, 16, 17], 0, 4 * BLOCK)
+    rig.step()
+    assert rig.await_loads() == {"s"}
+    assert "loads_failed" not in rig.scheduler.counters
 
 
 def test_a_shutdown_leaves_nothing_in_the_writing(rigs: Any, daemon: Any) -> None:

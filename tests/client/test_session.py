@@ -353,3 +353,32 @@ def test_nothing_is_left_open_after_close(daemon: Any, spec: NamespaceSpec) -> N
 
 def _exists(descriptor: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+def test_a_namespace_that_is_left_is_forgotten_once_it_is_empty(
+    session: Session, spec: NamespaceSpec, daemon: Any, hashes: Hashes
+) -> None:
+    ns, run = session.attach(spec, shards=(0,)), hashes(3)
+    reservation = ns.reserve(run)
+    session.detach(ns)
+    session.detach(ns)  # it has left
+    assert ns.acquire(run).failed
+    assert reservation.commit() == MINE * 3  # what was begun goes on
+    assert [n["blocks"] for n in daemon.status()["namespaces"]] == [3]
+    again = session.attach(spec, shards=(0,))
+    assert again.acquire(run).hits == 3
+    session.detach(again)
+    assert session.clear() == 0, "leased"
+    session.close()
+    with Session.connect(daemon.endpoint, engine="janitor") as janitor:
+        assert janitor.clear() == 3
+    daemon.wait_status(lambda status: not status["namespaces"], "an empty cache")
+
+
+def test_attaching_without_waiting(session: Session, spec: NamespaceSpec, until: Until) -> None:
+    ns = session.attach(spec, shards=(0,), wait=False)
+    until(lambda: ns.attached, "the answer")
+    other = NamespaceSpec(spec.model, [GroupSpec(16, 64)], identity=spec.identity)
+    refused = session.attach(other, shards=(0,), wait=False)
+    until(lambda: session.counters.get("attaches_refused"), "the refusal")
+    assert not refused.attached

@@ -59,6 +59,7 @@ REQUESTS = [
     (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"97 a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3"),
     (messages.Acquire(3, TOKEN, 1, [], 0, pin=False), f"97 a761637175697265 03 {T} 01 90 00 c2"),
     (messages.Release(4, TOKEN, [9]), f"94 a772656c65617365 04 {T} 91 09"),
+    (messages.Detach(5, TOKEN, 1), f"94 a6646574616368 05 {T} 01"),
     (
         messages.Reserve(5, TOKEN, 1, [messages.Run([H1, H2], H0), messages.Run([H1])]),
         f"96 a772657365727665 05 {T} 01 92 92 92 {H1x} {H2x} {H0x} 92 91 {H1x} c0 00",

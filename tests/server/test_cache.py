@@ -10,8 +10,9 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows, plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
-from kvcache_server.cache import Cache, Limits
+from kvcache_server.cache import Cache
 from kvcache_server.leases import Grant
+from kvcache_server.limits import Limits
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -100,7 +101,7 @@ def test_one_reservation_holds_the_runs_of_a_whole_step():
     engine = Engine(cache, "one")
     engine.store(["p"])
     runs = [m.Run(hashes(["a", "b"])), m.Run(hashes(["q"]), hashes(["p"])[0]), m.Run(hashes(["x"]), hashes(["?"])[0])]
-    runs += [m.Run(hashes(["a", "c"])), m.Run(hashes(["d"]), hashes(["c"])[0]), m.Run([])]
+    runs += [m.Run(hashes(["a", "c"])), m.Run(hashes(["d"]), hashes(["c"])[0])]
     reserved = engine.ask(m.Reserve(1, b"", engine.namespace, runs))
     granted = Refusal.GRANTED
     expected = [granted, granted, granted, Refusal.NO_PARENT, Refusal.IN_FLIGHT, granted, granted]
@@ -287,6 +288,7 @@ def test_an_engine_that_streams_new_prompts_does_not_cost_another_its_hits():
         (lambda e: m.Acquire(1, b"", e.namespace, [b"x" * 16] * 65_537), BadArgument, "65537 hashes"),
         (lambda e: m.Acquire(1, b"", e.namespace, [], group=1), BadArgument, "group 1"),
         (lambda e: m.Reserve(1, b"", e.namespace, [m.Run(hashes(["a", "a"]))]), BadArgument, "twice"),
+        (lambda e: m.Reserve(1, b"", e.namespace, [m.Run([])]), BadArgument, "a run without a hash"),
         (lambda e: m.Settle(1, b"", b"other region....", 1, (0,), 0), UnknownHandle, "another region"),
         (lambda e: m.Settle(1, b"", b"r" * 16, 77, (0,), 0), UnknownHandle, "reservation 77"),
         (
@@ -424,3 +426,24 @@ def test_an_engine_that_left_nothing_behind_is_forgotten_with_its_order():
     assert account.order
     cache.end_session(Engine(cache, "three").session, 0.0)
     assert "one" not in cache.engines and not account.order
+
+
+def test_an_engine_that_changes_its_weights_often_keeps_its_room():
+    cache = make_cache(max_namespaces=8)
+    engine = Engine(cache, "one")
+    slots = 4 * (2 * MIB // (64 * KIB + 128))
+    for number in range(40):
+        spec = NamespaceSpec(f"weights {number}", (GroupSpec(16, 64 * KIB),), hash_bytes=16)
+        left, engine.namespace = engine.namespace, engine.ask(m.Attach(1, b"", spec, (0,))).namespace
+        if number == 3:
+            engine.reserve(["unsettled"])  # it goes on after its namespace was left
+        assert engine.ask(m.Detach(0, b"", left)) is None
+        for at in range(0, slots + 8, 4):
+            engine.store(chain(f"{number}-{at}-", 4))
+        assert cache.stats(0.0)["namespaces"][-1]["blocks"] >= slots * 0.8
+    assert len(cache.namespaces) < 8
+    engine.ask(m.Detach(0, b"", left))
+    assert cache.counters["detaches_unknown"] == 1
+    cache.end_session(engine.session, 0.0)
+    cache.tick(100.0)
+    cache.check_integrity()

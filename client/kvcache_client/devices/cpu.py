@@ -9,6 +9,7 @@ meanwhile, so that `fence` waits.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -22,6 +23,8 @@ import numpy.typing as npt
 from kvcache_client.devices import Job
 from kvcache_client.layout import Run
 from kvcache_client.region import Region
+
+logger = logging.getLogger("vllm.kvcache.devices")
 
 Bytes = npt.NDArray[np.uint8]
 _SHARE = 4 << 20  # bytes from which on a job is worth a second thread
@@ -174,10 +177,11 @@ class _Thread:
     def _end(self, job: Job) -> None:
         try:
             self._report(job)
-        finally:
-            with self._changed:
-                self._unended -= 1
-                self._changed.notify_all()
+        except Exception:  # the thread must live: the engine's step waits for the jobs behind this one
+            logger.exception("the owner of a copy failed to take its end")
+        with self._changed:
+            self._unended -= 1
+            self._changed.notify_all()
 
 
 def _view(run: Run, num_blocks: int) -> Bytes:
