@@ -147,6 +147,7 @@ class Session:
         forks.check(self.owner)
         namespace = Namespace(self, spec, tuple(shards), ceiling_bytes)
         with self._change:
+            self._namespaces.append(namespace)  # first, for an answer may be here before `_attach_later` returns
             link = self.link
             try:
                 if link is None:
@@ -155,11 +156,11 @@ class Session:
                     self._attach(link, namespace)
                 else:
                     self._attach_later(link, namespace)
-            except Unavailable:
-                if not self._patient:
+            except KVCacheError as error:
+                if not (self._patient and isinstance(error, Unavailable)):
+                    self._namespaces.remove(namespace)
                     raise
                 self._counters.add("attaches_put_off")
-            self._namespaces.append(namespace)
         return namespace
 
     def detach(self, namespace: Namespace) -> None:
