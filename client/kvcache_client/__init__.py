@@ -16,20 +16,38 @@ from kvcache_client.reservation import Reservation, Ticket
 from kvcache_client.session import Session
 from kvcache_client.slots import Slot
 from kvcache_proto import __version__
-from kvcache_proto.errors import ClientError, KVCacheError, ServerError, Unavailable
+from kvcache_proto.errors import (
+    BadArgument,
+    ClientError,
+    ConfigError,
+    GeometryMismatch,
+    KVCacheError,
+    NotPermitted,
+    RegionError,
+    ServerError,
+    Unavailable,
+    VersionMismatch,
+)
+from kvcache_proto.messages import Run
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, SlotRef, Verdict
 
 __all__ = [
+    "BadArgument",
     "ClientError",
+    "ConfigError",
+    "GeometryMismatch",
     "GroupSpec",
     "KVCacheError",
     "Lease",
     "Namespace",
     "NamespaceSpec",
+    "NotPermitted",
     "Outcome",
     "Refusal",
     "Region",
+    "RegionError",
     "Reservation",
+    "Run",
     "ServerError",
     "Session",
     "Slot",
@@ -37,6 +55,7 @@ __all__ = [
     "Ticket",
     "Unavailable",
     "Verdict",
+    "VersionMismatch",
     "__version__",
     "register_vllm_connector",
 ]

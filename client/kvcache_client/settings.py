@@ -31,8 +31,8 @@ FOREIGN = {
     "lazy_offload": "saves are eager and beside the forward pass",
     "load_async": "loads are always asynchronous",
     "lookup_async": "`deadline_ms` bounds every lookup",
-    "disk_path": "tiers are the daemon's: see `kvcache-server serve --help`",
-    "secondary_tiers": "tiers are the daemon's: see `kvcache-server serve --help`",
+    "disk_path": "there are no tiers below host memory",
+    "secondary_tiers": "there are no tiers below host memory",
     "num_workers": _NOT_HERE,
 }
 _FOREIGN_PREFIXES = ("lmcache", "mooncake", "mooncake_store")

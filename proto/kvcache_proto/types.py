@@ -156,7 +156,8 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
             for field in ("block_tokens", "shards", "kind"):
                 if getattr(mine, field) != getattr(theirs, field):
                     raise GeometryMismatch(
-                        f"group {number}: {field} {getattr(theirs, field)}; registered with {getattr(mine, field)}"
+                        f"group {number}: {field} {getattr(theirs, field)}; registered with {getattr(mine, field)}: "
+                        f"give it another identity, or clear namespace {self.id} once nobody is attached"
                     )
 
 

@@ -165,20 +165,10 @@ class Cache:
             self.shares.join(engine.accounts[key])
         return engine.accounts[key]
 
-    @staticmethod
-    def _group(session: Session, number: int, group: int) -> tuple[Namespace, Group]:
-        attached = session.attached.get(number)
-        if attached is None:
-            raise UnknownHandle(f"namespace {number}: this session has not attached it")
-        groups = attached[0].groups
-        if not 0 <= group < len(groups):
-            raise BadArgument(f"group {group}: this namespace has {len(groups)}")
-        return attached[0], groups[group]
-
     # Reading.
 
     def _acquire(self, session: Session, request: m.Acquire, now: float) -> m.Acquired:
-        namespace, group = self._group(session, request.namespace, request.group)
+        namespace, group = session.group(request.namespace, request.group)
         hashes = request.hashes
         if len(hashes) > MAX_HASHES:
             check_hashes(hashes, group.hash_bytes)
@@ -191,6 +181,7 @@ class Cache:
         engine = session.engine
         namespace.lookups += 1
         namespace.requested_blocks += len(hashes)
+        self.counters["blocks_requested"] += len(hashes)
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load what its scheduler is offered.
             self.counters["ranks_missing"] += 1
@@ -218,6 +209,7 @@ class Cache:
         self._touch(found[-1])
         found[-1].account.hit_bytes += hits * group.slot_bytes
         namespace.hit_blocks += hits
+        self.counters["blocks_hit"] += hits
         return m.Acquired(request.id, lease, hits, pending, b"".join([block.ref for block in found]))
 
     def _release(self, session: Session, request: m.Release, now: float) -> None:
@@ -246,7 +238,7 @@ class Cache:
     # Writing.
 
     def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved:
-        namespace, group = self._group(session, request.namespace, request.group)
+        namespace, group = session.group(request.namespace, request.group)
         engine = session.engine
         check_hashes([each for run in request.runs for each in run.hashes], group.hash_bytes)
         for run in request.runs:

@@ -224,6 +224,8 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:
     for key, value in environ.items():
         if not key.startswith(ENV_PREFIX) or key == ENV_PREFIX + "CONFIG" or _FOREIGN_ENV.match(key):
             continue
+        if not value:  # as compose files leave what is not set
+            continue
         if key not in names:
             raise ConfigError(f"environment: unknown setting {key!r}{_close_env(key, names)}")
         values[names[key]] = value

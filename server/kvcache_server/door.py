@@ -58,6 +58,8 @@ class EndpointLock:
             ) from None
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"endpoint {endpoint}: {error.filename} is not a folder") from None
+        except FileNotFoundError as error:
+            raise ConfigError(f"endpoint {endpoint}: {error.filename} cannot be made there") from None
         except BlockingIOError:
             raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint") from None
 

@@ -28,6 +28,7 @@ from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import BadFrame, BadToken, KVCacheError, NotPermitted, ServerError, Unavailable
 from kvcache_proto.messages import (
     Acquired,
+    Cleared,
     Detach,
     Error,
     Hello,
@@ -193,6 +194,9 @@ class Service:
                 return
             if type(reply) is Pong:
                 reply.draining = self._draining
+            elif type(reply) is Cleared:
+                what = getattr(request, "namespace", "") or "every namespace"
+                log.info("cleared %d blocks of %s, asked by %s", reply.blocks, what, self._sessions[session][1])
             elif type(reply) is Report:
                 reply.stats["daemon"] = self._report()
             packed = encode(reply)
@@ -313,11 +317,11 @@ class Service:
         if self._messages == self._told.get("messages", 0):
             return
         stats = self._cache.stats(time.monotonic())
-        counters, spaces, pool = stats["counters"], stats["namespaces"], stats["pool"]
+        counters, pool = stats["counters"], stats["pool"]
         now = {
             "messages": self._messages,
-            "asked": sum(space["requested_blocks"] for space in spaces),
-            "hit": sum(space["hit_blocks"] for space in spaces),
+            "asked": counters.get("blocks_requested", 0),
+            "hit": counters.get("blocks_hit", 0),
             "stored": counters.get("blocks_committed", 0),
             "evicted": counters.get("blocks_evicted", 0),
             "refused": sum(stats["refusals"].values()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.types import NamespaceSpec
 from kvcache_server.index import Account, Block, Group
 from kvcache_server.leases import Lease, Reservation
@@ -77,3 +78,13 @@ class Session:
         self.opened = opened
         self.attached: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
         self.leases: dict[int, Lease] = {}
+
+    def group(self, number: int, group: int) -> tuple[Namespace, Group]:
+        """Return an attached namespace and one of its groups. Raises UnknownHandle, BadArgument."""
+        attached = self.attached.get(number)
+        if attached is None:
+            raise UnknownHandle(f"namespace {number}: this session has not attached it")
+        groups = attached[0].groups
+        if not 0 <= group < len(groups):
+            raise BadArgument(f"group {group}: this namespace has {len(groups)}")
+        return attached[0], groups[group]
