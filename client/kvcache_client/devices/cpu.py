@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices import Job
+from kvcache_client.devices import Job, Memory, check_job
 from kvcache_client.layout import Run
-from kvcache_client.region import Region
 
 logger = logging.getLogger("vllm.kvcache.devices")
 
@@ -34,18 +33,29 @@ class CpuDevice:
     """The naive device that keeps the others honest."""
 
     def __init__(self, runs: Sequence[Run], num_blocks: int, keep: Any = None) -> None:
-        self._keep = keep
+        self._keep, self._blocks = keep, num_blocks
         self._even = [(_view(run, num_blocks), run) for run in runs if run.number > 1]
         self._single = [run for run in runs if run.number == 1]
         self._end = max(run.offset + run.bytes * run.number for run in runs)
+        self._region_bytes = 0
         self._changed = threading.Condition()
         self._reading: Counter[int] = Counter()  # device blocks of saves that have not ended
         self._helpers = ThreadPoolExecutor(2, "kvcache-copy")
         self._saver = _Thread("kvcache-save", lambda job: self._share(job, self._save), self._ended)
         self._loader = _Thread("kvcache-load", lambda job: self._share(job, self._load), self._ended)
 
-    def register(self, region: Region) -> None:
+    def register(self, region: Memory) -> None:
         """Nothing to do: host memory needs no pinning to be copied."""
+        self._region_bytes = region.bytes
+
+    def registered(self) -> tuple[bool, int]:
+        return True, self._region_bytes
+
+    def peek(self, address: int, size: int) -> bytes:
+        return ctypes.string_at(address, size)
+
+    def poke(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
 
     def save(self, job: Job) -> None:
         job.saves = True
@@ -76,6 +86,7 @@ class CpuDevice:
 
     def _share(self, job: Job, copy: Callable[[Job, slice], None]) -> None:
         """Copy one half here and one on a helper. Returns, or raises, only when both have ended."""
+        check_job(job, self._blocks, self._end)
         half = len(job.blocks) // 2 if len(job.blocks) * self._end >= _SHARE else 0
         other = self._helpers.submit(copy, job, slice(half)) if half else None
         try:
@@ -98,7 +109,6 @@ class CpuDevice:
         region, base = _bytes(job)
         move, copy = ctypes.memmove, np.copyto
         for block, at in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
-            self._check(at, region)
             for view, run in self._even:
                 begin = at + run.offset
                 copy(region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes), view[block])
@@ -109,17 +119,11 @@ class CpuDevice:
         region, base = _bytes(job)
         move, copy = ctypes.memmove, np.copyto
         for block, at in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
-            self._check(at, region)
             for view, run in self._even:
                 begin = at + run.offset
                 copy(view[block], region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes))
             for run in self._single:
                 move(run.pointer + block * run.stride, base + at + run.offset, run.bytes)
-
-    def _check(self, at: int, region: Bytes) -> None:
-        """memmove believes everything; a reference that points outside must not reach it."""
-        if at < 0 or at + self._end > region.size:
-            raise ValueError(f"bytes {at} to {at + self._end} of a region of {region.size}")
 
 
 class _Thread:
