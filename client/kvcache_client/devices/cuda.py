@@ -152,7 +152,9 @@ def open_cuda(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> Cuda
             try:
                 packer = _packer(driver, device, fragments, tuning, held)
                 buffers, size = _stage(device, tuning.stage_bytes, slot, held)
-            except CopyError as error:
+            except (CopyError, torch.cuda.OutOfMemoryError) as error:
+                if packer is not None:
+                    packer.close()
                 packer = None
                 held.clear()
                 logger.warning(
@@ -201,7 +203,7 @@ def _stage(device: torch.device, size: int, slot: int, held: list[torch.Tensor])
             break
         except torch.cuda.OutOfMemoryError as error:
             if size == slot or size // 2 < _SMALLEST_STAGE:
-                raise CopyError(f"four buffers of {size} bytes of device memory: {error}") from None
+                raise CopyError(f"four buffers of {size} bytes: {error}") from None
             size //= 2
     short = "" if size >= wanted else ", less than wanted: it is short"
     logger.info("%d MiB of device memory for copies%s", 4 * size >> 20, short)

@@ -72,7 +72,7 @@ class Packer(Protocol):
 
 
 class Staged:
-    """Two buffers: while the kernel fills one, the other's slots are copied; for loads the other way round."""
+    """Buffers in turn: while the kernel fills one, another's slots are copied; for loads the other way round."""
 
     def __init__(
         self, runtime: Runtime, packer: Packer, buffers: Sequence[int], buffer_bytes: int, slot: int, saves: bool

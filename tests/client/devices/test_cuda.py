@@ -9,7 +9,9 @@ import pytest
 import torch
 from rigs import BLOCKS, LAYOUTS, RIGS, Bench
 
+from kvcache_client.devices import CopyError, open_device
 from kvcache_client.devices.cuda_driver import Driver
+from kvcache_client.devices.cuda_kernels import find_compiler
 
 CHUNK = 1 << 20
 
@@ -131,3 +133,33 @@ def test_a_driver_without_batches_copies_one_by_one() -> None:
     assert back.equal(data)
     driver.free_host(host)
     driver.destroy_stream(stream)
+
+
+@pytest.mark.parametrize(
+    ("spare", "line"), [(40, "MiB of device memory for copies, less than wanted: it is short"), (0, "copied by itself")]
+)
+def test_where_device_memory_is_short_the_stage_is_smaller_or_none(
+    spare: int, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvcache.device")
+    bench = Bench(RIGS["cuda"], LAYOUTS["blocks first"])
+    bench.device.close()
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + (spare << 20)
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        caplog.clear()
+        bench.device = open_device("cuda", bench.runs, BLOCKS, bench.tensors)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    try:
+        assert [line in record.getMessage() for record in caplog.records] == [True]
+        bench.register()
+        round_trip(bench)
+    finally:
+        bench.close()
+
+
+def test_a_compiler_that_is_not_there_is_named() -> None:
+    with pytest.raises(CopyError, match=r"no NVRTC in libnothing\.so"):
+        find_compiler(["libnothing.so"], 90)
