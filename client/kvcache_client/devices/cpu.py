@@ -32,10 +32,11 @@ _SHARE = 4 << 20  # bytes from which on a job is worth a second thread
 class CpuDevice:
     """The naive device that keeps the others honest."""
 
-    def __init__(self, runs: Sequence[Run], num_blocks: int, keep: Any = None) -> None:
+    def __init__(self, runs: Sequence[Run], num_blocks: int, keep: Sequence[Any] = ()) -> None:
+        """`keep` are the tensors that the runs are in; torch's, or numpy's."""
         self._keep, self._blocks = keep, num_blocks
-        self._even = [(_view(run, num_blocks), run) for run in runs if run.number > 1]
-        self._single = [run for run in runs if run.number == 1]
+        even, self._single = _sort(runs, num_blocks, keep)
+        self._even = [(_view(run, num_blocks), run) for run in even]
         self._end = max(run.offset + run.bytes * run.number for run in runs)
         self._region_bytes = 0
         self._changed = threading.Condition()
@@ -188,10 +189,40 @@ class _Thread:
             self._changed.notify_all()
 
 
+def _sort(runs: Sequence[Run], num_blocks: int, tensors: Sequence[Any]) -> tuple[list[Run], list[Run]]:
+    """Return the runs that numpy may copy, each inside one allocation, and the fragments of the others one by one.
+
+    numpy takes two arrays for overlapping where one begins before the other ends. Between fragments of two allocations
+    may lie the other side of the copy, and the temporary that numpy then makes, and the one that it makes because of
+    that, until the stack is full.
+    """
+    allocations = [_allocation(tensor) for tensor in tensors]
+    even, single = [], []
+    for run in runs:
+        end = run.pointer + _span(run, num_blocks)
+        if run.number > 1 and any(first <= run.pointer and end <= last for first, last in allocations):
+            even.append(run)
+            continue
+        for number in range(run.number):
+            offset = run.offset + number * run.bytes
+            single.append(Run(run.pointer + number * run.step, run.stride, run.bytes, 1, 0, offset))
+    return even, single
+
+
+def _allocation(tensor: Any) -> tuple[int, int]:
+    if isinstance(tensor, np.ndarray):
+        return tensor.ctypes.data, tensor.ctypes.data + tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _span(run: Run, num_blocks: int) -> int:
+    return (num_blocks - 1) * run.stride + (run.number - 1) * run.step + run.bytes
+
+
 def _view(run: Run, num_blocks: int) -> Bytes:
     """Return the run's memory as (blocks, fragments, bytes)."""
-    span = (num_blocks - 1) * run.stride + (run.number - 1) * run.step + run.bytes
-    memory = (ctypes.c_uint8 * span).from_address(run.pointer)
+    memory = (ctypes.c_uint8 * _span(run, num_blocks)).from_address(run.pointer)
     return np.ndarray(
         (num_blocks, run.number, run.bytes), np.uint8, buffer=memoryview(memory), strides=(run.stride, run.step, 1)
     )

@@ -22,7 +22,7 @@ class Tuning:
     """
 
     stage_bytes: int = 32 << 20
-    staged_below: int = 1 << 20
+    staged_below: int = 2 << 20
     bursts: int = 4
     register_chunk: int = 1 << 30
 

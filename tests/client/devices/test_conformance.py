@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import random
 import subprocess
 import sys
@@ -9,7 +11,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from rigs import BLOCKS, LAYOUTS, SLOTS, Bench, Memory, Rig
+import torch
+from rigs import BLOCKS, LAYOUTS, RIGS, SLOTS, Bench, Layout, Memory, Rig
 
 from kvcache_client.devices import CopyError, open_device
 from kvcache_client.devices.canary import check_copies
@@ -295,3 +298,27 @@ def test_the_canary_notices_a_device_that_fails(bench: Bench) -> None:
 def test_kinds_without_a_module_are_named() -> None:
     with pytest.raises(NotImplementedError, match=r"'xpu'.*'cpu' and 'cuda' alone"):
         open_device("xpu", [], 0)
+
+
+def test_layers_that_lie_far_apart_in_host_memory() -> None:
+    """Everything else of this process lies between the two: no side of a copy may pass for part of the other."""
+    fragment, low = 1 << 16, 1 << 40
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype, fixed = ctypes.c_void_p, 0x100000  # MAP_FIXED_NOREPLACE
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed
+    assert libc.mmap(low, BLOCKS * fragment, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == low
+    far = torch.frombuffer((ctypes.c_uint8 * (BLOCKS * fragment)).from_address(low), dtype=torch.uint8)
+    near = torch.empty(BLOCKS, fragment, dtype=torch.uint8)
+    layout = Layout(lambda device: [far.view(BLOCKS, fragment), near])
+    bench = Bench(RIGS["cpu"], layout)
+    try:
+        before = bench.blocks()
+        bench.save(range(BLOCKS), range(BLOCKS))
+        bench.finish()
+        assert [bench.slot(number) for number in range(BLOCKS)] == before
+        bench.load(range(BLOCKS), [*reversed(range(BLOCKS))])
+        bench.finish()
+        assert bench.blocks() == before[::-1]
+    finally:
+        bench.close()
