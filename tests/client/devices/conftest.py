@@ -25,6 +25,7 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
     if reason:
         pytest.skip(reason)
     monkeypatch.setenv("KVCACHE_COPY_STAGE_MIB", "1")
+    monkeypatch.setenv("KVCACHE_COPY_STAGED_BELOW_KIB", "1024")
     monkeypatch.setenv("KVCACHE_REGISTER_CHUNK_MIB", "1")
     return found
 

@@ -91,7 +91,7 @@ def _cross_layer(device: str) -> list[Any]:
 
 def _large(device: str) -> list[Any]:
     """Fragments that no stage is needed for."""
-    return [_empty(BLOCKS, 2 << 20, device=device, dtype=torch.uint8) for _ in range(2)]
+    return [_empty(BLOCKS, 1 << 20, device=device, dtype=torch.uint8) for _ in range(2)]
 
 
 def _mla(device: str) -> list[Any]:

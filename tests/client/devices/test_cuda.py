@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(bool(RIGS["cuda"].why_not()), reason=RIGS["cuda"
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("KVCACHE_COPY_STAGE_MIB", "1")
+    monkeypatch.setenv("KVCACHE_COPY_STAGED_BELOW_KIB", "1024")
     monkeypatch.setenv("KVCACHE_REGISTER_CHUNK_MIB", "1")
     return str(request.param)
 
