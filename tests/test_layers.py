@@ -42,7 +42,11 @@ FLOORS: dict[str, list[set[str]]] = {
     "kvcache_client": [
         {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region"},
         {"devices", "slots", "channel", "door", "engine", "tally"},
-        {"devices.cpu", "lease", "reservation", "link"},
+        {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
+        {"devices.cuda_driver", "devices.paths", "devices.registration", "lease", "reservation", "link"},
+        {"devices.cuda_kernels", "devices.ring"},
+        {"devices.lane"},
+        {"devices.cuda"},
         {"handles", "tracked"},
         {"session", "saves"},
         {""},
@@ -54,7 +58,7 @@ FLOORS: dict[str, list[set[str]]] = {
 PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region"},
     "kvcache_server": {"ghosts", "limits", "index", "pool", "shares", "leases", "sessions", "room", "report", "cache"},
-    "kvcache_client": {"layout", "plan", "namespace", "settings"},
+    "kvcache_client": {"layout", "plan", "namespace", "settings", "devices.spans", "devices.tuning"},
 }
 # Sockets, clocks, threads, mappings, logs, devices: what a pure module gets as an argument or does without.
 WORLD = {
@@ -72,7 +76,7 @@ THIRD_PARTY = {
 # Modules that run inside an engine only, and so may use what the engine brings.
 FROM_ENGINE = {
     "kvcache_server": {"demo_engine": {"torch", "transformers", "vllm"}},
-    "kvcache_client": {"connector": {"vllm"}, "engine": {"vllm"}, "plugin": {"vllm"}},
+    "kvcache_client": {"devices.cuda": {"torch"}, "connector": {"vllm"}, "engine": {"vllm"}, "plugin": {"vllm"}},
 }
 
 

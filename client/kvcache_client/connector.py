@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvcache_client import NamespaceSpec, Session
+from kvcache_client.devices import CopyError
 from kvcache_client.engine import join_logs, surroundings, tensor_parallel_rank, warn_of_random_seed
 from kvcache_client.namespace import (
     engine_block_size,
@@ -184,7 +185,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             return
         try:
             self._worker.register(kv_caches, self._kv_cache_config.num_blocks)
-        except (ConfigError, NotImplementedError) as error:
+        except (ConfigError, CopyError, NotImplementedError) as error:
             logger.error("this engine runs without the KV cache server: %s", error)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from kvcache_client import Namespace, Session
 from kvcache_client.counters import Counters
-from kvcache_client.devices import Device, Job, open_device
+from kvcache_client.devices import CopyError, Device, Job, open_device
+from kvcache_client.devices.canary import check_copies
 from kvcache_client.layout import Tensor, block_fragments, runs
 from kvcache_client.namespace import Shards
 from kvcache_client.plan import LoadJob, SaveJob, StepPlan
@@ -80,11 +81,19 @@ class Worker:
         """Take the KV tensors, a tensor or several a layer, and join the namespace.
 
         Raises ConfigError where they do not hold what the KV cache specification says, NotImplementedError for a device
-        that this version cannot copy from. The engine is then served without a cache.
+        that this version cannot copy from, CopyError where copies do not work. The engine is then served without a
+        cache.
         """
         tensors = list(_flatten(kv_caches.values()))
         fragments = block_fragments(map(_describe, tensors), num_blocks, self._block_bytes)
-        self._device = open_device(tensors[0].device.type, runs(fragments), num_blocks, keep=tensors)
+        places = runs(fragments)
+        device = open_device(tensors[0].device.type, places, num_blocks, keep=tensors)
+        try:
+            check_copies(device, places, num_blocks)
+        except CopyError:
+            device.close()
+            raise
+        self._device = device
         self._session.on_region(self._device.register)
         self._attach(self._spec, wait=True)
         logger.info(

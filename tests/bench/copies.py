@@ -79,7 +79,7 @@ def measure(fragment: int, total: int, rounds: int) -> dict[str, dict[str, float
                 caches = storage.reshape(layers, 2, count, fragment)
                 tensors = [Tensor(c.ctypes.data, c.shape, c.strides, c.itemsize) for c in caches]
                 fragments = runs(block_fragments(tensors, count, BLOCK))
-                device = open_device("cpu", fragments, count, keep=storage)
+                device = open_device("cpu", fragments, count, keep=[storage])
                 # In an order that the region does not have: an engine's blocks are scattered.
                 blocks = np.random.default_rng(1).permutation(count).astype(np.int64)
 

@@ -10,7 +10,30 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.layout import Run
-from kvcache_client.region import Region
+from kvcache_proto.errors import ServerError
+
+
+class CopyError(ServerError):
+    """The device, or what drives it, cannot do what copies need."""
+
+    code = "copy_error"
+
+
+class Memory(Protocol):
+    """Mapped host memory: the region, or what stands for it.
+
+    Attributes:
+        buffer: all of it, writable.
+        address: where it begins in this process; page-aligned.
+        bytes: its length.
+    """
+
+    @property
+    def buffer(self) -> memoryview: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +49,7 @@ class Job:
         seconds: how long the copy itself took.
     """
 
-    region: Region
+    region: Memory
     blocks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     ended: Callable[[Job], None]
@@ -38,8 +61,14 @@ class Job:
 class Device(Protocol):
     """Copies in the background, in the order of submission in each direction. Called from one thread."""
 
-    def register(self, region: Region) -> None:
-        """Make `region` ready for copies, off the calling thread where that takes long."""
+    def register(self, region: Memory) -> None:
+        """Make `region` ready for copies, off the calling thread where that takes long, and let go of the one before.
+
+        Copies need not wait for it: they are slower until then.
+        """
+
+    def registered(self) -> tuple[bool, int]:
+        """Return whether registering is over, and how many bytes from the region's begin copies reach directly."""
 
     def save(self, job: Job) -> None:
         """Copy device blocks to the region, as they are once all that was submitted to the device has run."""
@@ -54,6 +83,12 @@ class Device(Protocol):
     def poll(self) -> None:
         """Notice jobs that have ended, where no thread of the device's own does. Never waits."""
 
+    def peek(self, address: int, size: int) -> bytes:
+        """Return bytes of the device's memory, by its plainest means. Waits for all that was submitted before."""
+
+    def poke(self, address: int, data: bytes) -> None:
+        """Write bytes to the device's memory, likewise."""
+
     def drain(self, seconds: float) -> bool:
         """Wait for running jobs; return whether all have ended."""
 
@@ -61,13 +96,32 @@ class Device(Protocol):
         """Stop. Jobs that had not begun end with an error; the one being copied is waited for."""
 
 
-def open_device(kind: str, runs: Sequence[Run], num_blocks: int, keep: Any = None) -> Device:
+def open_device(kind: str, runs: Sequence[Run], num_blocks: int, keep: Sequence[Any] = ()) -> Device:
     """Return the device for tensors on `kind`, such as "cpu". `keep` is held as long as the device is: the tensors.
 
-    Raises NotImplementedError for a kind that this version cannot copy from.
+    Raises NotImplementedError for a kind that this version cannot copy from, CopyError where the device is of a kind
+    that it can but does not work, ConfigError for a wrong setting in the environment.
     """
     if kind == "cpu":
         from kvcache_client.devices.cpu import CpuDevice
 
         return CpuDevice(runs, num_blocks, keep)
-    raise NotImplementedError(f"KV cache on {kind!r}: this version copies from 'cpu' alone")
+    if kind == "cuda":
+        from kvcache_client.devices.cuda import open_cuda
+
+        return open_cuda(runs, num_blocks, keep)
+    raise NotImplementedError(f"KV cache on {kind!r}: this version copies from 'cpu' and 'cuda' alone")
+
+
+def check_job(job: Job, num_blocks: int, block_bytes: int) -> None:
+    """Raise ValueError unless all of `job` lies inside the region and the cache: a copy itself believes everything."""
+    if not len(job.blocks):
+        return
+    low, high = int(job.offsets.min()), int(job.offsets.max()) + block_bytes
+    if low < 0 or high > job.region.bytes:
+        raise ValueError(f"bytes {low} to {high} of a region of {job.region.bytes}")
+    first, last = int(job.blocks.min()), int(job.blocks.max())
+    if first < 0 or last >= num_blocks:
+        raise ValueError(f"blocks {first} to {last} of {num_blocks}")
+    if len(job.blocks) != len(job.offsets):
+        raise ValueError(f"{len(job.blocks)} blocks for {len(job.offsets)} places")

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices import Job
+from kvcache_client.devices import Job, Memory, check_job
 from kvcache_client.layout import Run
-from kvcache_client.region import Region
 
 logger = logging.getLogger("vllm.kvcache.devices")
 
@@ -33,19 +32,31 @@ _SHARE = 4 << 20  # bytes from which on a job is worth a second thread
 class CpuDevice:
     """The naive device that keeps the others honest."""
 
-    def __init__(self, runs: Sequence[Run], num_blocks: int, keep: Any = None) -> None:
-        self._keep = keep
-        self._even = [(_view(run, num_blocks), run) for run in runs if run.number > 1]
-        self._single = [run for run in runs if run.number == 1]
+    def __init__(self, runs: Sequence[Run], num_blocks: int, keep: Sequence[Any] = ()) -> None:
+        """`keep` are the tensors that the runs are in; torch's, or numpy's."""
+        self._keep, self._blocks = keep, num_blocks
+        even, self._single = _sort(runs, num_blocks, keep)
+        self._even = [(_view(run, num_blocks), run) for run in even]
         self._end = max(run.offset + run.bytes * run.number for run in runs)
+        self._region_bytes = 0
         self._changed = threading.Condition()
         self._reading: Counter[int] = Counter()  # device blocks of saves that have not ended
         self._helpers = ThreadPoolExecutor(2, "kvcache-copy")
         self._saver = _Thread("kvcache-save", lambda job: self._share(job, self._save), self._ended)
         self._loader = _Thread("kvcache-load", lambda job: self._share(job, self._load), self._ended)
 
-    def register(self, region: Region) -> None:
+    def register(self, region: Memory) -> None:
         """Nothing to do: host memory needs no pinning to be copied."""
+        self._region_bytes = region.bytes
+
+    def registered(self) -> tuple[bool, int]:
+        return True, self._region_bytes
+
+    def peek(self, address: int, size: int) -> bytes:
+        return ctypes.string_at(address, size)
+
+    def poke(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
 
     def save(self, job: Job) -> None:
         job.saves = True
@@ -76,6 +87,7 @@ class CpuDevice:
 
     def _share(self, job: Job, copy: Callable[[Job, slice], None]) -> None:
         """Copy one half here and one on a helper. Returns, or raises, only when both have ended."""
+        check_job(job, self._blocks, self._end)
         half = len(job.blocks) // 2 if len(job.blocks) * self._end >= _SHARE else 0
         other = self._helpers.submit(copy, job, slice(half)) if half else None
         try:
@@ -98,7 +110,6 @@ class CpuDevice:
         region, base = _bytes(job)
         move, copy = ctypes.memmove, np.copyto
         for block, at in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
-            self._check(at, region)
             for view, run in self._even:
                 begin = at + run.offset
                 copy(region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes), view[block])
@@ -109,17 +120,11 @@ class CpuDevice:
         region, base = _bytes(job)
         move, copy = ctypes.memmove, np.copyto
         for block, at in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
-            self._check(at, region)
             for view, run in self._even:
                 begin = at + run.offset
                 copy(view[block], region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes))
             for run in self._single:
                 move(run.pointer + block * run.stride, base + at + run.offset, run.bytes)
-
-    def _check(self, at: int, region: Bytes) -> None:
-        """memmove believes everything; a reference that points outside must not reach it."""
-        if at < 0 or at + self._end > region.size:
-            raise ValueError(f"bytes {at} to {at + self._end} of a region of {region.size}")
 
 
 class _Thread:
@@ -184,10 +189,40 @@ class _Thread:
             self._changed.notify_all()
 
 
+def _sort(runs: Sequence[Run], num_blocks: int, tensors: Sequence[Any]) -> tuple[list[Run], list[Run]]:
+    """Return the runs that numpy may copy, each inside one allocation, and the fragments of the others one by one.
+
+    numpy takes two arrays for overlapping where one begins before the other ends. Between fragments of two allocations
+    may lie the other side of the copy, and the temporary that numpy then makes, and the one that it makes because of
+    that, until the stack is full.
+    """
+    allocations = [_allocation(tensor) for tensor in tensors]
+    even, single = [], []
+    for run in runs:
+        end = run.pointer + _span(run, num_blocks)
+        if run.number > 1 and any(first <= run.pointer and end <= last for first, last in allocations):
+            even.append(run)
+            continue
+        for number in range(run.number):
+            offset = run.offset + number * run.bytes
+            single.append(Run(run.pointer + number * run.step, run.stride, run.bytes, 1, 0, offset))
+    return even, single
+
+
+def _allocation(tensor: Any) -> tuple[int, int]:
+    if isinstance(tensor, np.ndarray):
+        return tensor.ctypes.data, tensor.ctypes.data + tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _span(run: Run, num_blocks: int) -> int:
+    return (num_blocks - 1) * run.stride + (run.number - 1) * run.step + run.bytes
+
+
 def _view(run: Run, num_blocks: int) -> Bytes:
     """Return the run's memory as (blocks, fragments, bytes)."""
-    span = (num_blocks - 1) * run.stride + (run.number - 1) * run.step + run.bytes
-    memory = (ctypes.c_uint8 * span).from_address(run.pointer)
+    memory = (ctypes.c_uint8 * _span(run, num_blocks)).from_address(run.pointer)
     return np.ndarray(
         (num_blocks, run.number, run.bytes), np.uint8, buffer=memoryview(memory), strides=(run.stride, run.step, 1)
     )

@@ -1,0 +1,173 @@
+"""Gather and scatter within device memory: scattered fragments on one side, whole slots on the other.
+
+The kernels never touch host memory: one that writes it keeps the model's own writes waiting. They run in short bursts
+over the whole device, since a kernel that sits on a few processors for long delays every launch of the model that wants
+them all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_client.devices import CopyError
+from kvcache_client.devices.cuda_driver import Driver
+from kvcache_client.devices.runtime import Handle
+from kvcache_client.layout import Fragment
+
+MOST_BLOCKS = 512  # of one launch: their numbers travel with the launch's arguments, 4 KiB in all
+PIECE = 16384  # bytes that one thread block copies at a time
+THREADS = 256
+
+_SOURCE = """
+struct Piece { char* pointer; long long stride; long long offset; long long bytes; };
+struct Blocks { int number[MOST_BLOCKS]; };
+
+template <bool GATHER>
+__device__ void copy(const Piece* pieces, int per_block, const Blocks& blocks, int count, char* slots, long long slot) {
+    for (int work = blockIdx.x; work < per_block * count; work += gridDim.x) {
+        const int index = work / per_block;
+        const Piece piece = pieces[work - index * per_block];
+        Word* at = (Word*)(piece.pointer + blocks.number[index] * piece.stride);
+        Word* in_slot = (Word*)(slots + index * slot + piece.offset);
+        const Word* source = GATHER ? at : in_slot;
+        Word* target = GATHER ? in_slot : at;
+        const int words = piece.bytes / sizeof(Word);
+        for (int first = threadIdx.x; first < words; first += UNROLL * THREADS) {
+            Word held[UNROLL];
+            #pragma unroll
+            for (int i = 0; i < UNROLL; i++)
+                if (first + i * THREADS < words) held[i] = __ldcs(source + first + i * THREADS);
+            #pragma unroll
+            for (int i = 0; i < UNROLL; i++)
+                if (first + i * THREADS < words) __stcs(target + first + i * THREADS, held[i]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) gather(
+    const Piece* pieces, int per_block, const __grid_constant__ Blocks blocks, int count, char* slots, long long slot) {
+    copy<true>(pieces, per_block, blocks, count, slots, slot);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) scatter(
+    const Piece* pieces, int per_block, const __grid_constant__ Blocks blocks, int count, char* slots, long long slot) {
+    copy<false>(pieces, per_block, blocks, count, slots, slot);
+}
+"""
+_WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
+
+
+class Compiler(NamedTuple):
+    """NVRTC as the engine's runtime brings it, and the device's architecture, such as 90."""
+
+    library: ctypes.CDLL
+    architecture: int
+
+    def compile(self, source: str, options: Sequence[str]) -> bytes:
+        """Return machine code. Raises CopyError with the compiler's log."""
+        program, size = ctypes.c_void_p(), ctypes.c_size_t()
+        create = self.library.nvrtcCreateProgram
+        self._check(create(ctypes.byref(program), source.encode(), b"copies.cu", 0, None, None))
+        try:
+            flags = [option.encode() for option in (f"--gpu-architecture=sm_{self.architecture}", *options)]
+            failed = self.library.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
+            if failed:
+                self._check(self.library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+                log = ctypes.create_string_buffer(size.value)
+                self._check(self.library.nvrtcGetProgramLog(program, log))
+                raise CopyError(f"NVRTC: {log.value.decode(errors='replace')}")
+            self._check(self.library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+            image = ctypes.create_string_buffer(size.value)
+            self._check(self.library.nvrtcGetCUBIN(program, image))
+            return image.raw
+        finally:
+            self.library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _check(self, result: int) -> None:
+        if result:
+            raise CopyError(f"NVRTC: error {result}")
+
+
+def find_compiler(candidates: Sequence[str], architecture: int) -> Compiler:
+    """Return the first of the libraries that has NVRTC. Raises CopyError where none does."""
+    for candidate in candidates:
+        try:
+            library = ctypes.CDLL(candidate)
+            library.nvrtcGetCUBIN  # noqa: B018  # a library that only depends on NVRTC serves as well
+        except (OSError, AttributeError):
+            continue
+        return Compiler(library, architecture)
+    raise CopyError(f"no NVRTC in {', '.join(candidates)}")
+
+
+class CudaPacker:
+    """Moves blocks of one cache, whose fragments lie as `runs` say."""
+
+    most = MOST_BLOCKS
+
+    def __init__(
+        self,
+        driver: Driver,
+        compiler: Compiler,
+        fragments: Sequence[Fragment],
+        upload: Callable[[npt.NDArray[np.int64]], int],
+        most_thread_blocks: int,
+    ) -> None:
+        """`upload` puts a table into device memory and returns its address. Raises CopyError."""
+        self._driver, self._grid = driver, most_thread_blocks
+        slot = sum(fragment.bytes for fragment in fragments)
+        word = _common_word(fragments)
+        pieces, offset = [], 0
+        for fragment in fragments:
+            for begin in range(0, fragment.bytes, PIECE):
+                size = min(PIECE, fragment.bytes - begin)
+                pieces.append((fragment.pointer + begin, fragment.stride, offset + begin, size))
+            offset += fragment.bytes
+        self._pieces = len(pieces)
+        options = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS, "UNROLL": 4, "Word": f"{_WORDS[word]}"}
+        image = compiler.compile(_SOURCE, [f"--define-macro={name}={value}" for name, value in options.items()])
+        self._module = driver.load_module(image)
+        self._gather, self._scatter = (driver.function(self._module, name) for name in ("gather", "scatter"))
+        self._arguments = _Arguments(upload(np.array(pieces, np.int64)), self._pieces, slot)
+
+    def launch(self, gather: bool, blocks: npt.NDArray[np.int64], buffer: int, stream: Handle) -> None:
+        count = len(blocks)
+        with self._arguments.lock:
+            self._arguments.fill(blocks, buffer)
+            grid = min(self._grid, count * self._pieces)
+            self._driver.launch(
+                self._gather if gather else self._scatter, grid, THREADS, stream, self._arguments.addresses
+            )
+
+    def close(self) -> None:
+        self._driver.unload_module(self._module)
+
+
+class _Arguments:
+    """Of a launch, in C's memory: the driver reads them before the launch returns."""
+
+    def __init__(self, pieces: int, per_block: int, slot: int) -> None:
+        self.lock = threading.Lock()
+        self._blocks = np.zeros(MOST_BLOCKS, np.int32)
+        self._count, self._buffer = ctypes.c_int(), ctypes.c_uint64()
+        self._fixed = (ctypes.c_uint64(pieces), ctypes.c_int(per_block), ctypes.c_longlong(slot))
+        table, number, stride = (ctypes.addressof(value) for value in self._fixed)
+        count, buffer = ctypes.addressof(self._count), ctypes.addressof(self._buffer)
+        self.addresses = (ctypes.c_void_p * 6)(table, number, self._blocks.ctypes.data, count, buffer, stride)
+
+    def fill(self, blocks: npt.NDArray[np.int64], buffer: int) -> None:
+        self._blocks[: len(blocks)] = blocks
+        self._count.value, self._buffer.value = len(blocks), buffer
+
+
+def _common_word(fragments: Sequence[Fragment]) -> int:
+    """Return the most bytes, up to 16, at whose multiples all fragments begin, here and in a slot, and end."""
+    numbers = (number for fragment in fragments for number in fragment)
+    return math.gcd(16, *numbers)

@@ -1,0 +1,286 @@
+"""One direction of copies: its jobs in their order, from the engine's thread to their end.
+
+A job is queued on the device where it is submitted, on the engine's thread, which takes about a millisecond a GiB and
+needs no other thread to run. Where its bytes are not page-locked, a thread takes it and all that come behind it through
+the ring, until a job comes whose bytes are. Whoever looks first sees the end of a job: the engine's `poll`, or a thread
+that sleeps until the device says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache_client.devices import CopyError, Job
+from kvcache_client.devices.paths import Path
+from kvcache_client.devices.registration import Registration
+from kvcache_client.devices.ring import Ring
+from kvcache_client.devices.runtime import Handle, Runtime
+from kvcache_client.devices.spans import Spans, cut
+
+
+class _Events(NamedTuple):
+    """Of one job: what it waits for; its begin and end; after `off` it touches the engine's blocks no more."""
+
+    ready: Handle
+    begin: Handle
+    end: Handle
+    off: Handle
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A job in a lane. `queued`: all of it is queued on the device; `done`: it has ended without the device's word."""
+
+    number: int
+    job: Job
+    events: _Events
+    queued: bool = False
+    done: bool = False
+    borrowed: object | None = None
+
+
+class Lane:
+    """Saves, or loads."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        path: Path,
+        registration: Registration,
+        make_ring: Callable[[Path], Ring],
+        slot: int,
+        saves: bool,
+    ) -> None:
+        """`slot` is the bytes of a block; `make_ring` is called when the ring is first needed."""
+        self.path = path
+        self._runtime, self._registration, self._make_ring = runtime, registration, make_ring
+        self._slot, self._saves = slot, saves
+        self._first, self._last = (path.cache, path.host) if saves else (path.host, path.cache)
+        self._changed = threading.Condition()
+        self._entries: deque[Entry] = deque()  # all that have not ended, in order
+        self._by_ring: deque[Entry] = deque()  # the last of them: those that the ring's thread has before it
+        self._unended = 0  # those that are being reported, too
+        self._number = 0
+        self._spare: list[_Events] = []
+        self._stopping = False
+        self._name = "kvcache-save" if saves else "kvcache-load"
+        self._ring: Ring | None = None
+        self._ring_thread: threading.Thread | None = None
+        self._watcher = threading.Thread(target=self._watch, name=self._name, daemon=True)
+        self._watcher.start()
+
+    def put(self, job: Job, compute: Handle) -> int:
+        """Start `job` behind all that is queued on the stream `compute`; return its number, counting from 1 on."""
+        with self._changed:
+            events = self._begin(job, compute)
+            if events is not None:
+                self._number += 1
+                entry = Entry(self._number, job, events)
+                self._entries.append(entry)
+                self._unended += 1
+                if self._by_ring or not self._queue(entry):
+                    self._by_ring.append(entry)
+                    self._start_ring_thread()
+                self._changed.notify_all()
+                return entry.number
+        job.ended(job)
+        return 0
+
+    def find(self, number: int) -> Entry | None:
+        """Return the job of that number, None where it has ended."""
+        with self._changed:
+            index = number - self._entries[0].number if self._entries else -1
+            return self._entries[index] if index >= 0 else None
+
+    def wait_queued(self, entry: Entry) -> None:
+        """Wait on the host until `entry` is queued on the device, or has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: entry.queued or entry.done)
+
+    def settle(self, wait: bool = True) -> None:
+        """Report jobs that have ended. Without `wait`, leave them to others that are at it."""
+        while self._entries and self._changed.acquire(blocking=wait):
+            try:
+                if not self._entries or not self._is_over(self._entries[0]):
+                    return
+                entry = self._entries.popleft()
+            finally:
+                self._changed.release()
+            self._report(entry)
+
+    def drain(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unended, seconds)
+
+    def close(self) -> None:
+        """End jobs that only wait for the ring with an error, wait for the others, and free what the lane holds."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._ring_thread is not None:
+            self._ring_thread.join()
+        self._watcher.join()
+        if self._ring is not None:
+            self._ring.close()
+        for events in self._spare:
+            for event in events:
+                self._runtime.destroy_event(event)
+        self.path.close()
+
+    # On the device.
+
+    def _queue(self, entry: Entry) -> bool:
+        """Queue the job on the device, or return False where its bytes are not page-locked."""
+        job = entry.job
+        end = int(job.offsets.max()) + self._slot if len(job.offsets) else 0
+        entry.borrowed = self._registration.borrow(job.region, end)
+        if entry.borrowed is None:
+            return False
+        base, every = job.region.address, self._registration.chunk
+
+        def at_chunks(spans: Spans) -> Spans:
+            return cut(spans, base, every)
+
+        order = np.argsort(job.offsets)  # slots that follow each other become one piece
+        blocks, places = job.blocks[order], (job.offsets[order] + base).astype(np.uint64)
+
+        def move() -> None:
+            for first in range(0, len(blocks), self.path.most):
+                part = slice(first, first + self.path.most)
+                self.path.move(blocks[part], places[part], at_chunks)
+
+        self._enclose(entry, move)
+        return True
+
+    def _enclose(self, entry: Entry, move: Callable[[], None]) -> None:
+        """Queue `move` between the job's events. What fails midway has ended when what was queued has."""
+        runtime, events = self._runtime, entry.events
+        try:
+            runtime.wait(self._first, events.ready)
+            runtime.record(events.begin, self._first)
+            try:
+                move()
+            except CopyError as error:
+                entry.job.error = str(error)
+            runtime.record(events.off, self.path.cache)
+            runtime.record(events.end, self._last)
+            entry.queued = True
+        except CopyError as error:  # the device is gone; nothing runs on it any more
+            entry.job.error = entry.job.error or str(error)
+            entry.done = True
+
+    def _is_over(self, entry: Entry) -> bool:
+        if entry.done or not entry.queued:
+            return entry.done
+        try:
+            return self._runtime.is_over(entry.events.end)
+        except CopyError as error:
+            entry.job.error = str(error)
+            return True
+
+    def _report(self, entry: Entry) -> None:
+        job = entry.job
+        if entry.queued and not job.error:
+            with contextlib.suppress(CopyError):  # the bytes are there, whatever the clock says
+                job.seconds = self._runtime.seconds(entry.events.begin, entry.events.end)
+        if entry.borrowed is not None:
+            self._registration.give_back(entry.borrowed)
+        try:
+            job.ended(job)
+        finally:
+            with self._changed:
+                self._spare.append(entry.events)
+                self._unended -= 1
+                self._changed.notify_all()
+
+    def _begin(self, job: Job, compute: Handle) -> _Events | None:
+        """Return the job's events, `ready` recorded, or None with the job's error set."""
+        if self._stopping:
+            job.error = "the device is closed"
+            return None
+        try:
+            make = self._runtime.create_event
+            events = self._spare.pop() if self._spare else _Events(make(), make(True), make(True), make())
+            self._runtime.record(events.ready, compute)
+        except CopyError as error:
+            job.error = str(error)
+            return None
+        return events
+
+    # Threads.
+
+    def _watch(self) -> None:
+        """Sleep until the oldest job has ended, and report it. An idle engine polls nothing."""
+        self._runtime.enter_thread()
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._may_watch)
+                if not self._entries:
+                    return
+                entry = self._entries[0]
+            if not entry.done:
+                try:
+                    self._runtime.wait_host(entry.events.end)
+                except CopyError as error:
+                    entry.job.error = str(error)
+                    entry.done = True
+            self.settle()
+
+    def _may_watch(self) -> bool:
+        if not self._entries:
+            return self._stopping
+        return self._entries[0].queued or self._entries[0].done
+
+    def _start_ring_thread(self) -> None:
+        if self._ring_thread is None:
+            self._ring_thread = threading.Thread(target=self._go_by_ring, name=f"{self._name}-ring", daemon=True)
+            self._ring_thread.start()
+
+    def _go_by_ring(self) -> None:
+        self._runtime.enter_thread()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._by_ring or self._stopping)
+                if self._stopping:
+                    for entry in self._by_ring:
+                        entry.job.error = "the device was closed before the copy began"
+                        entry.done = True
+                    self._by_ring.clear()
+                    self._changed.notify_all()
+                    return
+                entry = self._by_ring[0]
+                direct = self._queue(entry)
+            if not direct:
+                self._copy_by_ring(entry)
+            with self._changed:
+                self._by_ring.popleft()
+                self._changed.notify_all()
+
+    def _copy_by_ring(self, entry: Entry) -> None:
+        job = entry.job
+        try:
+            ring = self._ring = self._ring or self._make_ring(self.path)
+        except CopyError as error:
+            job.error, entry.done = str(error), True
+            return
+        if not self._saves:
+            self._enclose(entry, lambda: ring.load(job))
+            return
+        begin = time.perf_counter()
+        try:
+            self._runtime.wait(self._first, entry.events.ready)
+            self._runtime.wait_host(entry.events.ready)
+            begin = time.perf_counter()
+            ring.save(job)
+        except CopyError as error:
+            job.error = str(error)
+        job.seconds = time.perf_counter() - begin
+        entry.done = True

@@ -1,0 +1,81 @@
+"""The way round for host memory that is not page-locked: two page-locked buffers, and a thread that copies.
+
+A copy straight from such memory would look as if it were asynchronous and make the engine wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvcache_client.devices import Job
+from kvcache_client.devices.paths import Blocks, Path
+from kvcache_client.devices.runtime import Addresses, Handle, Runtime
+from kvcache_client.devices.spans import Spans
+
+
+class Ring:
+    """Of one direction; used by one thread at a time."""
+
+    def __init__(self, runtime: Runtime, path: Path, slot: int, size: int) -> None:
+        """Take two buffers of `size` bytes, at least one slot each. Raises CopyError."""
+        self._runtime, self._path, self._slot = runtime, path, slot
+        self._most = max(1, min(size // slot, path.most))
+        self._buffers: list[tuple[int, Handle]] = []
+        for _ in range(2):
+            self._buffers.append((runtime.allocate_host(self._most * slot), runtime.create_event()))
+
+    def save(self, job: Job) -> None:
+        """Return when the bytes are in the region."""
+        filling: tuple[Addresses, int, Handle] | None = None
+        try:
+            for blocks, places, buffer, event in self._parts(job):
+                self._path.move(blocks, self._slots(buffer, len(blocks)), _whole)
+                self._runtime.record(event, self._path.host)
+                if filling is not None:
+                    self._empty(*filling)
+                filling = (places, buffer, event)
+            if filling is not None:
+                self._empty(*filling)
+        except BaseException:
+            self._runtime.synchronize(self._path.host)  # nothing may still write a buffer that the next job takes
+            raise
+
+    def load(self, job: Job) -> None:
+        """Return when the last bytes are in a buffer and their copy is queued."""
+        try:
+            for blocks, places, buffer, event in self._parts(job):
+                self._runtime.wait_host(event)
+                for number, place in enumerate(places.tolist()):
+                    ctypes.memmove(buffer + number * self._slot, place, self._slot)
+                self._path.move(blocks, self._slots(buffer, len(blocks)), _whole)
+                self._runtime.record(event, self._path.host)
+        except BaseException:
+            self._runtime.synchronize(self._path.host)
+            raise
+
+    def close(self) -> None:
+        for buffer, event in self._buffers:
+            self._runtime.free_host(buffer)
+            self._runtime.destroy_event(event)
+
+    def _parts(self, job: Job) -> Iterator[tuple[Blocks, Addresses, int, Handle]]:
+        places = (job.offsets + job.region.address).astype(np.uint64)
+        for number, begin in enumerate(range(0, len(places), self._most)):
+            part = slice(begin, begin + self._most)
+            yield job.blocks[part], places[part], *self._buffers[number % 2]
+
+    def _slots(self, buffer: int, count: int) -> Addresses:
+        return np.uint64(buffer) + np.arange(count, dtype=np.uint64) * np.uint64(self._slot)
+
+    def _empty(self, places: Addresses, buffer: int, event: Handle) -> None:
+        self._runtime.wait_host(event)
+        for number, place in enumerate(places.tolist()):
+            ctypes.memmove(place, buffer + number * self._slot, self._slot)
+
+
+def _whole(spans: Spans) -> Spans:
+    """A buffer is one piece of memory: nothing to cut."""
+    return spans

@@ -1,0 +1,56 @@
+"""What a device's runtime must offer for copies beside the model: streams, events, page-locked memory, batches."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Handle = int  # of a stream or an event
+Addresses = npt.NDArray[np.uint64]
+
+
+class Runtime(Protocol):
+    """Every call raises CopyError where it fails, and releases the GIL."""
+
+    def use(self) -> None:
+        """Let this thread, the engine's, work in the context of the engine's tensors."""
+
+    def enter_thread(self) -> None:
+        """The same for a thread of our own, which must not disturb a graph that another thread is capturing."""
+
+    def register(self, address: int, size: int) -> None:
+        """Page-lock memory that somebody else has mapped."""
+
+    def unregister(self, address: int) -> None: ...
+
+    def allocate_host(self, size: int) -> int:
+        """Return the address of `size` bytes of page-locked memory."""
+
+    def free_host(self, address: int) -> None: ...
+
+    def create_stream(self) -> Handle: ...
+
+    def destroy_stream(self, stream: Handle) -> None: ...
+
+    def synchronize(self, stream: Handle) -> None: ...
+
+    def create_event(self, timed: bool = False) -> Handle:
+        """A `timed` event has a time, and whoever waits for it on the host sleeps."""
+
+    def destroy_event(self, event: Handle) -> None: ...
+
+    def record(self, event: Handle, stream: Handle) -> None: ...
+
+    def wait(self, stream: Handle, event: Handle) -> None:
+        """Let `stream` wait, on the device, for what `event` has recorded; at once where it has recorded nothing."""
+
+    def is_over(self, event: Handle) -> bool: ...
+
+    def wait_host(self, event: Handle) -> None: ...
+
+    def seconds(self, begin: Handle, end: Handle) -> float: ...
+
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Handle) -> None:
+        """Copy n pieces, in no order among themselves, between device memory and page-locked host memory."""

@@ -1,0 +1,282 @@
+"""Copies between a GPU's KV cache and the region, against one contiguous copy of pinned memory, by turns in one run.
+
+    python tests/bench/device_copies.py [--fragments 16,32,64,512] [--layers 32,64] [--mib 1024] [--json FILE]
+
+Blocks are scattered over the cache and slots over the region; a layer is one tensor with keys and values apart. Rates
+are those of the device, from the first byte to the last; `told` is what the engine sees beyond that, from submission to
+the end that it is told. Beside them: a decode step of 8 sequences (an 8B model's
+matrices, in a graph) while copies go on without a pause; what a GiB costs the engine's thread; the ring; registration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcache_client.devices import Device, Job, open_device
+from kvcache_client.devices.canary import check_copies
+from kvcache_client.devices.cuda_driver import Driver
+from kvcache_client.layout import block_fragments, runs
+from kvcache_client.worker import _describe
+
+GIB = 1 << 30
+
+
+class Region:
+    """A region without rows, as the daemon makes it: a file in memory, every page there."""
+
+    def __init__(self, size: int) -> None:
+        descriptor = os.memfd_create("region", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        self.buffer = memoryview(mmap.mmap(descriptor, size))
+        self.array = np.frombuffer(self.buffer, np.uint8)
+        self.address, self.bytes = int(self.array.ctypes.data), size
+        parts = [threading.Thread(target=self.array[at : at + GIB].fill, args=(7,)) for at in range(0, size, GIB)]
+        for part in parts:
+            part.start()
+        for part in parts:
+            part.join()
+
+
+class Case:
+    """A cache of twice `total` bytes and a device for it; jobs of `total` bytes."""
+
+    def __init__(self, region: Region, fragment: int, layers: int, total: int) -> None:
+        draw = np.random.default_rng(fragment + layers)
+        slot = 2 * layers * fragment
+        self.count, blocks = max(1, total // slot), max(2, 2 * total // slot)
+        self.total, self.region = self.count * slot, region
+        self.tensors = [torch.empty(2, blocks, fragment, dtype=torch.uint8, device="cuda") for _ in range(layers)]
+        for tensor in self.tensors:
+            tensor.random_(0, 255)
+        torch.cuda.synchronize()
+        places = runs(block_fragments(map(_describe, self.tensors), blocks, slot))
+        begin = time.perf_counter()
+        self.device: Device = open_device("cuda", places, blocks, self.tensors)
+        self.opened = time.perf_counter() - begin
+        check_copies(self.device, places, blocks)
+        self.checked = time.perf_counter() - begin - self.opened
+        self.blocks = draw.permutation(blocks)[: self.count].astype(np.int64)
+        self.slots = draw.permutation(region.bytes // slot)[: self.count].astype(np.int64) * slot
+
+    def register(self) -> float:
+        begin = time.perf_counter()
+        self.device.register(self.region)
+        while not self.device.registered()[0]:
+            time.sleep(0.001)
+        return time.perf_counter() - begin
+
+    def copy(self, saves: bool) -> tuple[float, float, float]:
+        """Return the seconds on the device, those until the end is told, and those of the submission."""
+        ended = threading.Event()
+        job = Job(self.region, self.blocks, self.slots, lambda job: ended.set())
+        begin = time.perf_counter()
+        (self.device.save if saves else self.device.load)(job)
+        submitted = time.perf_counter() - begin
+        ended.wait()
+        assert not job.error, job.error
+        return job.seconds, time.perf_counter() - begin, submitted
+
+    def close(self) -> None:
+        self.device.close()
+        self.tensors.clear()
+        torch.cuda.empty_cache()
+
+
+class Limit:
+    """One contiguous copy of memory that the runtime itself has pinned."""
+
+    def __init__(self, total: int) -> None:
+        torch.cuda.synchronize()  # makes the context
+        self.driver = Driver()
+        self.host = self.driver.allocate_host(total)
+        self.memory = torch.empty(total, dtype=torch.uint8, device="cuda")
+        self.stream = self.driver.create_stream()
+
+    def copy(self, saves: bool, total: int) -> float:
+        one = [np.array([value], np.uint64) for value in (self.host, self.memory.data_ptr(), total)]
+        begin = time.perf_counter()
+        self.driver.copy_batch(*(one[:2] if saves else one[1::-1]), one[2], self.stream)
+        self.driver.synchronize(self.stream)
+        return time.perf_counter() - begin
+
+
+class Decode:
+    """A step of 8 sequences through the matrices of an 8B model, captured once."""
+
+    def __init__(self, layers: int = 32) -> None:
+        shapes = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+        make: Callable[..., Any] = torch.randn
+        weights = [[make(*s, device="cuda", dtype=torch.bfloat16) * 0.01 for s in shapes] for _ in range(layers)]
+        x = make(8, 4096, device="cuda", dtype=torch.bfloat16)
+
+        def step() -> Any:
+            y = x
+            for qkv, out, up, down in weights:
+                y = y + (y @ qkv)[:, :4096] @ out
+                both = y @ up
+                y = y + (both[:, :14336] * both[:, 14336:]) @ down
+            return y
+
+        self.keep, self.stream = (weights, x), torch.cuda.Stream()
+        with torch.cuda.stream(self.stream):
+            step()
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                step()
+
+    def milliseconds(self, steps: int = 80) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self.stream):
+            self.graph.replay()
+            begin.record()
+            for _ in range(steps):
+                self.graph.replay()
+            end.record()
+            end.synchronize()
+        return float(begin.elapsed_time(end)) / steps
+
+
+def beside(case: Case, decode: Decode, saves: bool, rounds: int) -> tuple[float, float]:
+    """Return milliseconds a step while copies go on, and their GB/s meanwhile."""
+    stop, moved = threading.Event(), [0]
+
+    def pump() -> None:
+        torch.cuda.set_device(0)
+        free = threading.Semaphore(3)
+
+        def ended(job: Job) -> None:
+            moved[0] += case.total
+            free.release()
+
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                free.acquire()
+                job = Job(case.region, case.blocks, case.slots, ended)
+                (case.device.save if saves else case.device.load)(job)
+
+    thread = threading.Thread(target=pump)
+    thread.start()
+    time.sleep(0.2)
+    before, begin = moved[0], time.perf_counter()
+    found = statistics.median(decode.milliseconds() for _ in range(rounds))
+    rate = (moved[0] - before) / (time.perf_counter() - begin) / 1e9
+    stop.set()
+    thread.join()
+    assert case.device.drain(60)
+    return found, rate
+
+
+def measure(fragments: list[int], layers: list[int], total: int, rounds: int) -> dict[str, Any]:
+    region, limit = Region(total + total // 2 + GIB), Limit(total)
+    rows, costs = [], {}
+    free = torch.cuda.mem_get_info()[0]
+    for number, (fragment, count) in enumerate((f, n) for f in fragments for n in layers):
+        case = Case(region, fragment << 10, count, total)
+        if not number:
+            costs = {"open_seconds": case.opened, "canary_seconds": case.checked}
+            for name, saves in (("ring_save_gbs", True), ("ring_load_gbs", False)):
+                # Not registered yet: the ring. The second job finds its buffers there.
+                case.copy(saves)
+                costs[name] = case.total / case.copy(saves)[1] / 1e9
+            free = torch.cuda.mem_get_info()[0]
+            costs["register_seconds_a_gib"] = case.register() / (region.bytes / GIB)
+            costs["register_device_mib_a_gib"] = (free - torch.cuda.mem_get_info()[0]) / 2**20 / (region.bytes / GIB)
+        else:
+            case.register()
+        for saves in (True, False):
+            pairs = [(case.copy(saves), limit.copy(saves, case.total)) for _ in range(rounds + 1)][1:]
+            ours = case.total / statistics.median(seconds[0] for seconds, _ in pairs) / 1e9
+            theirs = case.total / statistics.median(seconds for _, seconds in pairs) / 1e9
+            told = statistics.median(seconds[1] - seconds[0] for seconds, _ in pairs)
+            spread = [case.total / seconds[0] / 1e9 for seconds, _ in pairs]
+            rows.append(
+                {
+                    "way": "save" if saves else "load",
+                    "fragment_kib": fragment,
+                    "layers": count,
+                    "gbs": ours,
+                    "gbs_low": min(spread),
+                    "gbs_high": max(spread),
+                    "limit_gbs": theirs,
+                    "ratio": ours / theirs,
+                    "submit_ms_a_gib": statistics.median(o[2] for o, _ in pairs) * 1e3 / (case.total / GIB),
+                    "told_ms": told * 1e3,
+                }
+            )
+        case.close()
+    del limit
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copies": rows, "costs": costs}
+
+
+def measure_decode(fragments: list[int], total: int, rounds: int) -> list[dict[str, Any]]:
+    region, decode, rows = Region(total + total // 2 + GIB), Decode(), []
+    for fragment in fragments:
+        case = Case(region, fragment << 10, 32, total)
+        case.register()
+        for saves in (True, False):
+            decode.milliseconds()
+            alone = statistics.median(decode.milliseconds() for _ in range(rounds))
+            found, rate = beside(case, decode, saves, rounds)
+            again = statistics.median(decode.milliseconds() for _ in range(rounds))
+            base = (alone + again) / 2
+            way = "save" if saves else "load"
+            rows.append(
+                {
+                    "way": way,
+                    "fragment_kib": fragment,
+                    "alone_ms": base,
+                    "ms": found,
+                    "slower": found / base - 1,
+                    "gbs": rate,
+                }
+            )
+        case.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fragments", default="16,32,64,512", help="KiB")
+    parser.add_argument("--layers", default="32,64")
+    parser.add_argument("--mib", type=int, default=1024, help="of one job")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--no-decode", action="store_true")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    options = parser.parse_args()
+    fragments, layers = ([int(n) for n in text.split(",")] for text in (options.fragments, options.layers))
+    total = options.mib << 20
+    found = measure(fragments, layers, total, options.rounds)
+    found["decode"] = [] if options.no_decode else measure_decode(fragments, total, 3)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2))
+    print(f"{found['device']}, torch {found['torch']}, jobs of {options.mib} MiB, medians of {options.rounds}")
+    print("  way   fragment layers   GB/s (low..high)      limit  of it   submit, ms a GiB   told, ms")
+    for r in found["copies"]:
+        spread = f"{r['gbs']:5.2f} ({r['gbs_low']:5.2f}..{r['gbs_high']:5.2f})"
+        print(
+            f"  {r['way']}  {r['fragment_kib']:4d} KiB   {r['layers']:4d}   {spread:20s}  {r['limit_gbs']:5.2f}"
+            f"  {r['ratio']:6.1%}  {r['submit_ms_a_gib']:5.2f}              {r['told_ms']:5.2f}"
+        )
+    for r in found["decode"]:
+        print(
+            f"  decode beside {r['way']}s of {r['fragment_kib']:4d} KiB: {r['ms']:.3f} ms a step,"
+            f" {r['alone_ms']:.3f} alone, {r['slower']:+.1%}, copies at {r['gbs']:.1f} GB/s"
+        )
+    print("  " + ", ".join(f"{name} {value:.3f}" for name, value in found["costs"].items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""A bench of each kind of device: `bench` for one layout, `each_bench` for all."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if importlib.util.find_spec("torch") is None:
+    collect_ignore = ["test_conformance.py", "test_cuda.py"]
+    RIGS = LAYOUTS = {}
+else:
+    from rigs import LAYOUTS, RIGS, Bench
+if TYPE_CHECKING:
+    from rigs import Rig
+
+
+@pytest.fixture(params=RIGS)
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Sizes are small, so that a few blocks fill stages and rings several times and lie across chunks."""
+    found = RIGS[request.param]
+    reason = found.why_not()
+    if reason:
+        pytest.skip(reason)
+    monkeypatch.setenv("KVCACHE_COPY_STAGE_MIB", "1")
+    monkeypatch.setenv("KVCACHE_COPY_STAGED_BELOW_KIB", "1024")
+    monkeypatch.setenv("KVCACHE_REGISTER_CHUNK_MIB", "1")
+    return found
+
+
+@pytest.fixture(params=LAYOUTS)
+def each_bench(rig: Rig, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = Bench(rig, LAYOUTS[request.param])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def bench(rig: Rig) -> Iterator[Bench]:
+    made = Bench(rig, LAYOUTS["keys and values apart"])
+    yield made
+    made.close()
