@@ -67,28 +67,28 @@ _WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "u
 class Compiler(NamedTuple):
     """NVRTC as the engine's runtime brings it, and the device's architecture, such as 90."""
 
-    library: ctypes.CDLL
+    nvrtc: ctypes.CDLL
     architecture: int
 
     def compile(self, source: str, options: Sequence[str]) -> bytes:
         """Return machine code. Raises CopyError with the compiler's log."""
         program, size = ctypes.c_void_p(), ctypes.c_size_t()
-        create = self.library.nvrtcCreateProgram
+        create = self.nvrtc.nvrtcCreateProgram
         self._check(create(ctypes.byref(program), source.encode(), b"copies.cu", 0, None, None))
         try:
             flags = [option.encode() for option in (f"--gpu-architecture=sm_{self.architecture}", *options)]
-            failed = self.library.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
+            failed = self.nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
             if failed:
-                self._check(self.library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+                self._check(self.nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
                 log = ctypes.create_string_buffer(size.value)
-                self._check(self.library.nvrtcGetProgramLog(program, log))
+                self._check(self.nvrtc.nvrtcGetProgramLog(program, log))
                 raise CopyError(f"NVRTC: {log.value.decode(errors='replace')}")
-            self._check(self.library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+            self._check(self.nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
             image = ctypes.create_string_buffer(size.value)
-            self._check(self.library.nvrtcGetCUBIN(program, image))
+            self._check(self.nvrtc.nvrtcGetCUBIN(program, image))
             return image.raw
         finally:
-            self.library.nvrtcDestroyProgram(ctypes.byref(program))
+            self.nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
     def _check(self, result: int) -> None:
         if result:
