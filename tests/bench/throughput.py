@@ -124,8 +124,13 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--large", action="store_true", help="the demo's model, whose steps take as long as a GPU's do")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.large:
+        from kvcache_server.demo import LLAMA as large
+
+        LLAMA.update(large)
     figures = measure(options.rounds)
     if options.json:
         print(json.dumps(figures, indent=2))
