@@ -107,7 +107,7 @@ class Limit:
     def copy(self, saves: bool, total: int) -> float:
         one = [np.array([value], np.uint64) for value in (self.host, self.memory.data_ptr(), total)]
         begin = time.perf_counter()
-        self.driver.copy_batch(*(one[:2] if saves else one[1::-1]), one[2], self.stream)
+        self.driver.copy_batch(*(one[:2] if saves else one[1::-1]), one[2], saves, self.stream)
         self.driver.synchronize(self.stream)
         return time.perf_counter() - begin
 
