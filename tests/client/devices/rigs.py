@@ -86,6 +86,7 @@ class Npu(Rig):
         library.fake_acl_set.argtypes = (ctypes.c_char_p, ctypes.c_long)
         library.fake_acl_delay.argtypes = (ctypes.c_void_p, ctypes.c_long)
         library.fake_acl_hold.argtypes = (ctypes.c_void_p,)
+        library.fake_acl_peek.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         return library
 
     def count(self, name: str) -> int:

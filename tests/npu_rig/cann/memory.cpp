@@ -294,7 +294,8 @@ aclError aclrtHostGetDevicePointer(void *address, void **alias, uint32_t flags) 
   return OK;
 }
 
-aclError aclrtHostUnregister(void *address) {
+aclError aclrtHostUnregister(void *address) {  // even of a device that is gone, or the range stays taken
+  if (device < 0) return fail(NO_CONTEXT, "aclrtHostUnregister: aclrtSetDevice was not called in this thread");
   std::lock_guard<std::mutex> lock(rig::mutex);
   auto found = hosts.find((char *)address);
   if (found == hosts.end() || found->second.owned)

@@ -186,6 +186,7 @@ aclError aclrtCreateStreamWithConfig(aclrtStream *handle, uint32_t priority, uin
 aclError aclrtCreateStream(aclrtStream *handle) { return aclrtCreateStreamWithConfig(handle, 0, 0); }
 
 aclError aclrtDestroyStream(aclrtStream handle) {
+  NEED_CONTEXT();
   STREAM(stream, handle);
   {
     std::lock_guard<std::mutex> lock(rig::mutex);
