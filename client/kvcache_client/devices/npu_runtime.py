@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import time
 from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int32, c_size_t, create_string_buffer
 from typing import NamedTuple
@@ -32,6 +33,7 @@ logger = logging.getLogger("vllm.kvcache.device")
 
 _MOST = 4096  # pieces of a batch: DEVMM_MEMCPY_BATCH_MAX_COUNT of the driver, which refuses more
 _NONE = c_size_t(-1).value  # no piece in particular has failed
+_PAUSE = 0.001  # between looks at the end of a job, of the thread that nobody waits for
 
 
 class HostRegister(NamedTuple):
@@ -53,9 +55,11 @@ class NpuRuntime:
         """`tensor` is an address of the cache's on `device`. Raises CopyError where CANN has not what copies need."""
         self._acl = Acl()
         self._call, self._made = self._acl.call, self._acl.made
-        self._device, self._torch_register = device, torch_register
+        self._device = device
+        self._torch_register = torch_register if self._acl.has("aclrtHostRegisterV2") else None  # calls that very one
         self._lines: dict[Handle, Line] = {}
         self._turns: dict[Handle, Turn] = {}  # by the event that ends a job
+        self._timed: set[Handle] = set()
         self._flags = MAPPED | PINNED
         self._batches = self._acl.has("aclrtMemcpyBatchAsync")
         self.use()
@@ -135,10 +139,14 @@ class NpuRuntime:
         self._lines[stream].synchronize()
 
     def create_event(self, timed: bool = False) -> Handle:
-        return self._made("aclrtCreateEventExWithFlag", EVENT_SYNC | EVENT_TIME_LINE if timed else EVENT_SYNC)
+        event = self._made("aclrtCreateEventExWithFlag", EVENT_SYNC | EVENT_TIME_LINE if timed else EVENT_SYNC)
+        if timed:
+            self._timed.add(event)
+        return event
 
     def destroy_event(self, event: Handle) -> None:
         self._turns.pop(event, None)
+        self._timed.discard(event)
         self._call("aclrtDestroyEvent", event)
 
     def record(self, event: Handle, stream: Handle) -> None:
@@ -169,6 +177,10 @@ class NpuRuntime:
         return True
 
     def wait_host(self, event: Handle) -> None:
+        if event in self._timed:  # aclrtSynchronizeEvent asks the device without a pause, which takes a core
+            while not self.is_over(event):
+                time.sleep(_PAUSE)
+            return
         turn = self._turns.get(event)
         if turn is None:
             self._call("aclrtSynchronizeEvent", event)
@@ -228,14 +240,11 @@ class NpuRuntime:
 
     def _register(self, address: int, size: int, flags: int) -> None:
         if self._torch_register is not None:
-            try:
-                self._check("npuHostRegister", self._torch_register.register(address, size, flags))
-            except RuntimeError as error:  # torch_npu looks the call up in CANN when it is first used
-                raise CopyError(f"npuHostRegister: {str(error).splitlines()[0]}") from None
+            self._check("npuHostRegister", self._torch_register.register(address, size, flags))
         elif self._acl.has("aclrtHostRegisterV2"):
             self._call("aclrtHostRegisterV2", address, size, flags)
         else:
-            raise CopyError("this CANN has no aclrtHostRegisterV2, and this torch_npu no npuHostRegister")
+            raise CopyError("this CANN has no aclrtHostRegisterV2")
 
     def _check(self, name: str, result: int) -> None:
         if result:

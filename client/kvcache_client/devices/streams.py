@@ -77,7 +77,7 @@ class StreamDevice:
     def fence(self, blocks: Collection[int]) -> None:
         """Saves read blocks in their order, so that the last save of any of these is the one to wait for.
 
-        The device waits, not the host, except where the save goes by the ring.
+        The device waits, not the host, except where a thread has yet to queue the save, as it has with the ring.
         """
         if not blocks or self._closed:
             return
