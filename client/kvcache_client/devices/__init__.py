@@ -110,7 +110,11 @@ def open_device(kind: str, runs: Sequence[Run], num_blocks: int, keep: Sequence[
         from kvcache_client.devices.cuda import open_cuda
 
         return open_cuda(runs, num_blocks, keep)
-    raise NotImplementedError(f"KV cache on {kind!r}: this version copies from 'cpu' and 'cuda' alone")
+    if kind == "npu":
+        from kvcache_client.devices.npu import open_npu
+
+        return open_npu(runs, num_blocks, keep)
+    raise NotImplementedError(f"KV cache on {kind!r}: this version copies from 'cpu', 'cuda' and 'npu' alone")
 
 
 def check_job(job: Job, num_blocks: int, block_bytes: int) -> None:

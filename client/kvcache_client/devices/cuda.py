@@ -1,29 +1,22 @@
-"""KV cache on an NVIDIA GPU: two streams of our own a direction, DMA alone between them and the region.
-
-A save waits for what was queued on the engine's stream before it; so does a load, since the running step may still read
-a block that was freed. Neither makes the engine's thread wait.
-"""
+"""KV cache on an NVIDIA GPU: two streams of our own a direction, DMA alone between the device and the region."""
 
 from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache_client.devices import CopyError, Job, Memory, check_job
+from kvcache_client.devices import CopyError
 from kvcache_client.devices.cuda_driver import Driver
 from kvcache_client.devices.cuda_kernels import CudaPacker, find_compiler
-from kvcache_client.devices.lane import Lane
 from kvcache_client.devices.paths import Path, Staged, Straight
-from kvcache_client.devices.registration import Registration
-from kvcache_client.devices.ring import Ring
 from kvcache_client.devices.runtime import Handle
+from kvcache_client.devices.streams import StreamDevice
 from kvcache_client.devices.tuning import Tuning, read_tuning
 from kvcache_client.layout import Fragment, Run
 
@@ -32,108 +25,7 @@ logger = logging.getLogger("vllm.kvcache.device")
 _SMALLEST_STAGE = 1 << 20
 
 
-class CudaDevice:
-    """Copies for one cache. Called from the engine's thread, whose current stream is the one that computes."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        device: torch.device,
-        make_path: Callable[[bool], Path],
-        slot: int,
-        num_blocks: int,
-        tuning: Tuning,
-        keep: object,
-        close: Callable[[], None],
-    ) -> None:
-        """`make_path` makes the path of saves or of loads; `close` frees what the paths share, and `keep` they read."""
-        self._driver, self._device, self._keep, self._close = driver, device, keep, close
-        self._slot, self._blocks = slot, num_blocks
-        self._registration = Registration(driver, tuning.register_chunk)
-
-        def make_ring(path: Path) -> Ring:
-            return Ring(driver, path, slot, tuning.stage_bytes)
-
-        self._saves, self._loads = (
-            Lane(driver, make_path(saves), self._registration, make_ring, slot, saves) for saves in (True, False)
-        )
-        self._saved_last: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # a block's last save, by number
-        self._closed = False
-
-    def register(self, region: Memory) -> None:
-        self._registration.register(region)
-
-    def registered(self) -> tuple[bool, int]:
-        return self._registration.progress()
-
-    def save(self, job: Job) -> None:
-        job.saves = True
-        if self._is_sound(job):
-            self._saved_last[job.blocks] = self._saves.put(job, self._compute())
-
-    def load(self, job: Job) -> None:
-        if self._is_sound(job):
-            self._loads.put(job, self._compute())
-
-    def fence(self, blocks: Collection[int]) -> None:
-        """Saves read blocks in their order, so that the last save of any of these is the one to wait for.
-
-        The device waits, not the host, except where the save goes by the ring.
-        """
-        if not blocks or self._closed:
-            return
-        last = self._saves.find(int(self._saved_last[np.fromiter(blocks, np.int64, len(blocks))].max()))
-        if last is None:
-            return
-        self._saves.wait_queued(last)
-        if last.queued:
-            for stream in (self._compute(), self._loads.path.cache):
-                self._driver.wait(stream, last.events.off)
-
-    def poll(self) -> None:
-        self._saves.settle(wait=False)
-        self._loads.settle(wait=False)
-
-    def peek(self, address: int, size: int) -> bytes:
-        torch.cuda.synchronize(self._device)
-        found = np.empty(size, np.uint8)
-        self._driver.copy(found.ctypes.data, address, size)
-        return found.tobytes()
-
-    def poke(self, address: int, data: bytes) -> None:
-        torch.cuda.synchronize(self._device)
-        self._driver.copy(address, np.frombuffer(data, np.uint8).ctypes.data, len(data))
-        torch.cuda.synchronize(self._device)
-
-    def drain(self, seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        return all(lane.drain(max(0.0, until - time.monotonic())) for lane in (self._saves, self._loads))
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._driver.use()
-        self._saves.close()
-        self._loads.close()
-        self._registration.close()
-        self._close()
-
-    def _compute(self) -> Handle:
-        self._driver.use()
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
-
-    def _is_sound(self, job: Job) -> bool:
-        try:
-            check_job(job, self._blocks, self._slot)
-        except ValueError as error:
-            job.error = f"ValueError: {error}"
-            job.ended(job)
-            return False
-        return True
-
-
-def open_cuda(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> CudaDevice:
+def open_cuda(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises as `open_device` does."""
     if torch.version.hip is not None:
         raise NotImplementedError("KV cache on ROCm: this version copies from 'cpu' and NVIDIA's 'cuda' alone")
@@ -173,7 +65,13 @@ def open_cuda(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> Cuda
             packer.close()
         held.clear()
 
-    return CudaDevice(driver, device, make_path, slot, num_blocks, tuning, keep, close)
+    def compute() -> Handle:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def synchronize() -> None:
+        torch.cuda.synchronize(device)
+
+    return StreamDevice(driver, compute, synchronize, make_path, slot, num_blocks, tuning, keep, close)
 
 
 def _packer(

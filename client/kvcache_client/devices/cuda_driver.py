@@ -138,6 +138,10 @@ class Driver:
     def record(self, event: Handle, stream: Handle) -> None:
         self._call("cuEventRecord", event, stream)
 
+    def finish(self, event: Handle, stream: Handle) -> None:
+        """Here every call after a failed copy fails, those about the event too."""
+        self.record(event, stream)
+
     def wait(self, stream: Handle, event: Handle) -> None:
         """Let `stream` wait, on the device, for what `event` has recorded; at once where it has recorded nothing."""
         self._call("cuStreamWaitEvent", stream, event, 0)
@@ -164,8 +168,17 @@ class Driver:
         """Copy now, and wait."""
         self._call("cuMemcpy", target, source, size)
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Handle) -> None:
-        """Copy each of n pieces, in no order among themselves."""
+    def peek(self, address: int, size: int) -> bytes:
+        found = ctypes.create_string_buffer(size)
+        self.copy(ctypes.addressof(found), address, size)
+        return found.raw
+
+    def poke(self, address: int, data: bytes) -> None:
+        held = ctypes.create_string_buffer(data, len(data))
+        self.copy(address, ctypes.addressof(held), len(data))
+
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, saves: bool, stream: Handle) -> None:
+        """Copy each of n pieces, in no order among themselves. The addresses say which way, whatever `saves` does."""
         if self._batch is not None and len(sizes) > 1:
             self._check("cuMemcpyBatchAsync", self._batch(targets, sources, sizes, stream))
             return

@@ -1,14 +1,15 @@
 """One direction of copies: its jobs in their order, from the engine's thread to their end.
 
 A job is queued on the device where it is submitted, on the engine's thread, which takes about a millisecond a GiB and
-needs no other thread to run. Where its bytes are not page-locked, a thread takes it and all that come behind it through
-the ring, until a job comes whose bytes are. Whoever looks first sees the end of a job: the engine's `poll`, or a thread
-that sleeps until the device says so.
+needs no other thread to run. Where its bytes are not page-locked, a thread takes it through the ring, and all that come
+behind it until it has caught up. Whoever looks first sees the end of a job: the engine's `poll`, or a thread that
+sleeps until the device says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections import deque
@@ -58,8 +59,13 @@ class Lane:
         make_ring: Callable[[Path], Ring],
         slot: int,
         saves: bool,
+        room: int | None = None,
     ) -> None:
-        """`slot` is the bytes of a block; `make_ring` is called when the ring is first needed."""
+        """`slot` is the bytes of a block; `make_ring` is called when the ring is first needed.
+
+        `room` is for a device that makes whoever queues too much wait: the blocks of all jobs that the engine's thread
+        may have queued at one time. What is beyond goes by the thread, too.
+        """
         self.path = path
         self._runtime, self._registration, self._make_ring = runtime, registration, make_ring
         self._slot, self._saves = slot, saves
@@ -69,6 +75,7 @@ class Lane:
         self._by_ring: deque[Entry] = deque()  # the last of them: those that the ring's thread has before it
         self._unended = 0  # those that are being reported, too
         self._number = 0
+        self._room = sys.maxsize if room is None else room
         self._spare: list[_Events] = []
         self._stopping = False
         self._name = "kvcache-save" if saves else "kvcache-load"
@@ -86,7 +93,8 @@ class Lane:
                 entry = Entry(self._number, job, events)
                 self._entries.append(entry)
                 self._unended += 1
-                if self._by_ring or not self._queue(entry):
+                self._room -= len(job.blocks)
+                if self._by_ring or self._room < 0 or not self._queue(entry):
                     self._by_ring.append(entry)
                     self._start_ring_thread()
                 self._changed.notify_all()
@@ -171,7 +179,7 @@ class Lane:
             except CopyError as error:
                 entry.job.error = str(error)
             runtime.record(events.off, self.path.cache)
-            runtime.record(events.end, self._last)
+            runtime.finish(events.end, self._last)
             entry.queued = True
         except CopyError as error:  # the device is gone; nothing runs on it any more
             entry.job.error = entry.job.error or str(error)
@@ -199,6 +207,7 @@ class Lane:
             with self._changed:
                 self._spare.append(entry.events)
                 self._unended -= 1
+                self._room += len(job.blocks)
                 self._changed.notify_all()
 
     def _begin(self, job: Job, compute: Handle) -> _Events | None:
@@ -257,8 +266,7 @@ class Lane:
                     self._changed.notify_all()
                     return
                 entry = self._by_ring[0]
-                direct = self._queue(entry)
-            if not direct:
+            if not self._queue(entry):  # without the lock: the device may make this thread wait
                 self._copy_by_ring(entry)
             with self._changed:
                 self._by_ring.popleft()

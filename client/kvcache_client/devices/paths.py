@@ -115,4 +115,4 @@ class Staged:
 
 def _copy(runtime: Runtime, spans: Spans, saves: bool, stream: Handle) -> None:
     targets, sources = (spans.host, spans.device) if saves else (spans.device, spans.host)
-    runtime.copy_batch(targets, sources, spans.sizes, stream)
+    runtime.copy_batch(targets, sources, spans.sizes, saves, stream)

@@ -33,7 +33,7 @@ class Ring:
         try:
             for blocks, places, buffer, event in self._parts(job):
                 self._path.move(blocks, self._slots(buffer, len(blocks)), _whole)
-                self._runtime.record(event, self._path.host)
+                self._runtime.finish(event, self._path.host)
                 if filling is not None:
                     self._empty(*filling)
                 filling = (places, buffer, event)

@@ -43,6 +43,10 @@ class Runtime(Protocol):
 
     def record(self, event: Handle, stream: Handle) -> None: ...
 
+    def finish(self, event: Handle, stream: Handle) -> None:
+        """Record what has been queued since the last `finish` as one: whoever asks for `event`, or waits for it on the
+        host, learns by a CopyError whether any of it has failed. Only for streams of ours."""
+
     def wait(self, stream: Handle, event: Handle) -> None:
         """Let `stream` wait, on the device, for what `event` has recorded; at once where it has recorded nothing."""
 
@@ -52,5 +56,14 @@ class Runtime(Protocol):
 
     def seconds(self, begin: Handle, end: Handle) -> float: ...
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Handle) -> None:
-        """Copy n pieces, in no order among themselves, between device memory and page-locked host memory."""
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, saves: bool, stream: Handle) -> None:
+        """Copy n pieces, in no order among themselves, from device memory to page-locked host memory (`saves`) or back.
+
+        One thread at a time queues copies on a stream.
+        """
+
+    def peek(self, address: int, size: int) -> bytes:
+        """Return bytes of device memory, now."""
+
+    def poke(self, address: int, data: bytes) -> None:
+        """Write bytes to device memory, now."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ import torch
 
 from kvcache_client.devices import Device, Job, open_device
 from kvcache_client.layout import block_fragments, runs
-from kvcache_client.worker import _describe
+from kvcache_client.worker import _describe, _flatten
 
 BLOCKS, LAYERS, SLOTS = 24, 5, 40
 TOKENS, HEADS, DIM = 32, 4, 128
@@ -37,6 +40,13 @@ class Rig:
     def synchronize(self) -> None:
         """Wait for all that was queued."""
 
+    def prepare(self) -> None:
+        """Called before the first test."""
+
+    def fill(self, piece: Any, value: int) -> None:
+        """Queue a write of every byte of a contiguous tensor."""
+        piece.view(torch.uint8).fill_(value)
+
 
 class Cuda(Rig):
     kind = "cuda"
@@ -53,7 +63,71 @@ class Cuda(Rig):
         torch.cuda.synchronize()
 
 
-RIGS = {rig.kind: rig for rig in (Rig(), Cuda())}
+class Npu(Rig):
+    """An Ascend NPU, or what simulates one (tests/npu_rig): there, nothing computes, and writes are copies."""
+
+    kind = "npu"
+
+    def why_not(self) -> str:
+        try:
+            importlib.import_module("torch_npu")
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"torch_npu cannot be imported: {error}"
+        return "" if torch.npu.is_available() else "torch.npu.is_available() is False: no NPU"
+
+    @cached_property
+    def simulation(self) -> Any:
+        """The simulated CANN's own calls, None on an NPU. See tests/npu_rig/README.md."""
+        library = ctypes.CDLL("libascendcl.so")
+        if not hasattr(library, "fake_acl_counter"):
+            return None
+        library.fake_acl_counter.restype = ctypes.c_long
+        library.fake_acl_counter.argtypes = (ctypes.c_char_p,)
+        library.fake_acl_set.argtypes = (ctypes.c_char_p, ctypes.c_long)
+        library.fake_acl_delay.argtypes = (ctypes.c_void_p, ctypes.c_long)
+        library.fake_acl_hold.argtypes = (ctypes.c_void_p,)
+        library.fake_acl_peek.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        return library
+
+    def count(self, name: str) -> int:
+        return int(self.simulation.fake_acl_counter(name.encode()))
+
+    def set(self, name: str, value: int) -> None:
+        self.simulation.fake_acl_set(name.encode(), value)
+
+    def stream(self) -> int:
+        return int(torch.npu.current_stream().npu_stream)
+
+    def delay(self) -> None:
+        if self.simulation is not None:
+            self.simulation.fake_acl_delay(self.stream(), 100_000)
+            return
+        for _ in range(200):
+            torch.matmul(self._large, self._large)
+
+    def synchronize(self) -> None:
+        torch.npu.synchronize()
+
+    def fill(self, piece: Any, value: int) -> None:
+        piece.view(torch.uint8).view(-1).copy_(self._paint[value][: piece.nbytes])
+
+    @cached_property
+    def _paint(self) -> list[Any]:
+        return [torch.full((1 << 17,), value, dtype=torch.uint8).to("npu") for value in range(16)]
+
+    @cached_property
+    def _large(self) -> Any:
+        return torch.ones(4096, 4096, dtype=torch.float16).to("npu")
+
+    def prepare(self) -> None:
+        """What `fill` and `delay` need is there before anything is delayed: making it waits for the device."""
+        assert not self.why_not()
+        assert self._paint
+        if self.simulation is None:
+            assert len(self._large)
+
+
+RIGS = {rig.kind: rig for rig in (Rig(), Cuda(), Npu())}
 
 
 class Layout:
@@ -118,6 +192,56 @@ def _mixed(device: str) -> list[Any]:
     return [*_mla(device), *(_empty(BLOCKS, TOKENS, 132, device=device, dtype=torch.uint8) for _ in range(LAYERS))]
 
 
+def _aligned(nbytes: int, device: str) -> Any:
+    """Bytes that begin at a multiple of 2 MiB, somewhere inside a longer storage, as vllm-ascend makes them."""
+    unit = 2 << 20
+    raw = _empty(nbytes + unit, device=device, dtype=torch.int8)
+    offset = -raw.data_ptr() % unit
+    return raw[offset : offset + nbytes]
+
+
+def _ascend(shapes: Sequence[tuple[int, ...]], device: str, blocks: int = BLOCKS, layers: int = LAYERS) -> list[Any]:
+    """A tuple of tensors a layer, each allocated by itself."""
+
+    def tensor(shape: tuple[int, ...]) -> Any:
+        count = blocks * int(np.prod(shape))
+        return _aligned(count * 2, device).view(torch.bfloat16).view(blocks, *shape)
+
+    return [tuple(tensor(shape) for shape in shapes) for _ in range(layers)]
+
+
+def _tuples(device: str) -> list[Any]:
+    return _ascend([(TOKENS, HEADS, DIM)] * 2, device)
+
+
+def _nope_and_rope(device: str) -> list[Any]:
+    return _ascend([(TOKENS, 1, 512), (TOKENS, 1, 64)], device)
+
+
+def _sparse(device: str) -> list[Any]:
+    return _ascend([(TOKENS, 1, 512), (TOKENS, 1, 64), (TOKENS, 1, 128), (TOKENS, 1, 1)], device)
+
+
+def _more_blocks_than_are_used(device: str) -> list[Any]:
+    return _ascend([(TOKENS, HEADS, DIM)] * 2, device, BLOCKS + 2)
+
+
+def _mamba(device: str) -> list[Any]:
+    """Two states of a layer in one page, of two types."""
+    conv, ssm = (3, 1024), (HEADS, 64, 16)
+    page = 2 * int(np.prod(conv)) + 4 * int(np.prod(ssm)) + 512
+
+    def layer() -> list[Any]:
+        raw = _aligned(BLOCKS * page, device)
+        half, full = raw.view(torch.bfloat16), raw.view(torch.float32)
+        begin = 2 * int(np.prod(conv)) // 4
+        first = half.as_strided((BLOCKS, *conv), (page // 2, conv[1], 1), half.storage_offset())
+        strides = (page // 4, ssm[1] * ssm[2], ssm[2], 1)
+        return [first, full.as_strided((BLOCKS, *ssm), strides, full.storage_offset() + begin)]
+
+    return [layer() for _ in range(3)]
+
+
 LAYOUTS = {
     "layers outermost": Layout(_layers_outermost),
     "keys and values apart": Layout(_keys_and_values_apart, axis=1),
@@ -129,6 +253,11 @@ LAYOUTS = {
     "kernel blocks": Layout(_kernel_blocks, axis=1, kernel_blocks=2),
     "odd": Layout(_odd),
     "mixed": Layout(_mixed),
+    "tuples": Layout(_tuples),
+    "nope and rope": Layout(_nope_and_rope),
+    "sparse": Layout(_sparse),
+    "more blocks than are used": Layout(_more_blocks_than_are_used),
+    "mamba": Layout(_mamba),
 }
 
 
@@ -150,15 +279,33 @@ class Memory:
             os.close(self.descriptor)
 
 
+def _memories(tensors: Sequence[Any]) -> dict[int, Any]:
+    """The tensors' storages as bytes, by address: copies of whole storages need nothing that computes."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return {
+        pointer: torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+        for pointer, storage in storages.items()
+    }
+
+
+def _pieces(view: Any) -> Iterator[Any]:
+    """The contiguous parts of a view."""
+    if view.is_contiguous():
+        yield view
+        return
+    for part in view:
+        yield from _pieces(part)
+
+
 class Bench:
     """A cache full of noise, a region, and the device between them. A slot every `slot` + GAP bytes."""
 
     def __init__(self, rig: Rig, layout: Layout, path: str = "") -> None:
         self.rig, self.layout = rig, layout
-        self.tensors = layout.make(rig.kind)
-        for tensor in self.tensors:
-            noise = torch.randint(0, 256, (tensor.numel() * tensor.element_size(),), dtype=torch.uint8)
-            tensor.copy_(noise.view(tensor.dtype).view(tensor.shape))
+        rig.prepare()
+        self.tensors = list(_flatten(layout.make(rig.kind)))
+        for memory in _memories(self.tensors).values():
+            memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
         rig.synchronize()
         self.slot_bytes = sum(self._block(tensor, 0).nbytes for tensor in self.tensors)
         self.runs = runs(block_fragments(map(_describe, self.tensors), BLOCKS, self.slot_bytes))
@@ -203,17 +350,31 @@ class Bench:
 
     def block(self, number: int) -> bytes:
         """The bytes of a device block, in a slot's order, by torch's own means."""
-        parts = (self._block(tensor, number).contiguous().cpu().view(torch.uint8) for tensor in self.tensors)
-        return b"".join(part.numpy().tobytes() for part in parts)
+        return self._read([number])[0]
 
     def blocks(self) -> list[bytes]:
         self.rig.synchronize()
-        return [self.block(number) for number in range(BLOCKS)]
+        return self._read(range(BLOCKS))
+
+    def _read(self, numbers: Sequence[int]) -> list[bytes]:
+        copies = {pointer: memory.cpu() for pointer, memory in _memories(self.tensors).items()}
+
+        def on_host(tensor: Any) -> Any:
+            copy = copies[tensor.untyped_storage().data_ptr()]
+            whole = copy[: len(copy) // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
+            return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        tensors = [on_host(tensor) for tensor in self.tensors]
+        return [
+            b"".join(self._block(t, number).contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
+            for number in numbers
+        ]
 
     def fill(self, number: int, value: int) -> None:
         """Queue a write of every byte of a block, behind what is queued."""
         for tensor in self.tensors:
-            self._block(tensor, number).view(torch.uint8).fill_(value)
+            for piece in _pieces(self._block(tensor, number)):
+                self.rig.fill(piece, value)
 
     def slot(self, number: int) -> bytes:
         return self.region.array[number * self.pitch : number * self.pitch + self.slot_bytes].tobytes()
@@ -230,11 +391,7 @@ class Bench:
     def around(self) -> list[bytes]:
         """Every byte of the tensors' storages, those that are no block's too."""
         self.rig.synchronize()
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.tensors}
-        return [
-            torch.tensor([], dtype=torch.uint8, device=s.device).set_(s).cpu().numpy().tobytes()
-            for s in storages.values()
-        ]
+        return [memory.cpu().numpy().tobytes() for memory in _memories(self.tensors).values()]
 
     def close(self) -> None:
         self.device.close()

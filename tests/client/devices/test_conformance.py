@@ -296,7 +296,7 @@ def test_the_canary_notices_a_device_that_fails(bench: Bench) -> None:
 
 
 def test_kinds_without_a_module_are_named() -> None:
-    with pytest.raises(NotImplementedError, match=r"'xpu'.*'cpu' and 'cuda' alone"):
+    with pytest.raises(NotImplementedError, match=r"'xpu'.*'cpu', 'cuda' and 'npu' alone"):
         open_device("xpu", [], 0)
 
 

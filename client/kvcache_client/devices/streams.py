@@ -1,0 +1,135 @@
+"""A device with streams: a lane a direction, on streams of our own, beside the stream on which the engine computes.
+
+A save waits for what was queued on the engine's stream before it; so does a load, since the running step may still read
+a block that was freed. Neither makes the engine's thread wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_client.devices import CopyError, Job, Memory, check_job
+from kvcache_client.devices.lane import Lane
+from kvcache_client.devices.paths import Path
+from kvcache_client.devices.registration import Registration
+from kvcache_client.devices.ring import Ring
+from kvcache_client.devices.runtime import Handle, Runtime
+from kvcache_client.devices.tuning import Tuning
+
+logger = logging.getLogger("vllm.kvcache.device")
+
+
+class StreamDevice:
+    """Copies for one cache. Called from the engine's thread."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        compute: Callable[[], Handle],
+        synchronize: Callable[[], None],
+        make_path: Callable[[bool], Path],
+        slot: int,
+        num_blocks: int,
+        tuning: Tuning,
+        keep: object,
+        close: Callable[[], None] = lambda: None,
+        room: int | None = None,
+    ) -> None:
+        """`compute` returns the stream on which the engine computes now, `synchronize` waits for the whole device.
+
+        `make_path` makes the path of saves or of loads; `close` frees what the paths share, and `keep` they read.
+        `room` is as in `Lane`.
+        """
+        self._runtime, self._now, self._synchronize = runtime, compute, synchronize
+        self._keep, self._close = keep, close
+        self._slot, self._blocks = slot, num_blocks
+        self._registration = Registration(runtime, tuning.register_chunk)
+
+        def make_ring(path: Path) -> Ring:
+            return Ring(runtime, path, slot, tuning.stage_bytes)
+
+        self._saves, self._loads = (
+            Lane(runtime, make_path(saves), self._registration, make_ring, slot, saves, room) for saves in (True, False)
+        )
+        self._saved_last: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # a block's last save, by number
+        self._closed = False
+
+    def register(self, region: Memory) -> None:
+        self._registration.register(region)
+
+    def registered(self) -> tuple[bool, int]:
+        return self._registration.progress()
+
+    def save(self, job: Job) -> None:
+        job.saves = True
+        number = self._start(self._saves, job)
+        if number:
+            self._saved_last[job.blocks] = number
+
+    def load(self, job: Job) -> None:
+        self._start(self._loads, job)
+
+    def fence(self, blocks: Collection[int]) -> None:
+        """Saves read blocks in their order, so that the last save of any of these is the one to wait for.
+
+        The device waits, not the host, except where a thread has yet to queue the save, as it has with the ring.
+        """
+        if not blocks or self._closed:
+            return
+        last = self._saves.find(int(self._saved_last[np.fromiter(blocks, np.int64, len(blocks))].max()))
+        if last is None:
+            return
+        self._saves.wait_queued(last)
+        if last.queued:
+            for stream in (self._compute(), self._loads.path.cache):
+                self._runtime.wait(stream, last.events.off)
+
+    def poll(self) -> None:
+        self._saves.settle(wait=False)
+        self._loads.settle(wait=False)
+
+    def peek(self, address: int, size: int) -> bytes:
+        self._runtime.use()
+        self._synchronize()
+        return self._runtime.peek(address, size)
+
+    def poke(self, address: int, data: bytes) -> None:
+        self._runtime.use()
+        self._synchronize()
+        self._runtime.poke(address, data)
+        self._synchronize()
+
+    def drain(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        return all(lane.drain(max(0.0, until - time.monotonic())) for lane in (self._saves, self._loads))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for free in (self._runtime.use, self._saves.close, self._loads.close, self._registration.close, self._close):
+            try:
+                free()
+            except CopyError as error:  # of a device that is gone: what it held went with it
+                logger.warning("the device does not free what copies used: %s", error)
+
+    def _compute(self) -> Handle:
+        self._runtime.use()
+        return self._now()
+
+    def _start(self, lane: Lane, job: Job) -> int:
+        """Return the job's number in its lane, 0 where it has ended with an error already."""
+        try:
+            check_job(job, self._blocks, self._slot)
+            return lane.put(job, self._compute())
+        except ValueError as error:
+            job.error = f"ValueError: {error}"
+        except CopyError as error:
+            job.error = str(error)
+        job.ended(job)
+        return 0

@@ -1,0 +1,142 @@
+"""Streams in turn, so that the outcome of each job is known when it ends.
+
+CANN tells of a copy that failed on the device only where its stream is synchronised: the event behind it completes as
+if nothing were wrong, and the stream goes on (ACL_CONTINUE_ON_FAILURE, the default; the other mode would stop the
+engine's streams, too). Synchronising waits for all that is queued. So jobs that follow each other take different
+streams, each waiting for the one before: when the last event of a stream is there, the stream is idle, and asking costs
+nothing. Jobs share a stream, and learn of their end together, only where all others still have jobs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from ctypes import byref, c_int
+from dataclasses import dataclass
+
+from kvcache_client.devices import CopyError
+from kvcache_client.devices.acl import COMPLETE, RECORDED, Acl
+from kvcache_client.devices.runtime import Handle
+
+_STREAMS = 4  # of a direction: those of a device are few, and graphs take most of them
+_PAUSE = 0.0005
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """Jobs one after the other on one stream. `last` is the end of the last one, `error` "" where none has failed."""
+
+    line: Line
+    stream: Handle
+    last: Handle | None = None
+    error: str | None = None
+
+
+class Line:
+    """What the rest takes for one stream. Copies are queued by one thread at a time; anybody may wait or ask."""
+
+    def __init__(self, acl: Acl) -> None:
+        self._acl = acl
+        self._streams = [acl.made("aclrtCreateStreamWithConfig", 0, 0) for _ in range(_STREAMS)]
+        self.handle = self._streams[0]
+        self._lock = threading.Lock()
+        self._free = self._streams[1:]
+        self._now = Turn(self, self._streams[0])
+        self._before: list[Turn] = []  # those whose outcome is not known
+        self._begun = False  # a job of which not all is queued
+
+    def begin(self) -> Handle:
+        """Return the stream for a job's next copies."""
+        with self._lock:
+            self._begun = True
+            return self._now.stream
+
+    def record(self, event: Handle) -> None:
+        with self._lock:
+            self._acl.call("aclrtRecordEvent", event, self._now.stream)
+
+    def wait(self, event: Handle) -> None:
+        with self._lock:
+            self._acl.call("aclrtStreamWaitEvent", self._now.stream, event)
+
+    def finish(self, event: Handle) -> Turn:
+        """Record the end of a job, and let the next one take another stream where one is free."""
+        with self._lock:
+            turn = self._now
+            self._acl.call("aclrtRecordEvent", event, turn.stream)
+            turn.last, self._begun = event, False
+            if self._free:
+                self._acl.call("aclrtStreamWaitEvent", self._free[0], event)
+                self._before.append(turn)
+                self._now = Turn(self, self._free.pop(0))
+            return turn
+
+    def settle(self, turn: Turn) -> bool:
+        """Return whether the outcome of `turn` is known. Never waits. Raises CopyError where the device is gone."""
+        with self._lock:
+            if turn.error is not None or turn.last is None:
+                return True
+            if not is_recorded(self._acl, turn.last):
+                return False
+            if turn is self._now and (self._begun or not self._is_idle(turn.stream)):
+                return False
+            self._synchronize(turn)
+            return True
+
+    def wait_settled(self, turn: Turn) -> None:
+        """The same, on a thread that may sleep."""
+        while True:
+            last = turn.last
+            if last is not None:
+                self._acl.call("aclrtSynchronizeEvent", last)
+            if self.settle(turn):
+                return
+            if turn.last is last:
+                time.sleep(_PAUSE)  # another job has been begun behind it, or waits there
+
+    def synchronize(self) -> None:
+        """Wait for all that this thread has queued. Raises CopyError where any of it has failed."""
+        with self._lock:
+            self._begun = False
+            turns = [*self._before, self._now]
+        for turn in turns:
+            while not self._settle_idle(turn):
+                time.sleep(_PAUSE)
+        failed = [turn.error for turn in turns if turn.error]
+        if failed:
+            raise CopyError(failed[0])
+
+    def close(self) -> None:
+        for stream in self._streams:
+            self._acl.call("aclrtDestroyStream", stream)
+
+    def _settle_idle(self, turn: Turn) -> bool:
+        with self._lock:
+            if turn.error is not None:
+                return True
+            if not self._is_idle(turn.stream):
+                return False
+            self._synchronize(turn)
+            return True
+
+    def _is_idle(self, stream: Handle) -> bool:
+        status = c_int()
+        self._acl.call("aclrtStreamQuery", stream, byref(status))
+        return status.value == COMPLETE
+
+    def _synchronize(self, turn: Turn) -> None:
+        """Ask for the outcome of what an idle stream has done, which makes CANN forget it."""
+        result = self._acl.result("aclrtSynchronizeStream", turn.stream)
+        turn.error = str(self._acl.error("aclrtSynchronizeStream", result)) if result else ""
+        if turn is self._now:
+            self._now = Turn(self, turn.stream)
+        else:
+            self._before.remove(turn)
+            self._free.append(turn.stream)
+
+
+def is_recorded(acl: Acl, event: Handle) -> bool:
+    """Return whether what `event` stands for has run, well or not. Raises AclError where the device is gone."""
+    status = c_int()
+    acl.call("aclrtQueryEventStatus", event, byref(status))
+    return status.value == RECORDED
