@@ -171,6 +171,7 @@ def test_a_daemon_that_this_user_may_not_use(daemon: Any) -> None:
     found = report("endpoint", "--endpoint", daemon.endpoint, nobody=True)
     assert (found.code, found.verdict("daemon")) == (1, "failed")
     assert "--allow-uids 65534" in found.findings["daemon"]["figure"]
+    assert "broke" not in found.findings["daemon"]["figure"]
 
 
 def test_a_daemon_that_is_gone_or_stands_still(daemon: Any) -> None:
@@ -231,7 +232,12 @@ def test_a_process_that_dies_takes_no_other_answer_along(path_with: Any) -> None
 @pytest.mark.parametrize(
     ("torch", "name", "verdict", "told"),
     [
-        ("import sys; sys.exit('no licence')", "device-copies", "failed", "exit status 1; its last words: no licence"),
+        (
+            "import sys; print('hello', file=sys.stderr); sys.exit('no licence')",
+            "device-copies",
+            "failed",
+            "exit status 1; its last words: no licence",
+        ),
         ("raise OSError('libcudart.so.13: cannot open')", "torch", "failed", "import torch: OSError: libcudart.so.13"),
         (_TORCH.format(cuda="", xpu=""), "cuda", "untested", "torch 9.9 finds no device"),
         (_TORCH.format(cuda="2, 'CUDA error: no kernel image'", xpu=""), "cuda:1", "failed", "no kernel image"),
@@ -249,8 +255,10 @@ def test_accelerators_that_are_broken_or_not_there(
 
 
 def test_an_npu_s_runtime_that_cannot_be_loaded(path_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch loads it by itself, unless told otherwise, and cannot be imported then either."""
     broken = "raise ImportError('libascend_hal.so: cannot open shared object file')"
-    monkeypatch.setenv("PYTHONPATH", path_with(torch=_TORCH.format(cuda="", xpu=""), torch_npu=broken))
+    loads = "import os\nif os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD', '1') == '1': import torch_npu\n"
+    monkeypatch.setenv("PYTHONPATH", path_with(torch=loads + _TORCH.format(cuda="", xpu=""), torch_npu=broken))
     (npu,) = [finding for finding in ask("device-copies") if finding.name == "npu"]
     assert npu.verdict == "untested"
     assert "libascend_hal.so" in npu.figure
@@ -300,6 +308,7 @@ def test_a_finding_as_people_read_it() -> None:
     bad = Finding("npu", "untested", "no NPU", "buy one")
     assert describe(good) == "  ok        cpu copies            measured: 6 GB/s"
     assert describe(bad) == "  untested  npu                   no NPU\n" + " " * 34 + "-> buy one"
+    assert describe(Finding("npu", "failed", "two\nlines")).endswith("two lines")
     assert summary([good, good, bad]) == "2 ok, 0 slow, 0 failed, 1 untested (npu)"
 
 
