@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import logging
 import mmap
-import os
 import platform
 import statistics
 import sys
@@ -139,7 +138,6 @@ def on_devices() -> Iterator[Finding]:
         for kind in DEVICES:
             yield Finding(kind, "untested", "torch is not installed here", _IN_ENGINE)
         return
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # else a broken torch_npu breaks torch: one by one
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError, RuntimeError) as error:
