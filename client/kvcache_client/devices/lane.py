@@ -69,7 +69,6 @@ class Lane:
         self.path = path
         self._runtime, self._registration, self._make_ring = runtime, registration, make_ring
         self._slot, self._saves = slot, saves
-        self._first, self._last = (path.cache, path.host) if saves else (path.host, path.cache)
         self._changed = threading.Condition()
         self._entries: deque[Entry] = deque()  # all that have not ended, in order
         self._by_ring: deque[Entry] = deque()  # the last of them: those that the ring's thread has before it
@@ -172,14 +171,13 @@ class Lane:
         """Queue `move` between the job's events. What fails midway has ended when what was queued has."""
         runtime, events = self._runtime, entry.events
         try:
-            runtime.wait(self._first, events.ready)
-            runtime.record(events.begin, self._first)
+            self.path.begin(events.ready, events.begin)
             try:
                 move()
             except CopyError as error:
                 entry.job.error = str(error)
             runtime.record(events.off, self.path.cache)
-            runtime.finish(events.end, self._last)
+            self.path.finish(events.end)
             entry.queued = True
         except CopyError as error:  # the device is gone; nothing runs on it any more
             entry.job.error = entry.job.error or str(error)
@@ -284,7 +282,7 @@ class Lane:
             return
         begin = time.perf_counter()
         try:
-            self._runtime.wait(self._first, entry.events.ready)
+            self.path.begin(entry.events.ready, entry.events.begin)
             self._runtime.wait_host(entry.events.ready)
             begin = time.perf_counter()
             ring.save(job)

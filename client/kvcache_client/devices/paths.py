@@ -3,12 +3,16 @@
 Every batch of copies has a price a piece, so that small fragments take the stage: a kernel moves them between the cache
 and a buffer in device memory, where blocks lie as slots do, and one batch moves whole slots, the next buffer's kernel
 beside it.
+
+A device copies one way with one engine, which stays with a stream as long as that has a copy ready: a step of the model
+that wants four bytes copied waits until then. So each buffer has a stream of its own, whose next copy is never ready
+when its last one ends, and the model's turn comes after a buffer's worth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +31,26 @@ class Path(Protocol):
 
     Attributes:
         cache: the stream that touches the engine's blocks.
-        host: the stream that touches host memory.
         most: blocks that `move` takes at once.
     """
 
     cache: Handle
-    host: Handle
     most: int
+
+    def begin(self, ready: Handle, begun: Handle) -> None:
+        """Let all that follows wait for the event `ready`, and record `begun` when it goes on."""
 
     def move(self, blocks: Blocks, places: Addresses, cut: Cut) -> None:
         """Queue the copy of each block from or to its slot at the host address `places[i]`."""
+
+    def record(self, event: Handle) -> None:
+        """Record the end of all that has been moved: host memory is not touched any more."""
+
+    def finish(self, event: Handle) -> None:
+        """The same, as `Runtime.finish`."""
+
+    def synchronize(self) -> None:
+        """Wait for all that has been moved."""
 
     def close(self) -> None: ...
 
@@ -51,15 +65,28 @@ class Straight:
         self._sizes = np.array([f.bytes for f in fragments], np.uint64)
         self._offsets = np.cumsum(self._sizes) - self._sizes
         self.most = max(1, _PIECES // len(fragments))
-        self.cache = self.host = runtime.create_stream()
+        self.cache = runtime.create_stream()
+
+    def begin(self, ready: Handle, begun: Handle) -> None:
+        self._runtime.wait(self.cache, ready)
+        self._runtime.record(begun, self.cache)
 
     def move(self, blocks: Blocks, places: Addresses, cut: Cut) -> None:
         device = (self._pointers + blocks.astype(np.uint64)[:, None] * self._strides).ravel()
         host = (places[:, None] + self._offsets).ravel()
-        _copy(self._runtime, cut(join(Spans(device, host, np.tile(self._sizes, len(blocks))))), self._saves, self.host)
+        _copy(self._runtime, cut(join(Spans(device, host, np.tile(self._sizes, len(blocks))))), self._saves, self.cache)
+
+    def record(self, event: Handle) -> None:
+        self._runtime.record(event, self.cache)
+
+    def finish(self, event: Handle) -> None:
+        self._runtime.finish(event, self.cache)
+
+    def synchronize(self) -> None:
+        self._runtime.synchronize(self.cache)
 
     def close(self) -> None:
-        self._runtime.destroy_stream(self.host)
+        self._runtime.destroy_stream(self.cache)
 
 
 class Packer(Protocol):
@@ -71,6 +98,15 @@ class Packer(Protocol):
         """Queue the copy of each block to (`gather`) or from its place in `buffer`, one slot after the other."""
 
 
+class _Buffer(NamedTuple):
+    """Of a stage. `host` copies between it and host memory; events: it is `full`, and it is `free`."""
+
+    address: int
+    host: Handle
+    full: Handle
+    free: Handle
+
+
 class Staged:
     """Buffers in turn: while the kernel fills one, another's slots are copied; for loads the other way round."""
 
@@ -79,38 +115,67 @@ class Staged:
     ) -> None:
         """`buffers` are addresses in device memory, `slot` the bytes of a block."""
         self._runtime, self._packer, self._saves = runtime, packer, saves
-        self._buffers = [(buffer, runtime.create_event(), runtime.create_event()) for buffer in buffers]
+        self._buffers = [
+            _Buffer(buffer, runtime.create_stream(), runtime.create_event(), runtime.create_event())
+            for buffer in buffers
+        ]
         self._turn = 0
         self._slot = np.uint64(slot)
         self.most = min(buffer_bytes // slot, packer.most)
-        self.cache, self.host = runtime.create_stream(), runtime.create_stream()
+        self.cache = runtime.create_stream()
+        # Here ends what the streams of all buffers have begun; loads end on the cache's stream anyway.
+        self._end = runtime.create_stream() if saves else self.cache
+
+    def begin(self, ready: Handle, begun: Handle) -> None:
+        streams = [self.cache] if self._saves else [buffer.host for buffer in self._buffers]
+        for stream in streams:
+            self._runtime.wait(stream, ready)
+        self._runtime.record(begun, streams[self._turn % len(streams)])
 
     def move(self, blocks: Blocks, places: Addresses, cut: Cut) -> None:
-        buffer, full, free = self._buffers[self._turn]
+        buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         runtime = self._runtime
-        inside = np.uint64(buffer) + np.arange(len(blocks), dtype=np.uint64) * self._slot
+        inside = np.uint64(buffer.address) + np.arange(len(blocks), dtype=np.uint64) * self._slot
         spans = cut(join(Spans(inside, places, np.full(len(blocks), self._slot))))
-        into, out_of = (self.cache, self.host) if self._saves else (self.host, self.cache)
-        runtime.wait(into, free)
+        into, out_of = (self.cache, buffer.host) if self._saves else (buffer.host, self.cache)
+        runtime.wait(into, buffer.free)
         if self._saves:
-            self._packer.launch(True, blocks, buffer, into)
+            self._packer.launch(True, blocks, buffer.address, into)
         else:
             _copy(runtime, spans, False, into)
-        runtime.record(full, into)
-        runtime.wait(out_of, full)
+        runtime.record(buffer.full, into)
+        runtime.wait(out_of, buffer.full)
         if self._saves:
             _copy(runtime, spans, True, out_of)
         else:
-            self._packer.launch(False, blocks, buffer, out_of)
-        runtime.record(free, out_of)
+            self._packer.launch(False, blocks, buffer.address, out_of)
+        runtime.record(buffer.free, out_of)
+
+    def record(self, event: Handle) -> None:
+        self._gather_ends()
+        self._runtime.record(event, self._end)
+
+    def finish(self, event: Handle) -> None:
+        self._gather_ends()
+        self._runtime.finish(event, self._end)
+
+    def synchronize(self) -> None:
+        self._gather_ends()
+        self._runtime.synchronize(self._end)
 
     def close(self) -> None:
-        for _, full, free in self._buffers:
-            self._runtime.destroy_event(full)
-            self._runtime.destroy_event(free)
-        self._runtime.destroy_stream(self.cache)
-        self._runtime.destroy_stream(self.host)
+        for buffer in self._buffers:
+            self._runtime.destroy_event(buffer.full)
+            self._runtime.destroy_event(buffer.free)
+            self._runtime.destroy_stream(buffer.host)
+        for stream in {self.cache, self._end}:
+            self._runtime.destroy_stream(stream)
+
+    def _gather_ends(self) -> None:
+        if self._saves:
+            for buffer in self._buffers:
+                self._runtime.wait(self._end, buffer.free)
 
 
 def _copy(runtime: Runtime, spans: Spans, saves: bool, stream: Handle) -> None:

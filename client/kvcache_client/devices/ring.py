@@ -33,14 +33,14 @@ class Ring:
         try:
             for blocks, places, buffer, event in self._parts(job):
                 self._path.move(blocks, self._slots(buffer, len(blocks)), _whole)
-                self._runtime.finish(event, self._path.host)
+                self._path.finish(event)
                 if filling is not None:
                     self._empty(*filling)
                 filling = (places, buffer, event)
             if filling is not None:
                 self._empty(*filling)
         except BaseException:
-            self._runtime.synchronize(self._path.host)  # nothing may still write a buffer that the next job takes
+            self._path.synchronize()  # nothing may still write a buffer that the next job takes
             raise
 
     def load(self, job: Job) -> None:
@@ -51,9 +51,9 @@ class Ring:
                 for number, place in enumerate(places.tolist()):
                     ctypes.memmove(buffer + number * self._slot, place, self._slot)
                 self._path.move(blocks, self._slots(buffer, len(blocks)), _whole)
-                self._runtime.record(event, self._path.host)
+                self._path.record(event)
         except BaseException:
-            self._runtime.synchronize(self._path.host)
+            self._path.synchronize()
             raise
 
     def close(self) -> None:
