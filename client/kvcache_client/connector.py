@@ -71,6 +71,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         transfer.kv_load_failure_policy = settings.kv_load_failure_policy
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
+        self._idle = True  # whether this step computes nothing
         in_scheduler = role == KVConnectorRole.SCHEDULER
         if in_scheduler:
             for note in notes:
@@ -211,10 +212,13 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         """Saves are whole blocks, a step later."""
 
     def wait_for_save(self) -> None:
-        """Nothing waits: blocks under a save are guarded when they are given away."""
+        """Nothing waits: blocks under a save are guarded when they are given away. But it is asked after a forward pass
+        alone."""
+        self._idle = False
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, (self._worker.received() or None) if self._worker is not None else None
+        idle, self._idle = self._idle, True
+        return None, (self._worker.received(idle) or None) if self._worker is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_errors() if self._worker is not None else set()

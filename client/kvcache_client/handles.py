@@ -64,7 +64,8 @@ class Namespace:
         if not isinstance(reply, Acquired):
             self._refused(reply, "lookups_refused")
             return self._no_lease(spec, "lookups_refused")
-        return Lease(self.session, link, spec, reply.lease, reply.hits, reply.pending, reply.slots)
+        pinned = (reply.lease, reply.hits, reply.pending, reply.slots)
+        return Lease(self.session, link, spec, *pinned, withheld=reply.withheld)
 
     def _no_lease(self, spec: GroupSpec, reason: str) -> Lease:
         self.session.count(reason)

@@ -22,11 +22,15 @@ class Lease:
         hits: how many hashes from the first one on are cached.
         packed: their slots' references, REF_BYTES each.
         pending: how many blocks after them are being written now.
+        withheld: how many blocks after them are cached, but beyond what this engine may pin at one time.
         failed: whether the daemon did not answer: no statement about the cache.
         region_id: the region that the slots lie in; b"" where there are none.
     """
 
-    __slots__ = ("_group", "_link", "_session", "_slots", "failed", "hits", "id", "packed", "pending", "region_id")
+    __slots__ = (
+        *("_group", "_link", "_session", "_slots"),
+        *("failed", "hits", "id", "packed", "pending", "region_id", "withheld"),
+    )
 
     def __init__(
         self,
@@ -38,10 +42,12 @@ class Lease:
         pending: int = 0,
         packed: bytes = b"",
         failed: bool = False,
+        withheld: int = 0,
     ) -> None:
         self._session, self._link, self._group = session, link, group
         self._slots: list[Slot] | None = None
         self.id, self.hits, self.pending, self.packed, self.failed = lease, hits, pending, packed, failed
+        self.withheld = withheld
         self.region_id = link.region.id if link and hits else b""
 
     @property

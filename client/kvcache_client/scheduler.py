@@ -62,6 +62,7 @@ class Scheduler:
         self._loads: dict[str, _Load] = {}
         self._new_loads: list[LoadJob] = []
         self._finished: list[str] = []
+        self._loads_ended = 0
         self._failures = 0
         self._no_loads_until = 0.0
         self._spent = 0.0  # seconds of this schedule that lookups took: all of them together have one deadline
@@ -78,7 +79,8 @@ class Scheduler:
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `computed` ones the cache has, and whether they come asynchronously.
 
-        (None, False): blocks are being written that are worth a short wait; to be asked again.
+        (None, False): to be asked again. Blocks are being written that are worth a short wait, or running loads hold
+        all that this engine may pin.
         """
         state = self._track(request)
         if state.barred and computed == 0:
@@ -93,6 +95,8 @@ class Scheduler:
         if limit * self._per_slot <= start:
             self._forget_lookup(state)
             return 0, False
+        if self._loads and state.wait_loads > self._loads_ended:
+            return None, False
         now = time.monotonic()
         lookup = state.lookup
         if lookup is not None and lookup.hits and not lookup.lease.id:
@@ -150,6 +154,11 @@ class Scheduler:
 
     def _worth_waiting(self, state: Tracked, lookup: Lookup, start: int, now: float) -> bool:
         lease = lookup.lease
+        if lease.withheld and self._loads:
+            # What is loading now gives its slots back soon; to compute what is cached takes longer.
+            state.wait_loads = self._loads_ended + 1
+            self._tally.add("lookups_waited_for_quota")
+            return True
         if not lease.pending or (lease.hits + lease.pending) * self._per_slot <= start:
             return False
         if not state.wait_until:
@@ -201,6 +210,7 @@ class Scheduler:
             ended = self._loads.pop(request_id, None)
             if ended is None:
                 continue
+            self._loads_ended += 1
             if ended.lease is not None:
                 ended.lease.release()
             state = self._requests.get(request_id)

@@ -30,6 +30,8 @@ from kvcache_proto.types import NamespaceSpec, Outcome
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
+LINGER = 0.001  # seconds that a step without work waits for a load about to end
+
 
 @dataclass(slots=True)
 class _Stored:
@@ -136,10 +138,15 @@ class Worker:
         for job in plan.loads:
             self._load(job)
 
-    def received(self) -> set[str]:
-        """Return the requests whose loads have ended, well or not, since the last call: each once."""
+    def received(self, idle: bool = False) -> set[str]:
+        """Return the requests whose loads have ended, well or not, since the last call: each once.
+
+        An `idle` engine has nothing to compute until they have, and looks again a millisecond later.
+        """
         if self._device is not None:
             self._device.poll()
+            if idle and not self._done:
+                self._device.linger(LINGER)
         requests = set()
         while self._done:
             request, failed = self._done.popleft()

@@ -139,7 +139,8 @@ class Attached(msgspec.Struct, tag="attached", array_like=True):
 class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     """`hits` blocks from the first hash on, `slots` their references; `lease` is 0 where nothing is pinned.
 
-    `pending` blocks after them are being written by somebody now.
+    `pending` blocks after them are being written by somebody now; `withheld` ones are cached, and the engine's quota
+    pins no more until it has released others.
     """
 
     id: int
@@ -147,6 +148,7 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     hits: int
     pending: int
     slots: bytes
+    withheld: int = 0
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):

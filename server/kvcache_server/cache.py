@@ -189,15 +189,16 @@ class Cache:
         pending = group.pending_after(hashes, hits) if hits == len(found) else 0
         if not hits:
             return m.Acquired(request.id, 0, 0, pending, b"")
-        lease = 0
+        lease = withheld = 0
         if request.pin:
             if engine.pinned + hits * group.slot_bytes > self._pin_quota:
                 affordable = engine.affordable(found, self._pin_quota)
-                if affordable < hits:
-                    self.refusals["quota"] += hits - affordable
+                withheld = max(0, hits - affordable)
+                if withheld:
+                    self.refusals["quota"] += withheld
                     hits, pending = affordable, 0
                 if not hits:
-                    return m.Acquired(request.id, 0, 0, 0, b"")
+                    return m.Acquired(request.id, 0, 0, 0, b"", withheld)
             block = found[hits - 1]
             block.pins += 1
             self._last_lease = lease = self._last_lease + 1
@@ -210,7 +211,7 @@ class Cache:
         found[-1].account.hit_bytes += hits * group.slot_bytes
         namespace.hit_blocks += hits
         self.counters["blocks_hit"] += hits
-        return m.Acquired(request.id, lease, hits, pending, b"".join([block.ref for block in found]))
+        return m.Acquired(request.id, lease, hits, pending, b"".join([block.ref for block in found]), withheld)
 
     def _release(self, session: Session, request: m.Release, now: float) -> None:
         for lease in request.leases:

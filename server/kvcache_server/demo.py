@@ -32,7 +32,7 @@ LLAMA = {
     "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
 }
-BLOCK_TOKENS = 64
+BLOCK_TOKENS = 128
 ANSWER_TOKENS = 6
 CONNECTOR = "kvcache_client.connector"  # a name only: the engine imports it, the daemon never does
 VISIBLE_WITHIN = 5.0

@@ -329,6 +329,41 @@ def test_pending_blocks_are_waited_for_once(rigs: Any, daemon: Any) -> None:
     idle(daemon)
 
 
+def test_what_running_loads_leave_no_quota_for_is_waited_for(start_daemon: Any) -> None:
+    daemon = start_daemon(pin_quota=6.5 * SPEC.groups[0].block_bytes / (64 << 20))
+    rig = Rig(daemon.endpoint, "one")
+    try:
+        chains = [Request(name, 5 * BLOCK) for name in "ab"]
+        for number, request in enumerate(chains):
+            rig.run(request, list(range(5 * number, 5 * number + 5)))
+        idle(daemon, 10)
+        first, second = (Request(f"{r.request_id} again", 5 * BLOCK + 1, r.block_hashes) for r in chains)
+        assert rig.scheduler.matched_tokens(first, 0) == (5 * BLOCK, True)
+        rig.admit(first, list(range(10, 16)), 0, 5 * BLOCK)
+        rig.step()
+        for _ in range(3):
+            assert rig.scheduler.matched_tokens(second, 0) == (None, False)
+            rig.step()
+        assert rig.scheduler.counters["lookups_waited_for_quota"] == 1
+        rig.await_loads()
+        assert rig.scheduler.matched_tokens(second, 0) == (5 * BLOCK, True)
+    finally:
+        rig.close()
+
+
+def test_beyond_its_quota_an_engine_that_loads_nothing_takes_what_it_gets(start_daemon: Any) -> None:
+    daemon = start_daemon(pin_quota=2.5 * SPEC.groups[0].block_bytes / (64 << 20))
+    rig = Rig(daemon.endpoint, "one")
+    try:
+        request = Request("r", 5 * BLOCK)
+        rig.run(request, [0, 1, 2, 3, 4])
+        idle(daemon, 5)
+        again = Request("s", 5 * BLOCK + 1, request.block_hashes)
+        assert rig.scheduler.matched_tokens(again, 0) == (2 * BLOCK, True)
+    finally:
+        rig.close()
+
+
 @pytest.mark.parametrize(
     "facts", [{"lora_request": "adapter"}, {"mm_features": ["image"]}, {"prompt_embeds": "tensor"}]
 )

@@ -80,7 +80,7 @@ def test_a_bad_value_names_its_key(given: dict[str, Any], said: str) -> None:
 
 
 def test_block_size_is_a_multiple_of_the_engines() -> None:
-    assert blocks_per_slot(Settings(), 32) == 1
+    assert [blocks_per_slot(Settings(), size) for size in (16, 32, 48, 128, 256)] == [8, 4, 3, 1, 1]
     assert blocks_per_slot(Settings(block_size=32), 32) == 1
     assert blocks_per_slot(Settings(block_size=128), 32) == 4
     with pytest.raises(ConfigError, match="block_size 48: a multiple of the engine's 32"):

@@ -147,7 +147,12 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
             connector = {
                 "engine_id": name,
                 "kv_connector_module_path": module,
-                "kv_connector_extra_config": {"endpoint": endpoint, "deadline_ms": 5000, **(extra or {})},
+                "kv_connector_extra_config": {
+                    "endpoint": endpoint,
+                    "deadline_ms": 5000,
+                    "block_size": BLOCK,
+                    **(extra or {}),
+                },
             }
         options = engine_options(model, blocks) | arguments
         process.ask("open", connector=connector, **options)

@@ -54,7 +54,7 @@ def test_without_the_engines_own_prefix_cache(engines: Any, daemon: Any, prompt:
 
 
 def test_larger_blocks_and_prompts_only(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
-    extra = {"block_size": 4 * BLOCK, "save": "prompt"}
+    extra = {"block_size": 0, "save": "prompt"}  # 4 * BLOCK
     engine = engines("larger", daemon.endpoint, extra=extra)
     prompts = [prompt(n) for n in (4 * BLOCK, 4 * BLOCK + 1, 11 * BLOCK, 12 * BLOCK + 5)]
     assert engine.generate(*prompts, max_tokens=5 * BLOCK) == reference(prompts, 5 * BLOCK)

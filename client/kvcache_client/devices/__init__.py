@@ -83,6 +83,9 @@ class Device(Protocol):
     def poll(self) -> None:
         """Notice jobs that have ended, where no thread of the device's own does. Never waits."""
 
+    def linger(self, seconds: float) -> None:
+        """Wait, no longer than that, for a load that ends presently; return at once where none does."""
+
     def peek(self, address: int, size: int) -> bytes:
         """Return bytes of the device's memory, by its plainest means. Waits for all that was submitted before."""
 

@@ -52,6 +52,9 @@ class CpuDevice:
     def registered(self) -> tuple[bool, int]:
         return True, self._region_bytes
 
+    def linger(self, seconds: float) -> None:
+        """Its threads need the cores that a waiting engine leaves to them, and cannot tell when they end."""
+
     def peek(self, address: int, size: int) -> bytes:
         return ctypes.string_at(address, size)
 

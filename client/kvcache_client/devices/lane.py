@@ -28,12 +28,14 @@ from kvcache_client.devices.spans import Spans, cut
 
 
 class _Events(NamedTuple):
-    """Of one job: what it waits for; its begin and end; after `off` it touches the engine's blocks no more."""
+    """Of one job: what it waits for; its begin and end; after `off` it touches the engine's blocks no more; at `near`
+    its last part begins."""
 
     ready: Handle
     begin: Handle
     end: Handle
     off: Handle
+    near: Handle
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +125,13 @@ class Lane:
                 self._changed.release()
             self._report(entry)
 
+    def linger(self, seconds: float) -> None:
+        """Wait, no longer than that, for the end of the oldest job, if its last part has begun."""
+        with self._changed:
+            entry = self._entries[0] if self._entries else None
+            if entry is not None and entry.queued and self._is_near(entry):
+                self._changed.wait_for(lambda: not self._entries or self._entries[0] is not entry, seconds)
+
     def drain(self, seconds: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: not self._unended, seconds)
@@ -161,6 +170,8 @@ class Lane:
 
         def move() -> None:
             for first in range(0, len(blocks), self.path.most):
+                if first + self.path.most >= len(blocks):
+                    self._runtime.record(entry.events.near, self.path.cache)
                 part = slice(first, first + self.path.most)
                 self.path.move(blocks[part], places[part], at_chunks)
 
@@ -192,6 +203,11 @@ class Lane:
             entry.job.error = str(error)
             return True
 
+    def _is_near(self, entry: Entry) -> bool:
+        with contextlib.suppress(CopyError):  # the end tells it
+            return self._runtime.is_over(entry.events.near)
+        return False
+
     def _report(self, entry: Entry) -> None:
         job = entry.job
         if entry.queued and not job.error:
@@ -215,7 +231,7 @@ class Lane:
             return None
         try:
             make = self._runtime.create_event
-            events = self._spare.pop() if self._spare else _Events(make(), make(True), make(True), make())
+            events = self._spare.pop() if self._spare else _Events(make(), make(True), make(True), make(), make())
             self._runtime.record(events.ready, compute)
         except CopyError as error:
             job.error = str(error)

@@ -93,6 +93,9 @@ class StreamDevice:
         self._saves.settle(wait=False)
         self._loads.settle(wait=False)
 
+    def linger(self, seconds: float) -> None:
+        self._loads.linger(seconds)
+
     def peek(self, address: int, size: int) -> bytes:
         self._runtime.use()
         self._synchronize()

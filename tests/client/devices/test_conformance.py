@@ -159,6 +159,23 @@ def test_thousands_of_copies_in_flight_both_ways(bench: Bench) -> None:
     assert bench.gaps_are_whole()
 
 
+@pytest.mark.parametrize("registered", [True, False])
+def test_lingering_returns_and_loses_nothing(bench: Bench, registered: bool) -> None:
+    if registered:
+        bench.register()
+    bench.device.linger(5.0)  # for nothing
+    bench.rig.delay()
+    jobs = [bench.load(range(BLOCKS), range(BLOCKS)) for _ in range(3)]
+    for _ in range(100_000):
+        bench.device.poll()
+        bench.device.linger(0.001)
+        if len(bench.ended) == len(jobs):
+            break
+    bench.finish()
+    assert bench.ended == jobs
+    assert bench.blocks() == [bench.slot(number) for number in range(BLOCKS)]
+
+
 def test_jobs_end_without_anybody_asking(bench: Bench) -> None:
     bench.register()
     ended = threading.Event()
