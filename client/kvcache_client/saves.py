@@ -19,7 +19,7 @@ from kvcache_proto.errors import KVCacheError
 from kvcache_proto.messages import Run
 from kvcache_proto.types import MAX_HASHES, Outcome
 
-TRIES = 20
+INSIST = 2.0  # seconds for which a Reserve that is refused as a whole is sent again, once a step
 _ADVANCES = {"present", "in_flight"}
 _OPERATORS = {"no_space", "quota"}  # refusals that somebody can do something about
 
@@ -42,7 +42,7 @@ class _Sent:
     namespace: Namespace
     asked: list[_Asked]
     ticket: Ticket
-    tries: int = 1
+    since: float  # when it was asked first
 
 
 class Saves:
@@ -85,7 +85,7 @@ class Saves:
                 count += 1
             asked, self._next = self._next[:count], self._next[count:]
             ticket = namespace.reserve_runs_later([each.run for each in asked])
-            self._sent.append(_Sent(namespace, asked, ticket))
+            self._sent.append(_Sent(namespace, asked, ticket, time.monotonic()))
 
     def answers(self, given: list[int], wait: float) -> list[SaveJob]:
         """Turn the answers that have come, or come within `wait` seconds, into jobs.
@@ -165,8 +165,7 @@ class Saves:
 
     def _again(self, sent: _Sent, error: KVCacheError) -> bool:
         """Ask once more: after a reset or a restart of the daemon a rank may be a step behind in joining."""
-        if sent.tries < TRIES:
-            sent.tries += 1
+        if time.monotonic() - sent.since < INSIST:
             sent.ticket = sent.namespace.reserve_runs_later([asked.run for asked in sent.asked])
             return True
         self._tally.warn("saves_refused", f"saves are refused: {error}")
