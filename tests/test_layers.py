@@ -20,22 +20,22 @@ PACKAGES = {
 FLOORS: dict[str, list[set[str]]] = {
     "kvcache_proto": [
         {"", "errors"},
-        {"types", "endpoint"},
+        {"types", "endpoint", "findings"},
         {"messages", "region"},
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "ghosts", "limits"},
+        {"", "doctor.table", "ghosts", "limits"},
         {"index"},
         {"pool", "shares"},
         {"leases"},
         {"sessions", "room"},
         {"report"},
         {"cache"},
-        {"config", "logs", "admin"},
-        {"memory", "door"},
-        {"service", "bench", "demo_engine"},
-        {"demo"},
+        {"config", "logs", "admin", "doctor.child"},
+        {"memory", "door", "doctor.software"},
+        {"service", "bench", "demo_engine", "doctor.endpoint", "doctor.host"},
+        {"demo", "doctor"},
         {"cli"},
         {"__main__"},
     ],
@@ -51,14 +51,18 @@ FLOORS: dict[str, list[set[str]]] = {
         {"handles", "tracked"},
         {"session", "saves"},
         {""},
-        {"scheduler", "worker"},
-        {"connector"},
+        {"scheduler", "worker", "doctor.copies", "doctor.mapping"},
+        {"connector", "doctor.conformance"},
+        {"doctor", "doctor.__main__"},
     ],
 }
 
 PURE = {
-    "kvcache_proto": {"", "errors", "types", "messages", "codec", "region"},
-    "kvcache_server": {"ghosts", "limits", "index", "pool", "shares", "leases", "sessions", "room", "report", "cache"},
+    "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings"},
+    "kvcache_server": {
+        *("ghosts", "limits", "index", "pool", "shares", "leases", "sessions", "room", "report", "cache"),
+        "doctor.table",
+    },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "devices.spans", "devices.tuning"},
 }
 # Sockets, clocks, threads, mappings, logs, devices: what a pure module gets as an argument or does without.
@@ -74,13 +78,14 @@ THIRD_PARTY = {
     "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli"},
     "kvcache_client": {"msgspec", "zmq", "numpy"},
 }
-# Modules that run inside an engine only, and so may use what the engine brings.
+# Modules that run inside an engine only, or look for what it brings, and so may use it.
 FROM_ENGINE = {
     "kvcache_server": {"demo_engine": {"torch", "transformers", "vllm"}},
     "kvcache_client": {
         "devices.cuda": {"torch"},
         "devices.npu": {"torch", "torch_npu"},
         "connector": {"vllm"},
+        "doctor.conformance": {"pytest"},
         "engine": {"vllm"},
         "plugin": {"vllm"},
     },

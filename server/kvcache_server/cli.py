@@ -21,7 +21,7 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (RegionError, 5, "the region is too large for this host"),
     (NotPermitted, 6, "no permission"),
 )
-_LATER = {"bench": "kvcache_server.bench", "demo": "kvcache_server.demo"}
+_LATER = {"bench": "kvcache_server.bench", "demo": "kvcache_server.demo", "doctor": "kvcache_server.doctor"}
 
 
 class Commands(click.Group):

@@ -29,6 +29,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 CHUNK = 32 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MAX_THREADS = 16
+RAISE_MEMLOCK = "raise it (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock=-1 in docker), or give CAP_IPC_LOCK"
 
 # Called through ctypes, which lets go of the GIL; `mmap.madvise` keeps it, and the threads would take turns.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -102,7 +103,7 @@ def create_region(
     path = region_path(directory, socket_path)
     try:
         remove_orphan(path)
-        kind = _check_room(directory, geometry.region_bytes)
+        kind = check_room(directory, geometry.region_bytes)
         lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except PermissionError:
         raise NotPermitted(f"region_dir {directory}: uid {os.geteuid()} may not make {path}") from None
@@ -157,7 +158,7 @@ def remove_orphan(path: str) -> bool:
     return True
 
 
-def _check_room(directory: str, needed: int) -> str:
+def check_room(directory: str, needed: int) -> str:
     """Return the kind of the mount. Raises RegionError where it or the host has less than `needed` bytes."""
     kind, mount = filesystem(directory), os.statvfs(directory)
     room = mount.f_bavail * mount.f_frsize
@@ -208,10 +209,11 @@ def filesystem(directory: str) -> str:
 def available_memory() -> int:
     """Return the bytes that new pages may take: of the host, or of the tightest control group above this process."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return min([int(fields["MemAvailable"].split()[0]) * 1024, *_group_room()])
+    return min([int(fields["MemAvailable"].split()[0]) * 1024, *group_room()])
 
 
-def _group_room() -> Iterator[int]:
+def group_room() -> Iterator[int]:
+    """Yield what each control group above this process that has a limit leaves of it, in bytes."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, inside = line.split(":", 2)
         if number == "0":
@@ -302,7 +304,4 @@ def _raise_memlock_limit() -> None:
 def _why_no_lock(error: int) -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else format_size(soft)
-    return (
-        f"{os.strerror(error)} (the limit on locked memory is {limit}); raise it (ulimit -l, LimitMEMLOCK= in "
-        "systemd, --ulimit memlock=-1 in docker), or give CAP_IPC_LOCK"
-    )
+    return f"{os.strerror(error)} (the limit on locked memory is {limit}); {RAISE_MEMLOCK}"

@@ -185,7 +185,15 @@ def test_help_documents_every_setting_and_exit_code() -> None:
         assert "--" + row.name.replace("_", "-") in shown
         assert row.doc.replace("`", "").split()[0] in shown
     shown = " ".join(runner.invoke(commands, ["--help"]).output.split())
-    for name in ("bench", "clear", "demo", "serve", "status", *(f"{code} {why}" for _, code, why in EXIT_CODES)):
+    for name in (
+        "bench",
+        "clear",
+        "demo",
+        "doctor",
+        "serve",
+        "status",
+        *(f"{code} {why}" for _, code, why in EXIT_CODES),
+    ):
         assert name in shown
 
 

@@ -1,0 +1,34 @@
+"""`python -m kvcache_client.doctor QUESTION`: a finding a line, in JSON, as soon as it is found."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kvcache_client.doctor import conformance, copies, mapping
+from kvcache_proto.findings import Finding
+
+QUESTIONS: dict[str, Callable[..., Iterable[Finding]]] = {
+    "host-copies": copies.on_host,
+    "device-copies": copies.on_devices,
+    "mapping": mapping.of_region,
+    "conformance": conformance.of_devices,
+}
+
+
+def main() -> None:
+    # torch loads torch_npu by itself and breaks where that is broken; whoever wants it here imports it by name.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    # Libraries write to stdout as they like: the findings get a descriptor of their own, and they get stderr.
+    with os.fdopen(os.dup(1), "wb", buffering=0) as answers:
+        os.dup2(2, 1)
+        question, *arguments = sys.argv[1:]
+        for finding in QUESTIONS[question](*arguments):
+            answers.write(msgspec.json.encode(finding) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

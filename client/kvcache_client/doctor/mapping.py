@@ -1,0 +1,20 @@
+"""Does an engine of this host, user and container get the daemon's region?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcache_client import KVCacheError, Session
+from kvcache_proto.findings import Finding
+
+
+def of_region(endpoint: str) -> Iterator[Finding]:
+    """Attach as an engine does. Leaves nothing in the cache."""
+    try:
+        with Session.connect(endpoint, engine="doctor", label="mapping") as session:
+            region = session.region
+            assert region is not None  # a session that is connected has one
+            figure = f"{region.bytes:,} bytes, format and geometry as this client knows them"
+            yield Finding("mapping", "ok", figure, how="measured", values={"region_bytes": region.bytes})
+    except KVCacheError as error:
+        yield Finding("mapping", "failed", str(error), "an engine here would run uncached until this is mended")

@@ -1,0 +1,92 @@
+"""`kvcache-server doctor`: can this host run the cache, and how fast?
+
+Checks what daemon and engines need of the host, the daemon at the endpoint, the copies on every device that is here
+against a plain copy in the same run, and the devices' conformance suite. Run it in the environment of an engine, on a
+host at rest: the copies take some hundred MiB of each device for a few seconds.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import click
+import msgspec
+
+from kvcache_proto.findings import Finding
+from kvcache_server.config import Config, load
+from kvcache_server.doctor import endpoint, host, software
+from kvcache_server.doctor.child import ask
+from kvcache_server.doctor.table import describe, summary
+
+Check = Callable[[Config], Iterable[Finding]]
+
+
+def host_copies(config: Config) -> Iterator[Finding]:
+    yield from ask("host-copies")
+
+
+def device_copies(config: Config) -> Iterator[Finding]:
+    yield from ask("device-copies")
+
+
+def conformance(config: Config) -> Iterator[Finding]:
+    yield from ask("conformance", seconds=300)
+
+
+SECTIONS: dict[str, tuple[Check, ...]] = {
+    "host": host.CHECKS,
+    "software": software.CHECKS,
+    "endpoint": endpoint.CHECKS,
+    "devices": (host_copies, device_copies),
+    "conformance": (conformance,),
+}
+_ENGINE_ENV = ("KVCACHE_COPY_", "KVCACHE_REGISTER_")  # the devices' own, no settings of the daemon
+
+
+def examine(section: str, config: Config) -> Iterator[Finding]:
+    """Yield what the checks of a section find. One that breaks is a finding, and the next one goes on."""
+    for check in SECTIONS[section]:
+        try:
+            yield from check(config)
+        except Exception as error:  # noqa: BLE001  # a host may be odd in ways that nobody thought of
+            name = getattr(check, "__name__", section).strip("_").replace("_", " ")
+            yield Finding(
+                name, "failed", f"the check itself broke: {type(error).__name__}: {error}", "please report it"
+            )
+
+
+@click.command(name="doctor", help=__doc__)
+@click.argument("sections", nargs=-1, type=click.Choice([*SECTIONS]), metavar="[SECTION]...")
+@click.option("--endpoint", metavar="ENDPOINT", help="Where the daemon is; else as `serve` would have it.")
+@click.option("--config", "path", metavar="FILE", help="The daemon's TOML file: its endpoint, size and folder count.")
+@click.option("--json", "as_json", is_flag=True, help="The findings, for programs.")
+@click.pass_context
+def command(
+    context: click.Context, sections: tuple[str, ...], endpoint: str | None, path: str | None, as_json: bool
+) -> None:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(_ENGINE_ENV)}
+    config = load(path, environ, {"endpoint": endpoint})
+    found: dict[str, list[Finding]] = {}
+    for section in sections or SECTIONS:
+        found[section] = []
+        if not as_json:
+            click.echo(section)
+        for finding in examine(section, config):
+            found[section].append(finding)
+            if not as_json:
+                click.echo(describe(finding))
+    every = [finding for findings in found.values() for finding in findings]
+    click.echo(json.dumps(_plain(found), indent=2) if as_json else "\n" + summary(every))
+    context.exit(1 if any(finding.verdict == "failed" for finding in every) else 0)
+
+
+command.epilog = f"Sections, all unless named: {', '.join(SECTIONS)}. Exit codes: 0 nothing failed, 1 something did."
+
+
+def _plain(found: dict[str, list[Finding]]) -> dict[str, Any]:
+    counts = collections.Counter(finding.verdict for findings in found.values() for finding in findings)
+    return {"sections": msgspec.to_builtins(found), "verdicts": dict(counts)}

@@ -1,0 +1,68 @@
+"""Questions to the engine's side, which the daemon's package never imports. A process answers each, and may die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+
+import msgspec
+
+from kvcache_proto.findings import Finding
+
+ENGINE_SIDE = "kvcache_client.doctor"  # a name only
+_answers = msgspec.json.Decoder(Finding)
+
+
+def ask(question: str, *arguments: str, seconds: float = 120.0) -> Iterator[Finding]:
+    """Yield the answers of `python -m kvcache_client.doctor QUESTION ...` as they come.
+
+    Where the process does not end well, or not within `seconds`, the last one is a failure with its last words.
+    """
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", ENGINE_SIDE, question, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # so that what it started ends with it
+        )
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            _kill(process)
+
+        timer = threading.Timer(seconds, stop)
+        timer.start()
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                yield _answers.decode(line)
+            status = process.wait()
+        finally:
+            timer.cancel()
+            if process.poll() is None:
+                _kill(process)
+            process.wait()
+            process.stdout.close()
+        if status:
+            log.seek(0)
+            words = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+            how = f"no end after {seconds:.0f} s" if late.is_set() else f"ended by {_name(status)}"
+            said = f"; its last words: {words[-1].strip()}" if words else ""
+            yield Finding(question, "failed", f"{how}{said}", f"{sys.executable} -m {ENGINE_SIDE} {question} says more")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _name(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

