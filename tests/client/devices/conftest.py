@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if importlib.util.find_spec("torch") is None:
-    collect_ignore = ["test_conformance.py", "test_cuda.py", "test_npu.py", "test_npu_machines.py"]
+    collect_ignore = ["test_conformance.py", "test_cuda.py", "test_npu.py"]
     RIGS = LAYOUTS = {}
 else:
     from rigs import LAYOUTS, RIGS, Bench
