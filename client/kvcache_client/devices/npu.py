@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,20 +22,27 @@ logger = logging.getLogger("vllm.kvcache.device")
 
 # A stream of a 910B takes 2,048 tasks less 35, and whoever queues more waits for the device; half is left to events.
 _TASKS = 1024
+# NC1HWC0, FRACTAL_Z, FRACTAL_NZ, NDC1HWC0, FRACTAL_Z_3D
+_PRIVATE = {3, 4, 29, 32, 33}
 
 
 def open_npu(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises as `open_device` does."""
     try:
-        import torch_npu  # noqa: F401  # gives torch its `npu`
+        import torch_npu  # gives torch its `npu`
     except (ImportError, OSError, RuntimeError) as error:
         raise CopyError(f"torch_npu cannot be imported: {error}") from None
     npu: Any = getattr(torch, "npu")  # noqa: B009
+    for tensor in keep:
+        layout = int(torch_npu.get_npu_format(tensor))
+        if layout in _PRIVATE:
+            raise NotImplementedError(f"KV cache in NPU format {layout}, whose bytes do not lie as its strides say")
     tuning, device = read_tuning(), keep[0].device
     fragments = [
         Fragment(run.pointer + number * run.step, run.stride, run.bytes) for run in runs for number in range(run.number)
     ]
-    runtime = NpuRuntime(device.index, fragments[0].pointer, _host_register(npu))
+    refused = "" if tuning.npu_register else _refusal(os.uname().release)
+    runtime = NpuRuntime(device.index, fragments[0].pointer, _host_register(npu), refused)
     logger.info("%s: %s", device, runtime.describe())
 
     def make_path(saves: bool) -> Path:
@@ -59,3 +68,18 @@ def _host_register(npu: Any) -> HostRegister | None:
         return HostRegister(runtime.npuHostRegister, runtime.npuHostUnregister)
     except (AttributeError, RuntimeError):
         return None
+
+
+def _refusal(release: str) -> str:
+    """Return why no memory but CANN's own may be page-locked under this kernel, "" where it may.
+
+    "With kernel 5.10 or older, memory that is not page-locked leads to exceptions, so that it must be allocated by
+    aclrtMallocHost", says CANN's reference of aclrtHostRegisterV2.
+    """
+    found = re.match(r"(\d+)\.(\d+)", release)
+    if found is None or (int(found[1]), int(found[2])) > (5, 10):
+        return ""
+    return (
+        f"CANN page-locks memory that it has not allocated safely under kernels after 5.10 alone, this is {release}; "
+        "KVCACHE_NPU_REGISTER=1 does it all the same"
+    )

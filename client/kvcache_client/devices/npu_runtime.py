@@ -51,11 +51,14 @@ class NpuRuntime:
     call). Recording and asking on different threads must be ordered (aclrtQueryEventStatus): a lane does that.
     """
 
-    def __init__(self, device: int, tensor: int, torch_register: HostRegister | None) -> None:
-        """`tensor` is an address of the cache's on `device`. Raises CopyError where CANN has not what copies need."""
+    def __init__(self, device: int, tensor: int, torch_register: HostRegister | None, refused: str = "") -> None:
+        """`tensor` is an address of the cache's on `device`; `refused` says why nothing may be page-locked.
+
+        Raises CopyError where CANN has not what copies need.
+        """
         self._acl = Acl()
         self._call, self._made = self._acl.call, self._acl.made
-        self._device = device
+        self._device, self._refused = device, refused
         self._torch_register = torch_register if self._acl.has("aclrtHostRegisterV2") else None  # calls that very one
         self._lines: dict[Handle, Line] = {}
         self._turns: dict[Handle, Turn] = {}  # by the event that ends a job
@@ -68,7 +71,9 @@ class NpuRuntime:
 
     def describe(self) -> str:
         """Return how the region is page-locked and how pieces go, for a log line."""
-        if self._torch_register is not None:
+        if self._refused:
+            register = "not at all"
+        elif self._torch_register is not None:
             register = "by torch_npu's npuHostRegister"
         elif self._acl.has("aclrtHostRegisterV2"):
             register = "by aclrtHostRegisterV2"
@@ -101,6 +106,8 @@ class NpuRuntime:
         the pages to the device. aclrtHostRegister, which is older, maps too, but nothing says that copies take such
         memory for page-locked, and an older CANN copies memory that is not with "unpredictable errors": not used.
         """
+        if self._refused:
+            raise CopyError(self._refused)
         if address % mmap.PAGESIZE:
             raise CopyError(f"memory at {address:#x} does not begin with a page of {mmap.PAGESIZE} bytes")
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

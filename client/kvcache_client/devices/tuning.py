@@ -20,12 +20,14 @@ class Tuning:
             1 to 2 % of the rate. 0 stages nothing.
         bursts: KVCACHE_COPY_BURST, thread blocks a multiprocessor that gather and scatter use.
         register_chunk: KVCACHE_REGISTER_CHUNK_MIB, bytes that are page-locked by one call.
+        npu_register: KVCACHE_NPU_REGISTER, 1 page-locks the region for an NPU on old kernels, too.
     """
 
     stage_bytes: int = 32 << 20
     staged_below: int = 4 << 20
     bursts: int = 4
     register_chunk: int = 1 << 30
+    npu_register: int = 0
 
 
 def read_tuning(environ: Mapping[str, str] = os.environ) -> Tuning:
@@ -36,6 +38,7 @@ def read_tuning(environ: Mapping[str, str] = os.environ) -> Tuning:
         _read(environ, "KVCACHE_COPY_STAGED_BELOW_KIB", normal.staged_below, 1 << 10, 0, 1 << 20),
         _read(environ, "KVCACHE_COPY_BURST", normal.bursts, 1, 1, 1024),
         _read(environ, "KVCACHE_REGISTER_CHUNK_MIB", normal.register_chunk, 1 << 20, 1, 1 << 20),
+        _read(environ, "KVCACHE_NPU_REGISTER", normal.npu_register, 1, 0, 1),
     )
 
 

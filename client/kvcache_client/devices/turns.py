@@ -73,7 +73,9 @@ class Line:
 
     def settle(self, turn: Turn) -> bool:
         """Return whether the outcome of `turn` is known. Never waits. Raises CopyError where the device is gone."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return False  # whoever has it may be waiting for room in a stream
+        try:
             if turn.error is not None or turn.last is None:
                 return True
             if not is_recorded(self._acl, turn.last):
@@ -82,6 +84,8 @@ class Line:
                 return False
             self._synchronize(turn)
             return True
+        finally:
+            self._lock.release()
 
     def wait_settled(self, turn: Turn) -> None:
         """The same, on a thread that may sleep."""

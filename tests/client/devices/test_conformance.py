@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
 import random
 import subprocess
@@ -136,6 +137,26 @@ def test_the_fence_of_blocks_that_nobody_saves_returns(bench: Bench) -> None:
     bench.save([1], [1])
     bench.finish()
     bench.device.fence(range(BLOCKS))
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "not yet registered"])
+def test_the_last_of_several_copies_to_one_place_wins(bench: Bench, registered: bool) -> None:
+    if registered:
+        bench.register()
+    before = bench.blocks()
+    bench.put(30, before[0])
+    for _ in range(20):
+        bench.save(range(BLOCKS), range(BLOCKS))
+        bench.save([0], [BLOCKS - 1])
+        bench.finish()
+        assert bench.slot(BLOCKS - 1) == before[0]
+        bench.put(BLOCKS - 1, before[BLOCKS - 1])
+        bench.load(range(BLOCKS), range(BLOCKS))
+        bench.load([BLOCKS - 1], [30])
+        bench.finish()
+        assert bench.block(BLOCKS - 1) == before[0]
+        bench.load([BLOCKS - 1], [BLOCKS - 1])
+        bench.finish()
 
 
 # Many.
@@ -315,6 +336,12 @@ def test_the_canary_notices_a_device_that_fails(bench: Bench) -> None:
 def test_kinds_without_a_module_are_named() -> None:
     with pytest.raises(NotImplementedError, match=r"'xpu'.*'cpu', 'cuda' and 'npu' alone"):
         open_device("xpu", [], 0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed here")
+def test_an_npu_without_torch_npu_is_named() -> None:
+    with pytest.raises(CopyError, match="torch_npu cannot be imported"):
+        open_device("npu", [], 0)
 
 
 def test_layers_that_lie_far_apart_in_host_memory() -> None:

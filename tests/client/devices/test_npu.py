@@ -6,7 +6,9 @@ On the simulated CANN of tests/npu_rig, which can be told to refuse and to fail.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -15,8 +17,10 @@ import pytest
 import torch
 from rigs import BLOCKS, LAYOUTS, RIGS, SLOTS, Bench, Npu
 
-from kvcache_client.devices import Job
+from kvcache_client.devices import Job, open_device
+from kvcache_client.devices.acl import EVENT_SYNC, Acl
 from kvcache_client.devices.npu_runtime import NpuRuntime
+from kvcache_client.devices.turns import Line
 
 CHUNK = 1 << 20
 LATER = "aclrtHostRegisterV2"
@@ -164,6 +168,32 @@ def test_a_region_that_ends_inside_a_page_is_page_locked_to_its_end(now: Npu, be
     bench.register()
     assert bench.device.registered() == (True, whole.bytes - 100)
     assert now.count("registered_bytes") == whole.bytes
+
+
+def test_under_an_old_kernel_copies_take_the_ring_unless_told_otherwise(
+    now: Npu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="5.10.0-136.12.0.86.aarch64"))
+    for told, ways in (("0", 0), ("1", 1)):
+        monkeypatch.setenv("KVCACHE_NPU_REGISTER", told)
+        bench = Bench(now, LAYOUTS["tuples"])
+        try:
+            bench.register()
+            assert bench.device.registered() == (True, ways * bench.region.bytes)
+            round_trip(bench)
+        finally:
+            bench.close()
+    (line,) = lines(caplog, "cannot be page-locked")
+    assert "this is 5.10.0-136.12.0.86.aarch64; KVCACHE_NPU_REGISTER=1" in line
+
+
+def test_a_cache_in_a_format_of_the_device_is_declined(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_npu = importlib.import_module("torch_npu")
+    shape, nz = (BLOCKS, 64, 64), 29
+    monkeypatch.setitem(torch.npu.config.__dict__, "allow_internal_format", True)
+    cache = torch_npu.empty_with_format(shape, dtype=torch.float16, device="npu", acl_format=nz)
+    with pytest.raises(NotImplementedError, match="KV cache in NPU format 29"):
+        open_device("npu", [], BLOCKS, [cache])
 
 
 # Copies.
@@ -321,6 +351,29 @@ def test_a_failed_copy_among_more_jobs_than_streams(now: Npu, bench: Bench) -> N
     assert bench.device.drain(60)
     assert [job.error for job in after] == [""] * 20
     assert [bench.slot(number) for number in range(20)] == before[:20]
+
+
+def test_a_stream_that_jobs_share_is_not_asked_while_it_has_more_to_do(npu: Npu, bench: Bench) -> None:
+    """Asking would make the engine wait, and take away the failure of the job that is being queued."""
+    acl = Acl()
+    line = Line(acl)
+    *ends, other = [acl.made("aclrtCreateEventExWithFlag", EVENT_SYNC) for _ in range(6)]
+    turns = [line.finish(end) for end in ends[:4]]
+    assert len({turn.stream for turn in turns}) == 4  # there are no more
+    line.begin()
+    acl.call("aclrtSynchronizeStream", turns[3].stream)
+    assert not line.settle(turns[3])
+    assert line.finish(ends[4]) is turns[3]
+    npu.simulation.fake_acl_hold(npu.stream())
+    acl.call("aclrtRecordEvent", other, npu.stream())
+    line.wait(other)
+    acl.call("aclrtSynchronizeEvent", ends[4])
+    assert not line.settle(turns[3])
+    npu.simulation.fake_acl_release()
+    line.wait_settled(turns[3])
+    assert turns[3].error == ""
+    assert all(line.settle(turn) for turn in turns)
+    line.close()
 
 
 def test_a_device_that_is_gone_ends_every_job_and_says_so(

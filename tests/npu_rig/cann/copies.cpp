@@ -56,7 +56,7 @@ aclError submit(const char *name, std::vector<Copy> copies, aclrtStream handle) 
   }
   for (auto &copy : copies)  // a task each: on a 910B the runtime itself takes batches apart
     stream->push([copy, name](Stream &on) {
-      if (copy_now(copy, true)) return;
+      if (setting("device_gone") || copy_now(copy, true)) return;
       fprintf(stderr, "[fake_acl] %s: memory freed or unregistered while a copy was in flight\n", name);
       count("inflight_violation");
       on.error = DRIVER_ERROR;
