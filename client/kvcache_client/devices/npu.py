@@ -15,13 +15,15 @@ from kvcache_client.devices.npu_runtime import HostRegister, NpuRuntime
 from kvcache_client.devices.paths import Path, Straight
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import StreamDevice
-from kvcache_client.devices.tuning import read_tuning
+from kvcache_client.devices.tuning import Tuning, read_tuning
 from kvcache_client.layout import Fragment, Run
 
 logger = logging.getLogger("vllm.kvcache.device")
 
 # A stream of a 910B takes 2,048 tasks less 35, and whoever queues more waits for the device; half is left to events.
 _TASKS = 1024
+# How long a call keeps the driver busy has not been measured, and some keep a list of what is registered.
+_NORMAL = Tuning(register_chunk=1 << 30)
 # NC1HWC0, FRACTAL_Z, FRACTAL_NZ, NDC1HWC0, FRACTAL_Z_3D
 _PRIVATE = {3, 4, 29, 32, 33}
 
@@ -37,7 +39,7 @@ def open_npu(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> Strea
         layout = int(torch_npu.get_npu_format(tensor))
         if layout in _PRIVATE:
             raise NotImplementedError(f"KV cache in NPU format {layout}, whose bytes do not lie as its strides say")
-    tuning, device = read_tuning(), keep[0].device
+    tuning, device = read_tuning(normal=_NORMAL), keep[0].device
     fragments = [
         Fragment(run.pointer + number * run.step, run.stride, run.bytes) for run in runs for number in range(run.number)
     ]

@@ -2,18 +2,27 @@
 
 What is locked grows from the region's begin, where slots are given out first; copies beyond it take the ring. A region
 that another one replaces is let go of once the copies that use it have ended.
+
+A driver does nothing else while it locks pages: a model's step takes until the whole chunk is locked, and the thread
+that locks the next one at once is ahead of it again. So chunks are small, and after each one the thread rests.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 
 from kvcache_client.devices import CopyError, Memory
 from kvcache_client.devices.runtime import Runtime
 
 logger = logging.getLogger("vllm.kvcache.device")
+
+# Times that a chunk took: on an H200, steps beside chunks of 16 MiB are as fast then as without. With 1 they took a
+# tenth longer, and launches twice as long; with 0 a step waited for the whole region.
+_REST = 3.0
 
 
 class _Locked:
@@ -94,11 +103,17 @@ class Registration:
                     self._before.remove(idle)
                 wanting = self._wanting()
             if idle is not None:
-                self._unlock(idle)
+                self._unlock(idle, self._rest)
             if wanting is not None:
+                begin = time.perf_counter()
                 self._lock_chunk(wanting)
+                self._rest(time.perf_counter() - begin)
         for locked in left:
             self._unlock(locked)
+
+    def _rest(self, spent: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping, spent * _REST)
 
     def _idle(self) -> _Locked | None:
         return next((locked for locked in self._before if not locked.copies), None)
@@ -123,9 +138,11 @@ class Registration:
         with self._changed:
             locked.done, locked.over = done + size, over
 
-    def _unlock(self, locked: _Locked) -> None:
-        for begin in range(0, locked.done, self.chunk):
+    def _unlock(self, locked: _Locked, rest: Callable[[float], None] = lambda spent: None) -> None:
+        for at in range(0, locked.done, self.chunk):
+            begin = time.perf_counter()
             try:
-                self._runtime.unregister(locked.region.address + begin)
+                self._runtime.unregister(locked.region.address + at)
             except CopyError as error:
                 logger.warning("a chunk of the region stays page-locked: %s", error)
+            rest(time.perf_counter() - begin)
