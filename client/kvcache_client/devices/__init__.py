@@ -68,7 +68,7 @@ class Device(Protocol):
         """
 
     def registered(self) -> tuple[bool, int]:
-        """Return whether registering is over, and how many bytes from the region's begin copies reach directly."""
+        """Return whether registering is over, and how many of the region's bytes copies reach directly."""
 
     def save(self, job: Job) -> None:
         """Copy device blocks to the region, as they are once all that was submitted to the device has run."""

@@ -156,8 +156,7 @@ class Lane:
     def _queue(self, entry: Entry) -> bool:
         """Queue the job on the device, or return False where its bytes are not page-locked."""
         job = entry.job
-        end = int(job.offsets.max()) + self._slot if len(job.offsets) else 0
-        entry.borrowed = self._registration.borrow(job.region, end)
+        entry.borrowed = self._registration.borrow(job.region, job.offsets, self._slot)
         if entry.borrowed is None:
             return False
         base, every = job.region.address, self._registration.chunk

@@ -9,15 +9,16 @@ import ctypes
 import importlib
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from rigs import BLOCKS, LAYOUTS, RIGS, SLOTS, Bench, Npu
+from rigs import BLOCKS, LAYOUTS, RIGS, SECONDS, SLOTS, Bench, Npu
 
-from kvcache_client.devices import Job, open_device
+from kvcache_client.devices import Job, open_device, registration
 from kvcache_client.devices.acl import EVENT_SYNC, Acl
 from kvcache_client.devices.npu_runtime import NpuRuntime
 from kvcache_client.devices.turns import Line
@@ -52,6 +53,13 @@ def bench(npu: Npu) -> Iterator[Bench]:
     made = Bench(npu, LAYOUTS["tuples"])
     yield made
     made.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
@@ -126,6 +134,28 @@ def test_where_registration_is_refused_copies_take_the_ring(
         bench.save([3], [0])
         bench.finish()
         assert bench.slot(0) == bench.block(3)
+    finally:
+        bench.close()
+
+
+def test_what_copies_have_asked_for_is_page_locked_first(now: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_HEAD_START": 0.0, "_REST": 1e9, "_LONGEST_REST": 1e9}.items():
+        monkeypatch.setattr(registration, name, value)
+    bench = Bench(now, LAYOUTS["tuples"])
+    try:
+        bench.device.register(bench.region)
+        wait_until(lambda: bench.device.registered() == (False, CHUNK))  # and now it rests for good
+        bench.save([3], [0])
+        bench.finish()
+        assert bench.device.registered() == (False, CHUNK)
+        far = 35
+        touched = (far * bench.pitch + bench.slot_bytes - 1) // CHUNK - far * bench.pitch // CHUNK + 1
+        bench.save([4], [far])
+        bench.finish()
+        wait_until(lambda: bench.device.registered() == (False, (1 + touched) * CHUNK))
+        bench.load([5], [far])
+        bench.finish()
+        assert bench.block(5) == bench.slot(far) == bench.block(4)
     finally:
         bench.close()
 
