@@ -152,7 +152,8 @@ def test_what_copies_have_asked_for_is_page_locked_first(now: Npu, monkeypatch: 
         touched = (far * bench.pitch + bench.slot_bytes - 1) // CHUNK - far * bench.pitch // CHUNK + 1
         bench.save([4], [far])
         bench.finish()
-        wait_until(lambda: bench.device.registered() == (False, (1 + touched) * CHUNK))
+        wait_until(lambda: bench.device.registered()[1] >= (1 + touched) * CHUNK)
+        assert bench.device.registered()[1] <= (2 + touched) * CHUNK  # then comes the next of the others
         bench.load([5], [far])
         bench.finish()
         assert bench.block(5) == bench.slot(far) == bench.block(4)
