@@ -22,8 +22,9 @@ else:
     import tomli as tomllib
 
 ENV_PREFIX = "KVCACHE_"
-# Kubernetes puts these into every container beside a Service named `kvcache`; nobody has set them on purpose.
-_FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|PORT(_\d+_.*)?)$")
+# Kubernetes puts the first ones into every container beside a Service named `kvcache`; nobody has set them on purpose.
+# The others are an engine's, which may share its environment with the daemon.
+_FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|PORT(_\d+_.*)?|(COPY|REGISTER|NPU)_.*)$")
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", 1):

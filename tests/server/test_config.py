@@ -126,6 +126,9 @@ def test_unknown_variables() -> None:
         "KVCACHE_SERVICE_HOST": "10.0.0.1",
         "KVCACHE_PORT": "tcp://10.0.0.1:80",
         "KVCACHE_PORT_80_TCP_ADDR": "x",
+        "KVCACHE_COPY_STAGE_MIB": "16",
+        "KVCACHE_REGISTER_CHUNK_MIB": "64",
+        "KVCACHE_NPU_REGISTER": "1",
     }
     assert load(None, {**ENDPOINT, **injected}) == load(None, ENDPOINT)
 
