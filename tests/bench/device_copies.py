@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import mmap
 import os
@@ -137,7 +138,8 @@ class Limit:
 
 
 class Decode:
-    """A step of 8 sequences through the matrices of an 8B model, captured once."""
+    """A step of 8 sequences through the matrices of an 8B model, captured once; with `copies`, those of a few bytes
+    that an engine's step makes: what to compute, and what was found."""
 
     def __init__(self, machine: Machine, layers: int = 32) -> None:
         shapes = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
@@ -153,6 +155,10 @@ class Decode:
                 y = y + (both[:, :14336] * both[:, 14336:]) @ down
             return y
 
+        self.copies = False
+        self.inputs = [torch.zeros(64, dtype=torch.int32).pin_memory() for _ in range(6)]
+        self.taken = [torch.zeros(64, dtype=torch.int32, device=machine.kind) for _ in self.inputs]
+        self.answer = torch.zeros(64, dtype=torch.int32).pin_memory()
         on = self.on = machine.torch
         self.keep, self.stream = (weights, x), on.Stream()
         with on.stream(self.stream):
@@ -168,10 +174,18 @@ class Decode:
             self.graph.replay()
             begin.record()
             for _ in range(steps):
-                self.graph.replay()
+                self._step()
             end.record()
             end.synchronize()
         return float(begin.elapsed_time(end)) / steps
+
+    def _step(self) -> None:
+        if self.copies:
+            for taken, given in zip(self.taken, self.inputs, strict=True):
+                taken.copy_(given, non_blocking=True)
+        self.graph.replay()
+        if self.copies:
+            self.answer.copy_(self.taken[0], non_blocking=True)
 
 
 def beside(case: Case, decode: Decode, saves: bool, rounds: int) -> tuple[float, float]:
@@ -252,7 +266,7 @@ def measure_decode(machine: Machine, fragments: list[int], total: int, rounds: i
     for fragment in fragments:
         case = Case(machine, region, fragment << 10, 32, total)
         case.register()
-        for saves in (True, False):
+        for saves, decode.copies in itertools.product((True, False), (False, True)):
             decode.milliseconds()
             alone = statistics.median(decode.milliseconds() for _ in range(rounds))
             found, rate = beside(case, decode, saves, rounds)
@@ -262,6 +276,7 @@ def measure_decode(machine: Machine, fragments: list[int], total: int, rounds: i
             rows.append(
                 {
                     "way": way,
+                    "with_copies": decode.copies,
                     "fragment_kib": fragment,
                     "alone_ms": base,
                     "ms": found,
@@ -300,7 +315,8 @@ def main() -> None:
         )
     for r in found["decode"]:
         print(
-            f"  decode beside {r['way']}s of {r['fragment_kib']:4d} KiB: {r['ms']:.3f} ms a step,"
+            f"  decode{' that copies' if r['with_copies'] else ''} beside {r['way']}s of {r['fragment_kib']:4d} KiB:"
+            f" {r['ms']:.3f} ms a step,"
             f" {r['alone_ms']:.3f} alone, {r['slower']:+.1%}, copies at {r['gbs']:.1f} GB/s"
         )
     print("  " + ", ".join(f"{name} {value:.3f}" for name, value in found["costs"].items()))
