@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,14 +44,20 @@ class Failed(Exception):
 
 
 class EngineProcess:
-    """A `demo_engine` process; its log goes to a file."""
+    """A `demo_engine` process, or one that talks as it does; its log goes to a file."""
 
-    def __init__(self, name: str, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        environment: dict[str, str],
+        command: Sequence[str] = (sys.executable, "-m", "kvcache_server.demo_engine"),
+    ) -> None:
         self.name = name
         self._log = folder / f"engine-{name}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvcache_server.demo_engine"],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

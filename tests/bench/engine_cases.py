@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import math
-import os
 import socket
 import subprocess
 import sys
@@ -17,7 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+from kvcache_server.demo import EngineProcess, Failed, finish, tail
+
 GIB = 1 << 30
 STARTING = 240.0  # seconds for a server, whose memory is made and locked first
 
@@ -34,58 +33,13 @@ class Case(NamedTuple):
     why_not: Callable[[], str] = lambda: ""
 
 
-class Died(Exception):
-    """A process ended, or never became ready: with the end of its log."""
-
-
-def tail(log: Path, lines: int = 25) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-class EngineProcess:
-    """An `engine_process.py`, ready to start its engine; vLLM is imported."""
-
-    def __init__(self, log: Path, environment: dict[str, str]) -> None:
-        self._log = log
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).parent / "engine_process.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=out,
-                env=os.environ | environment,
-                text=True,
-                bufsize=1,
-            )
-        self._answer()
-
-    def call(self, name: str, **arguments: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        finish(self._process, 30)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise Died(f"the engine ended with status {self._process.wait()}:\n{tail(self._log)}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-def finish(process: subprocess.Popen[Any], seconds: float) -> None:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def start_engine(name: str, folder: Path, environment: dict[str, str]) -> EngineProcess:
+    """Return an `engine_process.py` that has imported vLLM and has yet to start its engine."""
+    engine = EngineProcess(
+        name, folder, environment, [sys.executable, str(Path(__file__).parent / "engine_process.py")]
+    )
+    engine.answer()
+    return engine
 
 
 @contextlib.contextmanager
@@ -97,7 +51,7 @@ def server(command: list[str], log: Path, ready: Callable[[], bool]) -> Iterator
         until = time.monotonic() + STARTING
         while not ready():
             if process.poll() is not None or time.monotonic() > until:
-                raise Died(f"{command[:4]} is not ready, status {process.poll()}:\n{tail(log)}")
+                raise Failed(f"{command[:4]} is not ready, status {process.poll()}:\n{tail(log)}")
             time.sleep(0.05)
         yield
     finally:

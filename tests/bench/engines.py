@@ -22,7 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_cases import CASES, GIB, Case, Died, EngineProcess
+from engine_cases import CASES, GIB, Case, start_engine
+
+from kvcache_server.demo import Failed
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -225,11 +227,10 @@ class Bench:
     def measure(self, case: Case, part: str) -> Figures:
         tests = {"small": (small, self.small_cache()), "large": (large, self.large_cache())}
         test, cache = tests[part]
-        log = self.folder / f"{case.name}-{part}.log"
         begin = time.monotonic()
         with case.serve(self.folder, self.options.gib, self.options.extra) as more:
             served_after = time.monotonic() - begin
-            engine = EngineProcess(log, ENVIRONMENT | case.environment)
+            engine = start_engine(f"{case.name}-{part}", self.folder, ENVIRONMENT | case.environment)
             try:
                 idle = gpu_mib()
                 started = engine.call("start", **self.arguments(**cache, **more))
@@ -244,7 +245,7 @@ class Bench:
         """What an engine meets that starts beside a full region of `gib`."""
         sizes, case, found = self.sizes, CASES["ours"], {}
         asked = prompts("kept", 8, sizes.prompt)
-        bare = EngineProcess(self.folder / "start-bare.log", ENVIRONMENT)
+        bare = start_engine("start-bare", self.folder, ENVIRONMENT)
         try:
             idle = gpu_mib()
             found["engine start, none, s"] = [bare.call("start", **self.arguments(**self.large_cache()))["seconds"]]
@@ -253,7 +254,7 @@ class Bench:
             bare.close()
         with case.serve(self.folder, gib, self.options.extra) as more:
             for turn in range(2):
-                engine = EngineProcess(self.folder / f"start-{turn}.log", ENVIRONMENT)
+                engine = start_engine(f"start-{turn}", self.folder, ENVIRONMENT)
                 try:
                     idle = gpu_mib()
                     started = engine.call("start", **self.arguments(**self.large_cache(), **more))
@@ -297,7 +298,7 @@ class Bench:
         if not self.options.toy:
             cache |= {"gpu_memory_utilization": 0.45, **self.options.float32}
         with case.serve(self.folder, self.options.gib, self.options.extra) as more:
-            engines = [EngineProcess(self.folder / f"two-{name}.log", ENVIRONMENT) for name in "ab"]
+            engines = [start_engine(f"two-{name}", self.folder, ENVIRONMENT) for name in "ab"]
             try:
                 for engine in engines:
                     engine.call("start", **self.arguments(**cache, **more))
@@ -336,7 +337,7 @@ class Bench:
         try:
             self.found.setdefault(part, {})[name] = measure(*arguments)
             print(f"[{time.monotonic() - begin:.0f} s] {part}, {name}: measured", flush=True)
-        except Died as error:
+        except Failed as error:
             print(f"[{time.monotonic() - begin:.0f} s] {part}, {name}: {error}", flush=True)
         if self.options.json:
             self.options.json.write_text(json.dumps(self.found))
