@@ -33,14 +33,15 @@ demo: $(VENV)/installed
 
 test: lint
 	@$(VENV)/bin/python -m pytest $(ARGS)
-	@test -n "$(ARGS)" || $(MAKE) --no-print-directory test-npu
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-npu)
 
 # `now` is today's CANN, `old` one without what it gained since: the ring, and pieces one by one.
 test-npu: $(NPU)/rig/built
 	@for machine in now old; do \
 	  echo "the simulated NPU, machine '$$machine'"; \
-	  LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/rig/$$machine $(NPU_RUN) $(NPU)/bin/python -m pytest --quiet -p no:cacheprovider \
-	    -k npu tests/client/devices || exit 1; \
+	  export LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/rig/$$machine; \
+	  $(NPU_RUN) $(NPU)/bin/python -c "import torch, torch_npu; assert torch.npu.is_available()" || exit 1; \
+	  $(NPU_RUN) $(NPU)/bin/python -m pytest --quiet -p no:cacheprovider -k npu tests/client/devices || exit 1; \
 	done
 
 bench: $(VENV)/installed

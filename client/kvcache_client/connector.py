@@ -51,9 +51,10 @@ class StepMetadata(KVConnectorMetadata):
     """A step's plan, in the wrapper that vLLM sends to its ranks."""
 
     plan: StepPlan = field(default=NOTHING)
+    idle: bool = False  # the step computes nothing
 
 
-_EMPTY = StepMetadata()
+_EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
 
 
 class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
@@ -71,7 +72,6 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         transfer.kv_load_failure_policy = settings.kv_load_failure_policy
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
-        self._idle = True  # whether this step computes nothing
         in_scheduler = role == KVConnectorRole.SCHEDULER
         if in_scheduler:
             for note in notes:
@@ -159,7 +159,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = NOTHING if self._scheduler is None else self._scheduler.plan(scheduler_output)
-        return _EMPTY if plan is NOTHING else StepMetadata(plan)
+        idle = not scheduler_output.total_num_scheduled_tokens
+        if plan is NOTHING:
+            return _IDLE if idle else _EMPTY
+        return StepMetadata(plan, idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         received, invalid = connector_output.finished_recving, connector_output.invalid_block_ids
@@ -212,12 +215,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         """Saves are whole blocks, a step later."""
 
     def wait_for_save(self) -> None:
-        """Nothing waits: blocks under a save are guarded when they are given away. But it is asked after a forward pass
-        alone."""
-        self._idle = False
+        """Nothing waits: blocks under a save are guarded when they are given away."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        idle, self._idle = self._idle, True
+        idle = isinstance(self._connector_metadata, StepMetadata) and self._connector_metadata.idle
         return None, (self._worker.received(idle) or None) if self._worker is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -22,6 +22,7 @@ from kvcache_proto.types import NamespaceSpec
 logger = logging.getLogger("vllm.kvcache.scheduler")
 
 PENDING_WAIT = 0.05  # seconds that a request waits, once, for blocks that are being written
+QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give back what the engine may pin
 LOOKUP_AGE = 0.1  # seconds after which a lookup that found less than all is asked anew
 IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is given back
 FAILED_LOADS = 3  # in a row, and no hit is offered for LOAD_PAUSE seconds
@@ -95,9 +96,9 @@ class Scheduler:
         if limit * self._per_slot <= start:
             self._forget_lookup(state)
             return 0, False
-        if self._loads and state.wait_loads > self._loads_ended:
-            return None, False
         now = time.monotonic()
+        if self._loads and state.wait_loads > self._loads_ended and now < state.quota_until:
+            return None, False
         lookup = state.lookup
         if lookup is not None and lookup.hits and not lookup.lease.id:
             lookup = None  # its lease was given back
@@ -156,9 +157,11 @@ class Scheduler:
         lease = lookup.lease
         if lease.withheld and self._loads:
             # What is loading now gives its slots back soon; to compute what is cached takes longer.
-            state.wait_loads = self._loads_ended + 1
-            self._tally.add("lookups_waited_for_quota")
-            return True
+            state.quota_until = state.quota_until or now + QUOTA_WAIT
+            if now < state.quota_until:
+                state.wait_loads = self._loads_ended + 1
+                self._tally.add("lookups_waited_for_quota")
+                return True
         if not lease.pending or (lease.hits + lease.pending) * self._per_slot <= start:
             return False
         if not state.wait_until:

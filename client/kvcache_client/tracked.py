@@ -35,6 +35,7 @@ class Tracked:
     barred: bool = False  # it has KV of other weights
     wait_until: float = 0.0  # for blocks that were being written; 0: it has not waited
     wait_loads: int = 0  # no lookup before so many loads of the engine have ended: they hold what it may pin
+    quota_until: float = 0.0  # but not for longer; 0: it has not waited
     retry_at: float = 0.0  # no saves before that
     pause: float = PAUSE
     excluded: str = ""  # why its hashes do not name content

@@ -9,6 +9,7 @@ sleeps until the device says so.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 import time
@@ -25,6 +26,8 @@ from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.ring import Ring
 from kvcache_client.devices.runtime import Handle, Runtime
 from kvcache_client.devices.spans import Spans, cut
+
+logger = logging.getLogger("vllm.kvcache.device")
 
 
 class _Events(NamedTuple):
@@ -279,8 +282,12 @@ class Lane:
                     self._changed.notify_all()
                     return
                 entry = self._by_ring[0]
-            if not self._queue(entry):  # without the lock: the device may make this thread wait
-                self._copy_by_ring(entry)
+            try:
+                if not self._queue(entry):  # without the lock: the device may make this thread wait
+                    self._copy_by_ring(entry)
+            except Exception as error:  # whoever waits for this job must not wait for ever, nor those behind it
+                logger.exception("a copy has failed")
+                entry.job.error, entry.done = f"{type(error).__name__}: {error}", True
             with self._changed:
                 self._by_ring.popleft()
                 self._changed.notify_all()
@@ -293,6 +300,7 @@ class Lane:
             job.error, entry.done = str(error), True
             return
         if not self._saves:
+            self._runtime.record(entry.events.near, self.path.cache)
             self._enclose(entry, lambda: ring.load(job))
             return
         begin = time.perf_counter()

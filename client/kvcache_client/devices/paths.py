@@ -123,14 +123,20 @@ class Staged:
         self._slot = np.uint64(slot)
         self.most = min(buffer_bytes // slot, packer.most)
         self.cache = runtime.create_stream()
-        # Here ends what the streams of all buffers have begun; loads end on the cache's stream anyway.
+        # Here ends what the streams of all buffers have begun.
         self._end = runtime.create_stream() if saves else self.cache
+        self._ended = runtime.create_event()
 
     def begin(self, ready: Handle, begun: Handle) -> None:
-        streams = [self.cache] if self._saves else [buffer.host for buffer in self._buffers]
+        runtime, hosts = self._runtime, [buffer.host for buffer in self._buffers]
+        streams = [self.cache] if self._saves else hosts
         for stream in streams:
-            self._runtime.wait(stream, ready)
-        self._runtime.record(begun, streams[self._turn % len(streams)])
+            runtime.wait(stream, ready)
+        if self._saves:  # of two saves to one slot, the later one stays
+            self.record(self._ended)
+            for host in hosts:
+                runtime.wait(host, self._ended)
+        runtime.record(begun, streams[self._turn % len(streams)])
 
     def move(self, blocks: Blocks, places: Addresses, cut: Cut) -> None:
         buffer = self._buffers[self._turn]
@@ -169,13 +175,16 @@ class Staged:
             self._runtime.destroy_event(buffer.full)
             self._runtime.destroy_event(buffer.free)
             self._runtime.destroy_stream(buffer.host)
+        self._runtime.destroy_event(self._ended)
         for stream in {self.cache, self._end}:
             self._runtime.destroy_stream(stream)
 
     def _gather_ends(self) -> None:
-        if self._saves:
-            for buffer in self._buffers:
-                self._runtime.wait(self._end, buffer.free)
+        """Let the end wait for all that is queued: also for what a `move` has queued that failed midway."""
+        for buffer in self._buffers:
+            event = buffer.free if self._saves else buffer.full
+            self._runtime.record(event, buffer.host)
+            self._runtime.wait(self._end, event)
 
 
 def _copy(runtime: Runtime, spans: Spans, saves: bool, stream: Handle) -> None:

@@ -139,16 +139,16 @@ class Registration:
                 if self._stopping:
                     left = [*self._before, *([self._now] if self._now else [])]
                     break
-                idle = self._idle()
-                if idle is not None:
+                idle, wanting = self._idle(), self._wanting()
+            # In turn, so that neither the new region nor the memory of the old one waits for all of the other.
+            if idle is not None and not (wanting is not None and wanting.wanted) and not self._unlock_chunk(idle):
+                with self._changed:
                     self._before.remove(idle)
-                wanting = self._wanting()
-            if idle is not None:
-                self._unlock(idle)
             if wanting is not None:
                 self._lock_chunk(wanting)
         for locked in left:
-            self._unlock(locked)
+            while self._unlock_chunk(locked):
+                pass
 
     def _idle(self) -> _Locked | None:
         return next((locked for locked in self._before if not locked.copies), None)
@@ -172,6 +172,7 @@ class Registration:
             )
             with self._changed:
                 locked.over = True
+                locked.wanted.clear()
             return
         with self._changed:
             locked.chunks[number] = True
@@ -179,14 +180,19 @@ class Registration:
             locked.over = locked.bytes == locked.region.bytes
         self._rest(time.perf_counter() - begin, wanted)
 
-    def _unlock(self, locked: _Locked) -> None:
-        for number in np.flatnonzero(locked.chunks).tolist():
-            begin = time.perf_counter()
-            try:
-                self._runtime.unregister(locked.place(number)[0])
-            except CopyError as error:
-                logger.warning("a chunk of the region stays page-locked: %s", error)
-            self._rest(time.perf_counter() - begin)
+    def _unlock_chunk(self, locked: _Locked) -> bool:
+        """Return whether there was one."""
+        number = int(locked.chunks.argmax())
+        if not locked.chunks[number]:
+            return False
+        begin = time.perf_counter()
+        try:
+            self._runtime.unregister(locked.place(number)[0])
+        except CopyError as error:
+            logger.warning("a chunk of the region stays page-locked: %s", error)
+        locked.chunks[number] = False
+        self._rest(time.perf_counter() - begin)
+        return True
 
     def _rest(self, spent: float, wanted: bool = False) -> None:
         """Leave the driver to others for a multiple of what was `spent` on it, unless all is to end; for less after

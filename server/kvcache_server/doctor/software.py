@@ -93,6 +93,8 @@ def _judge(name: str, known_as: str, wanted: dict[str, str]) -> Finding:
     version, bounds = _version(name), wanted.get(known_as, "")
     if not version:
         return Finding(name, "untested", "not installed here")
+    if ".dev" in version and bounds:  # a build of somebody's own; its number says little
+        return Finding(name, "untested", f"{version}, supported is {bounds}")
     if not within(version, bounds):
         return Finding(name, "failed", f"{version}, supported is {bounds}", f"pip install '{known_as}{bounds}'")
     return Finding(name, "ok", f"{version}" + (f" (supported is {bounds})" if bounds else ""))
