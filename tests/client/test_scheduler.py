@@ -351,6 +351,28 @@ def test_what_running_loads_leave_no_quota_for_is_waited_for(start_daemon: Any) 
         rig.close()
 
 
+def test_a_prompt_beyond_the_quota_does_not_wait_for_ever_beside_others(start_daemon: Any) -> None:
+    daemon = start_daemon(pin_quota=6.5 * SPEC.groups[0].block_bytes / (64 << 20))
+    rig = Rig(daemon.endpoint, "one")
+    try:
+        small, large = Request("small", BLOCK), Request("large", 8 * BLOCK)
+        rig.run(small, [0])
+        rig.run(large, list(range(1, 9)))
+        idle(daemon, 9)
+        first, second = (Request(f"{r.request_id} again", r.num_tokens + 1, r.block_hashes) for r in (small, large))
+        assert rig.scheduler.matched_tokens(first, 0) == (BLOCK, True)
+        rig.admit(first, [9, 10], 0, BLOCK)
+        rig.step()  # and nobody tells of its end
+        until = time.monotonic() + PATIENCE
+        while (answer := rig.scheduler.matched_tokens(second, 0)) == (None, False):
+            assert time.monotonic() < until, "it waits for ever"
+            rig.step()
+        assert answer == (5 * BLOCK, True)  # what is left of the quota
+        rig.await_loads()
+    finally:
+        rig.close()
+
+
 def test_beyond_its_quota_an_engine_that_loads_nothing_takes_what_it_gets(start_daemon: Any) -> None:
     daemon = start_daemon(pin_quota=2.5 * SPEC.groups[0].block_bytes / (64 << 20))
     rig = Rig(daemon.endpoint, "one")
