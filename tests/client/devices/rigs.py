@@ -382,6 +382,17 @@ class Bench:
     def put(self, number: int, data: bytes) -> None:
         self.region.array[number * self.pitch : number * self.pitch + len(data)] = np.frombuffer(data, np.uint8)
 
+    def round_trip(self) -> None:
+        """Save every block and load it elsewhere; every byte arrives, and none beside it changes."""
+        before = self.blocks()
+        self.save(range(BLOCKS), [*reversed(range(BLOCKS))])
+        self.finish()
+        assert [self.slot(number) for number in range(BLOCKS)] == before[::-1]
+        self.load(range(BLOCKS), range(BLOCKS))
+        self.finish()
+        assert self.blocks() == before[::-1]
+        assert self.gaps_are_whole()
+
     def gaps_are_whole(self) -> bool:
         slots = self.region.array[: SLOTS * self.pitch].reshape(SLOTS, self.pitch)
         return bool(

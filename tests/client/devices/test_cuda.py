@@ -26,17 +26,6 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def round_trip(bench: Bench) -> None:
-    before = bench.blocks()
-    bench.save(range(BLOCKS), [*reversed(range(BLOCKS))])
-    bench.finish()
-    assert [bench.slot(number) for number in range(BLOCKS)] == before[::-1]
-    bench.load(range(BLOCKS), range(BLOCKS))
-    bench.finish()
-    assert bench.blocks() == before[::-1]
-    assert bench.gaps_are_whole()
-
-
 @pytest.mark.parametrize("chunk", [0, 2], ids=["all", "the rest"])
 def test_where_registration_is_refused_copies_take_the_ring(
     layout: str, chunk: int, caplog: pytest.LogCaptureFixture
@@ -52,7 +41,7 @@ def test_where_registration_is_refused_copies_take_the_ring(
         lines = [record.getMessage() for record in caplog.records if "cannot be page-locked" in record.getMessage()]
         assert len(lines) == 1
         assert "small page-locked buffers" in lines[0]
-        round_trip(bench)
+        bench.round_trip()
     finally:
         bench.close()
         driver.unregister(bench.region.address + chunk * CHUNK)
@@ -62,9 +51,9 @@ def test_every_fragment_by_itself(layout: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("KVCACHE_COPY_STAGED_BELOW_KIB", "0")
     bench = Bench(RIGS["cuda"], LAYOUTS[layout])
     try:
-        round_trip(bench)
+        bench.round_trip()
         bench.register()
-        round_trip(bench)
+        bench.round_trip()
     finally:
         bench.close()
 
@@ -89,7 +78,7 @@ def test_a_graph_is_captured_while_the_region_is_registered() -> None:
         torch.cuda.synchronize()
         assert x.eq(50).all()
         bench.register()
-        round_trip(bench)
+        bench.round_trip()
     finally:
         bench.close()
 
@@ -156,7 +145,7 @@ def test_where_device_memory_is_short_the_stage_is_smaller_or_none(
     try:
         assert [line in record.getMessage() for record in caplog.records] == [True]
         bench.register()
-        round_trip(bench)
+        bench.round_trip()
     finally:
         bench.close()
 

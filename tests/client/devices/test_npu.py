@@ -66,17 +66,6 @@ def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if part in record.getMessage()]
 
 
-def round_trip(bench: Bench) -> None:
-    before = bench.blocks()
-    bench.save(range(BLOCKS), [*reversed(range(BLOCKS))])
-    bench.finish()
-    assert [bench.slot(number) for number in range(BLOCKS)] == before[::-1]
-    bench.load(range(BLOCKS), range(BLOCKS))
-    bench.finish()
-    assert bench.blocks() == before[::-1]
-    assert bench.gaps_are_whole()
-
-
 # Registration.
 
 
@@ -94,7 +83,7 @@ def test_the_region_is_page_locked_and_the_log_says_how(
         assert now.count("registered_bytes") == bench.region.bytes
         assert len(lines(caplog, f"npu:0: the region is page-locked by {'torch_npu' if way[0] == 'n' else way}")) == 1
         now.simulation.fake_acl_reset()
-        round_trip(bench)
+        bench.round_trip()
         assert now.count("batch_entries") >= 2 * BLOCKS
         assert now.count("memcpy_async") == 0
     finally:
@@ -112,7 +101,7 @@ def test_an_older_machine_copies_by_the_ring_and_one_by_one(npu: Npu, caplog: py
         (line,) = lines(caplog, "cannot be page-locked")
         assert LATER in line
         assert "at the rate of one core's memory copies" in line
-        round_trip(bench)
+        bench.round_trip()
         assert npu.count("batch_entries") == 0
         assert npu.count("memcpy_async") > 0
     finally:
@@ -130,7 +119,7 @@ def test_where_registration_is_refused_copies_take_the_ring(
         assert bench.device.registered() == (True, chunks * CHUNK)
         (line,) = lines(caplog, "cannot be page-locked")
         assert ("207001" if chunks else "507899") in line
-        round_trip(bench)
+        bench.round_trip()
         bench.save([3], [0])
         bench.finish()
         assert bench.slot(0) == bench.block(3)
@@ -170,7 +159,7 @@ def test_a_device_that_cannot_map_the_region_has_it_page_locked_all_the_same(
         bench.register()
         assert bench.device.registered() == (True, bench.region.bytes)
         assert len(lines(caplog, "cannot map the region, copies may be slower")) == 1
-        round_trip(bench)
+        bench.round_trip()
     finally:
         bench.close()
 
@@ -211,7 +200,7 @@ def test_under_an_old_kernel_copies_take_the_ring_unless_told_otherwise(
         try:
             bench.register()
             assert bench.device.registered() == (True, ways * bench.region.bytes)
-            round_trip(bench)
+            bench.round_trip()
         finally:
             bench.close()
     (line,) = lines(caplog, "cannot be page-locked")
@@ -235,7 +224,7 @@ def test_a_device_without_batches_copies_one_by_one(now: Npu, caplog: pytest.Log
     bench = Bench(now, LAYOUTS["tuples"])
     try:
         bench.register()
-        round_trip(bench)
+        bench.round_trip()
         assert now.count("memcpy_async") >= 2 * BLOCKS
         assert now.count("batch_entries") == 0
         assert len(lines(caplog, "copies go one by one")) == 1
@@ -249,7 +238,7 @@ def test_batches_name_the_device_as_its_addresses_do(now: Npu) -> None:
     bench = Bench(now, LAYOUTS["tuples"])
     try:
         bench.register()
-        round_trip(bench)
+        bench.round_trip()
         assert now.count("batch_entries") > 0
     finally:
         bench.close()

@@ -1,0 +1,124 @@
+"""An engine around a scheduler and a rank, acted out step by step: real daemon, real tensors, real sessions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_client.namespace import Shards
+from kvcache_client.plan import StepPlan
+from kvcache_client.scheduler import Scheduler
+from kvcache_client.settings import Settings
+from kvcache_client.worker import Worker
+
+torch = pytest.importorskip("torch")
+
+BLOCK, BLOCKS, LAYERS = 16, 32, 3
+PAGE = 4096
+SPEC = NamespaceSpec("tiny", (GroupSpec(BLOCK, LAYERS * PAGE),), {"weights": ""})
+PATIENCE = 30.0
+
+
+class Request(SimpleNamespace):
+    """As much of vLLM's as anybody reads."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, name: str, tokens: int, hashes: list[bytes] | None = None, **facts: Any) -> None:
+        super().__init__(
+            request_id=name,
+            num_tokens=tokens,
+            num_prompt_tokens=tokens,
+            num_computed_tokens=0,
+            block_hashes=hashes or [secrets.token_bytes(32) for _ in range(tokens // BLOCK)],
+            **facts,
+        )
+
+
+def new(name: str, blocks: list[int], computed: int) -> SimpleNamespace:
+    return SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)
+
+
+class Rig:
+    """An engine of one rank, whose steps a test writes out."""
+
+    def __init__(self, endpoint: str, name: str, **settings: Any) -> None:
+        options = Settings(endpoint, **settings)
+        sessions = [Session.open(endpoint, engine=name, label=label, deadline=5.0) for label in ("rank", "scheduler")]
+        self.tensors = [torch.randint(0, 255, (BLOCKS, PAGE), dtype=torch.uint8) for _ in range(LAYERS)]
+        self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, LAYERS * PAGE, 1)
+        self.worker.register({str(layer): tensor for layer, tensor in enumerate(self.tensors)}, BLOCKS)
+        self.session = sessions[1]
+        self.scheduler = Scheduler(self.session, SPEC, options, BLOCK, 1)
+        self.seen: set[str] = set()
+
+    def block(self, number: int) -> bytes:
+        return b"".join(tensor[number].numpy().tobytes() for tensor in self.tensors)
+
+    def admit(self, request: Request, blocks: list[int], computed: int = 0, load: int = 0) -> None:
+        self.scheduler.allocated(request, blocks, load)
+        request.num_computed_tokens = computed + load
+        request.table = blocks
+
+    def step(self, scheduled: dict[Request, int] | None = None, given: list[int] | None = None) -> StepPlan:
+        """One step; `given` are blocks that a request nobody follows gets."""
+        fresh, cached = [], SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        for request in scheduled or {}:
+            if request.request_id in self.seen:
+                cached.req_ids.append(request.request_id)
+                cached.new_block_ids.append(None)
+                cached.num_computed_tokens.append(request.num_computed_tokens)
+            else:
+                self.seen.add(request.request_id)
+                fresh.append(new(request.request_id, request.table, request.num_computed_tokens))
+        if given:
+            fresh.append(new("a stranger", given, 0))
+        tokens = {request.request_id: count for request, count in (scheduled or {}).items()}
+        plan = self.scheduler.plan(
+            SimpleNamespace(
+                scheduled_new_reqs=fresh,
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens=tokens,
+                total_num_scheduled_tokens=sum(tokens.values()) + (1 if given else 0),
+            )
+        )
+        self.worker.begin(plan)
+        self.worker.load(plan)
+        for request, count in (scheduled or {}).items():
+            request.num_computed_tokens += count
+        return plan
+
+    def await_loads(self) -> set[str]:
+        until = time.monotonic() + PATIENCE
+        received: set[str] = set()
+        while not received:
+            assert time.monotonic() < until, "no load has ended"
+            received = self.worker.received()
+            time.sleep(0.001)
+        self.scheduler.ended(sorted(received), self.worker.take_errors())
+        return received
+
+    def run(self, request: Request, blocks: list[int]) -> None:
+        """Compute a prompt and end, as a request of one token does."""
+        self.admit(request, blocks)
+        self.step({request: request.num_tokens})
+        self.scheduler.finished(request)
+        self.step()
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+def idle(daemon: Any, blocks: int | None = None) -> None:
+    daemon.wait_status(
+        lambda s: not s["pool"]["blocks_writing"]
+        and not s["pool"]["pinned_bytes"]
+        and blocks in (None, s["pool"]["blocks"]),
+        f"an idle cache of {blocks} blocks",
+    )
