@@ -12,7 +12,7 @@ import msgspec
 
 from kvcache_proto.types import NamespaceSpec, PoolGeometry
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 OLDEST_VERSION = 1
 
 
@@ -24,6 +24,8 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
     engine: str
     label: str = ""
     client: str = ""
+    resume: int = 0
+    secret: bytes = b""
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
@@ -32,6 +34,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
     token: bytes
     geometry: PoolGeometry
     daemon: str = ""
+    resumed: bool = False
 
 
 # Requests.
@@ -128,6 +131,27 @@ class Clear(msgspec.Struct, tag="clear", array_like=True):
     namespace: str = ""
 
 
+class Restate(msgspec.Struct, tag="restate", array_like=True):
+    """Say what a resumed session still holds.
+
+    `leases` are [lease, reference of its last block]; `heard` is the highest reservation that it was told of: what was
+    granted to it beyond that is given back.
+    """
+
+    id: int
+    token: bytes
+    heard: int
+    leases: list[tuple[int, bytes]] = []
+
+
+class Fence(msgspec.Struct, tag="fence", array_like=True):
+    """Give up a session of the daemon's last life that lives and does not come back: it writes no more."""
+
+    id: int
+    token: bytes
+    session: int
+
+
 # Replies.
 
 
@@ -185,6 +209,20 @@ class Cleared(msgspec.Struct, tag="cleared", array_like=True):
     blocks: int
 
 
+class Restated(msgspec.Struct, tag="restated", array_like=True):
+    """`lost` are the leases whose blocks are there no more."""
+
+    id: int
+    lost: list[int] = []
+
+
+class Fenced(msgspec.Struct, tag="fenced", array_like=True):
+    """`reservations` of that session were given up; their slots are in quarantine."""
+
+    id: int
+    reservations: int
+
+
 class Error(msgspec.Struct, tag="error", array_like=True):
     """`code` names a class of errors.py; `id` is 0 where the request could not be read."""
 
@@ -193,6 +231,6 @@ class Error(msgspec.Struct, tag="error", array_like=True):
     message: str
 
 
-Request = Attach | Detach | Acquire | Release | Reserve | Settle | Ping | Stats | Clear
-Reply = Attached | Acquired | Reserved | Settled | Pong | Report | Cleared | Error
+Request = Attach | Detach | Acquire | Release | Reserve | Settle | Ping | Stats | Clear | Restate | Fence
+Reply = Attached | Acquired | Reserved | Settled | Pong | Report | Cleared | Restated | Fenced | Error
 DoorMessage = Hello | Welcome | Error

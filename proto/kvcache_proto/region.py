@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvcache_proto.errors import RegionError
 from kvcache_proto.types import PoolGeometry, SlotRef
 
 MAGIC = int.from_bytes(b"KVCREGN1", "little")
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of what clients read: header, extent rows, generations
+ROWS_FORMAT = 2  # of what the daemon alone reads
 WORD = 8
 PAGE = 4096
 ALIGN = 2 << 20  # extents begin and end on huge pages
@@ -33,31 +33,54 @@ SLOT_ROW = 128
 EXTENT_ROWS = PAGE
 MAX_EXTENTS = 1 << 16
 
-FREE, WRITING, READY = 0, 1, 2
+# DOOMED: a writer may still write there, and it will never be READY.
+FREE, WRITING, READY, DOOMED = 0, 1, 2, 3
 
 # Words of the header.
 _H_MAGIC, _H_VERSION, _H_ID, _H_BYTES, _H_EXTENT_BYTES, _H_EXTENTS, _H_DATA, _H_CHECK = 0, 1, 2, 4, 5, 6, 7, 8
+_H_ROWS = 9
 # Words of an extent row.
 _E_SLOT_BYTES, _E_GENERATION, _E_ROWS, _E_SLOTS = 0, 1, 2, 3
-# Words of a slot row. State, tick and settled shards change alone; the checksum covers the generation and the body.
-_S_STATE, _S_TICK, _S_SETTLED, _S_GENERATION, _S_BODY, _S_CHECK = 0, 1, 2, 3, 4, 15
-_BODY = struct.Struct("=IHHQQQ32s")  # namespace, group, hash bytes, owner, parent row, parent generation, hash
-_GENERATION = struct.Struct("=Q")
+# Words of a slot row. State, tick, settled shards and the parent change alone, by one store each; the checksum covers
+# the generation and the body, which are written once for a block.
+_S_STATE, _S_TICK, _S_SETTLED, _S_GENERATION, _S_PARENT, _S_CHECK = 0, 1, 2, 3, 14, 15
+_BODY = struct.Struct("=QIHHQQII32sI12x")
+CHECKED = range(_S_GENERATION * WORD, _S_PARENT * WORD)  # bytes of a row under its checksum
+# Where a row's fields lie, for who reads many rows at once: name -> (numpy's type, byte).
+ROW_FIELDS = {
+    **{"state": ("<u8", 0), "tick": ("<u8", 8), "settled": ("<u8", 16), "generation": ("<u8", 24)},
+    **{"namespace": ("<u4", 32), "group": ("<u2", 36), "hash_bytes": ("<u2", 38), "owner": ("<u8", 40)},
+    **{"reservation": ("<u8", 48), "position": ("<u4", 56), "crew": ("<u4", 60), "hash": ("V32", 64)},
+    **{"engine": ("<u4", 96), "parent": ("<u8", 112), "check": ("<u8", 120)},
+}
+
+
+class RowBody(NamedTuple):
+    """What a row says of the block that was granted there.
+
+    `owner` is the session that reserved it, `engine` the daemon's number of its engine; `position` is the block's in
+    its `reservation`; `crew` names who writes its shards.
+    """
+
+    namespace: int
+    group: int
+    block_hash: bytes
+    owner: int = 0
+    reservation: int = 0
+    position: int = 0
+    crew: int = 0
+    engine: int = 0
 
 
 class SlotRow(NamedTuple):
-    """One slot row as it was read; `parent_row` is the byte offset of the parent's row, 0 for a root."""
+    """One slot row as it was read; `parent` is the generation of the parent's slot, 0 for a root."""
 
     state: int
     generation: int
     tick: int
     settled: int
-    namespace: int
-    group: int
-    owner: int
-    parent_row: int
-    parent_generation: int
-    block_hash: bytes
+    parent: int
+    body: RowBody
 
 
 def plan_geometry(region_id: bytes, size: int, extent_bytes: int = 0) -> PoolGeometry:
@@ -87,6 +110,41 @@ def slot_size(block_bytes: int) -> int:
     return -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
 
 
+def found_geometry(header: memoryview) -> PoolGeometry | None:
+    """Return how the region is cut whose first page is `header`; None where none was ever formatted.
+
+    Raises RegionError where it is of another format or torn.
+    """
+    w = header[:PAGE].cast("Q")
+    if w[_H_MAGIC] == 0:
+        return None
+    region_id = bytes(header[_H_ID * WORD : (_H_ID + 2) * WORD])
+    geometry = PoolGeometry(region_id, w[_H_BYTES], w[_H_EXTENT_BYTES], w[_H_EXTENTS], w[_H_DATA])
+    _check(header, geometry)
+    if w[_H_ROWS] != ROWS_FORMAT:
+        raise RegionError(f"rows of format {w[_H_ROWS]}: this version reads {ROWS_FORMAT}")
+    return geometry
+
+
+def _check(header: memoryview, geometry: PoolGeometry) -> None:
+    w, g = header[:PAGE].cast("Q"), geometry
+    if w[_H_MAGIC] != MAGIC:
+        raise RegionError("no region: the magic is missing")
+    if w[_H_VERSION] != FORMAT_VERSION:
+        raise RegionError(f"region format {w[_H_VERSION]}: this version reads {FORMAT_VERSION}")
+    if w[_H_CHECK] != _header_checksum(header):
+        raise RegionError("torn region: the header's checksum fails")
+    if bytes(header[_H_ID * WORD : (_H_ID + 2) * WORD]) != g.region_id:
+        raise RegionError("another region: its id differs from the one handed over")
+    found = (w[_H_BYTES], w[_H_EXTENT_BYTES], w[_H_EXTENTS], w[_H_DATA])
+    if found != (g.region_bytes, g.extent_bytes, g.extents, g.data_offset):
+        raise RegionError(f"region cut as {found}, announced as {g}")
+
+
+def _header_checksum(header: memoryview) -> int:
+    return zlib.crc32(header[_H_VERSION * WORD : _H_CHECK * WORD])
+
+
 class RegionRows:
     """Reads and writes the rows of a region in `buffer`, `geometry.region_bytes` long."""
 
@@ -94,7 +152,7 @@ class RegionRows:
         if len(buffer) != geometry.region_bytes:
             raise RegionError(f"mapping of {len(buffer)} bytes: the region has {geometry.region_bytes}")
         self.geometry = geometry
-        self._bytes = buffer
+        self.buffer = buffer
         self._words = buffer.cast("Q")
 
     # The header.
@@ -103,7 +161,7 @@ class RegionRows:
         """Write the header and empty extent rows; the magic goes last, so that a torn header is no header."""
         g = self.geometry
         rows = EXTENT_ROWS + g.extents * EXTENT_ROW
-        self._bytes[:rows] = bytes(rows)
+        self.buffer[:rows] = bytes(rows)
         w = self._words
         w[_H_VERSION] = FORMAT_VERSION
         w[_H_ID], w[_H_ID + 1] = struct.unpack("=QQ", g.region_id)
@@ -113,26 +171,13 @@ class RegionRows:
             g.extents,
             g.data_offset,
         )
-        w[_H_CHECK] = self._header_checksum()
+        w[_H_ROWS] = ROWS_FORMAT
+        w[_H_CHECK] = _header_checksum(self.buffer)
         w[_H_MAGIC] = MAGIC
 
     def check_header(self) -> None:
         """Raise RegionError, saying what differs, unless the header is that of this region in this format."""
-        w, g = self._words, self.geometry
-        if w[_H_MAGIC] != MAGIC:
-            raise RegionError("no region: the magic is missing")
-        if w[_H_VERSION] != FORMAT_VERSION:
-            raise RegionError(f"region format {w[_H_VERSION]}: this version reads {FORMAT_VERSION}")
-        if w[_H_CHECK] != self._header_checksum():
-            raise RegionError("torn region: the header's checksum fails")
-        if bytes(self._bytes[_H_ID * WORD : (_H_ID + 2) * WORD]) != g.region_id:
-            raise RegionError("another region: its id differs from the one handed over")
-        found = (w[_H_BYTES], w[_H_EXTENT_BYTES], w[_H_EXTENTS], w[_H_DATA])
-        if found != (g.region_bytes, g.extent_bytes, g.extents, g.data_offset):
-            raise RegionError(f"region cut as {found}, announced as {g}")
-
-    def _header_checksum(self) -> int:
-        return zlib.crc32(self._bytes[_H_VERSION * WORD : _H_CHECK * WORD])
+        _check(self.buffer, self.geometry)
 
     # Extents.
 
@@ -150,7 +195,7 @@ class RegionRows:
         slots = slots_per_extent(self.geometry.extent_bytes, slot_bytes)
         end = self.extent_start(extent) + self.geometry.extent_bytes
         rows = end - slots * SLOT_ROW
-        self._bytes[rows:end] = bytes(slots * SLOT_ROW)
+        self.buffer[rows:end] = bytes(slots * SLOT_ROW)
         w[at + _E_SLOT_BYTES], w[at + _E_ROWS], w[at + _E_SLOTS] = slot_bytes, rows, slots
         return slots
 
@@ -166,37 +211,24 @@ class RegionRows:
         """Return the byte offset of the row of `slot`."""
         return self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_ROWS] + slot * SLOT_ROW
 
-    def open_row(
-        self,
-        row: int,
-        generation: int,
-        tick: int,
-        namespace: int,
-        group: int,
-        owner: int,
-        parent_row: int,
-        parent_generation: int,
-        block_hash: bytes,
-    ) -> None:
+    def open_row(self, row: int, generation: int, tick: int, parent: int, body: RowBody) -> None:
         """Make a FREE row WRITING. State and generation go first: a reader of the old block sees that it is gone."""
         w, at = self._words, row // WORD
         w[at + _S_STATE] = WRITING
         w[at + _S_GENERATION] = generation
         w[at + _S_TICK] = tick
         w[at + _S_SETTLED] = 0
-        body = _BODY.pack(namespace, group, len(block_hash), owner, parent_row, parent_generation, block_hash)
-        start = row + _S_BODY * WORD
-        self._bytes[start : start + len(body)] = body
-        w[at + _S_CHECK] = zlib.crc32(body, zlib.crc32(_GENERATION.pack(generation)))
+        w[at + _S_PARENT] = parent
+        namespace, group, block_hash, owner, reservation, position, crew, engine = body
+        fields = (namespace, group, len(block_hash), owner, reservation, position, crew, block_hash, engine)
+        checked = _BODY.pack(generation, *fields)
+        begin = row + CHECKED.start + WORD  # the generation is there
+        self.buffer[begin : row + CHECKED.stop] = checked[WORD:]
+        w[at + _S_CHECK] = zlib.crc32(checked)
 
-    def set_parent(self, row: int, parent_row: int, parent_generation: int) -> None:
-        """Hang a row below another one, when the block there has taken the place of the former parent."""
-        start, at = row + _S_BODY * WORD, row // WORD
-        body = list(_BODY.unpack(self._bytes[start : start + _BODY.size]))
-        body[4:6] = parent_row, parent_generation
-        packed = _BODY.pack(*body)
-        self._bytes[start : start + _BODY.size] = packed
-        self._words[at + _S_CHECK] = zlib.crc32(packed, zlib.crc32(_GENERATION.pack(self._words[at + _S_GENERATION])))
+    def set_parent(self, row: int, parent: int) -> None:
+        """Hang a row below the slot with the generation `parent`, which has taken the place of the former one."""
+        self._words[row // WORD + _S_PARENT] = parent
 
     def set_state(self, row: int, state: int) -> None:
         self._words[row // WORD + _S_STATE] = state
@@ -212,36 +244,14 @@ class RegionRows:
         """Return the row, or None where it is FREE or its checksum fails."""
         w, at = self._words, row // WORD
         state = w[at + _S_STATE]
-        if state not in (WRITING, READY):
+        if state not in (WRITING, READY, DOOMED):
             return None
-        generation = w[at + _S_GENERATION]
-        body = bytes(self._bytes[row + _S_BODY * WORD : row + _S_BODY * WORD + _BODY.size])
-        if w[at + _S_CHECK] != zlib.crc32(body, zlib.crc32(_GENERATION.pack(generation))):
+        checked = self.buffer[row + CHECKED.start : row + CHECKED.stop]
+        if w[at + _S_CHECK] != zlib.crc32(checked):
             return None
-        namespace, group, hash_bytes, owner, parent_row, parent_generation, block_hash = _BODY.unpack(body)
-        return SlotRow(
-            state,
-            generation,
-            w[at + _S_TICK],
-            w[at + _S_SETTLED],
-            namespace,
-            group,
-            owner,
-            parent_row,
-            parent_generation,
-            block_hash[:hash_bytes],
-        )
-
-    def rows(self) -> Iterator[tuple[SlotRef, int, SlotRow]]:
-        """Yield (reference, row offset, row) for every slot that is not FREE."""
-        for extent in range(self.geometry.extents):
-            slot_bytes, extent_generation, rows, slots = self.extent_row(extent)
-            start = self.extent_start(extent)
-            for slot in range(slots if slot_bytes else 0):
-                row = self.read_row(rows + slot * SLOT_ROW)
-                if row is not None:
-                    ref = SlotRef(start + slot * slot_bytes, row.generation, extent_generation)
-                    yield ref, rows + slot * SLOT_ROW, row
+        generation, namespace, group, length, owner, reservation, position, crew, name, engine = _BODY.unpack(checked)
+        body = RowBody(namespace, group, name[:length], owner, reservation, position, crew, engine)
+        return SlotRow(state, generation, w[at + _S_TICK], w[at + _S_SETTLED], w[at + _S_PARENT], body)
 
     # What a reader does.
 
@@ -250,7 +260,7 @@ class RegionRows:
         _, _, slot_bytes = self._locate(ref)
         if begin < 0 or size < 0 or begin + size > slot_bytes:
             raise RegionError(f"bytes {begin} to {begin + size} of a slot of {slot_bytes}")
-        return self._bytes[ref.offset + begin : ref.offset + begin + size]
+        return self.buffer[ref.offset + begin : ref.offset + begin + size]
 
     def is_current(self, ref: SlotRef) -> bool:
         """Whether `ref` still names the block that it was given for; read it after the copy."""

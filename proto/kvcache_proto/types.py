@@ -37,6 +37,10 @@ class SlotRef(NamedTuple):
     def pack(self) -> bytes:
         return _REF.pack(*self)
 
+    @classmethod
+    def unpack(cls, packed: bytes) -> SlotRef:
+        return cls(*_REF.unpack(packed))
+
 
 def unpack_refs(packed: bytes) -> list[SlotRef]:
     """Return the slot references in `packed`, `REF_BYTES` each."""

@@ -1,59 +1,74 @@
 """The cache as one pure state machine: `handle(session, request, now) -> reply`. No socket, clock, thread or torch.
 
-It composes the pool (bytes), the index (blocks), the reservations (who may write) and the shares (who gives way), and
-writes every change of a slot's row into the region before the reply that tells of it.
+It composes the pool (bytes), the index (blocks), the writing (who may write, and how that ends) and the shares (who
+gives way), and writes every change of a slot's row into the region before the reply that tells of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, UnknownHandle
-from kvcache_proto.region import READY, RegionRows
-from kvcache_proto.types import (
-    MAX_HASHES,
-    MAX_NAME,
-    Outcome,
-    PoolGeometry,
-    Refusal,
-    Verdict,
-    check_hashes,
-)
+from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, Unavailable, UnknownHandle
+from kvcache_proto.region import RegionRows
+from kvcache_proto.types import MAX_HASHES, MAX_NAME, REF_BYTES, PoolGeometry, SlotRef, check_hashes
 from kvcache_server import report
-from kvcache_server.index import GONE, HIDDEN, Account, Block, Group
-from kvcache_server.leases import Grant, Lease, Quarantine, Reservation
+from kvcache_server.index import Account, Block, Group
+from kvcache_server.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade, Record, SessionEnded
+from kvcache_server.leases import Lease
 from kvcache_server.limits import Limits
 from kvcache_server.pool import Pool
 from kvcache_server.room import Room
 from kvcache_server.sessions import Engine, Namespace, Session
 from kvcache_server.shares import Shares
+from kvcache_server.writing import Writing
+
+LIFE_SHIFT = 40  # numbers of leases and reservations begin with the daemon's life: none comes again
 
 
 class Cache:
     """All state of the daemon. Every method either does what it says, or raises a KVCacheError and changes nothing."""
 
-    def __init__(self, buffer: memoryview, geometry: PoolGeometry, limits: Limits | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        buffer: memoryview,
+        geometry: PoolGeometry,
+        limits: Limits | None = None,
+        seed: int = 0,
+        journal: Callable[[Record], None] = lambda record: None,
+        life: int = 1,
+    ) -> None:
+        """An empty cache in a fresh region; with `life` above 1, one that recovery.py fills from the region's rows.
+
+        `journal` notes each record down before it returns.
+        """
         self.geometry = geometry
         self.limits = limits or Limits()
+        self.life = life
         self.rows = RegionRows(buffer, geometry)
-        self.rows.format()
+        if life == 1:
+            self.rows.format()
         # A fresh region starts at random generations: a reference into an older one matches nothing here.
         self.pool = Pool(self.rows, seed & ((1 << 63) - 1))
         self.shares = Shares(self.pool.capacity, self.limits.namespace_floor)
-        self.quarantine = Quarantine()
         self.namespaces: dict[int, Namespace] = {}
-        self._by_id: dict[str, Namespace] = {}
         self.engines: dict[str, Engine] = {}
         self.sessions: dict[int, Session] = {}
+        self.absent: dict[int, Engine] = {}  # sessions of the last life, locked still, that have not come back
+        self.awaited: set[int] = set()  # sessions of the last life that have not restated what they hold
+        self.grace_until = 0.0
         self.refusals: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
-        self._room = Room(self.pool, self.shares, self.limits.namespace_ceiling, self.counters)
-        self._tick = 0
-        self._last_namespace = self._last_session = self._last_lease = 0
-        self._last_reservation = seed >> 16  # no number of an earlier life comes again
+        self.room = Room(self.pool, self.shares, self.limits.namespace_ceiling, self.counters)
+        self.writing = Writing(
+            *(self.pool, self.room, self.limits, self.engines, self._held, journal, self.counters, self.refusals)
+        )
+        self.writing.last_reservation = self._last_lease = life << LIFE_SHIFT
+        self.last_namespace = self.last_engine = self.last_session = 0
+        self._journal = journal
+        self._by_id: dict[str, Namespace] = {}
         self._pin_quota = int(self.limits.pin_quota * self.pool.capacity)
         self._handlers: dict[type, Any] = {
             m.Acquire: self._acquire,
@@ -65,6 +80,8 @@ class Cache:
             m.Ping: self._ping,
             m.Stats: self._stats,
             m.Clear: self._clear,
+            m.Restate: self._restate,
+            m.Fence: self._fence,
         }
 
     def handle(self, session: int, request: m.Request, now: float) -> m.Reply | None:
@@ -82,48 +99,113 @@ class Cache:
             raise BadArgument(f"engine id of {len(engine)}, label of {len(label)} characters: 1 and 0 to {MAX_NAME}")
         if len(self.sessions) >= self.limits.max_sessions:
             raise NotPermitted(f"{len(self.sessions)} sessions are open: max_sessions is {self.limits.max_sessions}")
-        self._last_session += 1
-        owner = self.engines.setdefault(engine, Engine(engine))
-        session = Session(self._last_session, owner, label, now)
-        self.sessions[session.id] = owner.sessions[session.id] = session
-        return session.id
+        self.last_session += 1
+        return self._enter(self.last_session, self.engine(engine), label, now)
+
+    def resume_session(self, session: int, label: str, now: float) -> None:
+        """Let an absent session of the daemon's last life go on. Raises UnknownHandle where it is none."""
+        engine = self.absent.pop(session, None)
+        if engine is None:
+            raise UnknownHandle(f"session {session} is none that could come back")
+        engine.absent.discard(session)
+        self._enter(session, engine, label, now)
+        self.counters["sessions_resumed"] += 1
+
+    def _enter(self, number: int, engine: Engine, label: str, now: float) -> int:
+        session = Session(number, engine, label, now)
+        self.sessions[number] = engine.sessions[number] = session
+        return number
+
+    def engine(self, name: str) -> Engine:
+        """Return the engine with that id, new where there is none."""
+        if name not in self.engines:
+            self.last_engine += 1
+            self.engines[name] = Engine(self.last_engine, name)
+            self._journal(EngineMade(self.last_engine, name))
+        return self.engines[name]
 
     def end_session(self, session: int, now: float) -> None:
-        """End all that the session held: leases at once; shards that it might be writing are dead, in quarantine."""
-        ended = self.sessions.pop(session)
-        engine = ended.engine
-        del engine.sessions[session]
-        for lease in list(ended.leases):
-            self._end_lease(ended, lease)
-        for namespace, _ in ended.attached.values():
-            engine.note_writers(namespace)
-        for reservation in list(engine.reservations.values()):
-            written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
-            for grant in list(reservation.grants):
-                if dead := written & ~grant.settled:
-                    grant.tainted_until = now + self.limits.quarantine
-                    self.counters["shards_dead"] += dead.bit_count()
-                    self._settle_shards(grant, dead, Verdict.FAILED)
-        self._prune()
+        """End all that the session held: leases at once; shards that it might be writing are dead, in quarantine.
 
-    def _prune(self) -> None:
+        Also of an absent one whose process has ended, or that is fenced off.
+        """
+        ended = self.sessions.pop(session, None)
+        engine = self.absent.pop(session) if ended is None else ended.engine
+        engine.absent.discard(session)
+        self.awaited.discard(session)
+        if ended is not None:
+            del engine.sessions[session]
+            for lease in list(ended.leases):
+                self._end_lease(ended, lease)
+            for namespace, _ in ended.attached.values():
+                engine.note_writers(namespace)
+        self.writing.writer_gone(engine, session, now)
+        self.writing.disband(session)
+        self._journal(SessionEnded(session))
+        self.prune()
+
+    def prune(self) -> None:
         """Drop engines and namespaces that nobody is in and that hold nothing."""
         for account in self.shares.prune():
             del self.engines[account.engine].accounts[(account.group.namespace, account.group.number)]
         for engine in list(self.engines.values()):
-            if not engine.sessions and not engine.accounts:
+            if not (engine.sessions or engine.absent or engine.accounts):
                 del self.engines[engine.name]
+                self._journal(EngineForgotten(engine.number))
         used = {account.group.namespace for account in self.shares.accounts}
         for session in self.sessions.values():
             used.update(session.attached)
         for namespace in [each for number, each in self.namespaces.items() if number not in used]:
             del self.namespaces[namespace.number], self._by_id[namespace.id]
+            self._journal(NamespaceForgotten(namespace.number))
 
     def tick(self, now: float) -> None:
         """Free the slots whose quarantine is over. Call it a few times a second."""
-        for extent, slot in self.quarantine.over(now):
-            extent.busy -= 1
-            self.pool.give_back(extent, slot)
+        if self.room.frozen and (not self.awaited or now >= self.grace_until):
+            self.room.frozen = False
+        self.writing.tick(now)
+
+    def await_sessions(self, sessions: dict[int, Engine], now: float) -> None:
+        """Evict nothing until `sessions`, of the last life, have restated what they hold, or the grace is over."""
+        self.absent.update(sessions)
+        for number, engine in sessions.items():
+            engine.absent.add(number)
+        self.awaited = set(sessions)
+        self.room.frozen = bool(sessions)
+        self.grace_until = now + self.limits.grace
+
+    def _restate(self, session: Session, request: m.Restate, now: float) -> m.Restated:
+        """Take back what a session of the last life holds: its leases, and of its reservations those it has heard of."""
+        for reservation in list(session.engine.reservations.values()):
+            old = reservation.id >> LIFE_SHIFT < self.life
+            if old and reservation.owner == session.id and reservation.id > request.heard:
+                self.writing.abandon(reservation)
+                self.counters["reservations_unheard"] += 1
+        lost = []
+        for number, ref in request.leases:
+            block = self.pool.find(SlotRef.unpack(ref)) if len(ref) == REF_BYTES else None
+            if block is None or not block.visible or number in session.leases or number >> LIFE_SHIFT >= self.life:
+                lost.append(number)
+                continue
+            size = sum(1 for _ in block.ancestors()) * block.account.group.slot_bytes
+            self._pin(session, number, block, size)
+            self.counters["leases_restated"] += 1
+        self.counters["leases_lost"] += len(lost)
+        self.awaited.discard(session.id)
+        return m.Restated(request.id, lost)
+
+    def _fence(self, session: Session, request: m.Fence, now: float) -> m.Fenced:
+        """Give a session up that holds slots and never comes back: an operator says that it writes no more."""
+        if request.session not in self.absent:
+            there = "it is attached: end its process" if request.session in self.sessions else "there is none"
+            raise ClientError(f"session {request.session} cannot be fenced off: {there}")
+        held = sum(
+            request.session in reservation.writers
+            for reservation in self.absent[request.session].reservations.values()
+        )
+        self.end_session(request.session, now)
+        self.counters["sessions_fenced"] += 1
+        return m.Fenced(request.id, held)
 
     def _attach(self, session: Session, request: m.Attach, now: float) -> m.Attached:
         spec, shards = request.spec, request.shards
@@ -135,17 +217,17 @@ class Cache:
         if namespace is None:
             if len(self.namespaces) >= self.limits.max_namespaces:
                 raise NotPermitted(f"{len(self.namespaces)} namespaces: max_namespaces is {self.limits.max_namespaces}")
-            namespace = Namespace(self._last_namespace + 1, spec, self.pool.capacity)
+            namespace = Namespace(self.last_namespace + 1, spec, self.pool.capacity)
             for group in namespace.groups:
                 self.pool.check_size(group.slot_bytes)
-            self._last_namespace += 1
-            self.namespaces[namespace.number] = self._by_id[namespace.id] = namespace
+            self._journal(NamespaceMade(namespace.number, spec))
+            self.add_namespace(namespace)
         else:
             namespace.spec.check_same_geometry(spec)
         engine = session.engine
         session.attached[namespace.number] = (namespace, tuple(shards))
         for group in namespace.groups:
-            account = self._account(engine, group)
+            account = self.account(engine, group)
             account.ceiling = request.ceiling_bytes or account.ceiling
         engine.note_writers(namespace)
         return m.Attached(request.id, namespace.number)
@@ -156,9 +238,14 @@ class Cache:
             self.counters["detaches_unknown"] += 1
             return
         session.engine.note_writers(left[0])
-        self._prune()
+        self.prune()
 
-    def _account(self, engine: Engine, group: Group) -> Account:
+    def add_namespace(self, namespace: Namespace) -> None:
+        self.last_namespace = max(self.last_namespace, namespace.number)
+        self.namespaces[namespace.number] = self._by_id[namespace.id] = namespace
+
+    def account(self, engine: Engine, group: Group) -> Account:
+        """Return what the engine stored in the group, joined to the shares."""
         key = (group.namespace, group.number)
         if key not in engine.accounts:
             engine.accounts[key] = Account(engine.name, group)
@@ -199,15 +286,11 @@ class Cache:
                     hits, pending = affordable, 0
                 if not hits:
                     return m.Acquired(request.id, 0, 0, 0, b"", withheld)
-            block = found[hits - 1]
-            block.pins += 1
             self._last_lease = lease = self._last_lease + 1
-            size = hits * group.slot_bytes
-            session.leases[lease] = Lease(block, size)
-            engine.pinned += size
+            self._pin(session, lease, found[hits - 1], hits * group.slot_bytes)
         if hits < len(found):
             del found[hits:]
-        self._touch(found[-1])
+        self.pool.touch(found[-1])
         found[-1].account.hit_bytes += hits * group.slot_bytes
         namespace.hit_blocks += hits
         self.counters["blocks_hit"] += hits
@@ -220,243 +303,26 @@ class Cache:
             else:
                 self.counters["releases_unknown"] += 1
 
-    def _end_lease(self, session: Session, number: int) -> None:
-        lease = session.leases.pop(number)
-        session.engine.pinned -= lease.bytes
-        self._unpin(lease.block)
+    @staticmethod
+    def _pin(session: Session, number: int, block: Block, size: int) -> None:
+        block.pins += 1
+        session.leases[number] = Lease(block, size)
+        session.engine.pinned += size
 
     @staticmethod
-    def _unpin(block: Block) -> None:
-        block.pins -= 1
-        block.account.enter(block)
-
-    def _touch(self, block: Block) -> None:
-        self._tick = block.tick = self._tick + 1
-        extent, slot = self.pool.locate(block)
-        extent.newest = self._tick
-        self.rows.set_tick(self.pool.row(extent, slot), self._tick)
+    def _end_lease(session: Session, number: int) -> None:
+        lease = session.leases.pop(number)
+        session.engine.pinned -= lease.bytes
+        lease.block.unpin()
 
     # Writing.
 
     def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved:
-        namespace, group = session.group(request.namespace, request.group)
-        engine = session.engine
-        check_hashes([each for run in request.runs for each in run.hashes], group.hash_bytes)
-        for run in request.runs:
-            if not run.hashes:
-                raise BadArgument("a run without a hash")
-            chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
-            check_hashes(chain[:1], group.hash_bytes)
-            if len(set(chain)) != len(chain):
-                raise BadArgument("a hash occurs twice in one run")
-        writers = self._writers(session, namespace)
-        self._last_reservation += 1
-        reservation = Reservation(self._last_reservation, group, session.id, writers, now)
-        account = self._account(engine, group)
-        answers = bytearray()
-        for run in request.runs:
-            self._grant_run(reservation, account, run, answers, now)
-        for refusal, count in Counter(answers).items():
-            if refusal:
-                self.refusals[Refusal(refusal).name.lower()] += count
-        granted = reservation.grants
-        self.counters["blocks_reserved"] += len(granted)
-        if not granted:
-            return m.Reserved(request.id, 0, bytes(answers), b"")
-        reservation.unsettled = len(granted)
-        engine.reservations[reservation.id] = reservation
-        slots = b"".join([grant.block.ref for grant in granted])
-        return m.Reserved(request.id, reservation.id, bytes(answers), slots)
-
-    def _grant_run(
-        self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray, now: float
-    ) -> None:
-        group = reservation.group
-        parent = group.root if run.parent is None else self._known(group, run.parent)
-        if parent is not None:
-            parent.pins += 1  # making room must not take the very block that the run hangs on
-        for block_hash in run.hashes:
-            if parent is None:
-                answers.append(Refusal.NO_PARENT)
-                continue
-            answer, block = self._grant(reservation, account, parent, block_hash, now)
-            answers.append(answer)
-            self._unpin(parent)
-            parent = block
-            if parent is not None:
-                parent.pins += 1
-        if parent is not None:
-            self._unpin(parent)
-
-    def _writers(self, session: Session, namespace: Namespace) -> tuple[int, ...]:
-        shards = namespace.spec.shards
-        if len(session.attached[namespace.number][1]) == shards:
-            return (session.id,) * shards
-        writers = session.engine.writers[namespace.number]
-        if writers is None:
-            raise BadArgument(f"not every one of {shards} shards is attached by a session of {session.engine.name!r}")
-        return writers
-
-    @staticmethod
-    def _known(group: Group, block_hash: bytes) -> Block | None:
-        pending = group.pending.get(block_hash)
-        return pending.block if pending is not None else group.visible.get(block_hash)
-
-    def _grant(
-        self, reservation: Reservation, account: Account, parent: Block, block_hash: bytes, now: float
-    ) -> tuple[Refusal, Block | None]:
-        """Answer for one hash below `parent`; the block, if there is one, is the parent of the next."""
-        group = reservation.group
-        block = group.visible.get(block_hash)
-        if block is not None:
-            self._touch(block)
-            return Refusal.PRESENT, block
-        rival = group.pending.get(block_hash)
-        if rival is not None and (
-            rival.ready
-            or now - rival.reservation.created < self.limits.supersede_after
-            or parent.is_below(rival.block)  # no chain of hashes asks for this, and its children would form a circle
-        ):
-            return Refusal.IN_FLIGHT, rival.block
-        place = self._room.make(account, parent, self._held)
-        if isinstance(place, Refusal):
-            return place, None
-        extent, slot = place
-        self._tick += 1
-        block = Block(HIDDEN, self._tick, block_hash, b"", account)
-        generation = self.pool.place(extent, slot, block)
-        block.link(parent)
-        if rival is not None:
-            self._supersede(rival, block)
-        grant = Grant(block, extent, slot, reservation)
-        group.pending[block_hash] = grant
-        reservation.grants.append(grant)
-        account.bytes += group.slot_bytes
-        extent.busy += 1
-        extent.newest = self._tick
-        self.rows.open_row(
-            self.pool.row(extent, slot),
-            generation,
-            self._tick,
-            group.namespace,
-            group.number,
-            reservation.owner,
-            *self.row_and_generation(parent),
-            block_hash,
-        )
-        return Refusal.GRANTED, block
-
-    def _supersede(self, rival: Grant, block: Block) -> None:
-        """Let `block` take the place of one that is long in the writing; what hangs below it moves over."""
-        self.counters["blocks_superseded"] += 1
-        rival.fate = Verdict.SUPERSEDED
-        rival.block.unlink()
-        rival.block.pins = GONE
-        row, generation = self.row_and_generation(block)
-        for child in rival.block.children():
-            child.unlink()
-            child.link(block)
-            self.rows.set_parent(self.row_and_generation(child)[0], row, generation)
-
-    def row_and_generation(self, block: Block | None) -> tuple[int, int]:
-        """Return how a row names its parent; a root's parent is (0, 0)."""
-        if block is None or block.parent is None:
-            return 0, 0
-        return self.pool.row(*self.pool.locate(block)), int.from_bytes(block.ref[8:16], "little")
+        _, group = session.group(request.namespace, request.group)
+        return self.writing.reserve(session, request, self.account(session.engine, group), now)
 
     def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled:
-        if request.region != self.geometry.region_id:
-            raise UnknownHandle("the reservation belongs to another region")
-        reservation = session.engine.reservations.get(request.reservation)
-        if reservation is None:
-            raise UnknownHandle(f"reservation {request.reservation}: settled, or of another engine")
-        count = len(reservation.writers)
-        for shard in request.shards:
-            if not 0 <= shard < count:
-                raise BadArgument(f"shard {shard}: 0 to {count - 1}")
-            if session.id != reservation.writers[shard] and not (
-                session.id == reservation.owner and request.outcome == Outcome.NEVER_STARTED
-            ):
-                raise BadArgument(f"shard {shard} is written by session {reservation.writers[shard]}")
-        if not request.shards or request.outcome not in list(Outcome):
-            raise BadArgument(f"shards {request.shards}, outcome {request.outcome}: at least one shard, 0 to 2")
-        grants = reservation.grants
-        positions = request.positions or range(len(grants))
-        if min(positions) < 0 or max(positions) >= len(grants) or len(set(positions)) != len(positions):
-            raise BadArgument(f"positions of {len(grants)} granted blocks, each once")
-        shards = sum(1 << shard for shard in set(request.shards))
-        verdict = Verdict.VISIBLE if request.outcome == Outcome.COMMITTED else Verdict.FAILED
-        self.counters[f"shards_{Outcome(request.outcome).name.lower()}"] += len(positions) * shards.bit_count()
-        return m.Settled(
-            request.id,
-            bytes(
-                [
-                    self._settle_shards(grants[position], shards & ~grants[position].settled, verdict)
-                    for position in positions
-                ]
-            ),
-        )
-
-    def _settle_shards(self, grant: Grant, shards: int, verdict: Verdict) -> Verdict:
-        """Settle those shards of one grant; with the last one the grant becomes READY or is given back."""
-        if not shards:
-            self.counters["settled_twice"] += 1
-            if grant.fate is not None or not grant.whole:
-                return grant.fate or Verdict.PARTIAL
-            return Verdict.VISIBLE if grant.block.visible else Verdict.HIDDEN
-        group, reservation = grant.reservation.group, grant.reservation
-        if verdict is Verdict.FAILED and grant.fate is None:
-            # Whatever waits below it can never be reached by way of it.
-            self._doom(grant)
-        grant.settled |= shards
-        row = self.pool.row(grant.extent, grant.slot)
-        self.rows.set_settled(row, grant.settled)
-        if not grant.whole:
-            return grant.fate or Verdict.PARTIAL
-        reservation.unsettled -= 1
-        if not reservation.unsettled:
-            engine = grant.block.account.engine
-            self.engines[engine].reservations.pop(reservation.id, None)
-            reservation.grants = []  # each refers back to it, and the daemon never looks for circles among the old
-        if grant.fate is not None:
-            self.counters[f"blocks_{grant.fate.name.lower()}"] += 1
-            self._give_back(grant)
-            return grant.fate
-        self.counters["blocks_committed"] += 1
-        grant.ready = True
-        grant.extent.busy -= 1
-        self.rows.set_state(row, READY)
-        parent = grant.block.parent
-        assert parent is not None
-        if not parent.visible:
-            return Verdict.HIDDEN
-        group.show(grant.block)
-        return Verdict.VISIBLE
-
-    def _doom(self, grant: Grant) -> None:
-        """A block that hangs in the tree will not become visible: take it, and all below it, out of the index."""
-        group = grant.reservation.group
-        parent = grant.block.parent
-        for block in grant.block.subtree()[::-1]:
-            each = group.pending.pop(block.hash)
-            block.unlink()
-            block.pins = GONE
-            each.fate = Verdict.FAILED if each is grant else Verdict.ORPHANED
-            if each.ready:
-                # Its writers have all settled: nobody will come back for it.
-                self.counters["blocks_orphaned"] += 1
-                each.extent.busy += 1
-                self._give_back(each)
-        if parent is not None:
-            parent.account.enter(parent)
-
-    def _give_back(self, grant: Grant) -> None:
-        grant.block.account.bytes -= grant.reservation.group.slot_bytes
-        if grant.tainted_until:
-            self.quarantine.add(grant.tainted_until, grant.extent, grant.slot)
-        else:
-            grant.extent.busy -= 1
-            self.pool.give_back(grant.extent, grant.slot)
+        return self.writing.settle(session, request)
 
     def _held(self) -> Iterator[Block]:
         """Yield the ends of what is read or written now: leased blocks, and blocks that are not visible yet."""
@@ -480,9 +346,11 @@ class Cache:
     def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared:
         if request.namespace and request.namespace not in self._by_id:
             raise ClientError(f"no namespace {request.namespace!r}; there are: {', '.join(self._by_id) or 'none'}")
+        if self.room.frozen:
+            raise Unavailable("engines of before the restart are coming back, what they read is not known yet: try again")
         only = self._by_id.get(request.namespace)
         chosen = [each for each in self.shares.accounts if only is None or each.group.namespace == only.number]
-        return m.Cleared(request.id, self._room.clear(chosen))
+        return m.Cleared(request.id, self.room.clear(chosen))
 
     def stats(self, now: float) -> dict[str, Any]:
         """Return what `status` shows; see report.py."""

@@ -44,8 +44,18 @@ class Block(msgspec.Struct, gc=False, order=True):
     pins: int = 0
 
     @property
+    def generation(self) -> int:
+        """Of the slot that it lives in; 0 for a root."""
+        return int.from_bytes(self.ref[8:16], "little")
+
+    @property
     def visible(self) -> bool:
         return self.queued >= UNQUEUED
+
+    def unpin(self) -> None:
+        """Hold it once less; it may stand in the order again."""
+        self.pins -= 1
+        self.account.enter(self)
 
     def link(self, parent: Block) -> None:
         """Become the first child of `parent`."""

@@ -44,9 +44,9 @@ class Grant:
 
 
 class Reservation:
-    """The grants of one Reserve. `writers[shard]` is the session that may write that shard."""
+    """The grants of one Reserve. `writers[shard]` is the session that may write that shard; `crew` numbers them."""
 
-    __slots__ = ("created", "grants", "group", "id", "owner", "unsettled", "writers")
+    __slots__ = ("created", "crew", "grants", "group", "id", "owner", "unsettled", "writers")
 
     def __init__(self, number: int, group: Group, owner: int, writers: tuple[int, ...], created: float) -> None:
         self.id = number
@@ -54,6 +54,7 @@ class Reservation:
         self.owner = owner
         self.writers = writers
         self.created = created
+        self.crew = 0
         self.grants: list[Grant] = []
         self.unsettled = 0
 

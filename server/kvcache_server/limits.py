@@ -11,6 +11,7 @@ class Limits(msgspec.Struct, frozen=True):
     pin_quota: float = 0.25
     supersede_after: float = 2.0
     quarantine: float = 10.0
+    grace: float = 10.0
     namespace_floor: float = 0.0
     namespace_ceiling: float = 1.0
     max_sessions: int = 1024

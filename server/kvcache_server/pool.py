@@ -31,12 +31,14 @@ class Extent:
 
 
 class Pool:
-    """Hands out slots and takes them back. Generations never repeat within a region."""
+    """Hands out slots and takes them back. Generations never repeat within a region; ticks only grow."""
 
-    def __init__(self, rows: RegionRows, first_generation: int) -> None:
-        self._rows = rows
+    def __init__(self, rows: RegionRows, generation: int) -> None:
+        """`generation` is the last one given: a random one for a fresh region."""
+        self.rows = rows
+        self.tick = 0
         self._geometry = rows.geometry
-        self._generation = first_generation
+        self._generation = generation
         self._uncut = list(range(self._geometry.extents - 1, -1, -1))
         self._roomy: dict[int, list[Extent]] = {}  # by slot size: extents that may have a vacant slot
         self.extents: dict[int, Extent] = {}
@@ -80,20 +82,32 @@ class Pool:
         return self.take(slot_bytes)
 
     def place(self, extent: Extent, slot: int, block: Block) -> int:
-        """Let `block` live in the slot under a new generation, which it returns."""
+        """Let `block`, in use now, live in the slot under a new generation, which it returns."""
         self._generation = (self._generation + 1) & ((1 << 64) - 1)
+        self.tick = block.tick = extent.newest = self.tick + 1
         extent.blocks[slot] = block
         block.ref = SlotRef(extent.start + slot * extent.slot_bytes, self._generation, extent.generation).pack()
         return self._generation
 
     def give_back(self, extent: Extent, slot: int) -> None:
         """Make the slot FREE."""
-        self._rows.set_state(self.row(extent, slot), FREE)
+        self.rows.set_state(self.row(extent, slot), FREE)
         extent.blocks[slot] = None
         if not extent.vacant:
             self._roomy[extent.slot_bytes].append(extent)
         extent.vacant.append(slot)
         extent.used -= 1
+
+    def touch(self, block: Block) -> None:
+        """Note a use of `block`."""
+        self.tick = block.tick = self.tick + 1
+        self.note_tick(block).newest = self.tick
+
+    def note_tick(self, block: Block) -> Extent:
+        """Write the block's tick, which it may have from a child that is gone, into its row."""
+        extent, slot = self.locate(block)
+        self.rows.set_tick(self.row(extent, slot), block.tick)
+        return extent
 
     def uncut_extent(self, extent: Extent) -> None:
         """Give an empty extent up to whichever size asks next."""
@@ -107,14 +121,42 @@ class Pool:
         extent = self.extents[(offset - self._geometry.data_offset) // self._geometry.extent_bytes]
         return extent, (offset - extent.start) // extent.slot_bytes
 
+    def find(self, ref: SlotRef) -> Block | None:
+        """Return the block that `ref` was given for, or None where it lives there no more."""
+        inside = ref.offset - self._geometry.data_offset
+        extent = self.extents.get(inside // self._geometry.extent_bytes)
+        if extent is None:
+            return None
+        slot = (ref.offset - extent.start) // extent.slot_bytes
+        block = extent.blocks[slot] if 0 <= slot < len(extent.blocks) else None
+        return block if block is not None and block.ref == ref.pack() else None
+
     def row(self, extent: Extent, slot: int) -> int:
         """Return the byte offset of the slot's row."""
         return extent.rows + slot * SLOT_ROW
 
+    def adopt(self, index: int, slot_bytes: int, generation: int, slots: int) -> Extent:
+        """Take over an extent as an earlier daemon cut it; the caller fills `blocks` and counts who is busy."""
+        start, rows = self.rows.extent_start(index), self.rows.row_offset(index, 0)
+        extent = self.extents[index] = Extent(index, start, slot_bytes, slots, rows, generation)
+        return extent
+
+    def resume(self, generation: int) -> None:
+        """With all extents adopted and filled, go on after the last generation that an earlier daemon gave."""
+        self._generation = generation
+        self._uncut = [index for index in range(self._geometry.extents - 1, -1, -1) if index not in self.extents]
+        for extent in self.extents.values():
+            blocks = extent.blocks
+            extent.vacant = [slot for slot in range(len(blocks) - 1, -1, -1) if blocks[slot] is None]
+            extent.used = len(blocks) - len(extent.vacant)
+            roomy = self._roomy.setdefault(extent.slot_bytes, [])
+            if extent.vacant:
+                roomy.append(extent)
+
     def _cut(self, index: int, slot_bytes: int) -> Extent:
         self._generation = (self._generation + 1) & ((1 << 64) - 1)
-        slots = self._rows.cut(index, slot_bytes, self._generation)
-        start, rows = self._rows.extent_start(index), self._rows.row_offset(index, 0)
+        slots = self.rows.cut(index, slot_bytes, self._generation)
+        start, rows = self.rows.extent_start(index), self.rows.row_offset(index, 0)
         extent = Extent(index, start, slot_bytes, slots, rows, self._generation)
         self.extents[index] = extent
         return extent

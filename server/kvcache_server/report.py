@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcache_proto.region import FREE, READY, WRITING
+from kvcache_proto.region import DOOMED, FREE, READY, WRITING
 from kvcache_server.index import GONE, HIDDEN, UNQUEUED, Block, Group
 from kvcache_server.sessions import Namespace
 
@@ -27,7 +27,7 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
             "blocks": sum(len(group.visible) for group in groups),
             "blocks_writing": sum(not grant.ready for grant in pending),
             "blocks_hidden": sum(grant.ready for grant in pending),
-            "slots_quarantined": len(cache.quarantine),
+            "slots_quarantined": len(cache.writing.quarantine),
             "pinned_bytes": sum(engine.pinned for engine in cache.engines.values()),
         },
         "namespaces": [_namespace(cache, namespace) for namespace in cache.namespaces.values()],
@@ -120,7 +120,7 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
                         accounts[id(grant.block.account)] = (
                             accounts.get(id(grant.block.account), 0) + grant.extent.slot_bytes
                         )
-    quarantined = {(extent.index, slot) for extent, slot in cache.quarantine.slots()}
+    quarantined = {(extent.index, slot) for extent, slot in cache.writing.quarantine.slots()}
     for extent in cache.pool.extents.values():
         busy = 0
         for slot, block in enumerate(extent.blocks):
@@ -128,15 +128,19 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
             assert (block is None) == (slot in extent.vacant), "a slot both vacant and lived in"
             if key in quarantined or key in writing:
                 busy += 1
-                assert block is not None and row is not None and row.state == WRITING
+                assert block is not None and row is not None
+                assert row.state == (DOOMED if id(block) not in living else WRITING)
             elif block is not None:
                 assert id(block) in living, "a slot that nothing can free"
-                assert row is not None and row.state == READY and row.block_hash == block.hash
+                assert row is not None and row.state == READY and row.body.block_hash == block.hash
             else:
                 assert row is None or row.state == FREE
             if block is not None and id(block) in living:
                 assert row is not None
-                assert (row.parent_row, row.parent_generation) == cache.row_and_generation(block.parent)
+                assert block.parent is not None and row.parent == block.parent.generation
+                body, group = row.body, block.account.group
+                assert (body.namespace, body.group) == (group.namespace, group.number)
+                assert body.engine == cache.engines[block.account.engine].number
                 assert cache.pool.locate(block) == (extent, slot)
                 accounts[id(block.account)] = accounts.get(id(block.account), 0) + extent.slot_bytes
         assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"

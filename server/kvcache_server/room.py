@@ -21,6 +21,7 @@ class Room:
         self._shares = shares
         self._namespace_ceiling = int(namespace_ceiling * pool.capacity) if namespace_ceiling < 1 else 0
         self._counters = counters
+        self.frozen = False  # nothing is evicted while leases of an earlier life may not be restated yet
 
     def make(
         self, account: Account, parent: Block, held: Callable[[], Iterable[Block]]
@@ -43,7 +44,7 @@ class Room:
             else:
                 # A whole extent changes hands: not for the sake of a few slots, unless there is nothing to begin with.
                 worth = excess >= self._pool.extent_bytes or (excess > 0 and not account.bytes)
-                freed = worth and self._recut(victim.group.slot_bytes, [parent, *held()])
+                freed = worth and not self.frozen and self._recut(victim.group.slot_bytes, [parent, *held()])
             if freed:
                 place = self._pool.take(size)
                 if place is not None:
@@ -52,7 +53,7 @@ class Room:
 
     def evict(self, account: Account) -> bool:
         """Forget the coldest leaf of `account`; False where it has none that may go."""
-        block = account.pop_coldest()
+        block = None if self.frozen else account.pop_coldest()
         if block is None:
             return False
         self._evicted(block)
@@ -79,7 +80,10 @@ class Room:
 
     def _forget(self, block: Block) -> None:
         extent, slot = self._pool.locate(block)
+        parent = block.parent
         block.account.group.remove(block)
+        if parent is not None and parent.ref and parent.tick == block.tick:
+            self._pool.note_tick(parent)
         block.account.bytes -= extent.slot_bytes
         self._pool.give_back(extent, slot)
 

@@ -24,10 +24,12 @@ class Namespace:
 class Engine:
     """The sessions of one engine id, and what they hold together."""
 
-    __slots__ = ("accounts", "name", "pinned", "reservations", "sessions", "writers")
+    __slots__ = ("absent", "accounts", "name", "number", "pinned", "reservations", "sessions", "writers")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
         self.name = name
+        self.absent: set[int] = set()  # its sessions of the daemon's last life that have not come back
         self.sessions: dict[int, Session] = {}
         self.reservations: dict[int, Reservation] = {}
         self.accounts: dict[tuple[int, int], Account] = {}

@@ -11,7 +11,7 @@ import pytest
 
 from kvcache_client.region import Region
 from kvcache_proto.errors import RegionError
-from kvcache_proto.region import RegionRows, plan_geometry
+from kvcache_proto.region import RegionRows, RowBody, plan_geometry
 from kvcache_proto.types import PoolGeometry, SlotRef
 
 REGION_ID = bytes(range(16))
@@ -69,13 +69,13 @@ def test_current_says_of_every_reference_what_the_rows_say(formatted: int) -> No
         slots = region.rows.cut(extent, slot_bytes, generation=100 + extent)
         for slot in range(slots):
             generation = draw.getrandbits(63)
-            region.rows.open_row(region.rows.row_offset(extent, slot), generation, 1, 1, 0, 1, 0, 0, b"h" * 32)
+            region.rows.open_row(region.rows.row_offset(extent, slot), generation, 1, 0, RowBody(1, 0, b"h" * 32))
             refs.append(SlotRef(region.rows.extent_start(extent) + slot * slot_bytes, generation, 100 + extent))
     assert region.current(b"".join(ref.pack() for ref in refs)).all()
     for ref in draw.sample(refs, 300):  # new writers, and one extent cut anew
         extent = (ref.offset - GEOMETRY.data_offset) // GEOMETRY.extent_bytes
         slot = (ref.offset - region.rows.extent_start(extent)) // region.rows.extent_row(extent)[0]
-        region.rows.open_row(region.rows.row_offset(extent, slot), draw.getrandbits(63), 2, 1, 0, 1, 0, 0, b"n" * 32)
+        region.rows.open_row(region.rows.row_offset(extent, slot), draw.getrandbits(63), 2, 0, RowBody(1, 0, b"n" * 32))
     region.rows.cut(2, 8192, generation=7)
     odd = [0, 1, GEOMETRY.data_offset - 1, GEOMETRY.data_offset + 64, GEOMETRY.region_bytes, 1 << 63, (1 << 64) - 1]
     refs += [SlotRef(offset, draw.getrandbits(64), 100) for offset in odd]

@@ -5,13 +5,24 @@ from __future__ import annotations
 import struct
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache_proto import region
 from kvcache_proto.errors import RegionError
-from kvcache_proto.region import FREE, READY, SLOT_ROW, WRITING, RegionRows, plan_geometry, slot_size, slots_per_extent
+from kvcache_proto.region import (
+    FREE,
+    READY,
+    SLOT_ROW,
+    WRITING,
+    RegionRows,
+    RowBody,
+    plan_geometry,
+    slot_size,
+    slots_per_extent,
+)
 from kvcache_proto.types import PoolGeometry, SlotRef
 
 MIB = 1 << 20
@@ -31,8 +42,8 @@ def fresh(region_bytes: int = 10 * MIB, extent_bytes: int = 4 * MIB) -> tuple[by
     return buffer, rows
 
 
-def open_at(rows: RegionRows, row: int, generation: int = 11, parent_row: int = 0, block_hash: bytes = HASH) -> None:
-    rows.open_row(row, generation, 5, 3, 1, 42, parent_row, 0, block_hash)
+def open_at(rows: RegionRows, row: int, generation: int = 11, parent: int = 0, block_hash: bytes = HASH) -> None:
+    rows.open_row(row, generation, 5, parent, RowBody(3, 1, block_hash, 42))
 
 
 # The bytes.
@@ -46,7 +57,8 @@ def test_the_header_byte_by_byte() -> None:
     assert buffer[16:32] == ID
     assert words(buffer, 32, 4) == (10 * MIB, 4 * MIB, 2, 2 * MIB)
     assert words(buffer, 64, 1) == (zlib.crc32(buffer[8:64]),)
-    assert not any(buffer[72:])
+    assert words(buffer, 72, 1) == (2,)
+    assert not any(buffer[80:])
     rows.check_header()
 
 
@@ -60,12 +72,14 @@ def test_an_extent_row_and_a_slot_row_byte_by_byte() -> None:
 
     first, second = rows.row_offset(1, 0), rows.row_offset(1, 1)
     assert (first, second) == (end - 63 * 128, end - 62 * 128)
-    rows.open_row(second, 11, 5, 3, 1, 42, first, 10, HASH)
+    rows.open_row(second, 11, 5, 10, RowBody(3, 1, HASH, 42, 77, 6, 9, 4))
     rows.set_settled(second, 0b10)
-    body = struct.pack("<IHHQQQ", 3, 1, 32, 42, first, 10) + HASH
+    body = struct.pack("<IHHQQII", 3, 1, 32, 42, 77, 6, 9) + HASH + struct.pack("<IIQ", 4, 0, 0)
     assert words(buffer, second, 4) == (WRITING, 5, 0b10, 11)
-    assert buffer[second + 32 : second + 96] == body
-    assert words(buffer, second + 96, 4) == (0, 0, 0, zlib.crc32(struct.pack("<Q", 11) + body))
+    assert buffer[second + 32 : second + 112] == body
+    assert words(buffer, second + 112, 2) == (10, zlib.crc32(struct.pack("<Q", 11) + body))
+    rows.set_parent(second, 12)
+    assert words(buffer, second + 112, 1) == (12,)
 
 
 # The header.
@@ -93,7 +107,7 @@ def test_formatting_again_forgets_everything() -> None:
     open_at(rows, rows.row_offset(0, 0))
     rows.format()
     assert rows.extent_row(0) == (0, 0, 0, 0)
-    assert list(rows.rows()) == []
+    assert rows.read_row(rows.extent_start(0) + 4 * MIB - 128) is None
 
 
 # The cut.
@@ -135,29 +149,28 @@ def test_slots_and_their_rows_never_meet(block_bytes: int) -> None:
 # Rows.
 
 
+U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 32, 64))
+
+
 @given(
-    generation=st.integers(0, (1 << 64) - 1),
-    tick=st.integers(0, (1 << 64) - 1),
-    namespace=st.integers(0, (1 << 32) - 1),
-    group=st.integers(0, 15),
-    owner=st.integers(0, (1 << 64) - 1),
-    block_hash=st.binary(min_size=8, max_size=32),
-    settled=st.integers(0, (1 << 64) - 1),
+    *(U64, U64, U64, U64),
+    st.builds(RowBody, U32, U16, st.binary(min_size=8, max_size=32), U64, U64, U32, U32, U32),
 )
 def test_a_row_comes_back_as_it_was_written(
-    generation: int, tick: int, namespace: int, group: int, owner: int, block_hash: bytes, settled: int
+    generation: int, tick: int, settled: int, parent: int, body: RowBody
 ) -> None:
     _, rows = fresh(6 * MIB)
     rows.cut(0, 1 << 16, 1)
-    parent, row = rows.row_offset(0, 4), rows.row_offset(0, 5)
-    rows.open_row(row, generation, tick, namespace, group, owner, parent, 99, block_hash)
+    row = rows.row_offset(0, 5)
+    rows.open_row(row, generation, tick, parent, body)
     rows.set_settled(row, settled)
     found = rows.read_row(row)
-    assert found == (WRITING, generation, tick, settled, namespace, group, owner, parent, 99, block_hash)
+    assert found == (WRITING, generation, tick, settled, parent, body)
     rows.set_tick(row, 77)
+    rows.set_parent(row, 78)
     rows.set_state(row, READY)
     assert found is not None
-    assert rows.read_row(row) == found._replace(state=READY, tick=77)
+    assert rows.read_row(row) == found._replace(state=READY, tick=77, parent=78)
     rows.set_state(row, FREE)
     assert rows.read_row(row) is None
 
@@ -170,8 +183,8 @@ def test_a_torn_row_is_free(at: int, flip: int) -> None:
     open_at(rows, row)
     rows.set_state(row, READY)
     buffer[row + at] ^= flip
-    reserved = range(96, 120)
-    assert (rows.read_row(row) is None) == (at not in reserved)
+    alone = range(112, 120)  # the parent
+    assert (rows.read_row(row) is None) == (at not in alone)
 
 
 def test_a_state_that_is_none_is_free() -> None:
@@ -179,22 +192,36 @@ def test_a_state_that_is_none_is_free() -> None:
     rows.cut(0, 4096, 1)
     row = rows.row_offset(0, 0)
     open_at(rows, row)
-    struct.pack_into("<Q", buffer, row, 3)
+    struct.pack_into("<Q", buffer, row, 4)
     assert rows.read_row(row) is None
 
 
-def test_rows_yields_what_is_not_free() -> None:
-    _, rows = fresh()
+def test_the_fields_named_for_bulk_readers_are_those_of_the_row() -> None:
+    buffer, rows = fresh()
     rows.cut(0, 4096, 21)
-    rows.cut(1, 1 << 16, 22)
-    for extent, slot, generation in [(0, 3, 31), (1, 0, 32), (1, 2, 33)]:
-        open_at(rows, rows.row_offset(extent, slot), generation)
-    rows.set_state(rows.row_offset(1, 0), READY)
-    assert [(ref, at, row.state) for ref, at, row in rows.rows()] == [
-        (SlotRef(2 * MIB + 3 * 4096, 31, 21), rows.row_offset(0, 3), WRITING),
-        (SlotRef(6 * MIB, 32, 22), rows.row_offset(1, 0), READY),
-        (SlotRef(6 * MIB + 2 * 65536, 33, 22), rows.row_offset(1, 2), WRITING),
-    ]
+    row = rows.row_offset(0, 3)
+    rows.open_row(row, 31, 5, 10, RowBody(3, 1, HASH[:16], 42, 77, 6, 9, 4))
+    names, types, offsets = zip(*((name, *where) for name, where in region.ROW_FIELDS.items()), strict=True)
+    kind = np.dtype({"names": names, "formats": types, "offsets": offsets, "itemsize": SLOT_ROW})
+    (found,) = np.frombuffer(buffer, kind, 1, row)
+    body = (3, 1, 16, 42, 77, 6, 9)
+    fields = ("namespace", "group", "hash_bytes", "owner", "reservation", "position", "crew")
+    assert tuple(found[name] for name in fields) == body
+    assert tuple(found[name] for name in ("state", "tick", "settled", "generation")) == (WRITING, 5, 0, 31)
+    assert (found["engine"], found["parent"], found["hash"].tobytes()) == (4, 10, HASH[:16].ljust(32, b"\0"))
+    checked = buffer[row + region.CHECKED.start : row + region.CHECKED.stop]
+    assert found["check"] == zlib.crc32(checked)
+
+
+def test_what_a_daemon_finds_says_how_it_is_cut() -> None:
+    buffer, rows = fresh()
+    assert region.found_geometry(memoryview(buffer)) == rows.geometry
+    assert region.found_geometry(memoryview(bytearray(4096))) is None
+    for word, value, named in [(0, 1, "magic"), (1, 2, "format 2"), (4, 1, "checksum"), (9, 1, "rows of format 1")]:
+        buffer, _ = fresh()
+        struct.pack_into("<Q", buffer, 8 * word, value)
+        with pytest.raises(RegionError, match=named):
+            region.found_geometry(memoryview(buffer))
 
 
 # What a reader does.

@@ -204,7 +204,7 @@ class CacheMachine(RuleBasedStateMachine):
             with pytest.raises(BadArgument, match="shards is attached"):
                 self.ask_as(self.sessions[RANKS[0]], request)
             return
-        number = self.cache._last_reservation + 1
+        number = self.cache.writing.last_reservation + 1
         expected = self.model.reserve(number, path[:cut], run, self.now)
         reply = self.ask_as(self.sessions[RANKS[0]], request)
         assert [Refusal(answer) for answer in reply.answers] == expected
@@ -216,7 +216,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Reserve a whole chain and commit what is granted: the common way, which fills the pool and evicts."""
         self.reserve(path, 0)
         for number, position in self.unsettled():
-            if number == self.cache._last_reservation:
+            if number == self.cache.writing.last_reservation:
                 for shard in (0, 1):
                     self.commit(number, position, shard)
 
@@ -287,7 +287,7 @@ class CacheMachine(RuleBasedStateMachine):
         group = self.cache.namespaces[1].groups[0]
         assert {b.hash for b in group.visible.values()} == set(map(digest, self.model.visible))
         assert set(group.pending) == set(map(digest, self.model.current))
-        assert len(self.cache.quarantine) == len(self.model.quarantined)
+        assert len(self.cache.writing.quarantine) == len(self.model.quarantined)
 
 
 CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

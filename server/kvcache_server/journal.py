@@ -1,0 +1,170 @@
+"""What the daemon notes down so that the next one can read the region's rows: what numbers mean, and who is there. Pure.
+
+A record is one change; the book is what the records add up to. Rows name namespaces, engines, sessions and crews by
+number alone; a book without its region is nothing, nor is a region without its book.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+
+import msgspec
+
+from kvcache_proto.errors import RegionError
+from kvcache_proto.types import NamespaceSpec
+
+MAGIC = b"KVCSTAT1"
+_HEAD = struct.Struct("<II")  # bytes of the record, their CRC-32
+MAX_RECORD = 1 << 20
+
+
+class Began(msgspec.Struct, tag="began", array_like=True, frozen=True):
+    """A daemon's life began; `last` are the last numbers given: namespaces, engines, sessions, crews."""
+
+    region: bytes
+    life: int
+    last: tuple[int, int, int, int] = (0, 0, 0, 0)
+    daemon: str = ""
+
+
+class NamespaceMade(msgspec.Struct, tag="namespace", array_like=True, frozen=True):
+    number: int
+    spec: NamespaceSpec
+
+
+class NamespaceForgotten(msgspec.Struct, tag="namespace-gone", array_like=True, frozen=True):
+    number: int
+
+
+class EngineMade(msgspec.Struct, tag="engine", array_like=True, frozen=True):
+    number: int
+    name: str
+
+
+class EngineForgotten(msgspec.Struct, tag="engine-gone", array_like=True, frozen=True):
+    number: int
+
+
+class SessionOpened(msgspec.Struct, tag="session", array_like=True, frozen=True):
+    """`file` names the session file, which its client keeps locked; a later record of the number replaces this one."""
+
+    number: int
+    engine: str
+    label: str
+    token: bytes
+    file: str
+
+
+class SessionEnded(msgspec.Struct, tag="session-gone", array_like=True, frozen=True):
+    number: int
+
+
+class CrewMade(msgspec.Struct, tag="crew", array_like=True, frozen=True):
+    """`writers[shard]` is the session that writes it. A crew is forgotten with the last of its sessions."""
+
+    number: int
+    writers: tuple[int, ...]
+
+
+Record = (
+    Began
+    | NamespaceMade
+    | NamespaceForgotten
+    | EngineMade
+    | EngineForgotten
+    | SessionOpened
+    | SessionEnded
+    | CrewMade
+)
+_decoder = msgspec.msgpack.Decoder(Record)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Book:
+    """What the records add up to."""
+
+    def __init__(self, region: bytes, life: int = 1) -> None:
+        self.region = region
+        self.life = life
+        self.namespaces: dict[int, NamespaceSpec] = {}
+        self.engines: dict[int, str] = {}
+        self.sessions: dict[int, SessionOpened] = {}
+        self.crews: dict[int, tuple[int, ...]] = {}
+        self.last_namespace = self.last_engine = self.last_session = self.last_crew = 0
+
+    def apply(self, record: Record) -> None:
+        """Note one change."""
+        match record:
+            case Began():
+                self.region, self.life = record.region, record.life
+                self.last_namespace, self.last_engine, self.last_session, self.last_crew = record.last
+            case NamespaceMade():
+                self.namespaces[record.number] = record.spec
+                self.last_namespace = max(self.last_namespace, record.number)
+            case NamespaceForgotten():
+                self.namespaces.pop(record.number, None)
+            case EngineMade():
+                self.engines[record.number] = record.name
+                self.last_engine = max(self.last_engine, record.number)
+            case EngineForgotten():
+                self.engines.pop(record.number, None)
+            case SessionOpened():
+                self.sessions[record.number] = record
+                self.last_session = max(self.last_session, record.number)
+            case SessionEnded():
+                self.sessions.pop(record.number, None)
+                self.crews = {
+                    number: writers
+                    for number, writers in self.crews.items()
+                    if any(writer in self.sessions for writer in writers)
+                }
+            case CrewMade():
+                self.crews[record.number] = record.writers
+                self.last_crew = max(self.last_crew, record.number)
+
+    def records(self, daemon: str = "") -> Iterator[Record]:
+        """Yield the fewest records that add up to this book."""
+        last = (self.last_namespace, self.last_engine, self.last_session, self.last_crew)
+        yield Began(self.region, self.life, last, daemon)
+        for number, spec in self.namespaces.items():
+            yield NamespaceMade(number, spec)
+        for number, name in self.engines.items():
+            yield EngineMade(number, name)
+        yield from self.sessions.values()
+        for number, writers in self.crews.items():
+            yield CrewMade(number, writers)
+
+
+def pack(record: Record) -> bytes:
+    """Return the record as it stands in the file."""
+    packed = _encoder.encode(record)
+    return _HEAD.pack(len(packed), zlib.crc32(packed)) + packed
+
+
+def read(data: bytes) -> Book:
+    """Return the book that `data`, a whole state file, adds up to.
+
+    A record at the end that a killed daemon did not finish is left out: nobody was told of it. Raises RegionError where
+    it is no state file, or is torn before its end.
+    """
+    if not data.startswith(MAGIC):
+        raise RegionError("no state file: the magic is missing")
+    book, at = Book(b"", 0), len(MAGIC)
+    while len(data) - at >= _HEAD.size:
+        length, checksum = _HEAD.unpack_from(data, at)
+        end = at + _HEAD.size + length
+        packed = data[at + _HEAD.size : end]
+        if length > MAX_RECORD or (zlib.crc32(packed) != checksum and end < len(data)):
+            raise RegionError(f"torn state file: the record at byte {at} of {len(data)}")
+        if end > len(data) or zlib.crc32(packed) != checksum:
+            break
+        try:
+            book.apply(_decoder.decode(packed))
+        except msgspec.MsgspecError as error:
+            raise RegionError(f"state file of another version: the record at byte {at}: {error}") from None
+        at = end
+    if not book.life:
+        raise RegionError("torn state file: it does not say which region it belongs to")
+    return book

@@ -1,0 +1,293 @@
+"""The way in: who may write which slot, how each shard of it ends, and when the block is seen. Pure.
+
+Every change of a slot's row is written before the reply that tells of it, in an order that a daemon killed between two
+stores can be read from: a row is WRITING before anybody may write there, and DOOMED before a shard that failed counts
+as settled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import BadArgument, UnknownHandle
+from kvcache_proto.region import DOOMED, READY, RowBody
+from kvcache_proto.types import Outcome, Refusal, Verdict, check_hashes
+from kvcache_server.index import GONE, HIDDEN, Account, Block, Group
+from kvcache_server.journal import CrewMade, Record
+from kvcache_server.leases import Grant, Quarantine, Reservation
+from kvcache_server.limits import Limits
+from kvcache_server.pool import Pool
+from kvcache_server.room import Room
+from kvcache_server.sessions import Engine, Namespace, Session
+
+
+class Writing:
+    """Reservations and their settlement. `held()` yields the blocks that are read or written now."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        room: Room,
+        limits: Limits,
+        engines: Mapping[str, Engine],
+        held: Callable[[], Iterator[Block]],
+        journal: Callable[[Record], None],
+        counters: Counter[str],
+        refusals: Counter[str],
+    ) -> None:
+        self.quarantine = Quarantine()
+        self.crews: dict[tuple[int, ...], int] = {}
+        self.last_reservation = self.last_crew = 0
+        self._pool, self._rows, self._room = pool, pool.rows, room
+        self._limits, self._engines, self._held, self._journal = limits, engines, held, journal
+        self._counters, self._refusals = counters, refusals
+
+    # Reserve.
+
+    def reserve(self, session: Session, request: m.Reserve, account: Account, now: float) -> m.Reserved:
+        """Grant what may be granted of the request's runs. Raises BadArgument; nothing has changed then."""
+        namespace, group = session.group(request.namespace, request.group)
+        check_hashes([each for run in request.runs for each in run.hashes], group.hash_bytes)
+        for run in request.runs:
+            if not run.hashes:
+                raise BadArgument("a run without a hash")
+            chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
+            check_hashes(chain[:1], group.hash_bytes)
+            if len(set(chain)) != len(chain):
+                raise BadArgument("a hash occurs twice in one run")
+        writers = self._writers(session, namespace)
+        self.last_reservation += 1
+        reservation = Reservation(self.last_reservation, group, session.id, writers, now)
+        reservation.crew = self._crew(writers)
+        answers = bytearray()
+        for run in request.runs:
+            self._grant_run(reservation, account, run, answers, now)
+        for refusal, count in Counter(answers).items():
+            if refusal:
+                self._refusals[Refusal(refusal).name.lower()] += count
+        granted = reservation.grants
+        self._counters["blocks_reserved"] += len(granted)
+        if not granted:
+            return m.Reserved(request.id, 0, bytes(answers), b"")
+        reservation.unsettled = len(granted)
+        session.engine.reservations[reservation.id] = reservation
+        slots = b"".join([grant.block.ref for grant in granted])
+        return m.Reserved(request.id, reservation.id, bytes(answers), slots)
+
+    @staticmethod
+    def _writers(session: Session, namespace: Namespace) -> tuple[int, ...]:
+        shards = namespace.spec.shards
+        if len(session.attached[namespace.number][1]) == shards:
+            return (session.id,) * shards
+        writers = session.engine.writers[namespace.number]
+        if writers is None:
+            raise BadArgument(f"not every one of {shards} shards is attached by a session of {session.engine.name!r}")
+        return writers
+
+    def _crew(self, writers: tuple[int, ...]) -> int:
+        number = self.crews.get(writers)
+        if number is None:
+            number = self.crews[writers] = self.last_crew = self.last_crew + 1
+            self._journal(CrewMade(number, writers))
+        return number
+
+    def disband(self, session: int) -> None:
+        """Forget the crews that `session`, which has ended, was in: no new reservation has them."""
+        self.crews = {writers: number for writers, number in self.crews.items() if session not in writers}
+
+    def _grant_run(
+        self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray, now: float
+    ) -> None:
+        group = reservation.group
+        parent = group.root if run.parent is None else self._known(group, run.parent)
+        if parent is not None:
+            parent.pins += 1  # making room must not take the very block that the run hangs on
+        for block_hash in run.hashes:
+            if parent is None:
+                answers.append(Refusal.NO_PARENT)
+                continue
+            answer, block = self._grant(reservation, account, parent, block_hash, now)
+            answers.append(answer)
+            parent.unpin()
+            parent = block
+            if parent is not None:
+                parent.pins += 1
+        if parent is not None:
+            parent.unpin()
+
+    @staticmethod
+    def _known(group: Group, block_hash: bytes) -> Block | None:
+        pending = group.pending.get(block_hash)
+        return pending.block if pending is not None else group.visible.get(block_hash)
+
+    def _grant(
+        self, reservation: Reservation, account: Account, parent: Block, block_hash: bytes, now: float
+    ) -> tuple[Refusal, Block | None]:
+        """Answer for one hash below `parent`; the block, if there is one, is the parent of the next."""
+        group = reservation.group
+        block = group.visible.get(block_hash)
+        if block is not None:
+            self._pool.touch(block)
+            return Refusal.PRESENT, block
+        rival = group.pending.get(block_hash)
+        if rival is not None and (
+            rival.ready
+            or now - rival.reservation.created < self._limits.supersede_after
+            or parent.is_below(rival.block)  # no chain of hashes asks for this, and its children would form a circle
+        ):
+            return Refusal.IN_FLIGHT, rival.block
+        place = self._room.make(account, parent, self._held)
+        if isinstance(place, Refusal):
+            return place, None
+        extent, slot = place
+        block = Block(HIDDEN, 0, block_hash, b"", account)
+        generation = self._pool.place(extent, slot, block)
+        body = RowBody(
+            *(group.namespace, group.number, block_hash, reservation.owner, reservation.id),
+            *(len(reservation.grants), reservation.crew, self._engines[account.engine].number),
+        )
+        self._rows.open_row(self._pool.row(extent, slot), generation, block.tick, parent.generation, body)
+        block.link(parent)
+        if rival is not None:
+            self._supersede(rival, block)
+        grant = Grant(block, extent, slot, reservation)
+        group.pending[block_hash] = grant
+        reservation.grants.append(grant)
+        account.bytes += group.slot_bytes
+        extent.busy += 1
+        return Refusal.GRANTED, block
+
+    def _supersede(self, rival: Grant, block: Block) -> None:
+        """Let `block` take the place of one that is long in the writing; what hangs below it moves over."""
+        self._counters["blocks_superseded"] += 1
+        rival.fate = Verdict.SUPERSEDED
+        rival.block.unlink()
+        rival.block.pins = GONE
+        for child in rival.block.children():
+            child.unlink()
+            child.link(block)
+            self._rows.set_parent(self._pool.row(*self._pool.locate(child)), block.generation)
+        self._rows.set_state(self._pool.row(rival.extent, rival.slot), DOOMED)
+
+    # Settle.
+
+    def settle(self, session: Session, request: m.Settle) -> m.Settled:
+        """Note how shards ended. Raises UnknownHandle, BadArgument; nothing has changed then."""
+        if request.region != self._rows.geometry.region_id:
+            raise UnknownHandle("the reservation belongs to another region")
+        reservation = session.engine.reservations.get(request.reservation)
+        if reservation is None:
+            raise UnknownHandle(f"reservation {request.reservation}: settled, or of another engine")
+        count = len(reservation.writers)
+        for shard in request.shards:
+            if not 0 <= shard < count:
+                raise BadArgument(f"shard {shard}: 0 to {count - 1}")
+            if session.id != reservation.writers[shard] and not (
+                session.id == reservation.owner and request.outcome == Outcome.NEVER_STARTED
+            ):
+                raise BadArgument(f"shard {shard} is written by session {reservation.writers[shard]}")
+        if not request.shards or request.outcome not in list(Outcome):
+            raise BadArgument(f"shards {request.shards}, outcome {request.outcome}: at least one shard, 0 to 2")
+        grants = reservation.grants
+        positions = request.positions or range(len(grants))
+        if min(positions) < 0 or max(positions) >= len(grants) or len(set(positions)) != len(positions):
+            raise BadArgument(f"positions of {len(grants)} granted blocks, each once")
+        shards = sum(1 << shard for shard in set(request.shards))
+        verdict = Verdict.VISIBLE if request.outcome == Outcome.COMMITTED else Verdict.FAILED
+        self._counters[f"shards_{Outcome(request.outcome).name.lower()}"] += len(positions) * shards.bit_count()
+        return m.Settled(
+            request.id,
+            bytes(
+                [
+                    self._settle_shards(grants[position], shards & ~grants[position].settled, verdict)
+                    for position in positions
+                ]
+            ),
+        )
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Settle as never started what is unsettled: nobody was told that it was granted."""
+        for grant in list(reservation.grants):
+            if not grant.whole:
+                self._settle_shards(grant, reservation.all_shards & ~grant.settled, Verdict.FAILED)
+
+    def writer_gone(self, engine: Engine, session: int, now: float) -> None:
+        """Settle as dead the shards that `session`, which has ended, might be writing; they go into quarantine."""
+        for reservation in list(engine.reservations.values()):
+            written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
+            for grant in list(reservation.grants):
+                if dead := written & ~grant.settled:
+                    grant.tainted_until = now + self._limits.quarantine
+                    self._counters["shards_dead"] += dead.bit_count()
+                    self._settle_shards(grant, dead, Verdict.FAILED)
+
+    def tick(self, now: float) -> None:
+        """Free the slots whose quarantine is over."""
+        for extent, slot in self.quarantine.over(now):
+            extent.busy -= 1
+            self._pool.give_back(extent, slot)
+
+    def _settle_shards(self, grant: Grant, shards: int, verdict: Verdict) -> Verdict:
+        """Settle those shards of one grant; with the last one the grant becomes READY or is given back."""
+        if not shards:
+            self._counters["settled_twice"] += 1
+            if grant.fate is not None or not grant.whole:
+                return grant.fate or Verdict.PARTIAL
+            return Verdict.VISIBLE if grant.block.visible else Verdict.HIDDEN
+        group, reservation = grant.reservation.group, grant.reservation
+        if verdict is Verdict.FAILED and grant.fate is None:
+            # Whatever waits below it can never be reached by way of it.
+            self.doom(grant)
+        grant.settled |= shards
+        row = self._pool.row(grant.extent, grant.slot)
+        self._rows.set_settled(row, grant.settled)
+        if not grant.whole:
+            return grant.fate or Verdict.PARTIAL
+        reservation.unsettled -= 1
+        if not reservation.unsettled:
+            engine = grant.block.account.engine
+            self._engines[engine].reservations.pop(reservation.id, None)
+            reservation.grants = []  # each refers back to it, and the daemon never looks for circles among the old
+        if grant.fate is not None:
+            self._counters[f"blocks_{grant.fate.name.lower()}"] += 1
+            self._give_back(grant)
+            return grant.fate
+        self._counters["blocks_committed"] += 1
+        grant.ready = True
+        grant.extent.busy -= 1
+        self._rows.set_state(row, READY)
+        parent = grant.block.parent
+        assert parent is not None
+        if not parent.visible:
+            return Verdict.HIDDEN
+        group.show(grant.block)
+        return Verdict.VISIBLE
+
+    def doom(self, grant: Grant) -> None:
+        """A block that hangs in the tree will not become visible: take it, and all below it, out of the index."""
+        group = grant.reservation.group
+        parent = grant.block.parent
+        for block in grant.block.subtree()[::-1]:
+            each = group.pending.pop(block.hash)
+            block.unlink()
+            block.pins = GONE
+            each.fate = Verdict.FAILED if each is grant else Verdict.ORPHANED
+            if each.ready:
+                # Its writers have all settled: nobody will come back for it.
+                self._counters["blocks_orphaned"] += 1
+                each.extent.busy += 1
+                self._give_back(each)
+            else:
+                self._rows.set_state(self._pool.row(each.extent, each.slot), DOOMED)
+        if parent is not None:
+            parent.account.enter(parent)
+
+    def _give_back(self, grant: Grant) -> None:
+        grant.block.account.bytes -= grant.reservation.group.slot_bytes
+        if grant.tainted_until:
+            self.quarantine.add(grant.tainted_until, grant.extent, grant.slot)
+        else:
+            grant.extent.busy -= 1
+            self._pool.give_back(grant.extent, grant.slot)
