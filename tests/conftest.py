@@ -32,8 +32,9 @@ class Daemon:
         self.endpoint = str(flags.pop("endpoint", f"ipc://{folder}/kv.sock"))
         self.log_path = folder / f"daemon-{len(list(folder.glob('daemon-*.log')))}.log"
         self.region_dir = str(flags.get("region_dir", "/dev/shm"))
-        options = {"endpoint": self.endpoint, "size": "64MiB", "lock": "never", **flags}
-        self.command = [sys.executable, "-m", "kvcache_server", "serve"]
+        fresh = ["--fresh"] if flags.pop("fresh", False) else []
+        options = {"endpoint": self.endpoint, "size": "64MiB", "lock": "never", "keep": "false", **flags}
+        self.command = [sys.executable, "-m", "kvcache_server", "serve", *fresh]
         for name, value in options.items():
             self.command += [f"--{name.replace('_', '-')}", str(value)]
         with self.log_path.open("wb") as log:

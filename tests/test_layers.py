@@ -26,14 +26,16 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache_server": [
         {"", "doctor.table", "ghosts", "limits"},
-        {"index"},
+        {"index", "journal"},
         {"pool", "shares"},
         {"leases"},
         {"sessions", "room"},
-        {"report"},
+        {"report", "writing"},
         {"cache"},
+        {"recovery"},
         {"config", "logs", "admin", "doctor.child"},
-        {"memory", "door", "doctor.software"},
+        {"memory", "door", "locks", "statefile", "doctor.software"},
+        {"opening"},
         {"service", "bench", "demo_engine", "doctor.endpoint", "doctor.host"},
         {"demo", "doctor"},
         {"cli"},
@@ -61,6 +63,7 @@ PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings"},
     "kvcache_server": {
         *("ghosts", "limits", "index", "pool", "shares", "leases", "sessions", "room", "report", "cache"),
+        *("journal", "writing", "recovery"),
         "doctor.table",
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "devices.spans", "devices.tuning"},
@@ -75,7 +78,7 @@ WORLD = {
 
 THIRD_PARTY = {
     "kvcache_proto": {"msgspec"},
-    "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli"},
+    "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy"},
     "kvcache_client": {"msgspec", "zmq", "numpy"},
 }
 # Modules that run inside an engine only, or look for what it brings, and so may use it.

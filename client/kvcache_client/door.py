@@ -40,11 +40,19 @@ class Door(NamedTuple):
         return False
 
 
-def knock(endpoint: str, engine: str, label: str, timeout: float, interrupt: int | None = None) -> Door:
+def knock(
+    endpoint: str,
+    engine: str,
+    label: str,
+    timeout: float,
+    interrupt: int | None = None,
+    last: Welcome | None = None,
+) -> Door:
     """Say Hello at the door of `endpoint` and return it open, within `timeout` seconds.
 
-    Raises ConfigError for an unusable endpoint, Unavailable where nobody answers in time or `interrupt`, a descriptor,
-    turned readable, NotPermitted where the door may not be opened, VersionMismatch, and what else the daemon answers.
+    `last` is the welcome of a session whose daemon went away: it asks to go on. Raises ConfigError for an unusable
+    endpoint, Unavailable where nobody answers in time or `interrupt`, a descriptor, turned readable, NotPermitted where
+    the door may not be opened, VersionMismatch, and what else the daemon answers.
     """
     path = door_path(endpoint)
     until = time.monotonic() + timeout
@@ -54,7 +62,8 @@ def knock(endpoint: str, engine: str, label: str, timeout: float, interrupt: int
     received: list[int] = []
     try:
         _connect(connection, path)
-        hello = encode(Hello(PROTOCOL_VERSION, engine, label, f"python/{__version__}"))
+        resume, secret = (last.session, last.token) if last else (0, b"")
+        hello = encode(Hello(PROTOCOL_VERSION, engine, label, f"python/{__version__}", resume, secret))
         connection.sendall(_LENGTH.pack(len(hello)) + hello)
         welcome = _check(decode_door(_read_frame(connection, received, until, interrupt)))
         if len(received) != _DESCRIPTORS:

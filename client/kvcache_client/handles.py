@@ -122,6 +122,7 @@ class Namespace:
         self, group: int, hashes: Sequence[bytes], link: Link | None, reply: Reply | None, reason: str
     ) -> Reservation:
         if isinstance(reply, Reserved):
+            self._hear(link, reply)
             reservation = Reservation(self, group, len(hashes), link, reply)
         else:
             if reply is None:
@@ -135,9 +136,15 @@ class Namespace:
 
     def _return_reservation(self, link: Link | None, late: Reply | None) -> None:
         if isinstance(late, Reserved):
+            self._hear(link, late)
             self.session.count("late_reserves")
             if late.reservation:
                 self._settle(link, late.reservation, Outcome.NEVER_STARTED, (), range(self.spec.shards), None)
+
+    @staticmethod
+    def _hear(link: Link | None, reply: Reserved) -> None:
+        if link is not None:
+            link.heard = max(link.heard, reply.reservation)
 
     # Settlements.
 
@@ -157,10 +164,10 @@ class Namespace:
             positions: which of the granted slots, 0 to len(granted) - 1; none means all.
             region_id: the region that was written to; where the session has another one by now, nothing is sent.
             then: gets the verdicts, one a settled slot, on some thread; never called where the session ends first.
-        Verdicts are counted; a refusal is counted and logged.
+        While the daemon is away it is kept for the next one. Verdicts are counted; a refusal is counted and logged.
         """
         forks.check(self.session.owner)
-        link = self.session.link
+        link = self.session.link or self.session.away
         if link is not None and region_id is not None and region_id != link.region.id:
             self.session.count("settles_of_another_region")
             return
@@ -180,7 +187,7 @@ class Namespace:
             if verdicts and then is not None:
                 then(verdicts)
 
-        self.session.post(link, _settlement(link, reservation, outcome, positions, shards), "stale_settles", settled)
+        self.session.settle(link, _settlement(link, reservation, outcome, positions, shards), settled)
 
     def _commit(self, reservation: Reservation, shards: Sequence[int] | None) -> list[Verdict]:
         forks.check(self.session.owner)
@@ -188,10 +195,13 @@ class Namespace:
         reservation._open = False
         request = _settlement(link, reservation.id, Outcome.COMMITTED, (), chosen)
         if link is None or link is not self.session.link or not self.session.up:
-            # Not to be lost on a daemon that is only slow: sent all the same, and not waited for.
-            self.session.post(link, request, "stale_settles", self._verdicts)
+            # Not to be lost on a daemon that is slow or away: sent all the same, and not waited for.
+            self.session.settle(link, request, self._verdicts)
             return []
-        reply = self.session.call(link, request, self._verdicts)
+        channel = link.channel
+        reply = self.session.call(
+            link, request, lambda late: self.session.settled(link, channel, request, self._verdicts, late)
+        )
         if isinstance(reply, Error):
             self._refused(reply, "settles_refused")
             return []

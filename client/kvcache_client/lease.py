@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcache_client.slots import Slot, unpack_slots
 from kvcache_proto.messages import Release
-from kvcache_proto.types import GroupSpec
+from kvcache_proto.types import REF_BYTES, GroupSpec
 
 if TYPE_CHECKING:
     from kvcache_client.link import Link
@@ -49,6 +49,8 @@ class Lease:
         self.id, self.hits, self.pending, self.packed, self.failed = lease, hits, pending, packed, failed
         self.withheld = withheld
         self.region_id = link.region.id if link and hits else b""
+        if lease and link is not None:
+            link.leases[lease] = packed[-REF_BYTES:]
 
     @property
     def slots(self) -> list[Slot]:
@@ -63,6 +65,7 @@ class Lease:
         nothing."""
         lease, self.id = self.id, 0
         if lease and self._link is not None:
+            self._link.leases.pop(lease, None)
             self._session.post(self._link, Release(0, b"", [lease]), "stale_releases")
 
     def __enter__(self) -> Lease:

@@ -1,32 +1,57 @@
-"""One life of a session: from a welcome at the door to the door's end.
+"""One session at the daemon: from its first welcome at the door on, under the next daemon, too, if that knows it.
 
-After a restart of the daemon the session has another link; what was given under the old one is void.
+If it does not, the session has another link, and what was given under the old one is void.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcache_client import forks
 from kvcache_client.channel import Channel
 from kvcache_client.door import Door
 from kvcache_client.region import Region
+from kvcache_proto.messages import Reply, Settle
 
 if TYPE_CHECKING:
     from kvcache_client.handles import Namespace
 
 
+class Debt(NamedTuple):
+    """A settlement that the daemon has not answered, and who hears the answer."""
+
+    settle: Settle
+    answer: Callable[[Reply | None], object]
+
+
 class Link:
-    """What one welcome gave: an open door, a channel, a region, and the daemon's numbers of the namespaces."""
+    """What a welcome gave: an open door, a channel, a region, and the daemon's numbers; and what was given since.
+
+    Attributes:
+        leases: the reference of the last block of each lease that is held, by the lease's number.
+        heard: the highest reservation that the daemon's answers named.
+        owed: settlements that a daemon which is gone may not have seen; the next one gets them.
+    """
 
     def __init__(self, door: Door, channel: Channel, region: Region) -> None:
         self.door = door
         self.channel = channel
         self.region = region
         self.namespaces: dict[Namespace, int] = {}
+        self.leases: dict[int, bytes] = {}
+        self.heard = 0
+        self.owed: deque[Debt] = deque()
+
+    def go_on(self, door: Door, channel: Channel) -> None:
+        """Be the same session behind another door."""
+        old, self.door, self.channel = self.door, door, channel
+        self.namespaces.clear()
+        forks.close(old.lock)  # the new one says that we live
 
     def close(self) -> None:
-        """End the session. The lock stays until `unlock`: copies may be under way, and it says that we live."""
+        """Leave. The lock stays until `unlock`: copies may be under way, and it says that we live."""
         self.channel.close()
         forks.close(self.door.connection)
 

@@ -25,12 +25,27 @@ from kvcache_client.channel import Channel, Handler, Numbered
 from kvcache_client.counters import Counters
 from kvcache_client.door import Door, knock
 from kvcache_client.handles import Namespace
-from kvcache_client.link import Link
+from kvcache_client.link import Debt, Link
 from kvcache_client.region import Region
 from kvcache_client.slots import Slot
 from kvcache_proto.endpoint import check_endpoint, default_endpoint, socket_path
 from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable, from_wire
-from kvcache_proto.messages import Attach, Attached, Clear, Cleared, Detach, Error, Ping, Pong, Reply, Report, Stats
+from kvcache_proto.messages import (
+    Attach,
+    Attached,
+    Clear,
+    Cleared,
+    Detach,
+    Error,
+    Ping,
+    Pong,
+    Reply,
+    Report,
+    Restate,
+    Restated,
+    Settle,
+    Stats,
+)
 from kvcache_proto.types import NamespaceSpec
 
 logger = logging.getLogger("kvcache_client")
@@ -63,7 +78,7 @@ class Session:
         self._namespaces: list[Namespace] = []
         self._region_callbacks: list[Callable[[Region], None]] = []
         self._change = threading.RLock()  # held by who changes region or link, or attaches
-        self._left: list[Link] = []  # ended, and still locked until there is another
+        self.away: Link | None = None  # the link whose daemon is gone, locked until there is another
         self._why = "not connected yet"
         self._told: set[tuple[str, str]] = set()
         self._closing = False
@@ -261,6 +276,40 @@ class Session:
             return False
         return True
 
+    def settle(self, link: Link | None, request: Settle, answer: Handler) -> None:
+        """Send a settlement; while the daemon is away it is kept, for the next one to hear of it."""
+        if self.owner != forks.current():
+            return
+        channel = link.channel if link is not None and link is self.link else None
+
+        def settled(reply: Reply | None) -> None:
+            self.settled(link, channel, request, answer, reply)
+
+        if channel is None or not channel.post(request, settled):
+            settled(None)
+
+    def settled(
+        self, link: Link | None, channel: Channel | None, request: Settle, answer: Handler, reply: Reply | None
+    ) -> None:
+        """Take the answer to a settlement. Without one, from a daemon that is gone, it is owed to the next."""
+        if reply is not None or link is None or (channel is not None and not channel.closed):
+            answer(reply)
+        elif link in (self.link, self.away) and not self._closing:
+            link.owed.append(Debt(request, answer))
+            self._pay(link)
+        else:
+            self._counters.add("stale_settles")
+
+    def _pay(self, link: Link) -> None:
+        """Send what is owed, where its session goes on."""
+        while link.owed and link is self.link:
+            try:
+                debt = link.owed.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self._counters.add("settles_sent_again")
+            self.settle(link, debt.settle, debt.answer)
+
     def pump(self) -> None:
         """Take in what has arrived; never waits."""
         link = self.link
@@ -334,22 +383,39 @@ class Session:
 
     def _establish(self, interrupt: int | None = None) -> None:
         """Knock, map, attach what was attached before. Raises what `connect` raises; then nothing has changed."""
-        door = knock(self.endpoint, self.engine, self.label, self.connect_timeout, interrupt)
+        last = self.away.door.welcome if self.away is not None else None
+        door = knock(self.endpoint, self.engine, self.label, self.connect_timeout, interrupt, last)
         with self._change:
             link = self._enter(door)
             try:
                 self._adopt_region(link.region)
                 for namespace in self._namespaces:
                     self._attach_again(link, namespace)
+                if link is self.away:
+                    self._restate(link)
             except BaseException:
                 link.close()
-                link.unlock()
+                if link is not self.away:
+                    link.unlock()
                 raise
             self.link = link
-        self._unlock()
+        if link is self.away:
+            self.away = None
+        else:
+            self._unlock()
+        self._pay(link)
         self._backoff.reset()
         self._breaker.answered()
-        logger.info("connected to the daemon at %s as %r, session %d", self.endpoint, self.engine, door.welcome.session)
+        how = "again connected" if door.welcome.resumed else "connected"
+        logger.info("%s to the daemon at %s as %r, session %d", how, self.endpoint, self.engine, door.welcome.session)
+
+    def _restate(self, link: Link) -> None:
+        """Say what we hold, for the daemon is another one: leases, and the reservations that we were told of."""
+        leases = list(link.leases.items())
+        lost = self._ask(Restate(0, b"", link.heard, leases), Restated, link).lost
+        self._counters.add("sessions_resumed")
+        self._counters.add("leases_restated", len(leases) - len(lost))
+        self._counters.add("leases_lost", len(lost))
 
     def _enter(self, door: Door) -> Link:
         geometry, token = door.welcome.geometry, door.welcome.token
@@ -365,6 +431,9 @@ class Session:
             raise
         finally:
             forks.close(door.region)
+        if door.welcome.resumed and self.away is not None and self.away.region is region:
+            self.away.go_on(door, channel)
+            return self.away
         return Link(door, channel, region)
 
     def _adopt_region(self, region: Region) -> None:
@@ -403,15 +472,21 @@ class Session:
         if link is None:
             return
         self._why = f"the session with the daemon at {self.endpoint} ended: {why}"
-        self._left.append(link)
+        if self._closing:
+            link.unlock()  # nothing is under way any more: the daemon need not ask whether we live
+        else:
+            self.away = link
         link.close()
         if not self._closing:
             self._counters.add("links_lost")
             logger.warning("%s; lookups miss until it is back", self._why)
 
     def _unlock(self) -> None:
-        while self._left:
-            self._left.pop().unlock()
+        """Give up the session of a daemon that is gone: another one has taken its place, or we end."""
+        away, self.away = self.away, None
+        if away is not None:
+            self._counters.add("stale_settles", len(away.owed))
+            away.unlock()
 
     # The keeper.
 

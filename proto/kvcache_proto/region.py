@@ -48,10 +48,21 @@ _BODY = struct.Struct("=QIHHQQII32sI12x")
 CHECKED = range(_S_GENERATION * WORD, _S_PARENT * WORD)  # bytes of a row under its checksum
 # Where a row's fields lie, for who reads many rows at once: name -> (numpy's type, byte).
 ROW_FIELDS = {
-    **{"state": ("<u8", 0), "tick": ("<u8", 8), "settled": ("<u8", 16), "generation": ("<u8", 24)},
-    **{"namespace": ("<u4", 32), "group": ("<u2", 36), "hash_bytes": ("<u2", 38), "owner": ("<u8", 40)},
-    **{"reservation": ("<u8", 48), "position": ("<u4", 56), "crew": ("<u4", 60), "hash": ("V32", 64)},
-    **{"engine": ("<u4", 96), "parent": ("<u8", 112), "check": ("<u8", 120)},
+    "state": ("<u8", 0),
+    "tick": ("<u8", 8),
+    "settled": ("<u8", 16),
+    "generation": ("<u8", 24),
+    "namespace": ("<u4", 32),
+    "group": ("<u2", 36),
+    "hash_bytes": ("<u2", 38),
+    "owner": ("<u8", 40),
+    "reservation": ("<u8", 48),
+    "position": ("<u4", 56),
+    "crew": ("<u4", 60),
+    "hash": ("V32", 64),
+    "engine": ("<u4", 96),
+    "parent": ("<u8", 112),
+    "check": ("<u8", 120),
 }
 
 
@@ -212,13 +223,17 @@ class RegionRows:
         return self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_ROWS] + slot * SLOT_ROW
 
     def open_row(self, row: int, generation: int, tick: int, parent: int, body: RowBody) -> None:
-        """Make a FREE row WRITING. State and generation go first: a reader of the old block sees that it is gone."""
+        """Make a FREE row WRITING.
+
+        The generation goes first: a reader of the old block sees that it is gone, and from then to the last store the
+        checksum fails, so that a row that was not finished is FREE.
+        """
         w, at = self._words, row // WORD
-        w[at + _S_STATE] = WRITING
         w[at + _S_GENERATION] = generation
         w[at + _S_TICK] = tick
         w[at + _S_SETTLED] = 0
         w[at + _S_PARENT] = parent
+        w[at + _S_STATE] = WRITING
         namespace, group, block_hash, owner, reservation, position, crew, engine = body
         fields = (namespace, group, len(block_hash), owner, reservation, position, crew, block_hash, engine)
         checked = _BODY.pack(generation, *fields)

@@ -15,7 +15,7 @@ from kvcache_proto import __version__
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, decode_reply, encode
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, from_wire
-from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Hello, Ping, Request, Stats, Welcome
+from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome
 
 ENGINE = "kvcache-server"
 _LENGTH = struct.Struct("<I")
@@ -72,10 +72,14 @@ class Admin:
         blocks: int = self.ask(Clear(0, b"", namespace)).blocks
         return blocks
 
-    def ping(self) -> bool:
-        """Return whether the daemon is draining."""
-        draining: bool = self.ask(Ping(0, b"")).draining
-        return draining
+    def ping(self) -> None:
+        """Return once the daemon has answered."""
+        self.ask(Ping(0, b""))
+
+    def fence_off(self, session: int) -> int:
+        """Give up a session that lives and does not come back; return how many of its reservations ended."""
+        reservations: int = self.ask(Fence(0, b"", session)).reservations
+        return reservations
 
     def ask(self, request: Request) -> Any:
         """Return the reply to `request`, whose id and token are filled in. Raises what the daemon answers."""

@@ -56,7 +56,7 @@ class Cache:
         self.namespaces: dict[int, Namespace] = {}
         self.engines: dict[str, Engine] = {}
         self.sessions: dict[int, Session] = {}
-        self.absent: dict[int, Engine] = {}  # sessions of the last life, locked still, that have not come back
+        self.absent: dict[int, Engine] = {}  # sessions without a door whose processes may live
         self.awaited: set[int] = set()  # sessions of the last life that have not restated what they hold
         self.grace_until = 0.0
         self.refusals: Counter[str] = Counter()
@@ -97,13 +97,13 @@ class Cache:
         """Return the number of a new session of `engine`. Raises BadArgument, NotPermitted at the limit."""
         if not 1 <= len(engine) <= MAX_NAME or len(label) > MAX_NAME:
             raise BadArgument(f"engine id of {len(engine)}, label of {len(label)} characters: 1 and 0 to {MAX_NAME}")
-        if len(self.sessions) >= self.limits.max_sessions:
+        if len(self.sessions) + len(self.absent) >= self.limits.max_sessions:
             raise NotPermitted(f"{len(self.sessions)} sessions are open: max_sessions is {self.limits.max_sessions}")
         self.last_session += 1
         return self._enter(self.last_session, self.engine(engine), label, now)
 
     def resume_session(self, session: int, label: str, now: float) -> None:
-        """Let an absent session of the daemon's last life go on. Raises UnknownHandle where it is none."""
+        """Let an absent session go on, without its leases yet. Raises UnknownHandle where it is none."""
         engine = self.absent.pop(session, None)
         if engine is None:
             raise UnknownHandle(f"session {session} is none that could come back")
@@ -124,21 +124,26 @@ class Cache:
             self._journal(EngineMade(self.last_engine, name))
         return self.engines[name]
 
-    def end_session(self, session: int, now: float) -> None:
-        """End all that the session held: leases at once; shards that it might be writing are dead, in quarantine.
+    def leave_session(self, session: int) -> None:
+        """End the session's leases: its door has closed. What it may be writing stays its own, for it may live."""
+        left = self.sessions.pop(session)
+        engine = left.engine
+        del engine.sessions[session]
+        for lease in list(left.leases):
+            self._end_lease(left, lease)
+        for namespace, _ in left.attached.values():
+            engine.note_writers(namespace)
+        self.awaited.discard(session)
+        self.absent[session] = engine
+        engine.absent.add(session)
 
-        Also of an absent one whose process has ended, or that is fenced off.
-        """
-        ended = self.sessions.pop(session, None)
-        engine = self.absent.pop(session) if ended is None else ended.engine
+    def end_session(self, session: int, now: float) -> None:
+        """End all that the session held, for its process is gone: what it might be writing goes into quarantine."""
+        if session in self.sessions:
+            self.leave_session(session)
+        engine = self.absent.pop(session)
         engine.absent.discard(session)
         self.awaited.discard(session)
-        if ended is not None:
-            del engine.sessions[session]
-            for lease in list(ended.leases):
-                self._end_lease(ended, lease)
-            for namespace, _ in ended.attached.values():
-                engine.note_writers(namespace)
         self.writing.writer_gone(engine, session, now)
         self.writing.disband(session)
         self._journal(SessionEnded(session))
@@ -175,16 +180,15 @@ class Cache:
         self.grace_until = now + self.limits.grace
 
     def _restate(self, session: Session, request: m.Restate, now: float) -> m.Restated:
-        """Take back what a session of the last life holds: its leases, and of its reservations those it has heard of."""
+        """Take back what a resumed session holds: its leases, and of its reservations those that it has heard of."""
         for reservation in list(session.engine.reservations.values()):
-            old = reservation.id >> LIFE_SHIFT < self.life
-            if old and reservation.owner == session.id and reservation.id > request.heard:
+            if reservation.owner == session.id and reservation.id > request.heard:
                 self.writing.abandon(reservation)
                 self.counters["reservations_unheard"] += 1
         lost = []
         for number, ref in request.leases:
             block = self.pool.find(SlotRef.unpack(ref)) if len(ref) == REF_BYTES else None
-            if block is None or not block.visible or number in session.leases or number >> LIFE_SHIFT >= self.life:
+            if block is None or not block.visible or number in session.leases or number > self._last_lease:
                 lost.append(number)
                 continue
             size = sum(1 for _ in block.ancestors()) * block.account.group.slot_bytes
@@ -200,8 +204,7 @@ class Cache:
             there = "it is attached: end its process" if request.session in self.sessions else "there is none"
             raise ClientError(f"session {request.session} cannot be fenced off: {there}")
         held = sum(
-            request.session in reservation.writers
-            for reservation in self.absent[request.session].reservations.values()
+            request.session in reservation.writers for reservation in self.absent[request.session].reservations.values()
         )
         self.end_session(request.session, now)
         self.counters["sessions_fenced"] += 1
@@ -347,7 +350,7 @@ class Cache:
         if request.namespace and request.namespace not in self._by_id:
             raise ClientError(f"no namespace {request.namespace!r}; there are: {', '.join(self._by_id) or 'none'}")
         if self.room.frozen:
-            raise Unavailable("engines of before the restart are coming back, what they read is not known yet: try again")
+            raise Unavailable("engines are coming back after a restart, what they read is not known yet: try again")
         only = self._by_id.get(request.namespace)
         chosen = [each for each in self.shares.accounts if only is None or each.group.namespace == only.number]
         return m.Cleared(request.id, self.room.clear(chosen))

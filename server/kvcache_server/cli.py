@@ -18,7 +18,7 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (ConfigError, 2, "a flag, a file or a variable that cannot be used"),
     (EndpointTaken, 3, "another daemon serves the endpoint"),
     (Unavailable, 4, "no daemon there"),
-    (RegionError, 5, "the region is too large for this host"),
+    (RegionError, 5, "the region is too large for this host, or the last daemon's cannot be trusted"),
     (NotPermitted, 6, "no permission"),
 )
 _LATER = {"bench": "kvcache_server.bench", "demo": "kvcache_server.demo", "doctor": "kvcache_server.doctor"}
@@ -64,13 +64,14 @@ def _flags(command: click.Command) -> click.Command:
 
 @commands.command()
 @click.option("--config", "path", metavar="FILE", help="TOML file; KVCACHE_* variables and flags override it.")
-def serve(path: str | None, **flags: Any) -> None:
-    """Run the daemon in the foreground, until SIGTERM or Ctrl-C."""
+@click.option("--fresh", is_flag=True, help="Discard the region that the last daemon left, and begin empty.")
+def serve(path: str | None, fresh: bool, **flags: Any) -> None:
+    """Run the daemon in the foreground, until SIGTERM or Ctrl-C. It finds again what the last one cached."""
     from kvcache_server import logs, service
 
     config = load(path, flags=flags)
     logs.set_up(config.log_level, config.log_format)
-    service.serve(config, _progress_bar() if sys.stderr.isatty() and config.log_format == "text" else None)
+    service.serve(config, fresh, _progress_bar() if sys.stderr.isatty() and config.log_format == "text" else None)
 
 
 _flags(serve)
@@ -119,10 +120,46 @@ def clear(endpoint: str | None, namespace: str) -> None:
         click.echo(f"cleared {admin.clear(namespace):,} blocks")
 
 
+@commands.group()
+def session() -> None:
+    """What an operator may do about one session; `status` lists them."""
+
+
+@session.command("fence-off")
+@_endpoint_option
+@click.argument("number", type=int)
+def fence_off(endpoint: str | None, number: int) -> None:
+    """Give up session NUMBER, which is away and keeps slots that it may be writing.
+
+    For a process that is stuck and will never write again: what it writes after this, it writes into others' blocks.
+    """
+    from kvcache_server.admin import Admin
+
+    with Admin(endpoint or default_endpoint(), "fence-off") as admin:
+        click.echo(f"session {number} is fenced off: {admin.fence_off(number):,} reservations ended")
+
+
+@commands.command()
+@click.option("--config", "path", metavar="FILE", help="As for serve.")
+@_endpoint_option
+@click.option("--region-dir", metavar="FOLDER", help="As for serve.")
+def discard(path: str | None, endpoint: str | None, region_dir: str | None) -> None:
+    """Free the memory of a daemon that has stopped: its cached blocks are gone then."""
+    from kvcache_server.door import EndpointLock
+    from kvcache_server.opening import discard as remove
+
+    config = load(path, flags={"endpoint": endpoint, "region_dir": region_dir})
+    lock = EndpointLock(config.endpoint)
+    try:
+        click.echo("discarded" if remove(config) else f"nothing is there of a daemon at {config.endpoint}")
+    finally:
+        lock.release()
+
+
 def describe(stats: dict[str, Any]) -> str:
     """Return the figures of `status` for people."""
     daemon, pool = stats["daemon"], stats["pool"]
-    age = _age(daemon["uptime_s"]) + (", draining" if daemon["draining"] else "")
+    age = _age(daemon["uptime_s"])
     lines = [
         f"kvcache-server {daemon['version']}, pid {daemon['pid']}, {daemon['endpoint']}, up {age}",
         f"pool        {format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used, "
@@ -163,6 +200,12 @@ def describe(stats: dict[str, Any]) -> str:
             for session in stats["sessions"]
         ],
     )
+    if stats["away"]:
+        lines.append("")
+        lines += _table(
+            ("away", "engine", "reservations"),
+            [(str(each["id"]), each["engine"], str(each["reservations"])) for each in stats["away"]],
+        )
     return "\n".join(lines)
 
 

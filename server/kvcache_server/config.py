@@ -76,6 +76,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "always", "never"],
         _doc("Lock the region into memory: `auto` tries and says why not, `always` does not start without."),
     ] = "auto"
+    keep: Annotated[
+        bool,
+        _doc("Leave the region in memory at the end, for the next daemon to find its blocks; false removes it."),
+    ] = True
     allow_uids: Annotated[tuple[int, ...], _doc("User ids, besides the daemon's own, whose processes may attach.")] = ()
     allow_gids: Annotated[
         tuple[int, ...], _doc("Group ids, besides the socket's own, whose processes may attach.")
@@ -89,9 +93,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     quarantine: Annotated[
         float, _doc("Seconds for which slots of a dead writer are kept back: its device may still be copying.")
     ] = 10.0
+    grace: Annotated[
+        float,
+        _doc("Seconds after a restart in which nothing is evicted while engines come back."),
+    ] = 10.0
     max_sessions: Annotated[int, _doc("Sessions at one time.")] = 1024
     max_namespaces: Annotated[int, _doc("Namespaces known at one time.")] = 1024
-    drain_seconds: Annotated[float, _doc("How long a stopping daemon waits for running saves to settle.")] = 5.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severity that is logged.")] = "info"
     log_format: Annotated[Literal["text", "json"], _doc("Form of a log line.")] = "text"
 
@@ -108,7 +115,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             _within(name, getattr(self, name), 0, 1)
         if self.namespace_floor > self.namespace_ceiling:
             raise ConfigError(f"namespace_floor {self.namespace_floor}: at most namespace_ceiling")
-        for name in ("supersede_after", "quarantine", "drain_seconds"):
+        for name in ("supersede_after", "quarantine", "grace"):
             _within(name, getattr(self, name), 0, 3600)
         for name in ("max_sessions", "max_namespaces"):
             _within(name, getattr(self, name), 1, 1 << 20)
@@ -147,7 +154,8 @@ def settings() -> list[Setting]:
         elif is_size and field.default:
             default = f"`{field.default >> 30}GiB`"
         else:
-            default = f"`{list(field.default) if isinstance(field.default, tuple) else field.default}`"
+            shown = list(field.default) if isinstance(field.default, tuple) else field.default
+            default = f"`{str(shown).lower() if kind is bool else shown}`"
         rows.append(Setting(field.name, label, default, str(meta.description), choices, is_size))
     return rows
 

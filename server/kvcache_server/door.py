@@ -10,7 +10,6 @@ import os
 import socket
 import stat
 import struct
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -108,6 +107,15 @@ def peer_of(connection: socket.socket) -> Peer:
     return Peer(pid, uid, frozenset((gid, *(group for (group,) in struct.iter_unpack("I", packed)))))
 
 
+class Ticket(NamedTuple):
+    """What a session is let in with: its number and token, and the descriptor of its session file, to be closed."""
+
+    session: int
+    token: bytes
+    file: int
+    resumed: bool
+
+
 class Visitor:
     """One connection: at first a handshake with a deadline, then, once `session` is set, a session."""
 
@@ -124,8 +132,8 @@ class Visitor:
 class Door:
     """Listens beside the endpoint's socket.
 
-    `open_session(hello, peer)` returns (session id, token) or raises a KVCacheError, which the visitor is told;
-    `end_session(session)` is called once for each, when the visitor has gone.
+    `open_session(hello, peer)` returns a Ticket or raises a KVCacheError, which the visitor is told;
+    `leave(session)` is called once for each, when the visitor has gone.
     """
 
     def __init__(
@@ -134,8 +142,8 @@ class Door:
         endpoint: str,
         region_fd: int,
         geometry: PoolGeometry,
-        open_session: Callable[[Hello, Peer], tuple[int, bytes]],
-        end_session: Callable[[int], None],
+        open_session: Callable[[Hello, Peer], Ticket],
+        leave: Callable[[int], None],
         *,
         allow_uids: tuple[int, ...] = (),
         allow_gids: tuple[int, ...] = (),
@@ -146,7 +154,7 @@ class Door:
         self._region_fd = region_fd
         self._geometry = geometry
         self._open_session = open_session
-        self._end_session = end_session
+        self._left = leave
         self._visitors: set[Visitor] = set()
         self.refused: dict[str, int] = {}
         self._listener = _listen(self._path, endpoint, socket_mode(allow_uids, allow_gids))
@@ -224,15 +232,14 @@ class Door:
             self._refuse(visitor, error)
 
     def _welcome(self, visitor: Visitor, hello: Hello) -> None:
-        session, token = self._open_session(hello, visitor.peer)
+        session, token, file, resumed = self._open_session(hello, visitor.peer)
         visitor.session = session
         if visitor.deadline is not None:
             visitor.deadline.cancel()
         visitor.heard.clear()
         spoken = min(hello.version, PROTOCOL_VERSION)
-        frame = encode(Welcome(spoken, session, token, self._geometry, __version__))
+        frame = encode(Welcome(spoken, session, token, self._geometry, __version__, resumed))
         try:
-            file = session_file(session)
             try:
                 socket.send_fds(visitor.sock, [_LENGTH.pack(len(frame)) + frame], [self._region_fd, file])
             finally:
@@ -259,15 +266,14 @@ class Door:
         self._loop.remove_reader(visitor.sock)
         visitor.sock.close()
         if visitor.session:
-            self._end_session(visitor.session)
+            self._left(visitor.session)
 
     def _count(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
     # The end.
 
-    def stop_accepting(self) -> None:
-        """Let nobody new in; sessions go on. Calling it again does nothing."""
+    def _stop_accepting(self) -> None:
         if self._listener.fileno() < 0:
             return
         self._loop.remove_reader(self._listener)
@@ -276,8 +282,9 @@ class Door:
             os.unlink(self._path)
 
     def close(self) -> None:
-        """End every session."""
-        self.stop_accepting()
+        """Show everybody out, without a word to `leave`: the sessions outlive this daemon."""
+        self._left = lambda session: None
+        self._stop_accepting()
         for visitor in list(self._visitors):
             self._leave(visitor)
 
@@ -339,11 +346,3 @@ def _hello(frame: bytes) -> Hello:
         if len(getattr(hello, name)) > MAX_NAME:
             raise BadArgument(f"{name} of {len(getattr(hello, name))} characters: at most {MAX_NAME}")
     return hello
-
-
-def session_file(session: int) -> int:
-    """Return a descriptor of a new, nameless file that is locked for as long as somebody has this description open."""
-    fd = os.memfd_create(f"kvcache-session-{session}", os.MFD_CLOEXEC)
-    os.write(fd, f"{session} {time.time():.0f}\n".encode())
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    return fd

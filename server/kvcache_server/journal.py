@@ -1,4 +1,4 @@
-"""What the daemon notes down so that the next one can read the region's rows: what numbers mean, and who is there. Pure.
+"""What the daemon notes down so that the next one can read the region's rows: what their numbers mean. Pure.
 
 A record is one change; the book is what the records add up to. Rows name namespaces, engines, sessions and crews by
 number alone; a book without its region is nothing, nor is a region without its book.
@@ -69,14 +69,7 @@ class CrewMade(msgspec.Struct, tag="crew", array_like=True, frozen=True):
 
 
 Record = (
-    Began
-    | NamespaceMade
-    | NamespaceForgotten
-    | EngineMade
-    | EngineForgotten
-    | SessionOpened
-    | SessionEnded
-    | CrewMade
+    Began | NamespaceMade | NamespaceForgotten | EngineMade | EngineForgotten | SessionOpened | SessionEnded | CrewMade
 )
 _decoder = msgspec.msgpack.Decoder(Record)
 _encoder = msgspec.msgpack.Encoder()

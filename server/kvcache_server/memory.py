@@ -1,7 +1,7 @@
-"""The region file: made, checked against what the host has, pre-faulted, locked, and removed again.
+"""The region file: made, checked against what the host has, pre-faulted, locked; found again, or removed.
 
-The file's name comes from the endpoint, so that a daemon finds what a killed one of the same endpoint left behind; the
-maker holds a lock (`flock`) on it, by a descriptor of its own, for as long as it lives.
+The file's name comes from the endpoint, so that a daemon finds what the last one of the same endpoint left; who serves
+it holds a lock (`flock`) on it, by a descriptor of its own.
 """
 
 from __future__ import annotations
@@ -11,18 +11,22 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import resource
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
-from kvcache_proto.region import ALIGN, MAX_EXTENTS, plan_geometry
+from kvcache_proto.region import ALIGN, MAX_EXTENTS, found_geometry, plan_geometry
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.config import format_size
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -51,18 +55,36 @@ class Region:
         self._lock_fd = lock_fd
         self._mapping = mapping
 
-    def close(self) -> None:
-        """Remove the file; engines that have it mapped keep their mapping. Calling it again does nothing."""
+    def lock_later(self, lock: str) -> None:
+        """Lock the pages, which are all there, into memory on a thread of its own; `lock` is as for `create_region`."""
+
+        def work() -> None:
+            why_not = _populate(self._mapping, self.fd, lock, lambda done, total: None)
+            self.locked = lock != "never" and not why_not
+            if why_not:
+                log.warning("the region is not locked into memory: %s", why_not)
+
+        self._locker = threading.Thread(target=work, name="lock-region", daemon=True)
+        self._locker.start()
+
+    def close(self, keep: bool = False) -> None:
+        """Let go of it and, without `keep`, remove the file; who has it mapped keeps the mapping. Calling it again does
+        nothing."""
         if self._lock_fd < 0:
             return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
+        if not keep:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
         self.buffer.release()
-        with contextlib.suppress(BufferError):  # views of it still live: it goes with the last of them
-            self._mapping.close()
+        _close_mapping(self._mapping)
         os.close(self.fd)
         os.close(self._lock_fd)
         self._lock_fd = -1
+
+
+def _close_mapping(mapping: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # views of it still live: it goes with the last of them
+        mapping.close()
 
 
 def region_path(directory: str, socket_path: str) -> str:
@@ -136,26 +158,72 @@ def create_region(
     return region
 
 
+def reopen_region(directory: str, *, socket_path: str) -> Region | None:
+    """Return the region that the last daemon of this `socket_path` left in `directory`, None where there is none.
+
+    Its pages are not locked. Raises RegionError where its header cannot be trusted, NotPermitted, EndpointTaken.
+    """
+    path = region_path(directory, socket_path)
+    try:
+        lock_fd = _lock_file(path)
+    except PermissionError:
+        raise NotPermitted(f"region_dir {directory}: uid {os.geteuid()} may not open {path}") from None
+    if lock_fd is None:
+        return None
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, lock_fd)
+        found = os.fstat(lock_fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise NotPermitted(f"{path} is not a file of this user's alone, as a daemon makes it: remove it")
+        if found.st_size < ALIGN:
+            return None  # a daemon was killed as it began to make it
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        undo.callback(os.close, fd)
+        mapping = mmap.mmap(fd, found.st_size)
+        undo.callback(_close_mapping, mapping)
+        try:
+            with memoryview(mapping) as view:
+                geometry = found_geometry(view)
+            if geometry is None:
+                return None
+            if geometry.region_bytes != found.st_size:
+                raise RegionError(f"a file of {found.st_size} bytes for a region of {geometry.region_bytes}")
+        except RegionError as error:
+            raise RegionError(f"{path}: {error}; `kvcache-server serve --fresh` discards it") from None
+        undo.pop_all()
+    return Region(path, lock_fd, fd, mapping, geometry)
+
+
 def remove_orphan(path: str) -> bool:
     """Remove a region file whose daemon is gone. Returns whether there was one; raises EndpointTaken where it lives."""
+    fd = _lock_file(path)
+    if fd is None:
+        return False
+    try:
+        os.unlink(path)
+    finally:
+        os.close(fd)
+    return True
+
+
+def _lock_file(path: str) -> int | None:
+    """Return a descriptor of the file that holds its lock, None where there is no file. Raises EndpointTaken."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        return None
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise NotPermitted(f"{path} is a link, which no daemon makes: remove it") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
     except BlockingIOError:
+        os.close(fd)
         raise EndpointTaken(
             f"{path} belongs to a living daemon with the same endpoint path, in another container perhaps"
         ) from None
-    finally:
-        os.close(fd)
-    return True
+    return fd
 
 
 def check_room(directory: str, needed: int) -> str:

@@ -10,7 +10,7 @@ There may be millions of rows: what is done with each is done by numpy, or by on
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,7 @@ def reopen(
     geometry: PoolGeometry,
     limits: Limits,
     book: Book,
-    living: Collection[int],
+    living: Set[int],
     now: float,
     journal: Callable[[Record], None] = lambda record: None,
 ) -> Cache:
@@ -81,7 +81,7 @@ def reopen(
 class _Cut(NamedTuple):
     """An extent as its row says."""
 
-    index: int
+    number: int
     slot_bytes: int
     generation: int
     rows: int
@@ -93,9 +93,9 @@ def _cuts(rows: RegionRows) -> Iterator[_Cut]:
     size = rows.geometry.extent_bytes
     for index in range(rows.geometry.extents):
         slot_bytes, generation, at, slots = rows.extent_row(index)
-        if slot_bytes and slots == slots_per_extent(size, slot_bytes):
-            if at == rows.extent_start(index) + size - slots * SLOT_ROW:
-                yield _Cut(index, slot_bytes, generation, at, slots)
+        whole = slot_bytes and slots == slots_per_extent(size, slot_bytes)
+        if whole and at == rows.extent_start(index) + size - slots * SLOT_ROW:
+            yield _Cut(index, slot_bytes, generation, at, slots)
 
 
 class _Recovery:
@@ -144,7 +144,8 @@ class _Recovery:
 
     def _at(self, position: int) -> int:
         """Return where in the region the row lies."""
-        return self.cuts[self.extent[position]].rows + int(self.slot[position]) * SLOT_ROW
+        cut = self.cuts[int(self.extent[position])]
+        return cut.rows + int(self.slot[position]) * SLOT_ROW
 
     def _set(self, position: int, state: int) -> None:
         self.state[position] = state
@@ -153,7 +154,7 @@ class _Recovery:
     def _check(self) -> None:
         """Free what fails its checksum, or is READY with numbers that nobody knows; DOOM what else is not known."""
         row, begin, end = self.row, CHECKED.start, CHECKED.stop
-        packed, crc32 = memoryview(self.raw.reshape(-1)), zlib.crc32
+        packed, crc32 = self.raw.reshape(-1).data, zlib.crc32
         sums = [crc32(packed[at + begin : at + end]) for at in range(0, len(packed), SLOT_ROW)]
         whole: Bools = row["check"] == np.array(sums, dtype=np.uint64)
         keys = (row["namespace"].astype(np.int64) << 16) | row["group"]
@@ -257,7 +258,7 @@ class _Recovery:
         tops = [int(self.tick[self.extent == number].max()) for number in range(len(self.cuts))]
         self.extents: list[Extent] = []
         for cut, top in zip(self.cuts, tops, strict=True):
-            extent = pool.adopt(cut.index, cut.slot_bytes, cut.generation, cut.slots)
+            extent = pool.adopt(cut.number, cut.slot_bytes, cut.generation, cut.slots)
             extent.newest = top
             self.extents.append(extent)
         pool.tick = max(tops, default=0)
@@ -268,7 +269,7 @@ class _Recovery:
 
     def _refs(self) -> bytes:
         """Return the references of all rows, REF_BYTES each."""
-        starts = np.array([self.rows.extent_start(cut.index) for cut in self.cuts], np.uint64)
+        starts = np.array([self.rows.extent_start(cut.number) for cut in self.cuts], np.uint64)
         sizes = np.array([cut.slot_bytes for cut in self.cuts], np.uint64)
         generations = np.array([cut.generation for cut in self.cuts], np.uint64)
         refs = np.empty((len(self.row), 3), np.uint64)
@@ -299,7 +300,9 @@ class _Recovery:
         ]
         self.blocks = dict(zip(positions, blocks, strict=True))
         count, by_position = len(self.row), self.blocks
-        places = zip(self.parent[chosen].tolist(), self.extent[chosen].tolist(), self.slot[chosen].tolist(), strict=True)
+        places = zip(
+            self.parent[chosen].tolist(), self.extent[chosen].tolist(), self.slot[chosen].tolist(), strict=True
+        )
         for block, (above, number, slot) in zip(blocks, places, strict=True):
             group = block.account.group
             group.visible[block.hash] = block

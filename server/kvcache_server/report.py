@@ -43,6 +43,15 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
             }
             for session in cache.sessions.values()
         ],
+        "away": [
+            {
+                "id": number,
+                "engine": engine.name,
+                "reservations": sum(number in reservation.writers for reservation in engine.reservations.values()),
+            }
+            for number, engine in cache.absent.items()
+        ],
+        "grace": cache.room.frozen,
         "refusals": dict(cache.refusals),
         "counters": dict(cache.counters),
     }

@@ -31,23 +31,22 @@ from kvcache_proto.messages import (
     Cleared,
     Detach,
     Error,
+    Fenced,
     Hello,
-    Pong,
     Release,
     Reply,
     Report,
     Request,
-    Reserve,
     Reserved,
     Settle,
 )
 from kvcache_proto.types import Outcome
 from kvcache_server.admin import ENGINE as OPERATOR
-from kvcache_server.cache import Cache
 from kvcache_server.config import Config, format_size
-from kvcache_server.door import Door, EndpointLock, Peer, socket_mode
-from kvcache_server.limits import Limits
-from kvcache_server.memory import Progress, Region, create_region
+from kvcache_server.door import Door, EndpointLock, Peer, Ticket, socket_mode
+from kvcache_server.journal import SessionOpened
+from kvcache_server.memory import Progress
+from kvcache_server.opening import Opened, open_cache
 
 log = logging.getLogger(__name__)
 
@@ -68,17 +67,17 @@ _LAST = int(zmq.NOBLOCK)
 class Service:
     """Serves one cache at one endpoint until it is told to stop."""
 
-    def __init__(self, config: Config, cache: Cache, region: Region) -> None:
+    def __init__(self, config: Config, opened: Opened) -> None:
         """Bind the ROUTER and open the door; the endpoint's lock is held by the caller. Raises as Door does."""
         self._config = config
-        self._cache = cache
-        self._region = region
+        self._cache, self._region, self._state, self._files = opened.cache, opened.region, opened.state, opened.files
+        self._region = region = opened.region
+        self._returning = opened.returning  # sessions without a door whose files are locked
+        self._entries: dict[int, SessionOpened] = {}  # what the book has of the others
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._callback_failed)
         self._tokens: dict[bytes, int] = {}
         self._sessions: dict[int, tuple[bytes, str]] = {}
-        self._draining = False
-        self._drain_until = 0.0
         self._started = time.monotonic()
         self._messages = 0
         self._opened = 0
@@ -95,7 +94,7 @@ class Service:
                 region.fd,
                 region.geometry,
                 self._open_session,
-                self._end_session,
+                self._leave_session,
                 allow_uids=config.allow_uids,
                 allow_gids=config.allow_gids,
             )
@@ -127,7 +126,7 @@ class Service:
         return router
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; then let running saves settle, end the sessions and remove the sockets.
+        """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions go on with the next daemon.
 
         The caller has blocked the two signals; one that has come meanwhile counts.
         """
@@ -156,7 +155,7 @@ class Service:
     def _listen_to_signals(self) -> None:
         """Take signals from now on: before the loop runs, its handlers would lose them."""
         for signum in STOP_SIGNALS:
-            self._loop.add_signal_handler(signum, self.stop)
+            self._loop.add_signal_handler(signum, self._loop.stop)
         self._loop.add_signal_handler(signal.SIGUSR1, self._check_integrity)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
@@ -187,16 +186,17 @@ class Service:
             request = decode_request(frame)
             number = request.id
             session = self._tokens[request.token]
-            if self._draining and type(request) is Reserve:
-                raise Unavailable("the daemon is stopping and grants nothing new")
             reply = self._cache.handle(session, request, time.monotonic())
             if reply is None:
                 return
-            if type(reply) is Pong:
-                reply.draining = self._draining
-            elif type(reply) is Cleared:
+            if type(reply) is Cleared:
                 what = getattr(request, "namespace", "") or "every namespace"
                 log.info("cleared %d blocks of %s, asked by %s", reply.blocks, what, self._sessions[session][1])
+            elif type(reply) is Fenced:
+                log.warning(
+                    "session %d was fenced off by %s", getattr(request, "session", 0), self._sessions[session][1]
+                )
+                self._sweep()
             elif type(reply) is Report:
                 reply.stats["daemon"] = self._report()
             packed = encode(reply)
@@ -254,36 +254,55 @@ class Service:
 
     # Sessions.
 
-    def _open_session(self, hello: Hello, peer: Peer) -> tuple[int, bytes]:
-        session = self._cache.open_session(hello.engine, hello.label, time.monotonic())
+    def _open_session(self, hello: Hello, peer: Peer) -> Ticket:
+        last = self._returning.get(hello.resume)
+        resumed = last is not None and secrets.compare_digest(last.token, hello.secret) and last.engine == hello.engine
+        now = time.monotonic()
+        if resumed:
+            session = hello.resume
+            self._cache.resume_session(session, hello.label, now)
+            self._files.remove(self._returning.pop(session).file)
+        else:
+            session = self._cache.open_session(hello.engine, hello.label, now)
         token = secrets.token_bytes(16)
+        try:
+            file, file_name = self._files.make(session)
+        except OSError as error:
+            self._cache.end_session(session, now)
+            raise Unavailable(f"no session file can be made: {error.strerror}") from None
         self._tokens[token] = session
+        self._entries[session] = SessionOpened(session, hello.engine, hello.label, token, file_name)
+        self._state.note(self._entries[session])
         name = f"engine {hello.engine}" + (f" ({hello.label})" if hello.label else "")
         self._sessions[session] = token, name
         self._opened += 1
         log.log(
             self._level(name),
-            "session %d opened: %s, pid %d uid %d, %d open",
+            "session %d %s: %s, pid %d uid %d, %d open",
             session,
+            "resumed" if resumed else "opened",
             name,
             peer.pid,
             peer.uid,
             len(self._sessions),
             extra={"fields": {"event": "attach", "session": session, "engine": hello.engine, "pid": peer.pid}},
         )
-        return session, token
+        return Ticket(session, token, file, resumed)
 
-    def _end_session(self, session: int) -> None:
+    def _leave_session(self, session: int) -> None:
+        """The door has closed. What the session's process may still be writing waits until its file is unlocked."""
         # What it sent before it left may still wait in the ROUTER, commits among it.
         for _ in range(LAST_WORDS):
             if not self._drain():
                 break
         token, name = self._sessions.pop(session)
         del self._tokens[token]
+        self._returning[session] = self._entries.pop(session)
         try:
-            self._cache.end_session(session, time.monotonic())
+            self._cache.leave_session(session)
         except Exception as error:  # noqa: BLE001 - as in _answer
             self._failed(0, error)
+        self._sweep()
         log.log(
             self._level(name),
             "session %d ended: %s, %d open",
@@ -293,6 +312,19 @@ class Service:
             extra={"fields": {"event": "detach", "session": session}},
         )
 
+    def _sweep(self) -> None:
+        """End the sessions without a door whose processes are gone, or that were fenced off."""
+        for session, entry in list(self._returning.items()):
+            if session in self._cache.absent and self._files.locked(entry.file):
+                continue
+            del self._returning[session]
+            self._files.remove(entry.file)
+            if session in self._cache.absent:
+                try:
+                    self._cache.end_session(session, time.monotonic())
+                except Exception as error:  # noqa: BLE001 - as in _answer
+                    self._failed(0, error)
+
     @staticmethod
     def _level(name: str) -> int:
         """A monitor that asks for the status each second should not fill the log."""
@@ -301,15 +333,13 @@ class Service:
     # Timers.
 
     def _tick(self) -> None:
-        now = time.monotonic()
+        if self._returning:
+            self._sweep()
         try:
-            self._cache.tick(now)
+            self._cache.tick(time.monotonic())
         except Exception as error:  # noqa: BLE001 - as in _answer
             self._failed(0, error)
-        if self._draining and (self._settled() or now >= self._drain_until):
-            self._loop.stop()
-        else:
-            self._loop.call_later(TICK, self._tick)
+        self._loop.call_later(TICK, self._tick)
 
     def _summarise(self) -> None:
         """Log one line of what happened since the last one, if anything did."""
@@ -359,7 +389,6 @@ class Service:
             "region": self._region.path,
             "region_bytes": self._region.geometry.region_bytes,
             "locked": self._region.locked,
-            "draining": self._draining,
             "messages": self._messages,
             "sessions_opened": self._opened,
             "errors": dict(self._errors),
@@ -368,30 +397,12 @@ class Service:
             "integrity": {"checks": self._integrity["checks"], "failures": self._integrity["failures"]},
         }
 
-    # The way down.
 
-    def stop(self) -> None:
-        """Begin to drain; called again, stop at once."""
-        if self._draining:
-            self._loop.stop()
-            return
-        self._draining = True
-        self._drain_until = time.monotonic() + self._config.drain_seconds
-        self._door.stop_accepting()
-        if self._settled():
-            self._loop.stop()
-        else:
-            log.info("stopping: waiting at most %g s for running saves to settle", self._config.drain_seconds)
+def serve(config: Config, fresh: bool = False, progress: Progress | None = None) -> None:
+    """Be the daemon: take the endpoint, find or make the region, open the door, serve until told to stop.
 
-    def _settled(self) -> bool:
-        """Whether no writer is owed an ending: nobody is there, or nothing is being written."""
-        return not self._sessions or not any(engine.reservations for engine in self._cache.engines.values())
-
-
-def serve(config: Config, progress: Progress | None = None) -> None:
-    """Be the daemon: take the endpoint, make the region, open the door, serve until told to stop, leave nothing behind.
-
-    Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
+    `fresh` discards what the last daemon left. Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it
+    cannot start.
     """
     for signum in STOP_SIGNALS:
         signal.signal(signum, _stop_starting)
@@ -406,20 +417,13 @@ def serve(config: Config, progress: Progress | None = None) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         began = time.monotonic()
-        region = create_region(
-            config.region_dir,
-            config.size,
-            socket_path=socket_path(config.endpoint),
-            extent_size=config.extent_size,
-            lock=config.lock,
-            progress=progress,
-        )
+        opened = open_cache(config, fresh, progress)
+        region = opened.region
         try:
             for note in region.notes:
                 log.warning("%s", note)
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the loop runs
-            limits = Limits(**{name: getattr(config, name) for name in Limits.__struct_fields__})
-            service = Service(config, Cache(region.buffer, region.geometry, limits, secrets.randbits(63)), region)
+            service = Service(config, opened)
             log.info(
                 "kvcache-server %s ready at %s: %s in %s, %s, after %.1f s",
                 __version__,
@@ -432,10 +436,13 @@ def serve(config: Config, progress: Progress | None = None) -> None:
             )
             service.run()
         finally:
-            region.close()
+            opened.close(config.keep)
     finally:
         lock.release()
-    log.info("stopped")
+    if config.keep:
+        log.info("stopped; %s stays in memory for the next daemon: `kvcache-server discard` frees it", region.path)
+    else:
+        log.info("stopped")
 
 
 def _stop_starting(signum: int, frame: object) -> None:

@@ -29,7 +29,7 @@ class Engine:
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
-        self.absent: set[int] = set()  # its sessions of the daemon's last life that have not come back
+        self.absent: set[int] = set()  # its sessions without a door
         self.sessions: dict[int, Session] = {}
         self.reservations: dict[int, Reservation] = {}
         self.accounts: dict[tuple[int, int], Account] = {}

@@ -37,8 +37,7 @@ def daemon(config: Config) -> Iterator[Finding]:
         yield Finding("daemon", "failed", str(error))
         return
     facts, pool = stats["daemon"], stats["pool"]
-    draining = ", draining" if facts["draining"] else ""
-    yield Finding("daemon", "ok", f"kvcache-server {facts['version']}, pid {facts['pid']}, {config.endpoint}{draining}")
+    yield Finding("daemon", "ok", f"kvcache-server {facts['version']}, pid {facts['pid']}, {config.endpoint}")
     yield Finding("attach", "ok", f"uid {os.geteuid()}, gid {os.getegid()} may")
     used = f"{format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used"
     yield Finding("region", "ok", used, values={"bytes": size, "used_bytes": pool["used_bytes"]})

@@ -1,0 +1,262 @@
+"""A daemon that is stopped, killed and replaced under living engines: what they find afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_proto.endpoint import socket_path
+from kvcache_proto.errors import RegionError
+from kvcache_proto.types import Outcome, Verdict
+
+SPEC = NamespaceSpec(model="m", groups=[GroupSpec(16, 64 << 10)])
+PATIENCE = 20.0
+
+
+def run_of(name: str, count: int) -> list[bytes]:
+    return [f"{name}{number}".encode().ljust(32, b".") for number in range(count)]
+
+
+def content(block_hash: bytes) -> bytes:
+    return block_hash * (SPEC.groups[0].block_bytes // len(block_hash))
+
+
+def write(session: Session, reservation: Any, hashes: list[bytes]) -> None:
+    for at, slot in zip(reservation.granted, reservation.slots, strict=True):
+        session.view(slot)[:] = content(hashes[at])
+
+
+def store(session: Session, namespace: Any, hashes: list[bytes]) -> None:
+    reservation = namespace.reserve(hashes)
+    write(session, reservation, hashes)
+    assert set(reservation.commit()) == {Verdict.VISIBLE}
+
+
+def holds(session: Session, namespace: Any, hashes: list[bytes]) -> int:
+    """How many of the hashes are found, each with its own bytes."""
+    with namespace.acquire(hashes) as lease:
+        for block_hash, slot in zip(hashes, lease.slots, strict=False):
+            assert session.view(slot) == content(block_hash)
+        return int(lease.hits)
+
+
+def wait(found: Callable[[], Any], what: str) -> None:
+    until = time.monotonic() + PATIENCE
+    while not found():
+        assert time.monotonic() < until, f"{what} did not come"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def warm(start_daemon: Any) -> Any:
+    return start_daemon(keep="true")
+
+
+@pytest.fixture
+def engine(warm: Any) -> Iterator[Session]:
+    with Session.connect(warm.endpoint, engine="one", deadline=5.0) as session:
+        yield session
+
+
+def again(daemon: Any, start_daemon: Any, session: Session, **flags: Any) -> Any:
+    """Start the next daemon, and wait until the session is with it."""
+    following = start_daemon(endpoint=daemon.endpoint, keep="true", **flags)
+    wait(lambda: session.up, "the session")
+    return following
+
+
+END = pytest.mark.parametrize("end", ["stop", "kill"])
+
+
+@END
+def test_what_was_cached_is_found_by_the_same_engine_and_by_others(
+    warm: Any, engine: Session, start_daemon: Any, end: str
+) -> None:
+    namespace, hashes = engine.attach(SPEC, (0,)), run_of("a", 20)
+    store(engine, namespace, hashes)
+    mapped = engine.region
+    getattr(warm, end)()
+    wait(lambda: not engine.up, "the end")
+    assert namespace.acquire(hashes).failed
+    daemon = again(warm, start_daemon, engine)
+    assert engine.region is mapped, "nothing is mapped, and so nothing page-locked, anew"
+    assert engine.counters["sessions_resumed"] == 1
+    assert holds(engine, namespace, hashes) == 20
+    with Session.connect(daemon.endpoint, engine="two", deadline=5.0) as other:
+        assert holds(other, other.attach(SPEC, (0,)), hashes) == 20
+    assert daemon.status()["counters"]["blocks_recovered"] == 20
+
+
+@END
+def test_a_save_that_outlives_the_daemon_is_committed_to_the_next(
+    warm: Any, engine: Session, start_daemon: Any, end: str
+) -> None:
+    namespace = engine.attach(SPEC, (0,))
+    early, late = (namespace.reserve(run_of(name, 3)) for name in "el")
+    write(engine, early, run_of("e", 3))
+    getattr(warm, end)()
+    wait(lambda: not engine.up, "the end")
+    verdicts: list[Verdict] = []
+    region = engine.region
+    assert region is not None
+    namespace.settle(early.id, Outcome.COMMITTED, region_id=region.id, then=verdicts.extend)
+    daemon = again(warm, start_daemon, engine)
+    wait(lambda: verdicts, "the verdict")
+    assert verdicts == [Verdict.VISIBLE] * 3
+    assert holds(engine, namespace, run_of("e", 3)) == 3
+    write(engine, late, run_of("l", 3))
+    assert late.commit() == [Verdict.VISIBLE] * 3
+    assert holds(engine, namespace, run_of("l", 3)) == 3
+    assert daemon.status()["pool"]["blocks_writing"] == 0
+
+
+def test_leases_hold_across_the_restart(warm: Any, engine: Session, start_daemon: Any) -> None:
+    namespace, hashes = engine.attach(SPEC, (0,)), run_of("a", 30)
+    store(engine, namespace, hashes)
+    lease, given_back = namespace.acquire(hashes[:10]), namespace.acquire(hashes)
+    warm.kill()
+    wait(lambda: not engine.up, "the end")
+    given_back.release()
+    daemon = again(warm, start_daemon, engine)
+    assert engine.counters["leases_restated"] == 1
+    wait(lambda: not daemon.status()["grace"], "the end of the grace")
+    assert engine.clear() == 20
+    assert [bytes(engine.view(slot)) for slot in lease.slots] == list(map(content, hashes[:10]))
+    lease.release()
+    wait(lambda: daemon.status()["pool"]["pinned_bytes"] == 0, "the release")
+    assert engine.clear() == 10
+
+
+def test_an_engine_that_died_with_the_daemon_holds_nothing_after_the_quarantine(
+    warm: Any, engine: Session, start_daemon: Any
+) -> None:
+    code = (
+        "import sys, time; from kvcache_client import *\n"
+        "session = Session.connect(sys.argv[1], engine='dying')\n"
+        "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
+        "namespace.reserve([bytes([n]) * 32 for n in range(9)])\n"
+        "print('reserved', flush=True); time.sleep(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, warm.endpoint], stdout=subprocess.PIPE) as dying:
+        assert dying.stdout is not None and dying.stdout.readline() == b"reserved\n"
+        warm.kill()
+        dying.kill()
+    daemon = start_daemon(endpoint=warm.endpoint, keep="true", quarantine=1.0)
+    assert daemon.status()["counters"]["shards_dead"] == 9
+    daemon.wait_status(lambda status: status["pool"]["slots_quarantined"] == 0, "the end of the quarantine")
+    assert daemon.status()["pool"]["used_bytes"] == 0
+
+
+def test_a_stopped_engine_keeps_its_slots_until_it_is_fenced_off(warm: Any, start_daemon: Any) -> None:
+    code = (
+        "import sys, time; from kvcache_client import *\n"
+        "session = Session.connect(sys.argv[1], engine='stuck')\n"
+        "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
+        "namespace.reserve([bytes([n]) * 32 for n in range(9)])\n"
+        "print('reserved', flush=True); time.sleep(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, warm.endpoint], stdout=subprocess.PIPE) as stuck:
+        assert stuck.stdout is not None and stuck.stdout.readline() == b"reserved\n"
+        stuck.send_signal(signal.SIGSTOP)
+        warm.kill()
+        daemon = start_daemon(endpoint=warm.endpoint, keep="true", quarantine=0.5, grace=0.5)
+        status = daemon.wait_status(lambda status: not status["grace"], "the end of the grace")
+        (away,) = status["away"]
+        assert (away["engine"], away["reservations"]) == ("stuck", 1)
+        assert status["pool"]["blocks_writing"] == 9
+        command = [sys.executable, "-m", "kvcache_server", "session", "fence-off", "--endpoint", daemon.endpoint]
+        done = subprocess.run([*command, str(away["id"])], capture_output=True, text=True, check=True)
+        assert "1 reservations ended" in done.stdout
+        daemon.wait_status(lambda status: status["pool"]["slots_quarantined"] == 0, "the end of the quarantine")
+        assert daemon.status()["away"] == []
+        assert subprocess.run([*command, "4711"], capture_output=True).returncode == 1
+        stuck.kill()
+
+
+def test_fresh_discards_and_old_slots_are_void(warm: Any, engine: Session, start_daemon: Any) -> None:
+    namespace, hashes = engine.attach(SPEC, (0,)), run_of("a", 5)
+    store(engine, namespace, hashes)
+    held, late = namespace.acquire(hashes), namespace.reserve(run_of("l", 2))
+    warm.kill()
+    wait(lambda: not engine.up, "the end")
+    daemon = again(warm, start_daemon, engine, fresh=True)
+    with pytest.raises(RegionError, match="another region"):
+        engine.view(held.slots[0])
+    held.release()
+    assert late.commit() == []
+    assert holds(engine, namespace, hashes) == 0
+    store(engine, namespace, hashes)
+    assert holds(engine, namespace, hashes) == 5
+    assert daemon.status()["counters"].get("blocks_recovered", 0) == 0
+
+
+def test_another_size_begins_anew_and_says_so(warm: Any, engine: Session, start_daemon: Any) -> None:
+    store(engine, engine.attach(SPEC, (0,)), run_of("a", 5))
+    warm.stop()
+    daemon = again(warm, start_daemon, engine, size="32MiB")
+    assert "cut for another size" in daemon.log
+    assert daemon.status()["pool"]["blocks"] == 0
+
+
+def state_of(daemon: Any) -> Path:
+    return Path(socket_path(daemon.endpoint)[:-5] + ".state")
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        ("header", "torn region"),
+        ("magic", "the magic is missing"),
+        ("rows", "rows of format 77"),
+        ("state", "torn state file"),
+        ("other state", "belongs to another region"),
+        ("cut", "a file of"),
+    ],
+)
+def test_a_region_that_cannot_be_trusted_is_refused_and_fresh_discards_it(
+    warm: Any, start_daemon: Any, harm: str, told: str
+) -> None:
+    region = Path(warm.status()["daemon"]["region"])
+    warm.stop()
+    if "state" in harm:
+        packed = bytearray(state_of(warm).read_bytes())
+        if harm == "state":
+            packed[12] ^= 0x40
+        else:
+            elsewhere = start_daemon(endpoint=f"ipc://{warm.folder}/other.sock", keep="true")
+            elsewhere.stop()
+            packed = bytearray(state_of(elsewhere).read_bytes())
+        state_of(warm).write_bytes(packed)
+    elif harm == "cut":
+        os.truncate(region, region.stat().st_size - (2 << 20))
+    else:
+        with region.open("r+b") as file:
+            file.seek({"header": 40, "magic": 0, "rows": 72}[harm])
+            file.write((77).to_bytes(8, "little"))
+    refused = start_daemon(endpoint=warm.endpoint, keep="true", wait=False)
+    assert refused.process.wait(PATIENCE) == 5
+    assert told in refused.log and "--fresh" in refused.log and "Traceback" not in refused.log
+    start_daemon(endpoint=warm.endpoint, keep="true", fresh=True).stop()
+
+
+def test_memory_is_freed_by_discard_but_not_under_a_living_daemon(warm: Any) -> None:
+    command = [sys.executable, "-m", "kvcache_server", "discard", "--endpoint", warm.endpoint]
+    command += ["--region-dir", warm.region_dir]
+    assert subprocess.run(command, capture_output=True).returncode == 3
+    region = Path(warm.status()["daemon"]["region"])
+    warm.stop()
+    assert region.exists() and "kvcache-server discard" in warm.log
+    for told in ("discarded", "nothing is there"):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert told in done.stdout
+    assert not region.exists()
+    assert [path for path in warm.folder.iterdir() if path.suffix != ".log"] == []
