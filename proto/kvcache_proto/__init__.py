@@ -1,3 +1,3 @@
 """The ground that client and daemon stand on: types, messages, codec, region layout, errors."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -268,6 +268,11 @@ class Door:
         if visitor.session:
             self._left(visitor.session)
 
+    def show_out(self, session: int) -> None:
+        """Close the door behind a session."""
+        for visitor in [visitor for visitor in self._visitors if visitor.session == session]:
+            self._leave(visitor)
+
     def _count(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
 

@@ -255,6 +255,9 @@ class Service:
     # Sessions.
 
     def _open_session(self, hello: Hello, peer: Peer) -> Ticket:
+        there = self._entries.get(hello.resume)
+        if there is not None and secrets.compare_digest(there.token, hello.secret):
+            self._door.show_out(hello.resume)  # its client has given that door up; we have not seen it yet
         last = self._returning.get(hello.resume)
         resumed = last is not None and secrets.compare_digest(last.token, hello.secret) and last.engine == hello.engine
         now = time.monotonic()

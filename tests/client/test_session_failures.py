@@ -21,7 +21,7 @@ import kvcache_client.channel
 from kvcache_client import GroupSpec, NamespaceSpec, Outcome, Region, Session, Unavailable, Verdict
 from kvcache_proto.codec import encode
 from kvcache_proto.endpoint import door_path
-from kvcache_proto.errors import BadFrame, NotPermitted, RegionError, VersionMismatch
+from kvcache_proto.errors import BadFrame, NotPermitted, RegionError, UnknownHandle, VersionMismatch
 from kvcache_proto.messages import Error, Welcome
 from kvcache_proto.types import PoolGeometry
 
@@ -135,7 +135,7 @@ def test_settles_that_the_socket_cannot_take_are_sent_later(
     assert ns.acquire(run).hits == count
 
 
-def test_a_session_that_cannot_keep_its_promises_starts_anew(
+def test_a_session_that_cannot_say_what_it_must_says_it_at_another_door(
     daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvcache_client.channel, "MAX_OUTBOX", 100)
@@ -147,7 +147,9 @@ def test_a_session_that_cannot_keep_its_promises_starts_anew(
             ns.settle(reservation.id, Outcome.FAILED)
         until(lambda: session.counters.get("links_lost") == 1, "the end of the link")
     until(lambda: session.up, "another link")
-    assert reservation.commit() == []
+    assert session.counters["sessions_resumed"] == 1
+    with pytest.raises(UnknownHandle, match="settled"):  # it failed, as was said 20,000 times
+        reservation.commit()
     assert ns.reserve(hashes(1)).commit() == [Verdict.VISIBLE]
 
 

@@ -37,11 +37,12 @@ H0x, H1x, H2x = "c408 686173682d303030", "c408 686173682d303031", "c408 68617368
 DOOR = [
     (
         messages.Hello(1, "e1", "sched", "kvcache-client 0.1.0"),
-        "95 a568656c6c6f 01 a26531 a57363686564 b46b7663616368652d636c69656e7420302e312e30",
+        "97 a568656c6c6f 01 a26531 a57363686564 b46b7663616368652d636c69656e7420302e312e30 00 c400",
     ),
+    (messages.Hello(2, "e1", "", "", 300, TOKEN), f"97 a568656c6c6f 02 a26531 a0 a0 cd012c {T}"),
     (
         messages.Welcome(1, 3, TOKEN, GEOMETRY, "d"),
-        f"96 a777656c636f6d65 01 03 {T} 95 {R} ce00a00000 ce00400000 02 ce00200000 a164",
+        f"97 a777656c636f6d65 01 03 {T} 95 {R} ce00a00000 ce00400000 02 ce00200000 a164 c2",
     ),
     (messages.Error(0, "not_permitted", "uid 7"), "94 a56572726f72 00 ad6e6f745f7065726d6974746564 a57569642037"),
 ]
@@ -72,6 +73,12 @@ REQUESTS = [
     (messages.Ping(7, TOKEN), f"93 a470696e67 07 {T}"),
     (messages.Stats(8, TOKEN), f"93 a57374617473 08 {T}"),
     (messages.Clear(9, TOKEN, "0011223344556677"), f"94 a5636c656172 09 {T} b030303131323233333434353536363737"),
+    (
+        messages.Restate(1, TOKEN, 1 << 41, [(9, SlotRef(1, 2, 3).pack())]),
+        f"95 a772657374617465 01 {T} cf0000020000000000 91 92 09"
+        "c418 0100000000000000 0200000000000000 0300000000000000",
+    ),
+    (messages.Fence(9, TOKEN, 12), f"94 a566656e6365 09 {T} 0c"),
 ]
 
 REPLIES = [
@@ -88,6 +95,8 @@ REPLIES = [
     (messages.Pong(7), "93 a4706f6e67 07 c2"),
     (messages.Report(8, {"pool": {"blocks": 2}}), "93 a67265706f7274 08 81 a4706f6f6c 81 a6626c6f636b73 02"),
     (messages.Cleared(9, 2), "93 a7636c6561726564 09 02"),
+    (messages.Restated(1, [9]), "93 a87265737461746564 01 91 09"),
+    (messages.Fenced(9, 4), "93 a666656e636564 09 04"),
     (messages.Error(0, "bad_frame", "x"), "94 a56572726f72 00 a96261645f6672616d65 a178"),
 ]
 
