@@ -40,7 +40,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "kvcache_client": [
-        {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region"},
+        {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"},
         {"devices", "slots", "channel", "door", "engine", "tally"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
         {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},
@@ -63,7 +63,7 @@ PURE = {
         *("ghosts", "limits", "index", "pool", "shares", "leases", "sessions", "room", "report", "cache"),
         "doctor.table",
     },
-    "kvcache_client": {"layout", "plan", "namespace", "settings", "devices.spans", "devices.tuning"},
+    "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"},
 }
 # Sockets, clocks, threads, mappings, logs, devices: what a pure module gets as an argument or does without.
 WORLD = {

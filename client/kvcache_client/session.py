@@ -10,11 +10,10 @@ import contextlib
 import functools
 import logging
 import os
-import select
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import zmq
@@ -23,20 +22,21 @@ from kvcache_client import forks
 from kvcache_client.breaker import Backoff, Breaker
 from kvcache_client.channel import Channel, Handler, Numbered
 from kvcache_client.counters import Counters
-from kvcache_client.door import Door, knock
+from kvcache_client.door import Door, knock, readable
 from kvcache_client.handles import Namespace
 from kvcache_client.link import Link
 from kvcache_client.region import Region
 from kvcache_client.slots import Slot
 from kvcache_proto.endpoint import check_endpoint, default_endpoint, socket_path
 from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable, from_wire
-from kvcache_proto.messages import Attach, Attached, Clear, Cleared, Detach, Error, Ping, Pong, Reply, Report, Stats
+from kvcache_proto.messages import Attached, Clear, Cleared, Detach, Error, Ping, Pong, Reply, Report, Stats
 from kvcache_proto.types import NamespaceSpec
 
 logger = logging.getLogger("kvcache_client")
 
 DEADLINE = 0.05
 CONNECT_TIMEOUT = 2.0
+STEADY = 1.0  # seconds that a link must have held for the next knock to come soon after its end
 
 T = TypeVar("T", bound=Reply)
 
@@ -64,6 +64,7 @@ class Session:
         self._region_callbacks: list[Callable[[Region], None]] = []
         self._change = threading.RLock()  # held by who changes region or link, or attaches
         self._left: list[Link] = []  # ended, and still locked until there is another
+        self._steady_at = 0.0
         self._why = "not connected yet"
         self._told: set[tuple[str, str]] = set()
         self._closing = False
@@ -127,7 +128,8 @@ class Session:
     @property
     def up(self) -> bool:
         """Whether the door is open and the daemon answers in time."""
-        return self.link is not None and self._breaker.closed and not self._closing
+        link = self.link
+        return link is not None and not link.channel.fault and self._breaker.closed and not self._closing
 
     @property
     def counters(self) -> dict[str, int]:
@@ -201,8 +203,7 @@ class Session:
         return self._ask(Stats(0, b""), Report).stats
 
     def clear(self, namespace: str = "") -> int:
-        """Forget every READY, unleased block of the namespace with this id, or of all; return how many. Raises
-        Unavailable."""
+        """Forget every READY, unleased block of the namespace with this id, or of all, and return how many."""
         return self._ask(Clear(0, b"", namespace), Cleared).blocks
 
     def ping(self) -> float:
@@ -219,8 +220,7 @@ class Session:
             if self._closing:
                 return
             self._closing = True
-        link = self.link
-        if link is not None and self._breaker.closed:
+        if (link := self.link) is not None and self._breaker.closed:
             link.channel.call(Ping(0, b""), self.deadline, _ignore)  # the last in the queue: all before it is handled
         self._ring()
         if self._keeper.is_alive() and threading.current_thread() is not self._keeper:
@@ -233,9 +233,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     # What the namespace's handles ask.
@@ -244,11 +242,11 @@ class Session:
         """Send and return the reply, or None where there is none within the deadline; `late` gets it then."""
         if link is None or link is not self.link:
             return None
-        if not self._breaker.closed:
+        if not self._breaker.closed or link.channel.fault:
             self._counters.add("breaker_open")
             return None
         reply = link.channel.call(request, self.deadline, late)
-        if reply is None and not link.channel.closed:
+        if reply is None and not (link.channel.closed or link.channel.fault):
             self._missed(f"no answer within {self.deadline * 1000:.0f} ms")
         return reply
 
@@ -256,19 +254,22 @@ class Session:
         """Send without waiting. What belongs to a link that is over is not sent: counted as `stale`, returns False."""
         if self.owner != forks.current():
             return False
-        if link is None or link is not self.link or not link.channel.post(request, handler):
-            self._counters.add(stale)
-            return False
-        return True
+        posted = link is not None and link is self.link and link.channel.post(request, handler)
+        self._counters.add(stale, not posted)
+        return posted
 
     def pump(self) -> None:
         """Take in what has arrived; never waits."""
-        link = self.link
-        if link is not None and self.owner == forks.current():
+        if (link := self.link) is not None and self.owner == forks.current():
             link.channel.pump()
 
     def count(self, name: str, count: int = 1) -> None:
         self._counters.add(name, count)
+
+    def distrust(self, what: str) -> None:
+        """Note an answer that no sound daemon gives: the breaker opens, as for one that did not come."""
+        self._counters.add("odd_replies")
+        self._missed(f"it answered {what}")
 
     def log_refusal(self, what: str, error: Error) -> None:
         """Log it once a kind: a refusal of one step is often one of every step. They are all counted."""
@@ -299,57 +300,67 @@ class Session:
         return reply
 
     def _wait(self, link: Link, request: Numbered, heard: Handler) -> Reply | None:
-        answered = threading.Event()
-        replies: list[Reply | None] = []
+        replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
 
         def answer(reply: Reply | None) -> None:
             heard(reply)
-            replies.append(reply)
-            answered.set()
+            replies.put(reply)
 
-        if link.channel.post(request, answer):
-            answered.wait(self.connect_timeout)
-        return replies[0] if replies else None
+        with contextlib.suppress(queue.Empty):
+            if link.channel.post(request, answer):
+                return replies.get(timeout=self.connect_timeout)
+        return None
 
     def _attach(self, link: Link, namespace: Namespace) -> None:
-        def joined(reply: Reply | None) -> None:  # too late for who asked, perhaps, and yet it holds
-            if isinstance(reply, Attached):
-                link.namespaces[namespace] = reply.namespace
-
-        joined(self._ask(_attachment(namespace), Attached, link, joined))
+        joined = functools.partial(self._joined, link, namespace)
+        joined(self._ask(namespace.attachment(), Attached, link, joined))
 
     def _attach_later(self, link: Link, namespace: Namespace) -> None:
         def joined(reply: Reply | None) -> None:
-            if isinstance(reply, Attached):
-                if namespace in self._namespaces:
-                    link.namespaces[namespace] = reply.namespace
-                else:  # left before it was joined
-                    self.post(link, Detach(0, b"", reply.namespace), "stale_detaches")
-            elif isinstance(reply, Error):
+            self._joined(link, namespace, reply)
+            if isinstance(reply, Error):
                 self._refused(namespace, reply.message)
 
-        self.post(link, _attachment(namespace), "stale_attaches", joined)
+        self.post(link, namespace.attachment(), "stale_attaches", joined)
+
+    def _joined(self, link: Link, namespace: Namespace, reply: Reply | None) -> None:
+        """Take the answer to an attach: too late for who asked, perhaps, and yet it holds."""
+        if isinstance(reply, Attached):
+            if namespace in self._namespaces:
+                link.namespaces[namespace] = reply.namespace
+            else:  # left before it was joined
+                self.post(link, Detach(0, b"", reply.namespace), "stale_detaches")
+        elif not isinstance(reply, Error):  # lost: without it the namespace stays unknown as long as the link lives
+            link.channel.give_up("it did not answer an attach")
 
     # Coming and going. The keeper's, but for the first time.
 
     def _establish(self, interrupt: int | None = None) -> None:
         """Knock, map, attach what was attached before. Raises what `connect` raises; then nothing has changed."""
-        door = knock(self.endpoint, self.engine, self.label, self.connect_timeout, interrupt)
-        with self._change:
-            link = self._enter(door)
-            try:
+        link = self._enter(knock(self.endpoint, self.engine, self.label, self.connect_timeout, interrupt))
+        try:
+            with self._change:
                 self._adopt_region(link.region)
-                for namespace in self._namespaces:
-                    self._attach_again(link, namespace)
-            except BaseException:
-                link.close()
-                link.unlock()
-                raise
-            self.link = link
+            tried: set[Namespace] = set()
+            while self.link is not link:  # a step that attaches or detaches does not wait for the daemon's answers
+                with self._change:
+                    left = [namespace for namespace in self._namespaces if namespace not in tried]
+                    if not left:
+                        self.link = link
+                for namespace in left:
+                    try:
+                        self._attach(link, namespace)
+                    except ClientError as error:
+                        self._refused(namespace, str(error))
+                tried.update(left)
+        except BaseException:
+            link.close()
+            link.unlock()
+            raise
         self._unlock()
-        self._backoff.reset()
+        self._steady_at = time.monotonic() + STEADY
         self._breaker.answered()
-        logger.info("connected to the daemon at %s as %r, session %d", self.endpoint, self.engine, door.welcome.session)
+        logger.info("connected to %s as %r, session %d", self.endpoint, self.engine, link.door.welcome.session)
 
     def _enter(self, door: Door) -> Link:
         geometry, token = door.welcome.geometry, door.welcome.token
@@ -378,12 +389,6 @@ class Session:
                 self._counters.add("region_callback_errors")
                 logger.exception("a callback of on_region failed")
 
-    def _attach_again(self, link: Link, namespace: Namespace) -> None:
-        try:
-            self._attach(link, namespace)
-        except ClientError as error:
-            self._refused(namespace, str(error))
-
     def _refused(self, namespace: Namespace, why: str) -> None:
         self._counters.add("attaches_refused")
         logger.error("namespace %s (%s) is refused: %s", namespace.id, namespace.spec.model, why)
@@ -391,20 +396,22 @@ class Session:
     def _try_to_establish(self) -> None:
         try:
             self._establish(self._bell)
-        except KVCacheError as error:
+        except (KVCacheError, OSError, zmq.ZMQError) as error:
             self._counters.add("connects_failed")
             if str(error) != self._why:  # once, not at every knock
                 self._why = str(error)
-                logger.warning("no cache until the daemon is there: %s", error)
+                logger.warning("no cache until the daemon is there: %s", self._why)
 
     def _leave(self, why: str) -> None:
         """End the link, if there is one: who waits for an answer is told that there is none."""
-        link, self.link = self.link, None
-        if link is None:
+        if (link := self.link) is None:
             return
+        self.link = None
         self._why = f"the session with the daemon at {self.endpoint} ended: {why}"
         self._left.append(link)
         link.close()
+        if time.monotonic() > self._steady_at:  # who lets us in and throws us out again is asked less and less
+            self._backoff.reset()
         if not self._closing:
             self._counters.add("links_lost")
             logger.warning("%s; lookups miss until it is back", self._why)
@@ -440,11 +447,10 @@ class Session:
         channel.watched = False  # before looking whether it is busy: who posts in between rings the bell
         channel.watched = watched = channel.busy
         probe_at = self._breaker.probe_at
-        timeout = self.deadline if watched and probe_at is None else None
+        timeout = self.deadline if watched else None
         if probe_at is not None:
             timeout = max(0.0, probe_at - time.monotonic())
-        descriptors = [link.door.connection, self._bell, *([channel.descriptor] if watched else [])]
-        ready = self._poll(descriptors, timeout)
+        ready = self._poll([link.door.connection, self._bell, *([channel.descriptor] if watched else [])], timeout)
         if link.door.connection in ready and not link.door.still_open():
             self._leave("the door closed")
         elif channel.fault:
@@ -456,13 +462,11 @@ class Session:
             if channel.overdue(now, self.deadline):
                 self._missed("an answer is overdue")
             if self._breaker.probe_due(now):
+                self._counters.add("probes")
                 channel.post(Ping(0, b""), functools.partial(self._probed, now))
 
     def _poll(self, descriptors: list[int], timeout: float | None) -> set[int]:
-        poll = select.poll()
-        for descriptor in descriptors:
-            poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(None if timeout is None else timeout * 1000)}
+        ready = readable(descriptors, timeout)
         if self._bell in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
@@ -484,14 +488,12 @@ class Session:
         if not isinstance(reply, Pong):
             return
         if now - sent > self.deadline:
+            self._counters.add("probes_late")
             self._breaker.answered_late(now)
             self._ring()
         elif self._breaker.answered():
+            self._counters.add("breaker_closed")
             logger.info("the daemon at %s answers again", self.endpoint)
-
-
-def _attachment(namespace: Namespace) -> Attach:
-    return Attach(0, b"", namespace.spec, namespace.shards, namespace.ceiling_bytes)
 
 
 def _ignore(reply: Reply | None) -> None:
