@@ -42,7 +42,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "kvcache_client": [
-        {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region"},
+        {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"},
         {"devices", "slots", "channel", "door", "engine", "tally"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
         {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},
@@ -50,7 +50,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"devices.npu_runtime", "devices.lane"},
         {"devices.streams"},
         {"devices.cuda", "devices.npu"},
-        {"handles", "tracked"},
+        {"handles", "tracked", "keeper", "settlements"},
         {"session", "saves"},
         {""},
         {"scheduler", "worker", "doctor.copies", "doctor.mapping"},
@@ -66,7 +66,7 @@ PURE = {
         *("journal", "writing", "recovery"),
         "doctor.table",
     },
-    "kvcache_client": {"layout", "plan", "namespace", "settings", "devices.spans", "devices.tuning"},
+    "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"},
 }
 # Sockets, clocks, threads, mappings, logs, devices: what a pure module gets as an argument or does without.
 WORLD = {

@@ -26,6 +26,10 @@ logger = logging.getLogger("kvcache_client")
 Handler = Callable[[Reply | None], object]  # None: the channel ended without an answer
 
 MAX_OUTBOX = 1 << 16
+MAX_OWED = 1 << 16  # answers that the daemon may owe
+MAX_UNASKED = 1000  # answers to nothing that we asked, before a daemon is taken for mad
+RECEIVE_QUEUE = 128  # replies that wait in memory; more wait on the daemon's side
+TURN = 1024  # replies taken in before others may go on
 
 
 class Numbered(Protocol):
@@ -55,6 +59,7 @@ class Channel:
         self._lock = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
+        self._socket.rcvhwm = RECEIVE_QUEUE
         self._timeout_ms = -1
         self._socket.connect(endpoint)
         self.descriptor: int = self._socket.getsockopt(zmq.FD)  # readable when there is something to do
@@ -62,6 +67,7 @@ class Channel:
         self._outbox: deque[bytes] = deque()
         self._waiting: dict[int, Handler] = {}
         self._quiet_since = 0.0
+        self._unasked = 0
         self._done: deque[tuple[Handler, Reply | None]] = deque()
         self._order = threading.Lock()  # numbers rise in the order of sending
         self.closed = False
@@ -74,7 +80,7 @@ class Channel:
         return bool(self._waiting or self._outbox)
 
     def overdue(self, now: float, deadline: float) -> bool:
-        """Whether the daemon has owed an answer, and said nothing at all, for `deadline` seconds."""
+        """Whether the daemon has owed an answer, and answered nothing at all, for `deadline` seconds."""
         return bool(self._waiting) and now - self._quiet_since > deadline
 
     def call(self, request: Numbered, deadline: float, late: Handler) -> Reply | None:
@@ -127,6 +133,12 @@ class Channel:
             if not (flushed and self._outbox):
                 return
 
+    def give_up(self, fault: str) -> None:
+        """Have the keeper end this channel, and say why: something was lost, or soon will be."""
+        if not self.closed:
+            self.fault = fault
+            self._wake()
+
     def close(self) -> None:
         """End: whoever still waits is told None. Waits for a call in progress."""
         self.closed = True
@@ -148,17 +160,15 @@ class Channel:
                 self._expect(request.id, handler)
             self._outbox.append(encode(request))
         if len(self._outbox) > MAX_OUTBOX:
-            self._give_up(f"{MAX_OUTBOX} messages are unsent")
+            self.give_up(f"{MAX_OUTBOX} messages are unsent")
         return request.id
 
     def _expect(self, number: int, handler: Handler) -> None:
         if not self._waiting:
             self._quiet_since = time.monotonic()
         self._waiting[number] = handler
-
-    def _give_up(self, fault: str) -> None:
-        self.fault = fault
-        self._wake()
+        if len(self._waiting) > MAX_OWED:
+            self.give_up(f"it owes {MAX_OWED} answers")
 
     def _flush(self) -> bool:
         """Send the outbox; return False where the socket's buffer is full."""
@@ -173,7 +183,7 @@ class Channel:
         return True
 
     def _await(self, number: int, until: float) -> Reply | None:
-        while (left := until - time.monotonic()) > 0:
+        while not self.fault and (left := until - time.monotonic()) > 0:
             timeout_ms = int(left * 1000) + 1
             if timeout_ms != self._timeout_ms:
                 self._socket.rcvtimeo = self._timeout_ms = timeout_ms
@@ -181,31 +191,42 @@ class Channel:
                 frame = self._socket.recv()
             except zmq.Again:
                 continue
-            reply = self._read(frame)
+            reply = self._read(frame, number)
             if reply is not None and reply.id == number:
                 return reply
         return None
 
     def _drain(self) -> None:
-        # Nothing is due where nobody waits; looking costs a system call.
-        while self._waiting:
+        # Nothing is due where nobody waits; looking costs a system call. A daemon that never stops talking must not
+        # keep us here.
+        for _ in range(TURN):
+            if not self._waiting or self.fault:
+                return
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._read(frame)
 
-    def _read(self, frame: bytes) -> Reply | None:
+    def _read(self, frame: bytes, awaited: int = 0) -> Reply | None:
+        """Take in one frame; return the reply in it where it is one to a request of ours; `awaited` has no handler."""
         try:
             reply = decode_reply(frame)
         except BadFrame as error:
+            # What it was cannot be known, and a lease may have been in it: only a new session gives that back.
             self._counters.add("bad_frames")
-            logger.warning("the daemon sent a frame that is no reply: %s", error)
+            self.give_up(f"it sent a frame that is no reply: {error}")
+            return None
+        if type(reply) is Error and reply.code == BadToken.code:
+            self.give_up(reply.message)
+        handler = self._waiting.pop(reply.id, None)
+        if handler is None and reply.id != awaited:
+            self._counters.add("answers_unasked")
+            self._unasked += 1
+            if self._unasked > MAX_UNASKED:
+                self.give_up(f"it sent {self._unasked} answers to nothing that was asked")
             return None
         self._quiet_since = time.monotonic()
-        if type(reply) is Error and reply.code == BadToken.code:
-            self._give_up(reply.message)
-        handler = self._waiting.pop(reply.id, None)
         if handler is not None:
             self._done.append((handler, reply))
         if type(reply) is Pong:

@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvcache_client import forks
@@ -89,13 +90,17 @@ def _connect(connection: socket.socket, path: str) -> None:
 
 
 def _check(message: object) -> Welcome:
+    ours = f"kvcache-server {__version__} speaks protocol {OLDEST_VERSION} to {PROTOCOL_VERSION}"
     if isinstance(message, Error):
-        raise from_wire(message.code, message.message)
+        # One line names both versions; older daemons say only theirs.
+        unnamed = message.code == VersionMismatch.code and __version__ not in message.message
+        raise from_wire(message.code, f"{message.message} (this client: {ours})" if unnamed else message.message)
     if not isinstance(message, Welcome):
         raise BadFrame(f"{type(message).__name__} at the door: Welcome or Error expected")
     if not OLDEST_VERSION <= message.version <= PROTOCOL_VERSION:
         raise VersionMismatch(
-            f"the daemon speaks protocol {message.version}, this client {OLDEST_VERSION} to {PROTOCOL_VERSION}"
+            f"the daemon (kvcache-server {message.daemon}) speaks protocol {message.version}; this client: {ours}: "
+            "bring the older of the two up to date"
         )
     return message
 
@@ -125,11 +130,16 @@ def _read_frame(connection: socket.socket, received: list[int], until: float, in
     return buffer[_LENGTH.size :]
 
 
-def _wait_readable(connection: socket.socket, until: float, interrupt: int | None) -> None:
+def readable(descriptors: Iterable[int], timeout: float | None) -> set[int]:
+    """Return which of `descriptors` can be read or have ended, waiting `timeout` seconds for the first one."""
     poll = select.poll()
-    poll.register(connection.fileno(), select.POLLIN)
-    if interrupt is not None:
-        poll.register(interrupt, select.POLLIN)
-    ready = {fd for fd, _ in poll.poll(max(0.0, until - time.monotonic()) * 1000)}
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if timeout is None else timeout * 1000)}
+
+
+def _wait_readable(connection: socket.socket, until: float, interrupt: int | None) -> None:
+    watched = [connection.fileno(), *([] if interrupt is None else [interrupt])]
+    ready = readable(watched, max(0.0, until - time.monotonic()))
     if connection.fileno() not in ready:
         raise Unavailable("knocking was called off" if ready else "the daemon did not answer the door in time")

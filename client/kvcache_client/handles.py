@@ -7,9 +7,22 @@ from typing import TYPE_CHECKING
 
 from kvcache_client import forks
 from kvcache_client.lease import Lease
+from kvcache_client.replies import wrong_lookup, wrong_reservation, wrong_settlement
 from kvcache_client.reservation import Reservation, Ticket
 from kvcache_proto.errors import BadArgument, BadToken, ServerError, from_wire
-from kvcache_proto.messages import Acquire, Acquired, Error, Release, Reply, Reserve, Reserved, Run, Settle, Settled
+from kvcache_proto.messages import (
+    Acquire,
+    Acquired,
+    Attach,
+    Error,
+    Release,
+    Reply,
+    Reserve,
+    Reserved,
+    Run,
+    Settle,
+    Settled,
+)
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -17,6 +30,7 @@ if TYPE_CHECKING:
     from kvcache_client.session import Session
 
 _NOTHING = Reserved(0, 0, b"", b"")
+_LOST = "an answer was lost, and what it granted is given back by the session's end alone"
 _VERDICTS = {verdict.value: verdict for verdict in Verdict}
 
 
@@ -42,6 +56,10 @@ class Namespace:
         link = self.session.link
         return link is not None and self in link.namespaces
 
+    def attachment(self) -> Attach:
+        """Return the request that joins it."""
+        return Attach(0, b"", self.spec, self.shards, self.ceiling_bytes)
+
     # Lookups.
 
     def acquire(self, hashes: Sequence[bytes], group: int = 0, pin: bool = True) -> Lease:
@@ -62,7 +80,12 @@ class Namespace:
         if reply is None:
             return self._no_lease(spec, "lookups_unanswered")
         if not isinstance(reply, Acquired):
-            self._refused(reply, "lookups_refused")
+            self._refused(reply, "lookups_refused", link)
+            return self._no_lease(spec, "lookups_refused")
+        wrong = wrong_lookup(reply, len(hashes), pin, self._holds(link, spec))
+        if wrong:
+            self.session.distrust(wrong)
+            self._give_back(link, reply)
             return self._no_lease(spec, "lookups_refused")
         pinned = (reply.lease, reply.hits, reply.pending, reply.slots)
         return Lease(self.session, link, spec, *pinned, withheld=reply.withheld)
@@ -74,8 +97,15 @@ class Namespace:
     def _return_lease(self, link: Link, late: Reply | None) -> None:
         if isinstance(late, Acquired):
             self.session.count("late_lookups")
-            if late.lease:
-                self.session.post(link, Release(0, b"", [late.lease]), "stale_releases")
+            self._give_back(link, late)
+        elif not isinstance(late, Error):
+            link.channel.give_up(_LOST)
+
+    def _give_back(self, link: Link, unwanted: Acquired) -> None:
+        if unwanted.lease:
+            self.session.post(link, Release(0, b"", [unwanted.lease]), "stale_releases")
+        elif unwanted.hits:
+            link.channel.give_up(_LOST)
 
     # Reservations.
 
@@ -112,23 +142,36 @@ class Namespace:
             pump=self.session.pump,
         )
         request = Reserve(0, b"", number, list(runs), group)
+
+        def answered(reply: Reply | None) -> None:
+            ticket.answer(reply)
+            if reply is None and link is not None:
+                link.channel.give_up(_LOST)
+
         if not hashes:
             ticket.answer(_NOTHING)
-        elif not (self.session.up and self.session.post(link, request, "reserves_down", ticket.answer)):
+        elif not (self.session.up and self.session.post(link, request, "reserves_down", answered)):
             ticket.answer(None)
         return ticket
 
     def _reservation(
         self, group: int, hashes: Sequence[bytes], link: Link | None, reply: Reply | None, reason: str
     ) -> Reservation:
+        wrong = ""
         if isinstance(reply, Reserved):
             self._hear(link, reply)
-            reservation = Reservation(self, group, len(hashes), link, reply)
+            if link is not None:
+                wrong = wrong_reservation(reply, len(hashes), self._holds(link, self.spec.groups[group]))
+            if wrong:
+                self.session.distrust(wrong)
+                self.session.count("reserves_refused")
+                self._disown(link, reply)
+            reservation = Reservation(self, group, len(hashes), link, None if wrong else reply)
         else:
             if reply is None:
                 self.session.count(reason)
             else:
-                self._refused(reply, "reserves_refused")
+                self._refused(reply, "reserves_refused", link)
             reservation = Reservation(self, group, len(hashes), None, None)
         for why in set(reservation.refused.values()):
             self.session.count(f"refused_{why}", sum(1 for each in reservation.refused.values() if each == why))
@@ -138,8 +181,15 @@ class Namespace:
         if isinstance(late, Reserved):
             self._hear(link, late)
             self.session.count("late_reserves")
-            if late.reservation:
-                self._settle(link, late.reservation, Outcome.NEVER_STARTED, (), range(self.spec.shards), None)
+            self._disown(link, late)
+        elif link is not None and not isinstance(late, Error):
+            link.channel.give_up(_LOST)
+
+    def _disown(self, link: Link | None, unwanted: Reserved) -> None:
+        if unwanted.reservation:
+            self._settle(link, unwanted.reservation, Outcome.NEVER_STARTED, (), range(self.spec.shards), None)
+        elif link is not None and unwanted.slots:
+            link.channel.give_up(_LOST)
 
     @staticmethod
     def _hear(link: Link | None, reply: Reserved) -> None:
@@ -187,7 +237,7 @@ class Namespace:
             if verdicts and then is not None:
                 then(verdicts)
 
-        self.session.settle(link, _settlement(link, reservation, outcome, positions, shards), settled)
+        self.session.settlements.send(link, _settlement(link, reservation, outcome, positions, shards), settled)
 
     def _commit(self, reservation: Reservation, shards: Sequence[int] | None) -> list[Verdict]:
         forks.check(self.session.owner)
@@ -196,28 +246,32 @@ class Namespace:
         request = _settlement(link, reservation.id, Outcome.COMMITTED, (), chosen)
         if link is None or link is not self.session.link or not self.session.up:
             # Not to be lost on a daemon that is slow or away: sent all the same, and not waited for.
-            self.session.settle(link, request, self._verdicts)
+            self.session.settlements.send(link, request, self._verdicts)
             return []
         channel = link.channel
         reply = self.session.call(
-            link, request, lambda late: self.session.settled(link, channel, request, self._verdicts, late)
+            link, request, lambda late: self.session.settlements.heard(link, channel, request, self._verdicts, late)
         )
         if isinstance(reply, Error):
-            self._refused(reply, "settles_refused")
+            self._refused(reply, "settles_refused", link)
             return []
         return self._verdicts(reply)
 
     def _verdicts(self, reply: Reply | None) -> list[Verdict]:
-        if isinstance(reply, Settled):
+        if isinstance(reply, Settled) and (wrong := wrong_settlement(reply)):
+            self.session.distrust(wrong)
+        elif isinstance(reply, Settled):
             verdicts = [_VERDICTS[verdict] for verdict in reply.verdicts]
             for verdict in set(verdicts):
                 self.session.count(f"verdict_{verdict.name.lower()}", verdicts.count(verdict))
             return verdicts
-        if isinstance(reply, Error):
+        elif isinstance(reply, Error):
             self.session.count("settles_refused")
             self.session.log_refusal("settle", reply)
-        else:
+        elif reply is None:
             self.session.count("settles_unanswered")
+        else:
+            self.session.distrust(f"a {type(reply).__name__.lower()} to a settlement")
         return []
 
     def _shards(self, shards: Sequence[int] | None) -> Sequence[int]:
@@ -248,11 +302,17 @@ class Namespace:
         number = link.namespaces.get(self) if link is not None else None
         return (None, 0) if number is None else (link, number)
 
-    def _refused(self, reply: Reply, counter: str) -> None:
+    @staticmethod
+    def _holds(link: Link, spec: GroupSpec) -> Callable[[bytes], bool]:
+        return lambda packed: link.region.holds(packed, spec.block_bytes)
+
+    def _refused(self, reply: Reply, counter: str, link: Link | None) -> None:
         """Count and log; raise where it is the caller's fault, for the daemon's own faults are misses."""
         self.session.count(counter)
         if not isinstance(reply, Error):
-            self.session.count("odd_replies")
+            self.session.distrust(f"a {type(reply).__name__.lower()} to something else")
+            if link is not None:
+                link.channel.give_up(_LOST)
             return
         error = from_wire(reply.code, reply.message)
         if not isinstance(error, ServerError | BadToken):

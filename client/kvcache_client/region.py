@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_proto.errors import RegionError
-from kvcache_proto.region import EXTENT_ROW, EXTENT_ROWS, PAGE, SLOT_ROW, RegionRows
+from kvcache_proto.region import EXTENT_ROW, EXTENT_ROWS, MAX_EXTENTS, PAGE, SLOT_ROW, RegionRows
 from kvcache_proto.types import REF_BYTES, PoolGeometry
 
 # The rows' leading words, as in kvcache_proto.region; the rest of a row is nothing to a reader.
@@ -34,11 +34,10 @@ class Region:
 
     def __init__(self, descriptor: int, geometry: PoolGeometry) -> None:
         """Map the file behind `descriptor`, which the caller may close then. Raises RegionError."""
-        if geometry.region_bytes < EXTENT_ROWS + geometry.extents * EXTENT_ROW or geometry.region_bytes % PAGE:
-            raise RegionError(f"region of {geometry.region_bytes} bytes for {geometry.extents} extents")
+        _check(geometry)
         try:
             mapping = mmap.mmap(descriptor, geometry.region_bytes)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise RegionError(f"cannot map the region of {geometry.region_bytes} bytes: {error}") from None
         self.geometry = geometry
         self.id = geometry.region_id
@@ -55,6 +54,18 @@ class Region:
     def offsets(self, packed: bytes) -> npt.NDArray[np.uint64]:
         """Return where in the region each slot of `packed`, REF_BYTES a reference, begins."""
         return np.ascontiguousarray(_refs(packed)["offset"])
+
+    def holds(self, packed: bytes, size: int) -> bool:
+        """Return whether `packed` is whole references, and each names `size` bytes inside the region's extents.
+
+        What a reference says is only then made into an address.
+        """
+        if len(packed) % REF_BYTES or size > self.geometry.extent_bytes:
+            return False
+        offsets = _refs(packed)["offset"]
+        return not len(packed) or (
+            int(offsets.min()) >= self.geometry.data_offset and int(offsets.max()) <= self.bytes - size
+        )
 
     def current(self, packed: bytes) -> npt.NDArray[np.bool_]:
         """Return for each reference of `packed` whether it still names the block that it was given for.
@@ -75,6 +86,14 @@ class Region:
         current &= (word >= 0) & (word < self._words.size)
         current &= self._words[np.where(current, word, 0)] == refs["generation"]
         return current
+
+
+def _check(geometry: PoolGeometry) -> None:
+    """Raise RegionError for a cut that no region has."""
+    size, extents, begin = geometry.extent_bytes, geometry.extents, geometry.data_offset
+    sound = 0 < extents <= MAX_EXTENTS and size > 0 and begin >= EXTENT_ROWS + extents * EXTENT_ROW
+    if not sound or geometry.region_bytes != begin + extents * size or size % PAGE or begin % PAGE:
+        raise RegionError(f"region of {geometry.region_bytes} bytes: {extents} extents of {size} from {begin} on")
 
 
 def _refs(packed: bytes) -> npt.NDArray[Any]:

@@ -245,7 +245,8 @@ class Scheduler:
         for load in loads:
             given.extend(load.blocks)
         # An idle step may be the last one before the engine sleeps, so that it waits a little.
-        wait = self._session.deadline if output.total_num_scheduled_tokens == 0 else 0.0
+        idle = output.total_num_scheduled_tokens == 0
+        wait = self._session.deadline if idle and self._session.up else 0.0
         saves = self._saves.answers(given, wait) if self._saves.waiting else []
         # A namespace that the ranks have not heard of takes no reservations; the first one they know by themselves.
         known = self._announce is None or self._step == 1

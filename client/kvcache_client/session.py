@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import select
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import zmq
@@ -25,13 +23,14 @@ from kvcache_client.channel import Channel, Handler, Numbered
 from kvcache_client.counters import Counters
 from kvcache_client.door import Door, knock
 from kvcache_client.handles import Namespace
-from kvcache_client.link import Debt, Link
+from kvcache_client.keeper import Keeper
+from kvcache_client.link import Link
 from kvcache_client.region import Region
+from kvcache_client.settlements import Settlements
 from kvcache_client.slots import Slot
 from kvcache_proto.endpoint import check_endpoint, default_endpoint, socket_path
 from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable, from_wire
 from kvcache_proto.messages import (
-    Attach,
     Attached,
     Clear,
     Cleared,
@@ -43,7 +42,6 @@ from kvcache_proto.messages import (
     Report,
     Restate,
     Restated,
-    Settle,
     Stats,
 )
 from kvcache_proto.types import NamespaceSpec
@@ -52,6 +50,7 @@ logger = logging.getLogger("kvcache_client")
 
 DEADLINE = 0.05
 CONNECT_TIMEOUT = 2.0
+STEADY = 1.0  # seconds that a link must have held for the next knock to come soon after its end
 
 T = TypeVar("T", bound=Reply)
 
@@ -73,19 +72,20 @@ class Session:
         self.link: Link | None = None  # None while the daemon is gone; only the keeper changes it
         self._patient = False
         self._counters = Counters()
-        self._breaker = Breaker()
-        self._backoff = Backoff()
+        self.breaker = Breaker()
+        self.backoff = Backoff()
         self._namespaces: list[Namespace] = []
         self._region_callbacks: list[Callable[[Region], None]] = []
         self._change = threading.RLock()  # held by who changes region or link, or attaches
         self.away: Link | None = None  # the link whose daemon is gone, locked until there is another
+        self._steady_at = 0.0
         self._why = "not connected yet"
         self._told: set[tuple[str, str]] = set()
         self._closing = False
         forks.adopt_peer(socket_path(self.endpoint))
         self._context: zmq.Context[Any] = zmq.Context(1)
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._keeper = threading.Thread(target=self._keep, name="kvcache-keeper", daemon=True)
+        self._keeper = Keeper(self)
+        self.settlements = Settlements(self)
 
     @classmethod
     def connect(
@@ -133,16 +133,21 @@ class Session:
         """
         session = cls(endpoint, engine, label, deadline, connect_timeout)
         session._patient = True
-        session._try_to_establish()
+        session.look_for_daemon()
         session._keeper.start()
         return session
 
     # What a user asks.
 
     @property
+    def closing(self) -> bool:
+        return self._closing
+
+    @property
     def up(self) -> bool:
         """Whether the door is open and the daemon answers in time."""
-        return self.link is not None and self._breaker.closed and not self._closing
+        link = self.link
+        return link is not None and not link.channel.fault and self.breaker.closed and not self._closing
 
     @property
     def counters(self) -> dict[str, int]:
@@ -216,8 +221,7 @@ class Session:
         return self._ask(Stats(0, b""), Report).stats
 
     def clear(self, namespace: str = "") -> int:
-        """Forget every READY, unleased block of the namespace with this id, or of all; return how many. Raises
-        Unavailable."""
+        """Forget every READY, unleased block of the namespace with this id, or of all, and return how many."""
         return self._ask(Clear(0, b"", namespace), Cleared).blocks
 
     def ping(self) -> float:
@@ -234,23 +238,18 @@ class Session:
             if self._closing:
                 return
             self._closing = True
-        link = self.link
-        if link is not None and self._breaker.closed:
+        if (link := self.link) is not None and self.breaker.closed:
             link.channel.call(Ping(0, b""), self.deadline, _ignore)  # the last in the queue: all before it is handled
-        self._ring()
-        if self._keeper.is_alive() and threading.current_thread() is not self._keeper:
-            self._keeper.join()
-        self._leave("closed")
+        self._keeper.stop()
+        self.leave("closed")
         self._unlock()
         self._context.term()
-        os.close(self._bell)
+        self._keeper.close()
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     # What the namespace's handles ask.
@@ -259,65 +258,34 @@ class Session:
         """Send and return the reply, or None where there is none within the deadline; `late` gets it then."""
         if link is None or link is not self.link:
             return None
-        if not self._breaker.closed:
+        if not self.breaker.closed or link.channel.fault:
             self._counters.add("breaker_open")
             return None
         reply = link.channel.call(request, self.deadline, late)
-        if reply is None and not link.channel.closed:
-            self._missed(f"no answer within {self.deadline * 1000:.0f} ms")
+        if reply is None and not (link.channel.closed or link.channel.fault):
+            self.missed(f"no answer within {self.deadline * 1000:.0f} ms")
         return reply
 
     def post(self, link: Link | None, request: Numbered, stale: str, handler: Handler | None = None) -> bool:
         """Send without waiting. What belongs to a link that is over is not sent: counted as `stale`, returns False."""
         if self.owner != forks.current():
             return False
-        if link is None or link is not self.link or not link.channel.post(request, handler):
-            self._counters.add(stale)
-            return False
-        return True
-
-    def settle(self, link: Link | None, request: Settle, answer: Handler) -> None:
-        """Send a settlement; while the daemon is away it is kept, for the next one to hear of it."""
-        if self.owner != forks.current():
-            return
-        channel = link.channel if link is not None and link is self.link else None
-
-        def settled(reply: Reply | None) -> None:
-            self.settled(link, channel, request, answer, reply)
-
-        if channel is None or not channel.post(request, settled):
-            settled(None)
-
-    def settled(
-        self, link: Link | None, channel: Channel | None, request: Settle, answer: Handler, reply: Reply | None
-    ) -> None:
-        """Take the answer to a settlement. Without one, from a daemon that is gone, it is owed to the next."""
-        if reply is not None or link is None or (channel is not None and not channel.closed):
-            answer(reply)
-        elif link in (self.link, self.away) and not self._closing:
-            link.owed.append(Debt(request, answer))
-            self._pay(link)
-        else:
-            self._counters.add("stale_settles")
-
-    def _pay(self, link: Link) -> None:
-        """Send what is owed, where its session goes on."""
-        while link.owed and link is self.link:
-            try:
-                debt = link.owed.popleft()
-            except IndexError:  # another thread was faster
-                return
-            self._counters.add("settles_sent_again")
-            self.settle(link, debt.settle, debt.answer)
+        posted = link is not None and link is self.link and link.channel.post(request, handler)
+        self._counters.add(stale, not posted)
+        return posted
 
     def pump(self) -> None:
         """Take in what has arrived; never waits."""
-        link = self.link
-        if link is not None and self.owner == forks.current():
+        if (link := self.link) is not None and self.owner == forks.current():
             link.channel.pump()
 
     def count(self, name: str, count: int = 1) -> None:
         self._counters.add(name, count)
+
+    def distrust(self, what: str) -> None:
+        """Note an answer that no sound daemon gives: the breaker opens, as for one that did not come."""
+        self._counters.add("odd_replies")
+        self.missed(f"it answered {what}")
 
     def log_refusal(self, what: str, error: Error) -> None:
         """Log it once a kind: a refusal of one step is often one of every step. They are all counted."""
@@ -348,66 +316,78 @@ class Session:
         return reply
 
     def _wait(self, link: Link, request: Numbered, heard: Handler) -> Reply | None:
-        answered = threading.Event()
-        replies: list[Reply | None] = []
+        replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
 
         def answer(reply: Reply | None) -> None:
             heard(reply)
-            replies.append(reply)
-            answered.set()
+            replies.put(reply)
 
-        if link.channel.post(request, answer):
-            answered.wait(self.connect_timeout)
-        return replies[0] if replies else None
+        with contextlib.suppress(queue.Empty):
+            if link.channel.post(request, answer):
+                return replies.get(timeout=self.connect_timeout)
+        return None
 
     def _attach(self, link: Link, namespace: Namespace) -> None:
-        def joined(reply: Reply | None) -> None:  # too late for who asked, perhaps, and yet it holds
-            if isinstance(reply, Attached):
-                link.namespaces[namespace] = reply.namespace
-
-        joined(self._ask(_attachment(namespace), Attached, link, joined))
+        joined = functools.partial(self._joined, link, namespace)
+        joined(self._ask(namespace.attachment(), Attached, link, joined))
 
     def _attach_later(self, link: Link, namespace: Namespace) -> None:
         def joined(reply: Reply | None) -> None:
-            if isinstance(reply, Attached):
-                if namespace in self._namespaces:
-                    link.namespaces[namespace] = reply.namespace
-                else:  # left before it was joined
-                    self.post(link, Detach(0, b"", reply.namespace), "stale_detaches")
-            elif isinstance(reply, Error):
+            self._joined(link, namespace, reply)
+            if isinstance(reply, Error):
                 self._refused(namespace, reply.message)
 
-        self.post(link, _attachment(namespace), "stale_attaches", joined)
+        self.post(link, namespace.attachment(), "stale_attaches", joined)
+
+    def _joined(self, link: Link, namespace: Namespace, reply: Reply | None) -> None:
+        """Take the answer to an attach: too late for who asked, perhaps, and yet it holds."""
+        if isinstance(reply, Attached):
+            if namespace in self._namespaces:
+                link.namespaces[namespace] = reply.namespace
+            else:  # left before it was joined
+                self.post(link, Detach(0, b"", reply.namespace), "stale_detaches")
+        elif not isinstance(reply, Error):  # lost: without it the namespace stays unknown as long as the link lives
+            link.channel.give_up("it did not answer an attach")
 
     # Coming and going. The keeper's, but for the first time.
 
     def _establish(self, interrupt: int | None = None) -> None:
         """Knock, map, attach what was attached before. Raises what `connect` raises; then nothing has changed."""
         last = self.away.door.welcome if self.away is not None else None
-        door = knock(self.endpoint, self.engine, self.label, self.connect_timeout, interrupt, last)
-        with self._change:
-            link = self._enter(door)
-            try:
+        link = self._enter(knock(self.endpoint, self.engine, self.label, self.connect_timeout, interrupt, last))
+        try:
+            with self._change:
                 self._adopt_region(link.region)
-                for namespace in self._namespaces:
-                    self._attach_again(link, namespace)
-                if link is self.away:
+            tried: set[Namespace] = set()
+            restated = link is not self.away
+            while self.link is not link:  # a step that attaches or detaches does not wait for the daemon's answers
+                with self._change:
+                    left = [namespace for namespace in self._namespaces if namespace not in tried]
+                    if not left and restated:
+                        self.link = link
+                for namespace in left:
+                    try:
+                        self._attach(link, namespace)
+                    except ClientError as error:
+                        self._refused(namespace, str(error))
+                tried.update(left)
+                if not restated:
                     self._restate(link)
-            except BaseException:
-                link.close()
-                if link is not self.away:
-                    link.unlock()
-                raise
-            self.link = link
+                    restated = True
+        except BaseException:
+            link.close()
+            if link is not self.away:
+                link.unlock()
+            raise
         if link is self.away:
             self.away = None
         else:
             self._unlock()
-        self._pay(link)
-        self._backoff.reset()
-        self._breaker.answered()
-        how = "again connected" if door.welcome.resumed else "connected"
-        logger.info("%s to the daemon at %s as %r, session %d", how, self.endpoint, self.engine, door.welcome.session)
+        self.settlements.pay(link)
+        self._steady_at = time.monotonic() + STEADY
+        self.breaker.answered()
+        again = "connected again" if link.door.welcome.resumed else "connected"
+        logger.info("%s to %s as %r, session %d", again, self.endpoint, self.engine, link.door.welcome.session)
 
     def _restate(self, link: Link) -> None:
         """Say what we hold, for the daemon is another one: leases, and the reservations that we were told of."""
@@ -424,7 +404,7 @@ class Session:
                 region = self.region  # and with it its registration with the device
             else:
                 region = Region(door.region, geometry)
-            channel = Channel(self._context, self.endpoint, token, self._counters, self._ring)
+            channel = Channel(self._context, self.endpoint, token, self._counters, self._keeper.ring)
         except BaseException:
             forks.close(door.connection)
             forks.close(door.lock)
@@ -447,36 +427,32 @@ class Session:
                 self._counters.add("region_callback_errors")
                 logger.exception("a callback of on_region failed")
 
-    def _attach_again(self, link: Link, namespace: Namespace) -> None:
-        try:
-            self._attach(link, namespace)
-        except ClientError as error:
-            self._refused(namespace, str(error))
-
     def _refused(self, namespace: Namespace, why: str) -> None:
         self._counters.add("attaches_refused")
         logger.error("namespace %s (%s) is refused: %s", namespace.id, namespace.spec.model, why)
 
-    def _try_to_establish(self) -> None:
+    def look_for_daemon(self) -> None:
         try:
-            self._establish(self._bell)
-        except KVCacheError as error:
+            self._establish(self._keeper.bell)
+        except (KVCacheError, OSError, zmq.ZMQError) as error:
             self._counters.add("connects_failed")
             if str(error) != self._why:  # once, not at every knock
                 self._why = str(error)
-                logger.warning("no cache until the daemon is there: %s", error)
+                logger.warning("no cache until the daemon is there: %s", self._why)
 
-    def _leave(self, why: str) -> None:
+    def leave(self, why: str) -> None:
         """End the link, if there is one: who waits for an answer is told that there is none."""
-        link, self.link = self.link, None
-        if link is None:
+        if (link := self.link) is None:
             return
+        if not self._closing:
+            self.away = link  # first: who settles something meanwhile finds one of the two
+        self.link = None
         self._why = f"the session with the daemon at {self.endpoint} ended: {why}"
         if self._closing:
             link.unlock()  # nothing is under way any more: the daemon need not ask whether we live
-        else:
-            self.away = link
         link.close()
+        if time.monotonic() > self._steady_at:  # who lets us in and throws us out again is asked less and less
+            self.backoff.reset()
         if not self._closing:
             self._counters.add("links_lost")
             logger.warning("%s; lookups miss until it is back", self._why)
@@ -488,85 +464,31 @@ class Session:
             self._counters.add("stale_settles", len(away.owed))
             away.unlock()
 
-    # The keeper.
-
-    def _keep(self) -> None:
-        while not self._closing:
-            try:
-                if self.link is None:
-                    self._come_back()
-                else:
-                    self._watch(self.link)
-            except Exception:
-                self._counters.add("keeper_errors")
-                logger.exception("the session's keeper met an error")
-                self._poll([self._bell], self._backoff.longest)
-
-    def _come_back(self) -> None:
-        until = time.monotonic() + self._backoff.next()
-        while not self._closing and (left := until - time.monotonic()) > 0:
-            self._poll([self._bell], left)
-        if not self._closing:
-            self._try_to_establish()
-
-    def _watch(self, link: Link) -> None:
-        """Wait until something is due at `link`, and do it."""
-        channel = link.channel
-        channel.watched = False  # before looking whether it is busy: who posts in between rings the bell
-        channel.watched = watched = channel.busy
-        probe_at = self._breaker.probe_at
-        timeout = self.deadline if watched and probe_at is None else None
-        if probe_at is not None:
-            timeout = max(0.0, probe_at - time.monotonic())
-        descriptors = [link.door.connection, self._bell, *([channel.descriptor] if watched else [])]
-        ready = self._poll(descriptors, timeout)
-        if link.door.connection in ready and not link.door.still_open():
-            self._leave("the door closed")
-        elif channel.fault:
-            self._leave(channel.fault)
-        else:
-            if watched:
-                channel.pump(self.deadline)
-            now = time.monotonic()
-            if channel.overdue(now, self.deadline):
-                self._missed("an answer is overdue")
-            if self._breaker.probe_due(now):
-                channel.post(Ping(0, b""), functools.partial(self._probed, now))
-
-    def _poll(self, descriptors: list[int], timeout: float | None) -> set[int]:
-        poll = select.poll()
-        for descriptor in descriptors:
-            poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(None if timeout is None else timeout * 1000)}
-        if self._bell in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
-        return ready
-
-    def _ring(self) -> None:
-        os.eventfd_write(self._bell, 1)
-
     # The breaker.
 
-    def _missed(self, why: str) -> None:
-        if self._breaker.failed(time.monotonic()):
+    def missed(self, why: str) -> None:
+        """Note a missed deadline: the breaker opens, and the keeper probes until an answer comes in time."""
+        if self.breaker.failed(time.monotonic()):
             self._counters.add("breaker_opened")
             logger.warning("the daemon at %s is not well (%s): lookups miss until it answers", self.endpoint, why)
-            self._ring()
+            self._keeper.ring()
+
+    def probe(self, link: Link, now: float) -> None:
+        """Ask a daemon that has missed a deadline whether it is well again."""
+        self._counters.add("probes")
+        link.channel.post(Ping(0, b""), functools.partial(self._probed, now))
 
     def _probed(self, sent: float, reply: Reply | None) -> None:
         now = time.monotonic()
         if not isinstance(reply, Pong):
             return
         if now - sent > self.deadline:
-            self._breaker.answered_late(now)
-            self._ring()
-        elif self._breaker.answered():
+            self._counters.add("probes_late")
+            self.breaker.answered_late(now)
+            self._keeper.ring()
+        elif self.breaker.answered():
+            self._counters.add("breaker_closed")
             logger.info("the daemon at %s answers again", self.endpoint)
-
-
-def _attachment(namespace: Namespace) -> Attach:
-    return Attach(0, b"", namespace.spec, namespace.shards, namespace.ceiling_bytes)
 
 
 def _ignore(reply: Reply | None) -> None:

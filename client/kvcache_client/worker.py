@@ -26,7 +26,7 @@ from kvcache_client.plan import LoadJob, SaveJob, StepPlan
 from kvcache_client.region import Region
 from kvcache_client.settings import Settings
 from kvcache_proto.errors import KVCacheError
-from kvcache_proto.types import NamespaceSpec, Outcome
+from kvcache_proto.types import REF_BYTES, NamespaceSpec, Outcome
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
@@ -169,6 +169,10 @@ class Worker:
             # The reservation died with the region that it was made in.
             self._counts.add("saves_of_another_region", len(job.positions))
             return
+        if not self._sound(region, job.refs, len(job.blocks)):
+            self._counts.add("saves_of_odd_places", len(job.positions))
+            namespace.settle(job.reservation, Outcome.FAILED, job.positions, region_id=job.region)
+            return
         with self._stored_lock:
             self._stored.setdefault(job.request, _Stored()).jobs += 1
         offsets = (region.offsets(job.refs).astype(np.int64)[:, None] + self._inside).ravel()
@@ -223,11 +227,23 @@ class Worker:
             self._counts.add("loads_of_another_region")
             self._done.append((job.request, job.blocks))
             return
+        if not self._sound(region, job.refs, job.skip + len(job.blocks)):
+            self._counts.add("loads_of_odd_places")
+            self._done.append((job.request, job.blocks))
+            return
         offsets = (region.offsets(job.refs).astype(np.int64)[:, None] + self._inside).ravel()
         offsets = offsets[job.skip : job.skip + len(job.blocks)]
         blocks = np.array(job.blocks, dtype=np.int64)
         epoch = self._epoch
         self._device.load(Job(region, blocks, offsets, lambda done: self._filled(job, region, epoch, done)))
+
+    def _sound(self, region: Region, refs: bytes, blocks: int) -> bool:
+        """Whether `refs` are places of this region with room for that many of the engine's blocks.
+
+        The scheduler has asked its own mapping already; it is this one in which the addresses are made.
+        """
+        slots = len(refs) // REF_BYTES
+        return region.holds(refs, self._spec.groups[0].block_bytes) and slots * self._per_slot >= blocks
 
     def _filled(self, job: LoadJob, region: Region, epoch: int, done: Job) -> None:
         """Judge a load that has ended: what a new writer has touched meanwhile is not the block."""

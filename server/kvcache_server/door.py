@@ -342,8 +342,9 @@ def _hello(frame: bytes) -> Hello:
     # A client one version ahead still speaks ours.
     if not OLDEST_VERSION <= hello.version <= PROTOCOL_VERSION + 1:
         raise VersionMismatch(
-            f"the client speaks protocol {hello.version}, this daemon (kvcache-server {__version__}) "
-            f"{OLDEST_VERSION} to {PROTOCOL_VERSION}: bring the older of the two up to date"
+            f"the client ({hello.client[:MAX_NAME]}) speaks protocol {hello.version}, this daemon "
+            f"(kvcache-server {__version__}) {OLDEST_VERSION} to {PROTOCOL_VERSION}: "
+            "bring the older of the two up to date"
         )
     if not 1 <= len(hello.engine) <= MAX_NAME:
         raise BadArgument(f"engine id of {len(hello.engine)} characters: 1 to {MAX_NAME}")

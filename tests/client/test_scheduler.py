@@ -364,7 +364,7 @@ def test_a_stopped_daemon_costs_one_deadline_and_no_answer(rigs: Any, daemon: An
 def test_the_lookups_of_one_schedule_share_one_deadline(rigs: Any, daemon: Any) -> None:
     rig = rigs("one")
     rig.session.deadline = 1e-6  # what one lookup takes is more than all may take
-    rig.session._breaker.failed = lambda now: False  # as if each answer came just in time
+    rig.session.breaker.failed = lambda now: False  # as if each answer came just in time
     requests = [Request(f"r{number}", 5 * BLOCK) for number in range(20)]
     for request in requests:
         assert rig.scheduler.matched_tokens(request, 0) == (0, False)

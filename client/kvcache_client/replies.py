@@ -1,0 +1,50 @@
+"""What a reply must be before anything is computed from it. Pure: `holds` asks the region that it speaks of.
+
+A daemon that answers nonsense is as sick as one that says nothing, and more dangerous: from slot references addresses
+are made. Each function returns what is wrong with a reply, or "" where nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcache_proto.messages import Acquired, Reserved, Settled
+from kvcache_proto.types import REF_BYTES, Refusal, Verdict
+
+Holds = Callable[[bytes], bool]  # whether each reference names bytes of a block inside the region
+
+_GRANTED = bytes([Refusal.GRANTED])
+_REFUSALS = bytes(Refusal)
+_VERDICTS = bytes(Verdict)
+
+
+def wrong_lookup(reply: Acquired, asked: int, pin: bool, holds: Holds) -> str:
+    """Judge the answer to a lookup of `asked` hashes."""
+    hits = reply.hits
+    if not 0 <= hits <= asked or not 0 <= reply.pending <= asked - hits or not 0 <= reply.withheld <= asked - hits:
+        return f"{hits} hits, {reply.pending} pending, {reply.withheld} withheld of {asked} hashes"
+    if (reply.lease > 0) != bool(pin and hits):
+        return f"lease {reply.lease} for {hits} hits"
+    return _wrong_slots(reply.slots, hits, holds)
+
+
+def wrong_reservation(reply: Reserved, asked: int, holds: Holds) -> str:
+    """Judge the answer to a reservation of `asked` hashes."""
+    answers = reply.answers
+    if len(answers) != asked or answers.strip(_REFUSALS):
+        return f"{len(answers)} answers for {asked} hashes, or unknown ones among them"
+    granted = answers.count(_GRANTED)
+    if (reply.reservation > 0) != bool(granted):
+        return f"reservation {reply.reservation} of {granted} blocks"
+    return _wrong_slots(reply.slots, granted, holds)
+
+
+def wrong_settlement(reply: Settled) -> str:
+    """Judge the answer to a settlement."""
+    return "an unknown verdict" if reply.verdicts.strip(_VERDICTS) else ""
+
+
+def _wrong_slots(slots: bytes, count: int, holds: Holds) -> str:
+    if len(slots) != count * REF_BYTES:
+        return f"{len(slots)} bytes of references to {count} slots"
+    return "" if holds(slots) else "slots outside of the region"

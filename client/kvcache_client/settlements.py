@@ -1,0 +1,54 @@
+"""Settlements on their way to the daemon: none is lost with one that is gone, where the next one knows the session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcache_client import forks
+from kvcache_client.channel import Channel, Handler
+from kvcache_client.link import Debt, Link
+from kvcache_proto.messages import Reply, Settle
+
+if TYPE_CHECKING:
+    from kvcache_client.session import Session
+
+
+class Settlements:
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def send(self, link: Link | None, request: Settle, answer: Handler) -> None:
+        """Send a settlement without waiting; while the daemon is away it is kept, for the next one to hear of it."""
+        session = self._session
+        if session.owner != forks.current():
+            return
+        channel = link.channel if link is not None and link is session.link else None
+
+        def heard(reply: Reply | None) -> None:
+            self.heard(link, channel, request, answer, reply)
+
+        if channel is None or not channel.post(request, heard):
+            heard(None)
+
+    def heard(
+        self, link: Link | None, channel: Channel | None, request: Settle, answer: Handler, reply: Reply | None
+    ) -> None:
+        """Take the answer that came by `channel`. Where none did, from a daemon that is gone, the next one is told."""
+        session = self._session
+        if reply is not None or link is None or (channel is not None and not channel.closed):
+            answer(reply)
+        elif link in (session.link, session.away) and not session.closing:
+            link.owed.append(Debt(request, answer))
+            self.pay(link)
+        else:
+            session.count("stale_settles")
+
+    def pay(self, link: Link) -> None:
+        """Send what is owed, where the session goes on."""
+        while link.owed and link is self._session.link:
+            try:
+                debt = link.owed.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self._session.count("settles_sent_again")
+            self.send(link, debt.settle, debt.answer)

@@ -1,0 +1,249 @@
+"""The last release beside this one: its client at our daemon, our client at its daemon, out of its own wheel.
+
+A release puts its wheel here in place of the one before it:
+`pip wheel --no-deps --no-build-isolation --wheel-dir tests/skew .`
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache_proto import __version__
+from kvcache_proto.messages import PROTOCOL_VERSION
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+NEW = [ROOT / "proto", ROOT / "server", ROOT / "client"]
+(WHEEL,) = HERE.glob("*.whl")
+OLD_VERSION = WHEEL.name.split("-")[1]
+OLDER = {"old": (OLD_VERSION, "1"), "new": (__version__, str(PROTOCOL_VERSION))}  # what each must be called
+PAIRS = [("old", "new"), ("new", "old")]  # daemon and client
+pairs = pytest.mark.parametrize(("daemons", "clients"), PAIRS, ids=["old daemon, new client", "new daemon, old client"])
+
+
+Until = Callable[[Callable[[], Any], str], Any]
+
+
+class Peer:
+    """A peer.py of one version."""
+
+    def __init__(self, path: str) -> None:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHE_")}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "peer.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env | {"PYTHONPATH": path},
+        )
+
+    def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps({"op": op, **arguments}), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        assert line, "the client ended"
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """PYTHONPATH of each version."""
+    old = tmp_path_factory.mktemp("old")
+    zipfile.ZipFile(WHEEL).extractall(old)
+    return {"old": str(old), "new": os.pathsep.join(map(str, NEW))}
+
+
+@pytest.fixture
+def peer(versions: dict[str, str]) -> Iterator[Callable[..., Peer]]:
+    """`peer(version, daemon, engine)` starts a client and connects it."""
+    started: list[Peer] = []
+
+    def start(version: str, daemon: Any, engine: str) -> Peer:
+        made = Peer(versions.get(version, version))
+        started.append(made)
+        opened = made.ask("open", endpoint=daemon.endpoint, engine=engine)
+        assert opened["from"].startswith(versions.get(version, version).split(os.pathsep)[-1]), opened
+        return made
+
+    yield start
+    for made in started:
+        if made.process.poll() is None:
+            made.close()
+        for pipe in (made.process.stdin, made.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def until() -> Until:
+    """`until(found, what)` waits for the first truth of `found()`."""
+
+    def wait(found: Callable[[], Any], what: str) -> Any:
+        end = time.monotonic() + 30.0
+        while not (value := found()):
+            assert time.monotonic() < end, f"{what} did not come"
+            time.sleep(0.01)
+        return value
+
+    return wait
+
+
+@pytest.fixture
+def start(start_daemon: Any, versions: dict[str, str]) -> Callable[..., Any]:
+    def of(version: str, **flags: Any) -> Any:
+        return start_daemon(env={"PYTHONPATH": versions.get(version, version)}, **flags)
+
+    return of
+
+
+def run(count: int) -> list[str]:
+    return [secrets.token_hex(32) for _ in range(count)]
+
+
+def test_the_wheel_is_another_version(versions: dict[str, str]) -> None:
+    command = [sys.executable, "-c", "from kvcache_server import cli; print(cli.__version__, cli.__file__)"]
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": versions["old"]}, capture_output=True, text=True)
+    version, file = ended.stdout.split()
+    assert version == OLD_VERSION
+    assert file.startswith(versions["old"]), "the code in the wheel, not this tree"
+
+
+@pairs
+def test_what_one_version_saves_the_other_one_loads(
+    start: Callable[..., Any], peer: Callable[..., Peer], daemons: str, clients: str
+) -> None:
+    daemon = start(daemons, quarantine=0.5)
+    ours, theirs = peer(clients, daemon, "e1"), peer(daemons, daemon, "e2")
+    for one, other in ((ours, theirs), (theirs, ours)):
+        hashes = run(12)
+        assert one.ask("save", hashes=hashes) == {"granted": 12, "visible": 12}
+        for reader in (one, other):
+            assert reader.ask("load", hashes=hashes) == {"hits": 12, "right": True, "failed": False}
+    # A client leaves its namespace, and one is killed with a lease: nothing of theirs stays.
+    ours.ask("detach")
+    assert ours.ask("load", hashes=hashes)["failed"]
+    daemon.wait_status(lambda s: len([e for e in s["sessions"] if e["namespaces"]]) == 1, "the detach")
+    victim = peer(clients, daemon, "victim")
+    assert victim.ask("load", hashes=hashes, keep=True)["hits"] == 12
+    assert daemon.status()["pool"]["pinned_bytes"] > 0
+    victim.process.kill()
+    daemon.wait_status(lambda s: len(s["sessions"]) == 2 and not s["pool"]["pinned_bytes"], "the victim's end")
+    assert daemon.status()["daemon"]["errors"] == {}
+
+
+@pairs
+def test_sessions_come_back_after_a_restart(
+    start: Callable[..., Any], peer: Callable[..., Peer], daemons: str, clients: str
+) -> None:
+    daemon = start(daemons)
+    client = peer(clients, daemon, "e1")
+    hashes = run(5)
+    assert client.ask("save", hashes=hashes)["visible"] == 5
+    daemon.kill()
+    assert client.ask("up", wanted=False) == {"up": False}
+    assert client.ask("load", hashes=hashes)["failed"]
+    again = start(daemons)
+    assert client.ask("up", wanted=True) == {"up": True}
+    client.ask("save", hashes=hashes)  # of the new region, or found in the old one
+    assert client.ask("load", hashes=hashes) == {"hits": 5, "right": True, "failed": False}
+    assert again.status()["daemon"]["errors"] == {}
+
+
+@pytest.mark.parametrize(("first", "then"), PAIRS, ids=["upgrade", "downgrade"])
+@pytest.mark.parametrize("clients", ["old", "new"])
+def test_a_daemon_of_another_version_takes_over(
+    start: Callable[..., Any], peer: Callable[..., Peer], first: str, then: str, clients: str
+) -> None:
+    daemon = start(first)
+    client = peer(clients, daemon, "e1")
+    hashes = run(5)
+    assert client.ask("save", hashes=hashes)["visible"] == 5
+    assert daemon.stop() == 0
+    assert client.ask("up", wanted=False) == {"up": False}
+    start(then)
+    assert client.ask("up", wanted=True) == {"up": True}
+    client.ask("save", hashes=hashes)
+    assert client.ask("load", hashes=hashes) == {"hits": 5, "right": True, "failed": False}
+
+
+@pytest.mark.parametrize(("daemons", "clients"), [*itertools.product(["old", "new"], repeat=2)])
+def test_status(start: Callable[..., Any], versions: dict[str, str], peer: Any, daemons: str, clients: str) -> None:
+    daemon = start(daemons)
+    peer(clients, daemon, "e1").ask("save", hashes=run(3))
+    command = [sys.executable, "-m", "kvcache_server"]
+    env = os.environ | {"PYTHONPATH": versions[clients]}
+    shown = subprocess.run([*command, "status", "--endpoint", daemon.endpoint], env=env, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert f"kvcache-server {OLD_VERSION if daemons == 'old' else __version__}" in shown.stdout
+    assert "3 blocks" in shown.stdout
+    assert "e1" in shown.stdout
+    cleared = subprocess.run(
+        [*command, "clear", "--endpoint", daemon.endpoint], env=env, capture_output=True, text=True
+    )
+    assert cleared.stdout == "cleared 3 blocks\n", cleared.stderr
+
+
+# Where versions do not meet.
+
+
+def patched(source: list[Path] | Path, folder: Path, version: str, protocol: int) -> str:
+    """Return the path of a copy that calls itself `version` and speaks `protocol` and nothing older."""
+    for each in source if isinstance(source, list) else [source]:
+        shutil.copytree(each, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, name, value in (
+        ("messages.py", "PROTOCOL_VERSION", protocol),
+        ("messages.py", "OLDEST_VERSION", protocol),
+        ("__init__.py", "__version__", f'"{version}"'),
+    ):
+        path = folder / "kvcache_proto" / file
+        text, changes = re.subn(rf"^{name} = .*$", f"{name} = {value}", path.read_text(), flags=re.MULTILINE)
+        assert changes == 1
+        path.write_text(text)
+    return str(folder)
+
+
+@pytest.mark.parametrize("older", ["old", "new"])
+@pytest.mark.parametrize("ahead", ["client", "daemon"])
+def test_versions_that_do_not_meet_are_named_in_one_line(
+    start: Callable[..., Any],
+    peer: Callable[..., Peer],
+    versions: dict[str, str],
+    tmp_path: Path,
+    until: Until,
+    older: str,
+    ahead: str,
+) -> None:
+    """The engine runs uncached and says so once, with package and protocol of both sides."""
+    protocol = PROTOCOL_VERSION + 2
+    future = patched(NEW, tmp_path / "future", "9.9.0", protocol)
+    daemon = start(versions[older]) if ahead == "client" else start(future, wait=False)
+    try:
+        until(lambda: "ready at" in daemon.log, "the daemon")  # our own questions would be refused, too
+        client = peer(future if ahead == "client" else versions[older], daemon, "e1")
+        assert client.ask("tries", count=3)["failed"] >= 3
+        assert client.ask("load", hashes=run(2)) == {"hits": 0, "right": True, "failed": True}
+        assert client.ask("save", hashes=run(2)) == {"granted": 0, "visible": 0}
+        (line,) = client.ask("log")["said"]
+    finally:
+        daemon.stop()
+    assert line.startswith("WARNING"), line
+    for named in ("9.9.0", str(protocol), *OLDER[older]):
+        assert re.search(rf"(?<![0-9.]){re.escape(named)}(?![0-9])", line), (named, line)
