@@ -52,11 +52,10 @@ class Run:
     def __init__(self, plan: schedule.Schedule, survivors: bool, deadline: float) -> None:
         self.plan, self.survivors = plan, survivors
         self.folder = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
-        self.endpoint = f"ipc://{self.folder}/kv.sock"
+        self.deadline = deadline
         self.region_dir = "/dev/shm"
         self.found: Counter[str] = Counter()
         self.daemon: Daemon | None = None
-        self.crowd = Crowd(self.folder, self.endpoint, deadline)
         self.seconds = 0.0
 
     def go(self) -> None:
@@ -64,6 +63,11 @@ class Run:
         began = time.monotonic()
         crowded = any(life.crowded_mount for life in self.plan.lives)
         with _mount(self.folder) if crowded else contextlib.nullcontext("/dev/shm") as self.region_dir:
+            folder = self.folder if self.region_dir == "/dev/shm" else self.region_dir
+            self.endpoint = (
+                f"ipc://{folder}/kv.sock"  # what the daemon notes down lies beside it, and runs out of room too
+            )
+            self.crowd = Crowd(self.folder, self.endpoint, self.deadline)
             try:
                 self.crowd.add(*self.plan.clients)  # some of them before there is a daemon
                 for number, life in enumerate(self.plan.lives):
@@ -100,6 +104,10 @@ class Run:
         if self.start(life.point, fresh) and self.daemon is not None:
             self.daemon.sound() and self.audit()
             self.work(life)
+            if life.crowded_mount and self.region_dir != "/dev/shm":
+                with _ballast(self.region_dir):
+                    self.work(life)
+            self.daemon.sound()
         assert self.daemon is not None
         self.found["died_there"] += self.daemon.died_there
         code = self.daemon.end(life.end)
@@ -242,8 +250,8 @@ def add_up(status: dict[str, Any]) -> None:
         reserved + resumed    = committed + failed + superseded + orphaned
         committed + recovered = evicted + cleared + unreachable + present
 
-    `resumed` are those that were being written when the last daemon ended. `failed` are those of which a shard failed, was never started, or died with its writer; `unreachable` were whole
-    when a block above them failed.
+    `resumed` are those that were being written when the last daemon ended; of the `failed` a shard failed, was never
+    started, or died with its writer; the `unreachable` were whole when a block above them failed.
     """
     counters = Counter({name.removeprefix("blocks_"): count for name, count in status["counters"].items()})
     present = status["pool"]["blocks"]

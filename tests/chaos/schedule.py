@@ -156,7 +156,7 @@ def _life(draw: random.Random, theme: str, clients: int, pace: float) -> Life:
         seconds=pace * (draw.uniform(0.3, 1.5) if theme in ("instant", "fresh") else 2.0),
         end=draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)),
         down=draw.choice((0.0, 0.05, 0.5)),
-        fresh=theme == "fresh" or draw.random() < 0.1,
+        fresh=theme == "fresh" or draw.random() < (0.3 if theme == "ranks" else 0.1),
         crowded_mount=theme == "full",
         stopped=(pace * draw.uniform(0.2, 1.0), draw.choice((0.02, 0.2, 0.8)) if theme == "daemon-stop" else 0.0),
         meanwhile=meanwhile,
