@@ -8,6 +8,7 @@ lies in its tallies, and what it must remember beyond its own kill in its journa
     B call begin end      a call took longer than its deadline and the slack
     E what                a call raised
     W what                wrong bytes
+    P point signal        it has killed or stopped itself there
     X                     it has ended well
 """
 
@@ -81,6 +82,7 @@ class Client:
         if name == where:
             self.arrivals += 1
             if self.arrivals % count == 0:
+                self.note("P", name, signum)
                 os.kill(os.getpid(), signum)
 
     def timed(self, name: str, call: Callable[[], T]) -> T | None:

@@ -234,6 +234,7 @@ class Run:
             "longest": max(breaches, key=lambda breach: float(breach.split()[-2]), default=""),
             **found,
             **self.crowd.counts,
+            **Counter(f"at {' '.join(words)}" for _, words in self.crowd.journal("P")),
             **totals,
         }
 
