@@ -60,7 +60,8 @@ POINTS: dict[str, tuple[Where, ...]] = {
     ),
     "session": (_in("door", "_welcome"), _in("service", "_open_session", "_end_session"), _in("cache", "end_session")),
     "start": (_in("memory"),),
-    "rebuild": (_in("recovery"), _in("journal")),
+    "rebuild": (_in("recovery"), _in("opening"), _in("journal", "read", "apply"), _in("pool", "adopt", "resume")),
+    "notes": (_in("statefile"), _in("locks"), _in("journal", "pack", "records")),
 }
 BY_STORE = {"store"}
 BY_CALL = {"before-reply", "after-reply"}

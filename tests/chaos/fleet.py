@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -195,7 +196,7 @@ class Crowd:
     def close(self) -> None:
         for member in self.members.values():
             if member.state():
-                os.kill(member.pid, signal.SIGKILL)
+                _signal(member.pid, signal.SIGKILL)
             member.control.close()
         for process in (self._nursery, *self._proxies.values()):
             assert process.stdin is not None
@@ -259,21 +260,26 @@ class Member:
             return ""  # it never says another word
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return ""
         return "" if state in "ZX" else state
 
     def stop(self) -> None:
         if self.state() not in ("", "T"):
-            os.kill(self.pid, signal.SIGSTOP)
+            _signal(self.pid, signal.SIGSTOP)
             self.stopped_at = time.monotonic()
 
     def wake(self) -> None:
         if self.state() == "T":
-            os.kill(self.pid, signal.SIGCONT)
+            _signal(self.pid, signal.SIGCONT)
             self.pauses.append((self.stopped_at, time.monotonic()))
         self.stopped_at = 0.0
 
     def kill(self) -> None:
         if self.state():
-            os.kill(self.pid, signal.SIGKILL)
+            _signal(self.pid, signal.SIGKILL)
+
+
+def _signal(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it went while we looked
+        os.kill(pid, signum)

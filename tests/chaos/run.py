@@ -43,6 +43,7 @@ from kvcache_server.memory import region_path, remove_orphan
 EXTENT = "2MiB"
 TAIL = 0.5  # seconds of honest work after the last fault
 HUNG = 5.0
+GRACE = 4.0  # seconds for which a daemon waits for sessions: longer than any client is stopped
 REGION_ERROR = 5  # the exit code of a daemon that cannot have its region
 
 
@@ -88,6 +89,7 @@ class Run:
             region_dir=self.region_dir,
             quarantine=self.plan.quarantine,
             supersede_after=self.plan.supersede_after,
+            **({"grace": GRACE} if self.survivors else {}),
         )
         ready = self.daemon.ready()
         self.found["lives"] += 1
@@ -155,7 +157,7 @@ class Run:
             family, branch, depth = map(int, numbers)
             if region == region_id:
                 deepest[kind, family, branch] = max(depth, deepest.get((kind, family, branch), 0))
-        with Session.open(self.endpoint, engine="auditor", deadline=10.0) as session:
+        with Session.open(self.endpoint, engine="auditor", deadline=3.0) as session:
             spaces = {kind: session.attach(spec, range(spec.shards)) for kind, spec in blocks.SPECS.items()}
             for (kind, family, branch), depth in deepest.items():
                 hashes = prompt(family, branch, depth + 1)
@@ -322,7 +324,7 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=0.25, help="of a client's lookups and reservations, seconds")
     parser.add_argument("--pace", type=float, default=1.0, help="how long the daemon's lives are, as a factor")
     parser.add_argument("--lives", type=int, default=0, help="of the daemon, a seed; 0: 2 or 3")
-    parser.add_argument("--no-survivors", action="store_true", default=True, help="for a daemon that begins empty")
+    parser.add_argument("--no-survivors", action="store_true", help="for a daemon that begins empty")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a seed that broke")
     options = parser.parse_args()
     first, _, last = options.seeds.partition("..")

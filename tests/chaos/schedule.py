@@ -8,7 +8,19 @@ from dataclasses import dataclass, field, replace
 
 # Seeds take turns at them; `--themes` chooses some.
 THEMES = (
-    *("store", "before-reply", "after-reply", "evict", "recut", "grant", "settle", "session", "start", "rebuild"),
+    *(
+        "store",
+        "before-reply",
+        "after-reply",
+        "evict",
+        "recut",
+        "grant",
+        "settle",
+        "session",
+        "start",
+        "rebuild",
+        "notes",
+    ),
     *("instant", "fresh", "client-kill", "client-stop", "ranks", "proxy", "daemon-stop", "full"),
 )
 # How many arrivals a theme's point may wait for: about what the traffic of a life brings.
@@ -22,7 +34,8 @@ REACH = {
     "settle": 4000,
     "session": 150,
     "start": 250,
-    "rebuild": 1500,
+    "rebuild": 6000,
+    "notes": 1500,
 }
 POINTS = ("attached", "reserved", "half written", "written", "lease held", "mid-read")
 TIGHT, ROOMY = "16MiB", "160MiB"  # the first holds a sixth of all blocks that there are, the second all of them
@@ -85,11 +98,11 @@ def make(seed: int, clients: int = 4, themes: tuple[str, ...] = THEMES, pace: fl
         seed,
         theme,
         roomy,
-        # A client whose door is cut lives on, and may be in the middle of a write: that must end within this.
-        quarantine=2.0 if theme == "proxy" else 0.5,
+        # Shorter than clients are stopped, door cut or not: what they write then must be theirs.
+        quarantine=0.3,
         supersede_after=draw.choice((0.1, 0.5, 2.0)),
         clients=plans,
-        lives=[_life(draw, theme, len(plans), pace) for _ in range(lives or draw.randint(2, 3))],
+        lives=[_life(draw, theme, len(plans), pace, number) for number in range(lives or draw.randint(2, 3))],
     )
 
 
@@ -113,7 +126,9 @@ def last(client: Client) -> Client:
 
 def _whole(draw: random.Random, number: int, theme: str) -> Client:
     kind = KINDS[number % len(KINDS)]
-    signals = {"client-kill": (signal.SIGKILL,), "client-stop": (signal.SIGSTOP,)}.get(theme, ())
+    signals = {"client-kill": (signal.SIGKILL,), "client-stop": (signal.SIGSTOP,), "proxy": (signal.SIGSTOP,)}.get(
+        theme, ()
+    )
     client = Client(
         *(f"client{number}", "whole", f"engine {number}", kind, SHARDS[kind], draw.getrandbits(32)),
         signals=() if number == 0 else tuple(map(int, signals)),
@@ -144,8 +159,10 @@ def _doomed(draw: random.Random, client: Client) -> Client:
     return replace(client, point=(name, count, draw.choice(client.signals)))
 
 
-def _life(draw: random.Random, theme: str, clients: int, pace: float) -> Life:
+def _life(draw: random.Random, theme: str, clients: int, pace: float, number: int) -> Life:
     point = f"{theme}:{int(REACH[theme] ** draw.random())}" if theme in REACH else ""
+    if theme == "rebuild" and number == 0:
+        point = ""  # there must be something to find
     meanwhile = tuple(
         (draw.choice(("kill", "stop")), draw.randrange(clients)) for _ in range(draw.choice((0, 0, 1, 2)))
     )
