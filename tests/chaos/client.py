@@ -131,6 +131,11 @@ class Client:
         if visible:
             self.note("V", region.id.hex(), self.plan["kind"], what.family, what.branch, max(visible))
 
+    def leave(self) -> None:
+        for name in ("sessions_resumed", "leases_lost", "settles_sent_again"):
+            self.tallies.add(name, self.session.counters.get(name, 0))
+        self.session.close()
+
     def called_off(self) -> bool:
         return bool(select.select([self.control], [], [], 0)[0])
 
@@ -141,7 +146,7 @@ class Client:
             if not self.session.up:
                 time.sleep(IDLE)
         self.finish()
-        self.session.close()
+        self.leave()
         self.note("X")
 
     def step(self) -> None:
@@ -185,7 +190,7 @@ class Whole(Client):
         chance = self.draw.random()
         if self.plan["restless"] and chance < 0.005:
             self.finish()
-            self.session.close()
+            self.leave()
             self.open()
         what = self.choose()
         lease = self.acquire(what)
@@ -200,7 +205,8 @@ class Whole(Client):
     def let_go(self) -> None:
         link, lease, what = self.held.pop(0)
         gone = self.load(lease.region_id, what.hashes[: lease.hits], lease.packed, lambda: self.point("mid-read"))
-        if gone and link is not None and link is self.session.link:
+        lost = self.session.counters.get("leases_lost", 0)
+        if gone and link is not None and link is self.session.link and not lost:
             self.tallies.add("torn_leases", gone)
         lease.release()
 

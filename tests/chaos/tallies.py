@@ -8,7 +8,8 @@ from pathlib import Path
 
 NAMES = (
     *("steps", "lookups", "hits", "verified", "wrong", "gone", "torn_leases", "failed_calls"),
-    *("granted", "visible", "not_visible", "unanswered", "refused", "sessions"),
+    *("granted", "visible", "not_visible", "unanswered", "refused"),
+    *("sessions", "sessions_resumed", "leases_lost", "settles_sent_again"),
 )
 BUCKETS = 96  # of a call's time: each a fifth of an octave wider than the one before, from 16 us on
 _SIZE = 8 * (len(NAMES) + BUCKETS)
