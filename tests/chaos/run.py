@@ -57,6 +57,7 @@ class Run:
         self.region_dir = "/dev/shm"
         self.found: Counter[str] = Counter()
         self.daemon: Daemon | None = None
+        self.region_id = ""  # of the region that the next daemon must find
         self.seconds = 0.0
 
     def go(self) -> None:
@@ -91,6 +92,8 @@ class Run:
             supersede_after=self.plan.supersede_after,
             **({"grace": GRACE} if self.survivors else {}),
         )
+        if fresh or size or not self.survivors:
+            self.region_id = ""
         ready = self.daemon.ready()
         self.found["lives"] += 1
         if not ready and not self.daemon.died_there and self.daemon.process.returncode != REGION_ERROR:
@@ -149,9 +152,14 @@ class Run:
     def audit(self) -> None:
         """Look for every block that this region has acknowledged; where it had to evict none, all must be there."""
         status = self.daemon.status() if self.daemon else None
-        if status is None or not self.plan.roomy:
+        if status is None:
             return
         region_id = status["pool"]["region_id"]
+        if self.region_id not in ("", region_id) and self.plan.theme != "full":  # there, no room for notes is a reason
+            raise Broken(f"the region {self.region_id} was given up: {self.daemon.log if self.daemon else ''}")
+        self.region_id = region_id
+        if not self.plan.roomy:
+            return
         deepest: dict[tuple[str, int, int], int] = {}
         for _, (region, kind, *numbers) in self.crowd.journal("V"):
             family, branch, depth = map(int, numbers)
@@ -244,7 +252,7 @@ class Run:
 def quiet(status: dict[str, Any]) -> bool:
     """Whether nobody is there, and nothing is held for anybody."""
     pool, held = status["pool"], ("blocks_writing", "blocks_hidden", "slots_quarantined", "pinned_bytes")
-    return not status["sessions"] and not any(pool[name] for name in held)
+    return not status["sessions"] and not status.get("away") and not any(pool[name] for name in held)
 
 
 def add_up(status: dict[str, Any]) -> None:
