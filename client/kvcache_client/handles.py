@@ -122,7 +122,6 @@ class Namespace:
         self, group: int, hashes: Sequence[bytes], link: Link | None, reply: Reply | None, reason: str
     ) -> Reservation:
         if isinstance(reply, Reserved):
-            self._hear(link, reply)
             reservation = Reservation(self, group, len(hashes), link, reply)
         else:
             if reply is None:
@@ -136,15 +135,9 @@ class Namespace:
 
     def _return_reservation(self, link: Link | None, late: Reply | None) -> None:
         if isinstance(late, Reserved):
-            self._hear(link, late)
             self.session.count("late_reserves")
             if late.reservation:
                 self._settle(link, late.reservation, Outcome.NEVER_STARTED, (), range(self.spec.shards), None)
-
-    @staticmethod
-    def _hear(link: Link | None, reply: Reserved) -> None:
-        if link is not None:
-            link.heard = max(link.heard, reply.reservation)
 
     # Settlements.
 
@@ -204,6 +197,10 @@ class Namespace:
         )
         if isinstance(reply, Error):
             self._refused(reply, "settles_refused")
+            return []
+        if reply is None and not request.id:
+            # It never had its turn: others were asking, or the daemon has gone since we looked.
+            self.session.settle(link, request, self._verdicts)
             return []
         return self._verdicts(reply)
 

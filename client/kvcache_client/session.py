@@ -468,14 +468,15 @@ class Session:
 
     def _leave(self, why: str) -> None:
         """End the link, if there is one: who waits for an answer is told that there is none."""
-        link, self.link = self.link, None
+        link = self.link
         if link is None:
             return
+        if not self._closing:
+            self.away = link  # before it is in use no more: who settles meanwhile must find it in one place or the other
+        self.link = None
         self._why = f"the session with the daemon at {self.endpoint} ended: {why}"
         if self._closing:
             link.unlock()  # nothing is under way any more: the daemon need not ask whether we live
-        else:
-            self.away = link
         link.close()
         if not self._closing:
             self._counters.add("links_lost")
