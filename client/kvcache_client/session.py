@@ -472,7 +472,7 @@ class Session:
         if link is None:
             return
         if not self._closing:
-            self.away = link  # before it is in use no more: who settles meanwhile must find it in one place or the other
+            self.away = link  # first: who settles meanwhile finds it in one place or the other
         self.link = None
         self._why = f"the session with the daemon at {self.endpoint} ended: {why}"
         if self._closing:
