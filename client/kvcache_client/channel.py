@@ -19,7 +19,7 @@ import zmq
 from kvcache_client.counters import Counters
 from kvcache_proto.codec import decode_reply, encode
 from kvcache_proto.errors import BadFrame, BadToken
-from kvcache_proto.messages import Error, Pong, Reply
+from kvcache_proto.messages import Error, Pong, Reply, Reserved
 
 logger = logging.getLogger("kvcache_client")
 
@@ -71,6 +71,7 @@ class Channel:
         self._done: deque[tuple[Handler, Reply | None]] = deque()
         self._order = threading.Lock()  # numbers rise in the order of sending
         self.closed = False
+        self.heard = 0  # the highest reservation that an answer named, noted before anybody can act on it
         self.fault = ""
         self.watched = False  # whether the keeper polls `descriptor`
 
@@ -229,6 +230,8 @@ class Channel:
         self._quiet_since = time.monotonic()
         if handler is not None:
             self._done.append((handler, reply))
+        if type(reply) is Reserved:
+            self.heard = max(self.heard, reply.reservation)
         if type(reply) is Pong:
             self._forget_before(reply.id)
         return reply

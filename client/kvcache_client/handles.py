@@ -159,7 +159,6 @@ class Namespace:
     ) -> Reservation:
         wrong = ""
         if isinstance(reply, Reserved):
-            self._hear(link, reply)
             if link is not None:
                 wrong = wrong_reservation(reply, len(hashes), self._holds(link, self.spec.groups[group]))
             if wrong:
@@ -179,7 +178,6 @@ class Namespace:
 
     def _return_reservation(self, link: Link | None, late: Reply | None) -> None:
         if isinstance(late, Reserved):
-            self._hear(link, late)
             self.session.count("late_reserves")
             self._disown(link, late)
         elif link is not None and not isinstance(late, Error):
@@ -190,11 +188,6 @@ class Namespace:
             self._settle(link, unwanted.reservation, Outcome.NEVER_STARTED, (), range(self.spec.shards), None)
         elif link is not None and unwanted.slots:
             link.channel.give_up(_LOST)
-
-    @staticmethod
-    def _hear(link: Link | None, reply: Reserved) -> None:
-        if link is not None:
-            link.heard = max(link.heard, reply.reservation)
 
     # Settlements.
 
@@ -254,6 +247,10 @@ class Namespace:
         )
         if isinstance(reply, Error):
             self._refused(reply, "settles_refused", link)
+            return []
+        if reply is None and not request.id:
+            # It never had its turn: others were asking, or the daemon has gone since we looked.
+            self.session.settlements.send(link, request, self._verdicts)
             return []
         return self._verdicts(reply)
 

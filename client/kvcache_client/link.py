@@ -31,7 +31,7 @@ class Link:
 
     Attributes:
         leases: the reference of the last block of each lease that is held, by the lease's number.
-        heard: the highest reservation that the daemon's answers named.
+        heard: the highest reservation that answers of daemons which are gone named.
         owed: settlements that a daemon which is gone may not have seen; the next one gets them.
     """
 
@@ -46,6 +46,7 @@ class Link:
 
     def go_on(self, door: Door, channel: Channel) -> None:
         """Be the same session behind another door."""
+        self.heard = max(self.heard, self.channel.heard)
         old, self.door, self.channel = self.door, door, channel
         self.namespaces.clear()
         forks.close(old.lock)  # the new one says that we live

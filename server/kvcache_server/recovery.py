@@ -335,7 +335,8 @@ class _Recovery:
                     self._pend(position)
                 elif self.state[position] == READY:
                     self._set(position, FREE)
-                    self.cache.counters["blocks_orphaned"] += 1
+                    self.cache.counters["blocks_recovered"] += 1
+                    self.cache.counters["blocks_unreachable"] += 1
                 else:
                     self._set(position, DOOMED)
         for position in np.flatnonzero(self.state == DOOMED).tolist():
@@ -363,6 +364,7 @@ class _Recovery:
         block.link(self.blocks[above] if above < len(self.row) else group.root)
         grant = self._grant(position, block)
         grant.ready = bool(self.state[position] == READY)
+        self.cache.counters["blocks_recovered" if grant.ready else "blocks_resumed"] += 1
         if grant.ready:
             grant.settled, grant.extent.busy = grant.reservation.all_shards, grant.extent.busy - 1
         group.pending[block.hash] = grant
@@ -379,6 +381,7 @@ class _Recovery:
             grant.block.pins, grant.fate = GONE, Verdict.FAILED
             grant.settled |= dead
             grant.tainted_until = self.until
+            self.cache.counters["blocks_resumed"] += 1
         else:
             extent.blocks[slot] = Block(HIDDEN, 0, b"", b"", _nowhere().root.account)
             extent.busy += 1

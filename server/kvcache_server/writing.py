@@ -160,8 +160,10 @@ class Writing:
         return Refusal.GRANTED, block
 
     def _supersede(self, rival: Grant, block: Block) -> None:
-        """Let `block` take the place of one that is long in the writing; what hangs below it moves over."""
-        self._counters["blocks_superseded"] += 1
+        """Let `block` take the place of one that is long in the writing; what hangs below it moves over.
+
+        It is counted when its last shard is settled, as every ending is.
+        """
         rival.fate = Verdict.SUPERSEDED
         rival.block.unlink()
         rival.block.pins = GONE
@@ -276,7 +278,7 @@ class Writing:
             each.fate = Verdict.FAILED if each is grant else Verdict.ORPHANED
             if each.ready:
                 # Its writers have all settled: nobody will come back for it.
-                self._counters["blocks_orphaned"] += 1
+                self._counters["blocks_unreachable"] += 1  # not as orphaned: it is counted as committed already
                 each.extent.busy += 1
                 self._give_back(each)
             else:

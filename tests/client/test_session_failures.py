@@ -51,6 +51,27 @@ def held(session: Session) -> list[tuple[int, int]]:
 # A daemon that is stopped.
 
 
+def test_commits_that_could_not_even_be_sent_in_time_are_sent_later(
+    daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, until: Until
+) -> None:
+    session = connect(deadline=0.2)
+    ns = session.attach(spec, shards=(0,))
+    reservations = [ns.reserve(hashes(1)) for _ in range(8)]
+    together = threading.Barrier(len(reservations))
+
+    def commit(reservation: Any) -> None:
+        together.wait()
+        assert reservation.commit() == []
+
+    with Stopped(daemon):  # one of them waits for its answer, the others for their turn
+        threads = [threading.Thread(target=commit, args=(each,)) for each in reservations]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    until(lambda: daemon.status()["pool"]["blocks"] == len(reservations), "the commits")
+
+
 def test_a_stopped_daemon_costs_one_deadline_and_leaves_nothing_pinned(
     daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, until: Until
 ) -> None:

@@ -356,6 +356,30 @@ def test_engines_that_come_and_go_leave_no_trace_but_their_blocks():
     assert not cache.shares.accounts
 
 
+def test_each_block_ends_in_one_count_and_present_is_what_is_left():
+    cache = make_cache(extents=1, supersede_after=2.0)
+    engine, other = Engine(cache, "slow"), Engine(cache, "quick")
+    engine.store(chain("kept", 3))
+    slow = engine.reserve(chain("p", 4))  # two will be superseded, the others then have another parent
+    other.now = 3.0
+    other.store(chain("p", 2))
+    engine.settle(slow)
+    doomed = engine.reserve(chain("q", 4))
+    engine.settle(doomed, at=(2,))
+    assert engine.settle(doomed, Outcome.FAILED, at=(1,)) == [Verdict.FAILED]  # the third is whole and goes with it
+    engine.settle(doomed, at=(0, 3))
+    engine.store(chain("many", 40))
+    engine.ask(m.Clear(1, b""))
+    engine.store(chain("last", 5))
+    cache.check_integrity()
+    counts = {name.removeprefix("blocks_"): count for name, count in cache.counters.items()}
+    assert (counts["superseded"], counts["failed"], counts["orphaned"], counts["unreachable"]) == (2, 1, 1, 1)
+    assert counts["evicted"] > 0 and counts["cleared"] > 0
+    assert counts["reserved"] == sum(counts[end] for end in ("committed", "failed", "superseded", "orphaned"))
+    present = cache.stats(0.0)["pool"]["blocks"]
+    assert counts["committed"] == present + sum(counts[end] for end in ("evicted", "cleared", "unreachable"))
+
+
 def test_a_block_is_not_superseded_by_one_below_itself():
     cache = make_cache()
     engine = Engine(cache, "one")

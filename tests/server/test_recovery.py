@@ -240,6 +240,19 @@ def test_what_nobody_was_told_of_is_given_back() -> None:
     host.cache.check_integrity()
 
 
+@pytest.mark.parametrize("stores", range(7))
+def test_a_slot_that_is_being_given_out_does_not_hold_its_former_block_again(stores: int) -> None:
+    host = Host()
+    engine = Client(host, "one", spec_of(64 << 10))
+    engine.settle(engine.reserve(["half"]).reservation, Outcome.FAILED)
+    host.fuse.left = stores
+    with pytest.raises(Killed):
+        engine.reserve(["b"])
+    host.restart()
+    assert not found(host.cache)
+    host.cache.check_integrity()
+
+
 def test_leases_are_restated_and_nothing_is_evicted_before_or_for_ten_seconds() -> None:
     host = Host(extents=1)
     reader, other = (Client(host, name, spec_of(256 << 10)) for name in ("reader", "other"))

@@ -1,0 +1,150 @@
+"""The daemon, killed at an instruction: `python daemon_that_dies.py --point store:137 serve ...`.
+
+It runs the product as it is and watches it from outside, by `sys.settrace`. A point is a name of POINTS and a count: at
+the arrival of that number the process sends itself SIGKILL. `store` arrives after each single store to a row of the
+region, `before-reply` and `after-reply` around each reply, the others before each line of the functions that they name.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+STORE = dis.opmap["STORE_SUBSCR"]
+
+
+class Where(NamedTuple):
+    """Functions of one module of the daemon, by name; none means all of them."""
+
+    module: str
+    functions: frozenset[str] = frozenset()
+
+    def has(self, code: CodeType) -> bool:
+        inside = code.co_filename.endswith(f"/{self.module}.py")
+        return inside and (not self.functions or code.co_name in self.functions)
+
+
+def _in(module: str, *functions: str) -> Where:
+    return Where(f"kvcache_server/{module}", frozenset(functions))
+
+
+ROWS = Where("kvcache_proto/region")
+POINTS: dict[str, tuple[Where, ...]] = {
+    "store": (ROWS,),
+    "before-reply": (_in("service", "_answer"),),
+    "after-reply": (_in("service", "_answer"),),
+    "grant": (
+        _in("cache", "_grant", "_grant_run", "_supersede"),
+        _in("writing", "_grant", "_grant_run", "_supersede"),
+        _in("pool", "take", "place"),
+    ),
+    "settle": (
+        _in("cache", "_settle_shards", "_doom", "_give_back"),
+        _in("writing", "_settle_shards", "_doom", "_give_back"),
+        _in("index", "show"),
+    ),
+    "evict": (
+        _in("room", "evict", "_evicted", "_forget"),
+        _in("index", "remove"),
+        _in("pool", "give_back"),
+    ),
+    "recut": (
+        _in("room", "_recut"),
+        _in("pool", "uncut_extent", "_cut", "_empty_extent"),
+        Where("kvcache_proto/region", frozenset({"cut"})),
+    ),
+    "session": (_in("door", "_welcome"), _in("service", "_open_session", "_end_session"), _in("cache", "end_session")),
+    "start": (_in("memory"),),
+    "rebuild": (_in("recovery"), _in("opening"), _in("journal", "read", "apply"), _in("pool", "adopt", "resume")),
+    "notes": (_in("statefile"), _in("locks"), _in("journal", "pack", "records")),
+}
+BY_STORE = {"store"}
+BY_CALL = {"before-reply", "after-reply"}
+
+
+class Watch:
+    """Counts arrivals at a point and dies at the last one."""
+
+    def __init__(self, point: str, count: int) -> None:
+        self.where, self.left = POINTS[point], count
+        self.local = self._stores if point in BY_STORE else self._lines
+        self._wanted: dict[CodeType, bool] = {}
+        self._code: dict[CodeType, bytes] = {}  # `co_code` is made anew each time
+        self._stored: set[int] = set()  # frames whose last instruction was a store
+
+    def arrive(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def calls(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        """What settrace calls for each function that begins."""
+        code = frame.f_code
+        wanted = self._wanted.get(code)
+        if wanted is None:
+            wanted = self._wanted[code] = any(where.has(code) for where in self.where)
+        if not wanted:
+            return None
+        if self.local == self._stores:
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self.local
+
+    def _lines(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+        if event == "line":
+            self.arrive()
+        return self._lines
+
+    def _stores(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+        if id(frame) in self._stored:  # whatever comes now, the store is done
+            self._stored.discard(id(frame))
+            self.arrive()
+        if event == "opcode":
+            code = self._code.get(frame.f_code) or self._code.setdefault(frame.f_code, frame.f_code.co_code)
+            if code[frame.f_lasti] == STORE:
+                self._stored.add(id(frame))
+        return self._stores
+
+
+def watch_replies(watch: Watch, before: bool) -> None:
+    """Let `watch` see each reply of the daemon: the last frame of what it sends."""
+    from kvcache_server import service
+
+    class Watched(service.Service):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            send, last = self._send, service._LAST
+
+            def sending(data: bytes, flags: int) -> Any:
+                if before and flags == last:
+                    watch.arrive()
+                sent = send(data, flags)
+                if not before and flags == last:
+                    watch.arrive()
+                return sent
+
+            self._send = sending
+
+    service.Service = Watched
+
+
+def main() -> None:
+    assert sys.argv[1] == "--point"
+    name, _, count = sys.argv[2].partition(":")
+    sys.argv[1:3] = []
+    watch = Watch(name, int(count))
+    from kvcache_server.cli import main as daemon
+
+    if name in BY_CALL:
+        watch_replies(watch, name == "before-reply")
+    else:
+        sys.settrace(watch.calls)
+    daemon()
+
+
+if __name__ == "__main__":
+    main()

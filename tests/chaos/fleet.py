@@ -1,0 +1,285 @@
+"""The processes of a run: the daemon in its lives, the clients, the proxies. All are started and ended here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import schedule
+from tallies import NAMES, Tallies
+
+from kvcache_proto.endpoint import door_path
+from kvcache_proto.errors import KVCacheError
+from kvcache_server.admin import Admin
+
+HERE = Path(__file__).parent
+START_SECONDS = 30.0
+LOOK = 0.02  # between two looks at a process
+
+
+class Broken(Exception):
+    """Something that must always hold does not."""
+
+
+class Daemon:
+    """One life of the daemon at `endpoint`; `point` as in daemon_that_dies.py."""
+
+    def __init__(self, endpoint: str, folder: Path, point: str = "", fresh: bool = False, **flags: object) -> None:
+        self.endpoint, self.point = endpoint, point
+        serve = ["serve", "--endpoint", endpoint, "--lock", "never", *(["--fresh"] if fresh else [])]
+        for name, value in flags.items():
+            serve += [f"--{name.replace('_', '-')}", str(value)]
+        dying = [str(HERE / "daemon_that_dies.py"), "--point", point]
+        command = [sys.executable, *(dying if point else ["-m", "kvcache_server"]), *serve]
+        self.log_path = folder / f"daemon-{len(list(folder.glob('daemon-*.log')))}.log"
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHE_")}
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def died_there(self) -> bool:
+        """Whether it was its point that ended it; whoever kills it from outside sets `point` to nothing."""
+        return bool(self.point) and self.process.poll() == -signal.SIGKILL
+
+    def ready(self) -> bool:
+        """Wait until it answers; False where it ended before."""
+        until = time.monotonic() + START_SECONDS
+        while self.alive:
+            try:
+                with Admin(self.endpoint, timeout=1.0):
+                    return True
+            except (KVCacheError, OSError):
+                time.sleep(LOOK)
+            if time.monotonic() > until:
+                raise Broken(f"the daemon is not ready after {START_SECONDS} s:\n{self.log}")
+        return False
+
+    def status(self) -> dict[str, Any] | None:
+        """Return its figures; None where it has died."""
+        until = time.monotonic() + START_SECONDS
+        while self.alive:
+            try:
+                with Admin(self.endpoint, "chaos", timeout=10.0) as admin:
+                    return admin.stats()
+            except (KVCacheError, OSError) as error:  # it may be about to die
+                if time.monotonic() > until:
+                    raise Broken(f"the daemon does not tell its status: {error}\n{self.log}") from None
+                time.sleep(LOOK)
+        return None
+
+    def wait(self, what: str, found: Callable[[dict[str, Any]], bool], seconds: float = 30.0) -> dict[str, Any] | None:
+        """Return the first status for which `found` holds; None where it dies first."""
+        until = time.monotonic() + seconds
+        while (status := self.status()) is not None:
+            if found(status):
+                return status
+            if time.monotonic() > until:
+                raise Broken(f"{what} did not come: {json.dumps(status)}")
+            time.sleep(LOOK)
+        return None
+
+    def sound(self) -> bool:
+        """Let it check what must always hold; False where it dies before it has said."""
+        before = self.status()
+        if before is None:
+            return False
+        checks = before["daemon"]["integrity"]["checks"]
+        self.process.send_signal(signal.SIGUSR1)
+        after = self.wait("the integrity check", lambda status: status["daemon"]["integrity"]["checks"] > checks)
+        if after is not None and after["daemon"]["integrity"]["failures"]:
+            raise Broken(f"integrity:\n{self.log}")
+        return after is not None
+
+    def end(self, signum: int) -> int:
+        self.point = "" if self.alive else self.point
+        if self.alive:
+            self.process.send_signal(signum)
+        try:
+            return self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise Broken(f"the daemon does not stop:\n{self.log}") from None
+
+
+class Crowd:
+    """The clients, each forked from one process that has imported all there is to import."""
+
+    def __init__(self, folder: Path, endpoint: str, deadline: float) -> None:
+        self.folder, self.endpoint, self.deadline = folder, endpoint, deadline
+        self.members: dict[str, Member] = {}
+        self.counts = {"kills": 0, "stops": 0}
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / "control"))
+        self._listener.listen(64)
+        self._listener.settimeout(20)
+        self._proxies: dict[str, subprocess.Popen[str]] = {}
+        self._log = (folder / "clients.log").open("wb")
+        self._nursery = subprocess.Popen(
+            [sys.executable, str(HERE / "client.py")], stdin=subprocess.PIPE, stderr=self._log, text=True
+        )
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "clients.log").read_text(errors="replace")
+
+    def add(self, *plans: schedule.Client) -> None:
+        for plan in plans:
+            endpoint = self._proxy(plan) if plan.proxied else self.endpoint
+            where = {"endpoint": endpoint, "folder": str(self.folder), "deadline": self.deadline}
+            line = json.dumps(asdict(plan) | where | {"control": str(self.folder / "control")})
+            assert self._nursery.stdin is not None
+            print(line, file=self._nursery.stdin, flush=True)
+        by_name = {plan.name: plan for plan in plans}
+        for _ in plans:
+            connection, _ = self._listener.accept()
+            name, pid = connection.makefile().readline().split()
+            self.members[name] = Member(by_name[name], connection, int(pid), self.members.get(name))
+
+    def look(self, replace: Callable[[schedule.Client], schedule.Client] | None) -> None:
+        """See who has been stopped or killed; wake the ones when it is time, put others in the place of the others."""
+        gone = []
+        for member in self.members.values():
+            state = member.state()
+            if state == "T":
+                if not member.stopped_at:
+                    member.stopped_at = time.monotonic()
+                    self.counts["stops"] += 1
+                elif time.monotonic() > member.stopped_at + member.plan.stopped_for:
+                    member.wake()
+            elif not state:
+                gone.append(member)
+        self.counts["kills"] += sum(member.alive for member in gone)
+        for member in gone:
+            member.alive = False
+        if replace is not None and gone:
+            self.add(*(replace(member.plan) for member in gone))
+
+    def tell_proxies(self, line: str) -> None:
+        for proxy in self._proxies.values():
+            assert proxy.stdin is not None
+            print(line, file=proxy.stdin, flush=True)
+
+    def finish(self) -> None:
+        """Let all of them end well. Raises Broken where one does not."""
+        self.tell_proxies("clear")
+        for member in self.members.values():
+            member.wake()
+            member.control.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + START_SECONDS
+        while left := [member.plan.name for member in self.members.values() if member.state()]:
+            for member in self.members.values():  # it may stop once more on its way out
+                member.wake()
+            if time.monotonic() > until:
+                raise Broken(f"{left} do not end after {START_SECONDS} s")
+            time.sleep(LOOK)
+
+    def close(self) -> None:
+        for member in self.members.values():
+            if member.state():
+                _signal(member.pid, signal.SIGKILL)
+            member.control.close()
+        for process in (self._nursery, *self._proxies.values()):
+            assert process.stdin is not None
+            process.stdin.close()
+            process.kill()
+            process.wait()
+        self._listener.close()
+        self._log.close()
+
+    # What they have said.
+
+    def totals(self) -> dict[str, int]:
+        totals = dict.fromkeys(NAMES, 0)
+        for path in self.folder.glob("*.tallies"):
+            for name, count in Tallies(path).read().items():
+                totals[name] += count
+        return totals
+
+    def journal(self, kind: str) -> list[tuple[str, list[str]]]:
+        """Return (who, words) of each line of that kind."""
+        return [
+            (path.stem, line.split()[1:])
+            for path in sorted(self.folder.glob("*.journal"))
+            for line in path.read_text().splitlines()
+            if line.split(" ", 1)[0] == kind
+        ]
+
+    def breaches(self) -> list[str]:
+        """Return the calls that took too long though nobody had stopped their process."""
+        found = []
+        for name, (call, begin, end) in self.journal("B"):
+            pauses = self.members[name].pauses
+            if not any(first < float(end) and float(begin) < last for first, last in pauses):
+                found.append(f"{name} {call} {float(end) - float(begin):.3f} s")
+        return found
+
+    def _proxy(self, plan: schedule.Client) -> str:
+        front = f"ipc://{self.folder}/{plan.name}.sock"
+        if plan.name not in self._proxies:
+            command = [sys.executable, str(HERE / "proxy.py"), front, self.endpoint, str(plan.seed)]
+            self._proxies[plan.name] = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+            while not os.path.exists(door_path(front)):
+                time.sleep(LOOK)
+        return front
+
+
+class Member:
+    """A client process as the driver sees it, heir to who had the name before."""
+
+    def __init__(self, plan: schedule.Client, control: socket.socket, pid: int, former: Member | None) -> None:
+        self.plan, self.control, self.pid = plan, control, pid
+        self.alive = True
+        self.stopped_at = 0.0
+        self.pauses: list[tuple[float, float]] = former.pauses if former else []
+        if former:
+            former.control.close()
+
+    def state(self) -> str:
+        """Return the letter that the kernel gives to its state, or nothing where it is gone."""
+        if select.select([self.control], [], [], 0)[0]:
+            return ""  # it never says another word
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        return "" if state in "ZX" else state
+
+    def stop(self) -> None:
+        if self.state() not in ("", "T"):
+            _signal(self.pid, signal.SIGSTOP)
+            self.stopped_at = time.monotonic()
+
+    def wake(self) -> None:
+        if self.state() == "T":
+            _signal(self.pid, signal.SIGCONT)
+            self.pauses.append((self.stopped_at, time.monotonic()))
+        self.stopped_at = 0.0
+
+    def kill(self) -> None:
+        if self.state():
+            _signal(self.pid, signal.SIGKILL)
+
+
+def _signal(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it went while we looked
+        os.kill(pid, signum)

@@ -1,0 +1,60 @@
+"""A short run of each kind of fault; `run.py`, `soak.py` and `stopped_writer.py` take longer ones by their flags."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SHORT = ("--clients", 3, "--pace", 0.2, "--lives", 1)
+
+
+def play(script: str, *options: object) -> list[dict[str, Any]]:
+    """Run one of the scripts here and return its lines."""
+    command = [sys.executable, str(HERE / script), *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("themes", "must_have"),
+    [
+        (("store", "evict", "recut", "after-reply"), ("died_there",)),
+        (("client-kill", "client-stop"), ("kills", "stops")),
+        (("ranks", "proxy"), ("kills", "visible")),
+        (("daemon-stop", "full"), ("refused_mounts",)),
+    ],
+)
+def test_nothing_is_lost_and_no_byte_is_wrong(themes: tuple[str, ...], must_have: tuple[str, ...]) -> None:
+    seeds = f"0..{len(themes) - 1}"
+    *_, last = play("run.py", "--seeds", seeds, "--themes", ",".join(themes), *SHORT)
+    assert last["broken"] == 0
+    total = last["total"]
+    assert total["verified"] > 1000
+    assert total["visible"] > 100
+    assert all(total[name] > 0 for name in must_have), total
+
+
+def test_a_stopped_writer_holds_up_nobody_and_spoils_nothing() -> None:
+    (line,) = play("stopped_writer.py", "--seconds", 1, "--supersede-after", 0.5)
+    assert set(line["writer_is_told"]) == {"SUPERSEDED"}
+    assert line["evicted_meanwhile"] > 1000
+    assert line["second_engine_steps_until_cached"] > 1
+
+
+def test_a_stopped_writer_whose_door_has_closed_keeps_its_slots_too() -> None:
+    (line,) = play("stopped_writer.py", "--seconds", 1, "--supersede-after", 0.1, "--cut")
+    assert line["evicted_meanwhile"] > 1000
+    assert line["verified"] > 1000
+
+
+def test_a_full_pool_in_which_the_counters_add_up() -> None:
+    *_, total = play("soak.py", "--minutes", 0.05, "--period", 1, "--clients", 4)
+    assert total["counters"] == "add up"
+    assert total["verified"] > 1000
