@@ -25,16 +25,16 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "ghosts", "limits"},
+        {"", "doctor.table", "ghosts", "limits", "sums"},
         {"index", "journal"},
         {"pool", "shares"},
         {"leases"},
         {"sessions", "room"},
-        {"report", "writing"},
+        {"report", "writing", "distrust"},
         {"cache"},
         {"recovery"},
         {"config", "logs", "admin", "doctor.child"},
-        {"memory", "door", "locks", "statefile", "doctor.software"},
+        {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening"},
         {"service", "bench", "demo_engine", "doctor.endpoint", "doctor.host"},
         {"demo", "doctor"},
@@ -42,7 +42,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "kvcache_client": [
-        {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"},
+        {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"}
+        | {"noise", "sums"},
         {"devices", "slots", "channel", "door", "engine", "tally"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
         {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},
@@ -51,8 +52,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"devices.streams"},
         {"devices.cuda", "devices.npu"},
         {"handles", "tracked", "keeper", "settlements"},
-        {"session", "saves"},
+        {"session", "saves", "canaries"},
         {""},
+        {"proof"},
         {"scheduler", "worker", "doctor.copies", "doctor.mapping"},
         {"connector", "doctor.conformance"},
         {"doctor", "doctor.__main__"},
@@ -64,9 +66,11 @@ PURE = {
     "kvcache_server": {
         *("ghosts", "limits", "index", "pool", "shares", "leases", "sessions", "room", "report", "cache"),
         *("journal", "writing", "recovery"),
+        *("sums", "distrust"),
         "doctor.table",
     },
-    "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"},
+    "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}
+    | {"noise", "sums"},
 }
 # Sockets, clocks, threads, mappings, logs, devices: what a pure module gets as an argument or does without.
 WORLD = {
@@ -79,7 +83,7 @@ WORLD = {
 THIRD_PARTY = {
     "kvcache_proto": {"msgspec"},
     "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy"},
-    "kvcache_client": {"msgspec", "zmq", "numpy"},
+    "kvcache_client": {"msgspec", "zmq", "numpy", "xxhash"},
 }
 # Modules that run inside an engine only, or look for what it brings, and so may use it.
 FROM_ENGINE = {
