@@ -25,7 +25,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "ghosts", "limits"},
+        {"", "doctor.table", "ghosts", "limits", "rates", "sockets", "unread"},
         {"index", "journal"},
         {"pool", "shares"},
         {"leases"},
@@ -62,8 +62,8 @@ FLOORS: dict[str, list[set[str]]] = {
 PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings"},
     "kvcache_server": {
-        *("ghosts", "limits", "index", "pool", "shares", "leases", "sessions", "room", "report", "cache"),
-        *("journal", "writing", "recovery"),
+        *("ghosts", "limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
+        *("cache", "journal", "writing", "recovery"),
         "doctor.table",
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "devices.spans", "devices.tuning"},

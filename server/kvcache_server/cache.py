@@ -281,6 +281,9 @@ class Cache:
             return m.Acquired(request.id, 0, 0, pending, b"")
         lease = withheld = 0
         if request.pin:
+            if len(session.leases) >= self.limits.max_leases:
+                self.refusals["leases"] += hits
+                return m.Acquired(request.id, 0, 0, 0, b"", hits)
             if engine.pinned + hits * group.slot_bytes > self._pin_quota:
                 affordable = engine.affordable(found, self._pin_quota)
                 withheld = max(0, hits - affordable)
