@@ -31,7 +31,7 @@ _FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|PORT(_\d+_.*)?|(COPY|REGISTER|NP
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {f"{_letter}IB": 1 << (10 * _power), f"{_letter}B": 1000**_power, _letter: 1 << (10 * _power)}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 MAX_SIZE = 1 << 50
 MAX_ID = (1 << 32) - 2  # the last one means nobody
 
@@ -273,6 +273,8 @@ def _read_toml(path: str) -> dict[str, Any]:
         found = re.search(r"at line (\d+)", str(error))
         line = int(found[1]) if found else text.count("\n") + 1
         raise ConfigError(f"{path}:{line}: not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets without end
+        raise ConfigError(f"{path}: not TOML that can be read: {error}") from None
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:
