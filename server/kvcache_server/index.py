@@ -154,6 +154,11 @@ class Group:
         self.pending: dict[bytes, Grant] = {}
         self.root = Block(UNQUEUED, 0, b"", b"", Account("", self))
 
+    def forget(self) -> None:
+        """Let go of what refers back, once nobody can ask for it: nothing looks for circles that lead through blocks."""
+        self.ghosts = Ghosts(0)
+        del self.root
+
     def prefix(self, hashes: Sequence[bytes]) -> list[Block]:
         """Return the blocks of the longest visible prefix. O(hits)."""
         found: list[Block] = []
