@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, Unavailable, UnknownHandle
-from kvcache_proto.region import slot_size, RegionRows
+from kvcache_proto.region import RegionRows, slot_size
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, REF_BYTES, PoolGeometry, SlotRef, check_hashes
 from kvcache_server import report
 from kvcache_server.index import Account, Block, Group

@@ -155,7 +155,7 @@ class Group:
         self.root = Block(UNQUEUED, 0, b"", b"", Account("", self))
 
     def forget(self) -> None:
-        """Let go of what refers back, once nobody can ask for it: nothing looks for circles that lead through blocks."""
+        """Let go of what refers back, once nobody asks for it: circles that lead through blocks are never found."""
         self.ghosts = Ghosts(0)
         del self.root
 

@@ -375,7 +375,7 @@ class Service:
             if not place.is_ours() and not self._lost:
                 self._lost = place.path
                 log.error("%s was removed or replaced: nobody can attach any more, stopping", place.path)
-                self.stop()
+                self._loop.stop()
 
     def _summarise(self) -> None:
         """Log one line of what happened since the last one, if anything did."""

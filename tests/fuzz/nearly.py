@@ -1,6 +1,6 @@
 """Messages that are nearly right, made from their types: what the unions of messages gain is covered by itself.
 
-A message is drawn as the list that MessagePack has of it, sound or nearly so, then spoilt: in its tree, or in its bytes.
+A message is drawn as the list that MessagePack has of it, sound or nearly so, then spoilt: its tree, or its bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ INTS = (0, 1, -1, 2, 7, 63, 64, 255, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**6
 TEXTS = ("", "a", "full", "rank 0", "e" * 256, "e" * 257, "\0", "\ud7ff\U0010ffff", "../../etc/passwd", "%s%n")
 ODD = (None, True, 1.5, float("nan"), float("inf"), {}, {"a": 1}, (), ((),), "", b"", msgspec.msgpack.Ext(5, b"x"))
 # Headers of MessagePack that promise more than follows, and its one unused byte.
-PROMISES = (b"\xdd\xff\xff\xff\xff", b"\xdc\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff")
+PROMISES = (
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdc\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff",
+    b"\xdf\xff\xff\xff\xff",
+)
 BYTES = (*PROMISES, b"\xc1", b"\xc0", b"\xcb", b"\x90" * 40, b"\x91" * 2000, b"\x81" * 600, b"\xd4\xff\0", b"\xff" * 9)
 MOST = 5 << 20  # longer than what may be sent, shorter than what cuts the sender off
 
@@ -62,6 +68,8 @@ class Maker:
             return fields if kind.tag is None else [kind.tag, *fields]
         if isinstance(kind, (inspect.ListType, inspect.VarTupleType, inspect.CollectionType)):
             return [self._make(kind.item_type) for _ in range(draw.choice((0, 1, 1, 2, 3, 20)))]
+        if isinstance(kind, inspect.TupleType):
+            return [self._make(each) for each in kind.item_types]
         if isinstance(kind, inspect.DictType):
             return {self._make(kind.key_type): self._make(kind.value_type) for _ in range(draw.randrange(3))}
         if isinstance(kind, inspect.IntType):

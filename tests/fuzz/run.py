@@ -2,8 +2,8 @@
 
     python tests/fuzz/run.py --frames 1000000 --handshakes 10000 --seed 1
 
-While it runs: the daemon lives, answers every frame that has an answer, and none with an error of its own; its memory and
-descriptors do not grow; the honest client is served as before, measured by turns in one run, alone and beside. What
+While it runs: the daemon lives, answers every frame that has an answer, and none with an error of its own; its memory
+and descriptors do not grow; the honest client is served as before, measured by turns in one run, alone and beside. What
 breaks a rule is written to the folder given by `--keep`; put it into `corpus/` under a name that says what it found.
 """
 
@@ -199,7 +199,10 @@ class Honest:
 
     def __init__(self, endpoint: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "honest.py"), endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(HERE / "honest.py"), endpoint],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._heard() == 64
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import string
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from kvcache_server.config import Config, load, settings
 
 NAMES = [row.name for row in settings()]
 ENDPOINT = "ipc:///tmp/x/kv.sock"
-TEXT = st.text(max_size=30) | st.text(string.digits + ".-+eE_ KMGTiB", max_size=30) | st.sampled_from(["inf", "nan", "1_0"])
+TEXT = (
+    st.text(max_size=30)
+    | st.text(string.digits + ".-+eE_ KMGTiB", max_size=30)
+    | st.sampled_from(["inf", "nan", "1_0"])
+)
 VALUE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.sampled_from(["9" * 5000, "1" * 400 + ".5"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -40,24 +45,23 @@ def check(config: Config) -> None:
 @example({"allow_uids": "9" * 5000})
 @example({"max_sessions": "9" * 5000})
 def test_flags(flags: dict[str, Any]) -> None:
-    try:
+    with contextlib.suppress(ConfigError):
         check(load(None, {"KVCACHE_ENDPOINT": ENDPOINT}, flags))
-    except ConfigError as error:
-        assert str(error)
 
 
 @limits(deadline=None, max_examples=300)
 @given(st.dictionaries(st.sampled_from([f"KVCACHE_{name.upper()}" for name in NAMES]) | TEXT, TEXT, max_size=4))
 def test_environment(environ: dict[str, str]) -> None:
     environ.pop("KVCACHE_CONFIG", None)
-    try:
+    with contextlib.suppress(ConfigError):
         check(load(None, {"KVCACHE_ENDPOINT": ENDPOINT} | environ))
-    except ConfigError as error:
-        assert str(error)
 
 
 LINE = st.one_of(
-    st.tuples(st.sampled_from(NAMES), st.sampled_from(['"4GiB"', "1", "-1", "1.5", "[1, 2]", "true", "nan", "1979-05-27", '"'])),
+    st.tuples(
+        st.sampled_from(NAMES),
+        st.sampled_from(['"4GiB"', "1", "-1", "1.5", "[1, 2]", "true", "nan", "1979-05-27", '"']),
+    ),
     st.tuples(st.sampled_from(NAMES), st.integers().map(str) | st.floats().map(str)),
     st.tuples(st.text(max_size=9), st.text(max_size=9)),
 ).map(" = ".join)
@@ -70,7 +74,5 @@ LINE = st.one_of(
 def test_files(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
     file: Path = tmp_path_factory.getbasetemp() / "fuzz.toml"
     file.write_bytes(text)
-    try:
+    with contextlib.suppress(ConfigError):
         check(load(str(file), {"KVCACHE_ENDPOINT": ENDPOINT}))
-    except ConfigError as error:
-        assert str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from run import FLAGS, Knocker, Session, describe, fuzz
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request
-from kvcache_proto.errors import BadArgument, BadFrame
+from kvcache_proto.errors import BadArgument
 
 CORPUS = Path(__file__).parent / "corpus"
 TOKEN = b"T" * 16  # what stands for a living session's token in the corpus
@@ -66,10 +67,8 @@ def test_every_kind_of_message_is_made() -> None:
     for _ in range(3000):
         message = maker.message()
         made.add(message[0])
-        try:
+        with contextlib.suppress(BadArgument):
             decode_request(msgspec.msgpack.encode(message))
-        except (BadFrame, BadArgument) as error:
-            assert isinstance(error, BadArgument) or "out of range" in str(error), message
     assert made == {kind.__struct_config__.tag for kind in m.Request.__args__}
 
 

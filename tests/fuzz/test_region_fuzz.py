@@ -23,7 +23,7 @@ GEOMETRY = plan_geometry(bytes(range(16)), 6 * MIB, 2 * MIB)
 SLOTS = 40  # of each extent, that are in use
 WORD = st.one_of(
     st.integers(0, (1 << 64) - 1),
-    st.sampled_from([0, 1, 63, 64, 128, 4096, 2 * MIB, 4 * MIB, 8 * MIB, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]),
+    st.sampled_from([0, 1, 63, 64, 128, 4096, 2 * MIB, 4 * MIB, 8 * MIB, 1 << 32, 1 << 63, (1 << 64) - 1]),
     st.integers(-4096, 4096).map(lambda near: GEOMETRY.region_bytes + near),
 )
 
@@ -86,9 +86,7 @@ def check_places(buffer: memoryview, refs: list[SlotRef]) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), WORD), min_size=1, max_size=6), st.randoms())
-def test_extent_rows_that_were_spoilt(
-    file: File, changes: list[tuple[int, int, int]], draw: random.Random
-) -> None:
+def test_extent_rows_that_were_spoilt(file: File, changes: list[tuple[int, int, int]], draw: random.Random) -> None:
     descriptor, buffer, was, refs = file
     rows = slice(EXTENT_ROWS, EXTENT_ROWS + GEOMETRY.extents * EXTENT_ROW)
     try:
@@ -125,21 +123,19 @@ def test_slot_rows_that_were_spoilt(file: File, changes: list[tuple[int, int]]) 
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(st.integers(0, 79), st.integers(1, 255)), min_size=1, max_size=8))
-def test_a_header_that_was_spoilt_is_refused(
-    file: File, changes: list[tuple[int, int]]
-) -> None:
+@given(st.lists(st.tuples(st.integers(0, 71), st.integers(1, 255)), min_size=1, max_size=8))
+def test_a_header_that_was_spoilt_is_refused(file: File, changes: list[tuple[int, int]]) -> None:
     descriptor, buffer, was, _ = file
     try:
         for at, flip in changes:
             buffer[at] ^= flip
-        if bytes(buffer[:80]) == was[:80]:
+        if bytes(buffer[:72]) == was[:72]:
             Region(descriptor, GEOMETRY)
             return
         with pytest.raises(RegionError):
             Region(descriptor, GEOMETRY)
     finally:
-        buffer[:80] = was[:80]
+        buffer[:72] = was[:72]
 
 
 @settings(deadline=None, max_examples=200)
