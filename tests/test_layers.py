@@ -25,7 +25,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "ghosts", "limits", "sums"},
+        {"", "doctor.table", "ghosts", "limits", "rates", "sockets", "sums", "unread"},
         {"index", "journal"},
         {"pool", "shares"},
         {"leases"},
@@ -64,9 +64,8 @@ FLOORS: dict[str, list[set[str]]] = {
 PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings"},
     "kvcache_server": {
-        *("ghosts", "limits", "index", "pool", "shares", "leases", "sessions", "room", "report", "cache"),
-        *("journal", "writing", "recovery"),
-        *("sums", "distrust"),
+        *("ghosts", "limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
+        *("cache", "journal", "writing", "recovery", "sums", "distrust"),
         "doctor.table",
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}

@@ -78,12 +78,15 @@ class Region:
         extent = offset // g.extent_bytes
         current = (offset >= 0) & (extent < g.extents)
         rows = self._extents[np.where(current, extent, 0)]
-        slot_bytes = np.maximum(rows["slot_bytes"], 1).astype(np.int64)
+        # An extent row counts where it says what its slot size leads to: whoever has the region mapped may write there.
+        current &= (rows["slot_bytes"] > 0) & (rows["slot_bytes"] < g.extent_bytes)
+        slot_bytes = np.where(current, rows["slot_bytes"], 1).astype(np.int64)
+        slots = g.extent_bytes // (slot_bytes + SLOT_ROW)
+        first = g.data_offset + (extent + 1) * g.extent_bytes - slots * SLOT_ROW
         slot, rest = np.divmod(offset - extent * g.extent_bytes, slot_bytes)
-        current &= (rows["slot_bytes"] > 0) & (rows["generation"] == refs["extent_generation"])
-        current &= (rest == 0) & (slot < rows["slots"].astype(np.int64))
-        word = (rows["rows"].astype(np.int64) + slot * SLOT_ROW) // _WORD + _SLOT_GENERATION
-        current &= (word >= 0) & (word < self._words.size)
+        current &= (rows["generation"] == refs["extent_generation"]) & (rest == 0) & (slot < slots)
+        current &= (rows["slots"] == slots.astype(np.uint64)) & (rows["rows"] == first.astype(np.uint64))
+        word = (first + slot * SLOT_ROW) // _WORD + _SLOT_GENERATION
         current &= self._words[np.where(current, word, 0)] == refs["generation"]
         return current
 

@@ -84,6 +84,12 @@ class EndpointTaken(ServerError):
     code = "endpoint_taken"
 
 
+class EndpointLost(ServerError):
+    """Somebody removed or replaced the sockets of a daemon that serves."""
+
+    code = "endpoint_lost"
+
+
 class Unavailable(ServerError):
     """No daemon answers at the endpoint, or not within the deadline."""
 

@@ -211,16 +211,22 @@ class RegionRows:
         return slots
 
     def extent_row(self, extent: int) -> tuple[int, int, int, int]:
-        """Return (slot bytes, generation, offset of the slot rows, slots); 0 slot bytes is an uncut extent."""
+        """Return (slot bytes, generation, offset of the slot rows, slots); 0 slot bytes is an uncut extent.
+
+        So is one whose row does not say what its slot size leads to: whoever has the region mapped may write there.
+        """
         at = (EXTENT_ROWS + extent * EXTENT_ROW) // WORD
         slot_bytes, generation, rows, slots = self._words[at : at + 4]
+        most = slots_per_extent(self.geometry.extent_bytes, slot_bytes) if slot_bytes else 0
+        if not most or slots != most or rows != self.extent_start(extent + 1) - slots * SLOT_ROW:
+            return 0, generation, 0, 0
         return slot_bytes, generation, rows, slots
 
     # Slots.
 
     def row_offset(self, extent: int, slot: int) -> int:
         """Return the byte offset of the row of `slot`."""
-        return self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_ROWS] + slot * SLOT_ROW
+        return self.extent_row(extent)[2] + slot * SLOT_ROW
 
     def open_row(self, row: int, generation: int, tick: int, parent: int, body: RowBody) -> None:
         """Make a FREE row WRITING.
@@ -272,7 +278,7 @@ class RegionRows:
 
     def slot_view(self, ref: SlotRef, begin: int, size: int) -> memoryview:
         """Return `size` bytes of the slot from `begin` on. Raises RegionError where that is no place inside a slot."""
-        _, _, slot_bytes = self._locate(ref)
+        _, slot_bytes = self._locate(ref)
         if begin < 0 or size < 0 or begin + size > slot_bytes:
             raise RegionError(f"bytes {begin} to {begin + size} of a slot of {slot_bytes}")
         return self.buffer[ref.offset + begin : ref.offset + begin + size]
@@ -280,20 +286,21 @@ class RegionRows:
     def is_current(self, ref: SlotRef) -> bool:
         """Whether `ref` still names the block that it was given for; read it after the copy."""
         try:
-            extent, slot, _ = self._locate(ref)
+            row, _ = self._locate(ref)
         except RegionError:
             return False
-        return bool(self._words[self.row_offset(extent, slot) // WORD + _S_GENERATION] == ref.generation)
+        return bool(self._words[row // WORD + _S_GENERATION] == ref.generation)
 
-    def _locate(self, ref: SlotRef) -> tuple[int, int, int]:
+    def _locate(self, ref: SlotRef) -> tuple[int, int]:
+        """Return the offset of the slot's row, and the slot's bytes. Raises RegionError where there is no such slot."""
         g = self.geometry
         extent, inside = divmod(ref.offset - g.data_offset, g.extent_bytes)
         if not 0 <= extent < g.extents:
             raise RegionError(f"offset {ref.offset} is in no extent")
-        slot_bytes, generation, _, slots = self.extent_row(extent)
+        slot_bytes, generation, rows, slots = self.extent_row(extent)
         if generation != ref.extent_generation or not slot_bytes:
             raise RegionError(f"extent {extent} was cut anew")
         slot, rest = divmod(inside, slot_bytes)
         if rest or slot >= slots:
             raise RegionError(f"offset {ref.offset} is not the begin of a slot")
-        return extent, slot, slot_bytes
+        return rows + slot * SLOT_ROW, slot_bytes

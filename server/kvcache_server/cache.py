@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, Unavailable, UnknownHandle
-from kvcache_proto.region import RegionRows
+from kvcache_proto.region import RegionRows, slot_size
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, REF_BYTES, PoolGeometry, SlotRef, check_hashes
 from kvcache_server import report
 from kvcache_server.distrust import distrust
@@ -166,6 +166,9 @@ class Cache:
             used.update(session.attached)
         for namespace in [each for number, each in self.namespaces.items() if number not in used]:
             del self.namespaces[namespace.number], self._by_id[namespace.id]
+            namespace.forget()
+            for engine in self.engines.values():
+                engine.writers.pop(namespace.number, None)
             self._journal(NamespaceForgotten(namespace.number))
 
     def tick(self, now: float) -> None:
@@ -224,9 +227,9 @@ class Cache:
         if namespace is None:
             if len(self.namespaces) >= self.limits.max_namespaces:
                 raise NotPermitted(f"{len(self.namespaces)} namespaces: max_namespaces is {self.limits.max_namespaces}")
+            for each in spec.groups:
+                self.pool.check_size(slot_size(each.block_bytes))
             namespace = Namespace(self.last_namespace + 1, spec, self.pool.capacity)
-            for group in namespace.groups:
-                self.pool.check_size(group.slot_bytes)
             self._journal(NamespaceMade(namespace.number, spec))
             self.add_namespace(namespace)
         else:
@@ -285,6 +288,9 @@ class Cache:
             return m.Acquired(request.id, 0, 0, pending, b"")
         lease = withheld = 0
         if request.pin:
+            if len(session.leases) >= self.limits.max_leases:
+                self.refusals["leases"] += hits
+                return m.Acquired(request.id, 0, 0, 0, b"", hits)
             if engine.pinned + hits * group.slot_bytes > self._pin_quota:
                 affordable = engine.affordable(found, self._pin_quota)
                 withheld = max(0, hits - affordable)

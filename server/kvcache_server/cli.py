@@ -11,7 +11,15 @@ import click
 
 from kvcache_proto import __version__
 from kvcache_proto.endpoint import default_endpoint
-from kvcache_proto.errors import ConfigError, EndpointTaken, KVCacheError, NotPermitted, RegionError, Unavailable
+from kvcache_proto.errors import (
+    ConfigError,
+    EndpointLost,
+    EndpointTaken,
+    KVCacheError,
+    NotPermitted,
+    RegionError,
+    Unavailable,
+)
 from kvcache_server.config import format_size, load, settings
 
 EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
@@ -20,6 +28,7 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (Unavailable, 4, "no daemon there"),
     (RegionError, 5, "the region is too large for this host, or the last daemon's cannot be trusted"),
     (NotPermitted, 6, "no permission"),
+    (EndpointLost, 7, "somebody removed its sockets"),
 )
 _LATER = {"bench": "kvcache_server.bench", "demo": "kvcache_server.demo", "doctor": "kvcache_server.doctor"}
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import grp
 import os
+import pwd
 import re
 import sys
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -29,8 +31,47 @@ _FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|PORT(_\d+_.*)?|(COPY|REGISTER|NP
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {f"{_letter}IB": 1 << (10 * _power), f"{_letter}B": 1000**_power, _letter: 1 << (10 * _power)}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 MAX_SIZE = 1 << 50
+MAX_ID = (1 << 32) - 2  # the last one means nobody
+
+
+def _user(name: str) -> int:
+    return pwd.getpwnam(name).pw_uid
+
+
+def _group(name: str) -> int:
+    return grp.getgrnam(name).gr_gid
+
+
+_NAMES: dict[str, tuple[str, Callable[[str], int]]] = {"allow_uids": ("user", _user), "allow_gids": ("group", _group)}
+
+
+def parse_ids(value: object, kind: str, number_of: Callable[[str], int]) -> tuple[int, ...]:
+    """Return the ids in a list, or in a text with commas, of numbers and of names that this host knows.
+
+    Raises ConfigError, which tells the name that it does not.
+    """
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)):
+        raise ConfigError(f"{value!r}: a list of {kind}s, by name or number")
+    return tuple(_parse_id(each, kind, number_of) for each in listed if str(each).strip())
+
+
+def _parse_id(value: object, kind: str, number_of: Callable[[str], int]) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f"{value!r}: a {kind}'s name or number")
+    text = str(value).strip()
+    if re.fullmatch("-?[0-9]{1,20}", text):
+        number = int(text)
+    else:
+        try:
+            number = number_of(text)
+        except (KeyError, ValueError):  # ValueError: no name could be so
+            raise ConfigError(f"no {kind} {text!r} on this host: a {kind}'s name or number") from None
+    if not 0 <= number <= MAX_ID:
+        raise ConfigError(f"{kind} {number}: 0 to {MAX_ID}")
+    return number
 
 
 def parse_size(text: str | int) -> int:
@@ -80,10 +121,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool,
         _doc("Leave the region in memory at the end, for the next daemon to find its blocks; false removes it."),
     ] = True
-    allow_uids: Annotated[tuple[int, ...], _doc("User ids, besides the daemon's own, whose processes may attach.")] = ()
-    allow_gids: Annotated[
-        tuple[int, ...], _doc("Group ids, besides the socket's own, whose processes may attach.")
+    allow_uids: Annotated[
+        tuple[int, ...], _doc("Users, names or numbers, besides the daemon's own, whose processes may attach.")
     ] = ()
+    allow_gids: Annotated[
+        tuple[int, ...], _doc("Groups, names or numbers, besides the sockets' own, whose processes may attach.")
+    ] = ()
+    attach_rate: Annotated[
+        float, _doc("Handshakes a second of one user; after a rest, as many at once as `max_sessions`.")
+    ] = 100.0
     pin_quota: Annotated[float, _doc("Share of the region that the leases of one engine may hold.")] = 0.25
     namespace_floor: Annotated[float, _doc("Share of the region that others cannot evict from a namespace.")] = 0.0
     namespace_ceiling: Annotated[float, _doc("Share of the region that one namespace may fill.")] = 1.0
@@ -99,6 +145,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 10.0
     max_sessions: Annotated[int, _doc("Sessions at one time.")] = 1024
     max_namespaces: Annotated[int, _doc("Namespaces known at one time.")] = 1024
+    max_leases: Annotated[int, _doc("Leases that one session may hold; past it a lookup hits nothing.")] = 4096
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severity that is logged.")] = "info"
     log_format: Annotated[Literal["text", "json"], _doc("Form of a log line.")] = "text"
 
@@ -117,7 +164,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(f"namespace_floor {self.namespace_floor}: at most namespace_ceiling")
         for name in ("supersede_after", "quarantine", "grace"):
             _within(name, getattr(self, name), 0, 3600)
-        for name in ("max_sessions", "max_namespaces"):
+        _within("attach_rate", self.attach_rate, 0.01, 1e6)
+        for name in ("max_sessions", "max_namespaces", "max_leases"):
             _within(name, getattr(self, name), 1, 1 << 20)
 
 
@@ -148,7 +196,7 @@ def settings() -> list[Setting]:
         if choices:
             label = " \\| ".join(choices)
         else:
-            label = "size" if is_size else {tuple[int, ...]: "list of int"}.get(kind, getattr(kind, "__name__", ""))
+            label = "size" if is_size else {tuple[int, ...]: "list"}.get(kind, getattr(kind, "__name__", ""))
         if field.name == "endpoint":
             default = "`ipc:///run/kvcache/kvcache.sock` for root, else below `$XDG_RUNTIME_DIR`"
         elif is_size and field.default:
@@ -196,9 +244,9 @@ def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         try:
             if known[key].is_size:
                 checked[key] = parse_size(value)
+            elif key in _NAMES:
+                checked[key] = parse_ids(value, *_NAMES[key])
             else:
-                if hints[key] == tuple[int, ...] and isinstance(value, str):
-                    value = [part.strip() for part in value.split(",") if part.strip()]
                 checked[key] = msgspec.convert(value, hints[key], strict=False)
         except (msgspec.ValidationError, ConfigError) as error:
             raise ConfigError(f"{source}: {key}: {error}") from None
@@ -225,6 +273,8 @@ def _read_toml(path: str) -> dict[str, Any]:
         found = re.search(r"at line (\d+)", str(error))
         line = int(found[1]) if found else text.count("\n") + 1
         raise ConfigError(f"{path}:{line}: not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets without end
+        raise ConfigError(f"{path}: not TOML that can be read: {error}") from None
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -28,12 +28,16 @@ from kvcache_proto.errors import (
 )
 from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
 from kvcache_proto.types import MAX_NAME, PoolGeometry
+from kvcache_server.rates import Rate
+from kvcache_server.sockets import Place, admit, private
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 2.0
 MAX_VISITORS = 128  # handshakes at one time
+MAX_ACCEPTS = 16  # between two looks at messages
 ACCEPT_PAUSE = 0.5  # after the process ran out of descriptors
+LINES_A_MINUTE = 20  # about refusals of one user; all are counted
 _LENGTH = struct.Struct("<I")
 _UCRED = struct.Struct("iII")
 _SO_PEERGROUPS = 59
@@ -101,8 +105,8 @@ class Peer(NamedTuple):
 def peer_of(connection: socket.socket) -> Peer:
     pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     try:
-        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1 << 18)
-    except OSError:  # a kernel before 4.13
+        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)  # Python asks for no more
+    except OSError:  # a kernel before 4.13, or more than 256 groups: then the first one alone counts
         packed = b""
     return Peer(pid, uid, frozenset((gid, *(group for (group,) in struct.iter_unpack("I", packed)))))
 
@@ -147,25 +151,33 @@ class Door:
         *,
         allow_uids: tuple[int, ...] = (),
         allow_gids: tuple[int, ...] = (),
+        rate: Rate | None = None,
     ) -> None:
-        """Bind the door, replacing a stale one. Raises EndpointTaken, ConfigError, NotPermitted."""
+        """Bind the door, replacing a stale one; `rate` bounds the handshakes of a uid.
+
+        Raises EndpointTaken, ConfigError, NotPermitted.
+        """
         self._loop = loop
-        self._path = door_path(endpoint)
         self._region_fd = region_fd
         self._geometry = geometry
         self._open_session = open_session
         self._left = leave
         self._visitors: set[Visitor] = set()
         self.refused: dict[str, int] = {}
-        self._listener = _listen(self._path, endpoint, socket_mode(allow_uids, allow_gids))
+        self._rate = rate
+        self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
+        path = door_path(endpoint)
+        self._listener = _listen(path, endpoint)
+        self.place = Place(path)
+        admit(path, allow_uids, allow_gids)
         self._uids = {os.geteuid(), *allow_uids}
-        self._gids = {os.stat(self._path).st_gid, *allow_gids}
+        self._gids = {os.stat(path).st_gid, *allow_gids}
         loop.add_reader(self._listener, self._accept)
 
     # New visitors.
 
     def _accept(self) -> None:
-        for _ in range(MAX_VISITORS):
+        for _ in range(MAX_ACCEPTS):
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
@@ -221,10 +233,15 @@ class Door:
             # A session is silent here; who talks has lost count of its frames.
             self._refuse(visitor, BadFrame(f"{len(data)} bytes after the welcome"))
             return
+        first = not visitor.heard
         visitor.heard += data
         try:
             # Only now, not at once: who is refused before it has said hello may fail to write it, and never read why.
             self._check_peer(visitor.peer)
+            if first and self._rate is not None and not self._rate.allow(visitor.peer.uid, self._loop.time()):
+                why = f"uid {visitor.peer.uid} shakes hands more often than attach_rate allows: try again in a second"
+                self._refuse(visitor, Unavailable(why), "attach_rate")
+                return
             frame = _whole_frame(visitor.heard)
             if frame is not None:
                 self._welcome(visitor, _hello(frame))
@@ -249,10 +266,11 @@ class Door:
             self._count("welcome_failed")
             self._leave(visitor)
 
-    def _refuse(self, visitor: Visitor, error: KVCacheError) -> None:
-        self._count(error.code)
-        level = logging.WARNING if isinstance(error, NotPermitted) else logging.INFO
-        log.log(level, "door: refused pid %d uid %d: %s", visitor.peer.pid, visitor.peer.uid, error)
+    def _refuse(self, visitor: Visitor, error: KVCacheError, reason: str = "") -> None:
+        self._count(reason or error.code)
+        if self._lines.allow(visitor.peer.uid, self._loop.time()):  # whoever may knock could fill the disk otherwise
+            level = logging.WARNING if isinstance(error, NotPermitted) else logging.INFO
+            log.log(level, "door: refused pid %d uid %d: %s", visitor.peer.pid, visitor.peer.uid, error)
         frame = encode(Error(0, error.code, str(error)))
         with contextlib.suppress(OSError):  # it may have gone, or not read; it is shown out either way
             visitor.sock.send(_LENGTH.pack(len(frame)) + frame)
@@ -283,8 +301,7 @@ class Door:
             return
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+        self.place.remove()
 
     def close(self) -> None:
         """Show everybody out, without a word to `leave`: the sessions outlive this daemon."""
@@ -294,12 +311,7 @@ class Door:
             self._leave(visitor)
 
 
-def socket_mode(allow_uids: tuple[int, ...], allow_gids: tuple[int, ...]) -> int:
-    """Return the mode of the sockets: for owner and group, or, where the lists name others, for all; the door asks."""
-    return 0o666 if allow_uids or allow_gids else 0o660
-
-
-def _listen(path: str, endpoint: str, mode: int) -> socket.socket:
+def _listen(path: str, endpoint: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ConfigError(f"endpoint {endpoint}: {path} exists and is no socket: remove it, or choose another")
@@ -310,15 +322,12 @@ def _listen(path: str, endpoint: str, mode: int) -> socket.socket:
             raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint")
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    umask = os.umask(0o777 & ~mode)
     try:
-        listener.bind(path)
+        with private():
+            listener.bind(path)
     except PermissionError:
         listener.close()
         raise NotPermitted(f"endpoint {endpoint}: uid {os.geteuid()} may not make {path}") from None
-    finally:
-        os.umask(umask)
-    os.chmod(path, mode)
     listener.listen(MAX_VISITORS)
     return listener
 

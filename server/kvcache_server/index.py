@@ -159,6 +159,11 @@ class Group:
         self.pending: dict[bytes, Grant] = {}
         self.root = Block(UNQUEUED, 0, b"", b"", Account("", self))
 
+    def forget(self) -> None:
+        """Let go of what refers back, once nobody asks for it: circles that lead through blocks are never found."""
+        self.ghosts = Ghosts(0)
+        del self.root
+
     def prefix(self, hashes: Sequence[bytes]) -> list[Block]:
         """Return the blocks of the longest visible prefix. O(hits)."""
         found: list[Block] = []

@@ -16,3 +16,4 @@ class Limits(msgspec.Struct, frozen=True):
     namespace_ceiling: float = 1.0
     max_sessions: int = 1024
     max_namespaces: int = 1024
+    max_leases: int = 4096

@@ -137,7 +137,8 @@ class Pool:
 
     def adopt(self, index: int, slot_bytes: int, generation: int, slots: int) -> Extent:
         """Take over an extent as an earlier daemon cut it; the caller fills `blocks` and counts who is busy."""
-        start, rows = self.rows.extent_start(index), self.rows.row_offset(index, 0)
+        start = self.rows.extent_start(index)
+        rows = start + self.extent_bytes - slots * SLOT_ROW  # not as the row has it: engines could write there
         extent = self.extents[index] = Extent(index, start, slot_bytes, slots, rows, generation)
         return extent
 
@@ -156,10 +157,7 @@ class Pool:
     def _cut(self, index: int, slot_bytes: int) -> Extent:
         self._generation = (self._generation + 1) & ((1 << 64) - 1)
         slots = self.rows.cut(index, slot_bytes, self._generation)
-        start, rows = self.rows.extent_start(index), self.rows.row_offset(index, 0)
-        extent = Extent(index, start, slot_bytes, slots, rows, self._generation)
-        self.extents[index] = extent
-        return extent
+        return self.adopt(index, slot_bytes, self._generation, slots)
 
     def _empty_extent(self, slot_bytes: int) -> int | None:
         for extent in self.extents.values():

@@ -27,7 +27,7 @@ from kvcache_proto.region import (
     RegionRows,
     slots_per_extent,
 )
-from kvcache_proto.types import MIN_HASH_BYTES, REF_BYTES, GroupSpec, PoolGeometry, Verdict
+from kvcache_proto.types import MAX_HASHES, MIN_HASH_BYTES, REF_BYTES, GroupSpec, PoolGeometry, Verdict
 from kvcache_server.cache import Cache
 from kvcache_server.index import GONE, HIDDEN, UNQUEUED, Account, Block, Group
 from kvcache_server.journal import Book, Record, SessionEnded
@@ -140,7 +140,8 @@ class _Recovery:
         self.raw: npt.NDArray[np.uint8] = np.concatenate([np.zeros((0, SLOT_ROW), np.uint8), *raw])
         self.row: npt.NDArray[Any] = self.raw.view(_ROW)[:, 0]
         self.state: Ints = self.row["state"].astype(np.int64)
-        self.tick: Ints = self.row["tick"].astype(np.int64)
+        # Not under the checksum; 0 and below have a meaning of their own in the order of eviction.
+        self.tick: Ints = np.clip(self.row["tick"], 1, 1 << 62).astype(np.int64)
 
     def _at(self, position: int) -> int:
         """Return where in the region the row lies."""
@@ -169,7 +170,7 @@ class _Recovery:
         hash_bytes, slot_bytes = (np.array([each[at] for each in expected], np.int64)[self.code] for at in (0, 1))
         cut_bytes = np.array([cut.slot_bytes for cut in self.cuts], np.int64)[self.extent]
         known: Bools = (row["hash_bytes"] == hash_bytes) & (cut_bytes == slot_bytes)
-        known &= np.isin(row["engine"], list(self.engines))
+        known &= np.isin(row["engine"], list(self.engines)) & (row["position"] < MAX_HASHES)
         self.known: Bools = whole & known
         for position in np.flatnonzero(~self.known).tolist():
             doubtful = whole[position] and self.state[position] != READY

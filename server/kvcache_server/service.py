@@ -7,7 +7,6 @@ until it is empty, which also covers what came in during a send, and nothing is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -25,7 +24,15 @@ import zmq.backend
 from kvcache_proto import __version__
 from kvcache_proto.codec import MAX_FRAME, decode_request, encode
 from kvcache_proto.endpoint import socket_path
-from kvcache_proto.errors import BadFrame, BadToken, KVCacheError, NotPermitted, ServerError, Unavailable
+from kvcache_proto.errors import (
+    BadFrame,
+    BadToken,
+    EndpointLost,
+    KVCacheError,
+    NotPermitted,
+    ServerError,
+    Unavailable,
+)
 from kvcache_proto.messages import (
     Acquired,
     Cleared,
@@ -45,20 +52,25 @@ from kvcache_proto.messages import (
 from kvcache_proto.types import Finding, Outcome
 from kvcache_server.admin import ENGINE as OPERATOR
 from kvcache_server.config import Config, format_size
-from kvcache_server.door import Door, EndpointLock, Peer, Ticket, socket_mode
+from kvcache_server.door import Door, EndpointLock, Peer, Ticket
 from kvcache_server.journal import SessionOpened
 from kvcache_server.memory import Progress
 from kvcache_server.opening import Opened, open_cache
+from kvcache_server.rates import Rate
+from kvcache_server.sockets import Place, admit, private
+from kvcache_server.unread import Unread
 
 log = logging.getLogger(__name__)
 
 TICK = 0.25
 SUMMARY = 10.0
 BATCH = 64  # messages between two looks at timers and door
-MAX_WIRE = 12 * MAX_FRAME  # up to here a frame is told that it is too long; beyond, ZeroMQ cuts its sender off
+MAX_WIRE = 2 * MAX_FRAME  # up to here a frame is told that it is too long; beyond, ZeroMQ cuts its sender off
 LAST_WORDS = 16  # batches to look through for them
-RECEIVE_QUEUE = 128  # messages a peer may have under way; more wait on its side
+RECEIVE_QUEUE = 32  # messages a peer may have under way; more wait on its side
 SEND_QUEUE = 1024  # replies that a peer may leave unread
+LONG = 64 << 10  # replies from here on are watched until they have left; shorter ones cost less copied
+UNREAD_BYTES = 8 << 20  # of long replies, a peer
 YOUNG_OBJECTS = 10_000
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -80,12 +92,14 @@ class Service:
         self._loop.set_exception_handler(self._callback_failed)
         self._tokens: dict[bytes, int] = {}
         self._sessions: dict[int, tuple[bytes, str]] = {}
+        self._lost = ""  # the socket whose file has gone
         self._started = time.monotonic()
         self._messages = 0
         self._opened = 0
         self._errors: Counter[str] = Counter()  # by code, as answered
         self._drops: Counter[str] = Counter()  # replies that could not be delivered, by reason
         self._integrity: Counter[str] = Counter()
+        self._unread = Unread(UNREAD_BYTES)
         self._told: dict[str, int] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -99,6 +113,8 @@ class Service:
                 self._leave_session,
                 allow_uids=config.allow_uids,
                 allow_gids=config.allow_gids,
+                # At once, all that may be there: after a restart of the daemon they come back together.
+                rate=Rate(config.attach_rate, max(config.max_sessions, config.attach_rate)),
             )
         except BaseException:
             self._context.destroy(linger=0)
@@ -116,21 +132,21 @@ class Service:
         router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
         router.setsockopt(zmq.LINGER, 100)
         router.setsockopt(zmq.BACKLOG, 1024)
-        mode = socket_mode(self._config.allow_uids, self._config.allow_gids)
-        umask = os.umask(0o777 & ~mode)
         try:
-            router.bind(self._config.endpoint)
+            with private():
+                router.bind(self._config.endpoint)
         except zmq.ZMQError as error:
             raise NotPermitted(f"endpoint {self._config.endpoint}: cannot be bound: {error}") from None
-        finally:
-            os.umask(umask)
-        os.chmod(socket_path(self._config.endpoint), mode)
+        path = socket_path(self._config.endpoint)
+        self._place = Place(path)
+        admit(path, self._config.allow_uids, self._config.allow_gids)
         return router
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions go on with the next daemon.
 
-        The caller has blocked the two signals; one that has come meanwhile counts.
+        The caller has blocked the two signals; one that has come meanwhile counts. Raises EndpointLost, after the same
+        tidying, where somebody has removed a socket of ours.
         """
         loop = self._loop
         loop.call_soon(self._listen_to_signals)
@@ -150,9 +166,10 @@ class Service:
             self._door.close()
             self._router.close()
             self._context.term()
-            with contextlib.suppress(FileNotFoundError):  # ZeroMQ leaves it
-                os.unlink(socket_path(self._config.endpoint))
+            self._place.remove()  # ZeroMQ leaves it
             loop.close()
+        if self._lost:
+            raise EndpointLost(f"{self._lost} was removed or replaced, so that nobody could attach any more")
 
     def _listen_to_signals(self) -> None:
         """Take signals from now on: before the loop runs, its handlers would lose them."""
@@ -218,8 +235,14 @@ class Service:
         except Exception as error:  # noqa: BLE001 - a defect of ours is answered and logged; the others are served on
             packed = self._failed(number, error)
         try:
-            self._send(identity, _MORE)
-            self._send(packed, _LAST)
+            if len(packed) < LONG:
+                self._send(identity, _MORE)
+                self._send(packed, _LAST)
+            elif self._unread.has_room(identity, len(packed)):
+                self._send(identity, _MORE)
+                self._unread.add(identity, self._send(packed, _LAST, copy=False, track=True), len(packed))
+            else:
+                raise zmq.Again
         except zmq.ZMQError as error:
             self._drops["peer_slow" if error.errno == zmq.EAGAIN else "peer_gone"] += 1
             if reply is not None:
@@ -357,7 +380,17 @@ class Service:
             self._cache.tick(time.monotonic())
         except Exception as error:  # noqa: BLE001 - as in _answer
             self._failed(0, error)
+        self._unread.tidy()
+        self._look_after_sockets()
         self._loop.call_later(TICK, self._tick)
+
+    def _look_after_sockets(self) -> None:
+        """Stop where a socket's file has gone: nobody finds us then, and who starts us again makes it anew."""
+        for place in (self._place, self._door.place):
+            if not place.is_ours() and not self._lost:
+                self._lost = place.path
+                log.error("%s was removed or replaced: nobody can attach any more, stopping", place.path)
+                self._loop.stop()
 
     def _summarise(self) -> None:
         """Log one line of what happened since the last one, if anything did."""

@@ -20,6 +20,11 @@ class Namespace:
         ]
         self.lookups = self.requested_blocks = self.hit_blocks = 0
 
+    def forget(self) -> None:
+        """Fall apart: nobody will ask for it again."""
+        for group in self.groups:
+            group.forget()
+
 
 class Engine:
     """The sessions of one engine id, and what they hold together."""

@@ -11,8 +11,10 @@ from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, Un
 from kvcache_proto.region import RegionRows, plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
 from kvcache_server.cache import Cache
+from kvcache_server.index import Account, Group
 from kvcache_server.leases import Grant
 from kvcache_server.limits import Limits
+from kvcache_server.sessions import Session
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -443,6 +445,27 @@ def test_nothing_grows_with_blocks_that_come_and_go():
     finally:
         gc.enable()
     assert sum(map(len, cache.pool._roomy.values())) <= len(cache.pool.extents)
+
+
+def test_namespaces_that_come_and_go_leave_nothing():
+    # A circle that leads through a block is found by no collector: it must be broken.
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    gc.collect()
+    before = [living(kind) for kind in (Group, Account, Engine, Session)]
+    gc.disable()
+    try:
+        for number in range(50):
+            spec = NamespaceSpec(f"n{number}", (GroupSpec(16, 64 * KIB),), hash_bytes=16)
+            there = engine.ask(m.Attach(1, b"", spec, (0,))).namespace
+            engine.settle(engine.ask(m.Reserve(1, b"", there, [m.Run(hashes(["t"]))])), Outcome.FAILED)
+            engine.ask(m.Detach(1, b"", there))
+            with pytest.raises(BadArgument, match="does not fit"):
+                engine.ask(m.Attach(1, b"", NamespaceSpec("huge", (GroupSpec(16, 1 << 30),)), (0,)))
+        assert [living(kind) for kind in (Group, Account, Engine, Session)] == before
+        assert [*cache.engines["one"].writers] == [engine.namespace]
+    finally:
+        gc.enable()
 
 
 def test_an_engine_that_left_nothing_behind_is_forgotten_with_its_order():

@@ -98,7 +98,8 @@ def test_a_dead_daemon_is_no_daemon(daemon: Any) -> None:
         (["--endpoint", "tcp://127.0.0.1:5555"], 2, "only ipc://"),
         (["--endpoint", "ipc:///tmp/" + "long" * 30 + "/kv.sock"], 2, "at most 100 bytes"),
         (["--config", "/nowhere/kv.toml"], 2, "/nowhere/kv.toml: cannot be read"),
-        (["--allow-uids", "root"], 2, "flags: allow_uids"),
+        (["--allow-uids", "0,no-such-user"], 2, "flags: allow_uids: no user 'no-such-user' on this host"),
+        (["--allow-gids", "no-such-group"], 2, "flags: allow_gids: no group 'no-such-group' on this host"),
         (["--size", "900TiB"], 5, "choose a smaller size"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import re
 from pathlib import Path
 
@@ -57,6 +58,32 @@ def test_flags_beat_environment_beats_file(tmp_path: Path) -> None:
     assert (config.size, config.pin_quota, config.max_sessions) == (3 << 30, 0.2, 7)
     assert (config.allow_uids, config.allow_gids) == ((1000, 1001), (5, 6))
     assert config.endpoint == ENDPOINT["KVCACHE_ENDPOINT"]
+
+
+def test_users_and_groups_have_names(tmp_path: Path) -> None:
+    file = tmp_path / "kv.toml"
+    file.write_text('allow_uids = ["root", 1000, "1001"]\nallow_gids = "daemon, 7,"\n')
+    config = load(str(file), ENDPOINT)
+    assert (config.allow_uids, config.allow_gids) == ((0, 1000, 1001), (grp.getgrnam("daemon").gr_gid, 7))
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("0,bob the builder", "allow_uids: no user 'bob the builder' on this host"),
+        ("\u00b2", "no user '\u00b2'"),
+        ("9" * 5000, "no user '999"),
+        ("a\0b", "no user 'a"),
+        ("-1", "user -1: 0 to"),
+        (str(2**32 - 1), "user 4294967295: 0 to 4294967294"),
+        ([True], "True: a user's name or number"),
+        ([1.5], "1.5: a user's name or number"),
+        (7, "7: a list of users"),
+    ],
+)
+def test_users_that_are_none(value: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load(None, ENDPOINT, {"allow_uids": value})
 
 
 def test_environment_may_name_the_file(tmp_path: Path) -> None:

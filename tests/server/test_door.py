@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import queue
 import socket
@@ -26,6 +27,7 @@ from kvcache_proto.types import PoolGeometry
 from kvcache_server import door as door_module
 from kvcache_server.door import MAX_VISITORS, Door, EndpointLock, Peer, Ticket
 from kvcache_server.locks import SessionFiles
+from kvcache_server.rates import Rate
 
 GEOMETRY = PoolGeometry(bytes(range(16)), 64 << 20, 4 << 20, 15, 2 << 20)
 PATIENCE = 10.0
@@ -34,7 +36,7 @@ PATIENCE = 10.0
 class Host:
     """A door on a loop in a thread of its own; `opened` and `ended` are what it told its daemon."""
 
-    def __init__(self, folder: Path, **allowed: tuple[int, ...]) -> None:
+    def __init__(self, folder: Path, **allowed: Any) -> None:
         self.endpoint = f"ipc://{folder}/kv.sock"
         self.path = folder / "kv.door"
         self.region = os.memfd_create("region")
@@ -257,10 +259,51 @@ def test_a_crowd_of_silent_visitors_is_bounded(host: Host) -> None:
     assert host.connect().error().code == "unavailable"
 
 
+def test_who_knocks_too_often_is_told_to_wait_and_counted(short_folder: Path) -> None:
+    host = Host(short_folder, rate=Rate(1e-6, 3))
+    for _ in range(3):
+        assert isinstance(host.connect().hello().hear(), Welcome)
+    error = host.connect().hello().error()
+    assert error.code == "unavailable"
+    assert f"uid {os.getuid()} shakes hands more often than attach_rate allows" in error.message
+    assert host.door.refused == {"attach_rate": 1}
+    assert host.opened.qsize() == 3
+    host.close()
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(host: Host, guest: Guest) -> None:
+    """Before the welcome and after it: the other end of a pipe that was sent along is closed in the end."""
+    mine = []
+    for number in range(2):
+        out, into = os.pipe()
+        mine.append(into)
+        data = framed(encode(Hello(PROTOCOL_VERSION, "e")))
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(guest.sock, [data[:3], data[3:]] if number == 0 else [b"more"], [out] * 200)
+        os.close(out)
+        if number == 0:
+            assert isinstance(guest.hear(), Welcome)
+            assert len(os.listdir("/proc/self/fd")) < before + 20
+        else:
+            assert "bytes after the welcome" in guest.hear().message
+        with pytest.raises(BrokenPipeError):  # the kernel knows of nobody who could read
+            os.write(into, b"anybody?")
+    for into in mine:
+        os.close(into)
+
+
+def test_refusals_do_not_fill_the_log(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvcache_server.door")
+    for _ in range(3 * door_module.LINES_A_MINUTE):
+        host.connect().say(b"\xff\xff\xff\xff").error()
+    assert host.door.refused == {"bad_frame": 3 * door_module.LINES_A_MINUTE}
+    assert 0 < len([1 for record in caplog.records if "refused" in record.message]) < 1.5 * door_module.LINES_A_MINUTE
+
+
 def test_modes_of_the_door(short_folder: Path) -> None:
-    for allowed, mode in (((), 0o660), ((12345,), 0o666)):
+    for allowed in ((), (12345,)):  # whom the list names, the access control list does: nobody else gets in by that
         host = Host(short_folder, allow_uids=allowed)
-        assert stat.S_IMODE(host.path.stat().st_mode) == mode
+        assert stat.S_IMODE(host.path.stat().st_mode) == 0o660
         host.close()
         assert not host.path.exists()
 
@@ -302,13 +345,17 @@ def test_other_users_are_refused_by_the_kernel_or_by_name(short_folder: Path) ->
     host.close()
     host = Host(short_folder, allow_uids=(12345,))
     assert isinstance(knock_as(12345, 65534, host), Welcome)
+    assert knock_as(65534, 65534, host) is None
+    os.chmod(host.path, 0o666)  # as on a file system without access control lists: the door looks for itself
+    os.removexattr(host.path, "system.posix_acl_access")
+    os.chmod(host.path, 0o666)
     error = knock_as(65534, 65534, host)
     assert error.code == "not_permitted"
     assert "uid 65534 with groups [65534] may not attach" in error.message
     host.close()
     host = Host(short_folder, allow_gids=(54321,))
     assert isinstance(knock_as(65534, 54321, host), Welcome)
-    assert knock_as(65534, 65534, host).code == "not_permitted"
+    assert knock_as(65534, 65534, host) is None
     host.close()
 
 

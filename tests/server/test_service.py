@@ -112,7 +112,7 @@ SHAPE = ["m", [[16, 4096, "full"]], {}, 32]
         (encode(["attach", 1, TOKEN, ["m", [[0, 4096, "full"]], {}, 32]]), "bad_argument", "block_tokens 0"),
         (encode(["attach", 1, TOKEN, ["m", [[16, 1, "full"]], {}, 33]]), "bad_argument", "hash_bytes 33: 8 to 32"),
         (encode(["attach", 1, TOKEN, ["", [[16, 1, "full"]], {}, 32]]), "bad_argument", "model name of 0"),
-        (encode(m.Acquire(7, TOKEN, 1, hashes(1_000_000))), "bad_frame", f"bytes: at most {MAX_FRAME}"),
+        (encode(m.Acquire(7, TOKEN, 1, hashes(200_000))), "bad_frame", f"bytes: at most {MAX_FRAME}"),
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, bytes) else None,
 )
@@ -261,6 +261,61 @@ def test_replies_that_nobody_reads_are_dropped_counted_and_taken_back(daemon: An
         assert engine.acquire(hashes(100)).hits == 100
 
 
+def memory_of(daemon: Any) -> int:
+    """The bytes that the daemon has in memory, its region left out."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) << 10
+
+
+@pytest.mark.parametrize(("width", "turn"), [(100, 2000), (2000, 1500), (20_000, 100)])
+def test_who_never_reads_cannot_make_the_daemon_grow(start_daemon: Any, width: int, turn: int) -> None:
+    daemon = start_daemon()
+    spec = NamespaceSpec("small", (GroupSpec(16, 64),))
+    with Engine(daemon.endpoint, "honest", spec) as engine, Engine(daemon.endpoint, "deaf", spec) as other:
+        engine.store(hashes(width))
+        question = encode(m.Acquire(1, other._token, other.namespace, hashes(width), 0, False))
+        sizes, before = [], daemon.status()["daemon"]["messages"]
+        with Wire(daemon.endpoint, RCVHWM=1, SNDHWM=0, RCVBUF=4096) as deaf:
+            for number in range(1, 5):  # the first one fills what there is: replies of 24 bytes a hash
+                for _ in range(turn):
+                    deaf.socket.send(question)
+                asked = before + number * turn
+                daemon.wait_status(lambda status, asked=asked: status["daemon"]["messages"] >= asked)
+                assert engine.acquire(hashes(width), pin=False).hits == width
+                sizes.append(memory_of(daemon))
+            dropped = daemon.status()["daemon"]["drops"]["peer_slow"]
+            assert dropped > turn
+            # Not all of it: what waits to be received is bounded too, by its number.
+            assert max(sizes) - sizes[0] < 0.4 * dropped * 24 * width, sizes
+            deaf.socket.send(encode(m.Acquire(2, other._token, other.namespace, hashes(width))))
+            deaf.socket.send(encode(m.Ping(3, other._token)))
+            daemon.wait_status(lambda status: status["daemon"]["messages"] >= asked + 2)
+            assert daemon.status()["pool"]["pinned_bytes"] == 0
+
+
+def test_a_burst_of_who_reads_is_answered_whole(daemon: Any, engine: Engine) -> None:
+    for begin in range(0, 20_000, 1000):
+        burst = range(begin, begin + 1000)
+        for number in burst:
+            engine._socket.send(encode(m.Ping(number, engine._token)))
+        assert [decode_reply(engine._socket.recv()).id for _ in burst] == list(burst)
+    assert daemon.status()["daemon"]["drops"] == {}
+
+
+def test_leases_of_a_session_are_bounded(start_daemon: Any) -> None:
+    daemon = start_daemon(max_leases=3)
+    with Engine(daemon.endpoint) as engine, Engine(daemon.endpoint, "another") as another:
+        engine.store(hashes(4))
+        leases = [engine.acquire(hashes(2)).lease for _ in range(3)]
+        refused = engine.acquire(hashes(4))
+        assert (refused.lease, refused.hits, refused.withheld) == (0, 0, 4)
+        assert engine.acquire(hashes(4), pin=False).hits == 4
+        assert another.acquire(hashes(4)).hits == 4
+        assert daemon.status()["refusals"]["leases"] == 4
+        engine.tell(m.Release(0, b"", leases[:1]))
+        assert engine.acquire(hashes(4)).hits == 4
+
+
 def test_replies_to_who_has_gone_are_dropped_and_taken_back(daemon: Any, engine: Engine) -> None:
     engine.store(hashes(8))
     daemon.process.send_signal(signal.SIGSTOP)
@@ -296,6 +351,19 @@ def known(daemon: Any) -> Any:
 def test_the_sockets_are_for_owner_and_group(daemon: Any) -> None:
     for path in (socket_path(daemon.endpoint), door_path(daemon.endpoint)):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
+
+
+@pytest.mark.parametrize("removed", [socket_path, door_path], ids=["socket", "door"])
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+def test_a_daemon_that_nobody_can_find_any_more_says_so_and_ends(known: Any, removed: Any, replaced: bool) -> None:
+    path = removed(known.endpoint)
+    os.unlink(path)
+    if replaced:
+        Path(path).write_text("somebody else's")
+    assert known.process.wait(20) == 7
+    assert known.log.count(f"{path} was removed or replaced: nobody can attach any more") == 1
+    assert "Traceback" not in known.log
+    assert left_behind(known) == ([path] if replaced else [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

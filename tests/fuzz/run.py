@@ -1,0 +1,354 @@
+"""Nearly right frames and handshakes on a real daemon, an honest client beside them.
+
+    python tests/fuzz/run.py --frames 1000000 --handshakes 10000 --seed 1
+
+While it runs: the daemon lives, answers every frame that has an answer, and none with an error of its own; its memory
+and descriptors do not grow; the honest client is served as before, measured by turns in one run, alone and beside. What
+breaks a rule is written to the folder given by `--keep`; put it into `corpus/` under a name that says what it found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import select
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+HERE = Path(__file__).parent
+sys.path[:0] = [each for each in (str(HERE), str(HERE.parent)) if each not in sys.path]
+
+from conftest import Daemon  # noqa: E402
+from nearly import Maker  # noqa: E402
+
+from kvcache_proto import messages as m  # noqa: E402
+from kvcache_proto.codec import decode_door, decode_reply, encode  # noqa: E402
+from kvcache_proto.endpoint import door_path  # noqa: E402
+from kvcache_proto.errors import ServerError  # noqa: E402
+from kvcache_server.admin import Admin  # noqa: E402
+
+BATCH = 50  # frames between two pings, whose answer says that all of them were handled
+SESSION = 2000  # frames of one session; with the next one, all that it held has ended
+ALONE, BESIDE = 0.4, 1.6  # seconds a turn
+LINGERING = 20  # visitors that never finish, at one time
+# Small, so that the pool is soon full; the fuzzer shakes hands more often than anybody may.
+FLAGS = {"size": "16MiB", "extent_size": "2MiB", "quarantine": 0.2, "attach_rate": 1_000_000, "log_level": "warning"}
+
+
+class Finding(AssertionError):
+    """A rule was broken by what was sent last."""
+
+    def __init__(self, told: str, sent: list[bytes]) -> None:
+        super().__init__(told)
+        self.sent = sent
+
+
+class Session:
+    """An engine that sends whatever the maker makes, and learns from the answers what is worth naming next."""
+
+    def __init__(self, endpoint: str, draw: random.Random) -> None:
+        self._admin = Admin(endpoint, "fuzz", engine=f"fuzz-{draw.randrange(3)}", timeout=30.0)
+        chains = [[draw.randbytes(32) for _ in range(40)] for _ in range(6)]
+        specs = [[f"m{n}", [[16, [64] * shards, "full"]], {}, 32] for n, shards in ((0, 1), (1, 1), (2, 2))]
+        self.known: dict[str, list[Any]] = {
+            "token": [self._admin._token],
+            "region": [self._admin.geometry.region_id],
+            "spec": specs,
+            "shards": [[0], [], [0, 1]],
+            "hashes": [chain[: draw.randrange(1, 40)] for chain in chains for _ in range(4)],
+            "parent": [None, None, *(chain[0] for chain in chains)],
+            "group": [0],
+            "outcome": [0, 0, 1, 2],
+            "positions": [[], [0], [1, 0]],
+            "namespace": [],
+            "reservation": [],
+            "leases": [],
+        }
+        self._maker = Maker(m.Request, draw, self.known)
+        self.answers: Counter[str] = Counter()
+        self._attach = [
+            m.Attach(0, self._admin._token, msgspec.convert(spec, m.NamespaceSpec), tuple(range(len(spec[1][0][1]))))
+            for spec in specs
+        ]
+
+    def batch(self, count: int) -> None:
+        """Send `count` frames. Raises Finding where the daemon does not answer as it must."""
+        self.known["namespace"].clear()
+        self.send([encode(attach) for attach in self._attach])  # it may have left them
+        self.send([self._maker.frame() for _ in range(count)])
+
+    def send(self, frames: list[bytes]) -> None:
+        wire = self._admin._socket
+        for frame in frames:
+            wire.send(frame)
+        last = self._admin.tell(m.Ping(0, b""))
+        while True:
+            try:
+                heard = wire.recv()
+            except zmq.Again:
+                raise Finding("no answer", frames) from None
+            reply = decode_reply(heard)
+            self.answers[type(reply).__name__ if not isinstance(reply, m.Error) else reply.code] += 1
+            if isinstance(reply, m.Error) and reply.code == ServerError.code:
+                raise Finding(reply.message, frames)
+            if isinstance(reply, m.Pong) and reply.id == last:
+                return
+            self._learn(reply)
+
+    def _learn(self, reply: m.Reply) -> None:
+        if isinstance(reply, m.Attached) and len(self.known["namespace"]) < len(self._attach):
+            self.known["namespace"].append(reply.namespace)
+        if isinstance(reply, m.Reserved) and reply.reservation:
+            self.known["reservation"] = [*self.known["reservation"][-8:], reply.reservation]
+        if isinstance(reply, m.Acquired) and reply.lease:
+            self.known["leases"] = [*self.known["leases"][-8:], [reply.lease]]
+
+    def close(self) -> None:
+        self._admin.close()
+
+
+class Knocker:
+    """Shakes hands in every way but, mostly, the right one."""
+
+    def __init__(self, endpoint: str, draw: random.Random) -> None:
+        self._path = door_path(endpoint)
+        self._draw = draw
+        known = {"version": [1, 1, 2], "engine": ["e", "engine 7"]}
+        self._maker = Maker(m.Hello | m.Welcome | m.Error, draw, known)
+        self._hello = Maker(m.Hello, draw, known)
+        self._lingering: list[socket.socket] = []
+        self.answers: Counter[str] = Counter()
+
+    def draw_one(self) -> list[bytes]:
+        """Return what one visitor says, write by write."""
+        draw = self._draw
+        frame = (self._hello if draw.random() < 0.8 else self._maker).frame()[:200_000]
+        length = len(frame) if draw.random() < 0.8 else draw.choice((0, 1, len(frame) + 3, 65_536, 65_537, 2**32 - 1))
+        said = struct.pack("<I", length & 0xFFFFFFFF) + frame
+        if draw.random() < 0.2:
+            said = self._maker.spoil_bytes(said)
+        if draw.random() < 0.1:
+            said += draw.randbytes(draw.choice((1, 4, 5000)))
+        cuts = sorted(draw.randrange(len(said) + 1) for _ in range(draw.choice((0, 0, 1, 3))))
+        return [said[a:b] for a, b in zip([0, *cuts], [*cuts, len(said)], strict=True) if a < b]
+
+    def knock(self, writes: list[bytes], files: int = 0) -> None:
+        """Be one visitor. Raises Finding where the door's answer is none of its messages."""
+        visitor = socket.socket(socket.AF_UNIX)
+        visitor.settimeout(30)
+        visitor.connect(self._path)
+        descriptors = []
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for write in writes:
+                    if files:
+                        with open(os.devnull) as file:
+                            socket.send_fds(visitor, [write], [file.fileno()] * files)
+                    else:
+                        visitor.sendall(write)
+            way = self._draw.random()
+            if way < 0.1 and len(self._lingering) < LINGERING:
+                self._lingering.append(visitor)
+                return
+            if way < 0.9:
+                visitor.shutdown(socket.SHUT_WR)  # so that an unfinished hello has an end
+            elif way < 0.99:
+                return  # the rest waits until it is shown out
+            heard = b""
+            with contextlib.suppress(ConnectionResetError, TimeoutError):
+                while len(heard) < 4 or len(heard) < 4 + struct.unpack_from("<I", heard)[0]:
+                    data, found, _, _ = socket.recv_fds(visitor, 1 << 17, 8)
+                    descriptors += found
+                    if not data:
+                        break
+                    heard += data
+            answer = decode_door(heard[4:]) if heard else None
+            self.answers[answer.code if isinstance(answer, m.Error) else type(answer).__name__] += 1
+            if isinstance(answer, m.Hello) or (isinstance(answer, m.Error) and answer.code == ServerError.code):
+                raise Finding(f"the door answered {answer}", writes)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if visitor not in self._lingering:
+                visitor.close()
+            elif len(self._lingering) == LINGERING:
+                self.tidy()
+
+    def tidy(self) -> None:
+        while self._lingering:
+            self._lingering.pop().close()
+
+
+class Honest:
+    """The honest client's process: `ask(seconds)` begins a turn, `told` has its medians."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "honest.py"), endpoint],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._heard() == 64
+
+    def _heard(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the honest client ended with {self._process.wait()}"
+        return json.loads(line)
+
+    def turn(self, seconds: float, beside: Callable[[], bool] | None = None) -> float:
+        """Return its median over a turn, while `beside` is called again and again for as long as it returns true."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.flush()
+        while beside is not None and not select.select([self._process.stdout], [], [], 0)[0] and beside():
+            pass
+        median: float = self._heard()[1]
+        return median
+
+    def close(self) -> None:
+        with self._process as process:
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def anonymous_bytes(pid: int) -> int:
+    """What the process has in memory, without the region that it maps."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) << 10
+
+
+def descriptors_of(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+class Result(msgspec.Struct):
+    """What a run found. `sizes` are bytes at the end of each turn; the medians are microseconds."""
+
+    frames: int = 0
+    handshakes: int = 0
+    seconds: float = 0.0
+    sizes: list[int] = []
+    alone: list[float] = []
+    beside: list[float] = []
+    answers: Counter[str] = Counter()
+    knocks: Counter[str] = Counter()
+    descriptors: tuple[int, int] = (0, 0)
+
+    @property
+    def settled(self) -> list[int]:
+        """The sizes without the first fifth: until then the pool and all tables fill for the first time."""
+        return self.sizes[len(self.sizes) // 5 :]
+
+    @property
+    def growth(self) -> int:
+        """The bytes by which the last third of the turns is larger than the first third of what had settled."""
+        sizes = self.settled
+        third = max(len(sizes) // 3, 1)
+        return int(statistics.median(sizes[-third:]) - statistics.median(sizes[:third]))
+
+    @property
+    def slowdown(self) -> float:
+        """The honest client's median beside the fuzzer, of what it was alone in the turn before; the median of all."""
+        return statistics.median(b / a for a, b in zip(self.alone, self.beside, strict=True))
+
+
+def fuzz(daemon: Daemon, frames: int, handshakes: int, seed: int) -> Result:
+    """Send so much and return what came of it. Raises Finding, or AssertionError where a process ended."""
+    draw, result, began = random.Random(seed), Result(), time.monotonic()
+    honest, knocker = Honest(daemon.endpoint), Knocker(daemon.endpoint, random.Random(seed + 1))
+    session: Session | None = None
+    pid = daemon.process.pid
+    first = descriptors_of(pid)
+
+    def beside() -> bool:
+        nonlocal session
+        if result.frames < frames:
+            if session is None or result.frames % SESSION == 0:
+                if session is not None:
+                    result.answers += session.answers
+                    session.close()
+                session = Session(daemon.endpoint, draw)
+            session.batch(BATCH)
+            result.frames += BATCH
+        # Both kinds end together.
+        while result.handshakes < handshakes and result.handshakes * frames < handshakes * result.frames:
+            knocker.knock(knocker.draw_one(), files=draw.choice((0, 0, 0, 1, 100)))
+            result.handshakes += 1
+        return result.frames < frames or result.handshakes < handshakes
+
+    with contextlib.closing(honest):
+        while result.frames < frames or result.handshakes < handshakes:
+            result.alone.append(honest.turn(ALONE))
+            result.beside.append(honest.turn(BESIDE, beside))
+            result.sizes.append(anonymous_bytes(pid))
+            assert daemon.process.poll() is None, daemon.log
+        knocker.tidy()
+        if session is not None:
+            result.answers += session.answers
+            session.close()
+        result.knocks = knocker.answers
+        status = daemon.wait_status(lambda status: len(status["sessions"]) == 1, "the end of the fuzzer's sessions")
+    assert "internal" not in status["daemon"]["errors"], daemon.log
+    daemon.wait_status(lambda status: not status["sessions"])
+    daemon.wait_status(lambda status: descriptors_of(pid) <= first, "the close of every descriptor")
+    result.descriptors = (first, descriptors_of(pid))
+    daemon.check_integrity()
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def describe(result: Result) -> str:
+    sizes = result.settled
+    return "\n".join(
+        (
+            f"{result.frames:,} frames and {result.handshakes:,} handshakes in {result.seconds:.0f} s, no finding",
+            "answers: " + ", ".join(f"{name} {count:,}" for name, count in result.answers.most_common()),
+            "at the door: " + ", ".join(f"{name} {count:,}" for name, count in result.knocks.most_common()),
+            f"memory of the daemon: {sizes[0] >> 10:,} KiB once settled, {sizes[-1] >> 10:,} KiB at the end, at most "
+            f"{max(sizes) >> 10:,} KiB; growth {result.growth / 1024:,.0f} KiB; descriptors {result.descriptors}",
+            f"honest acquire of 64, p50 in {len(result.alone)} turns on {len(os.sched_getaffinity(0))} cores: alone "
+            f"{statistics.median(result.alone):.0f} us, beside {statistics.median(result.beside):.0f} us, "
+            f"{result.slowdown:.2f} x",
+        )
+    )
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    options.add_argument("--frames", type=int, default=1_000_000)
+    options.add_argument("--handshakes", type=int, default=10_000)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--keep", type=Path, default=Path("."), help="folder for the frames of a finding")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
+        daemon = Daemon(Path(folder), dict(os.environ), **FLAGS).wait_ready()
+        try:
+            print(describe(fuzz(daemon, given.frames, given.handshakes, given.seed)))
+        except Finding as finding:
+            for number, sent in enumerate(finding.sent):
+                (given.keep / f"finding-{given.seed}-{number}.bin").write_bytes(sent)
+            raise SystemExit(f"finding: {finding}; what was sent is in {given.keep}\n{daemon.log[-4000:]}") from None
+        finally:
+            daemon.stop()
+            daemon.tidy()
+
+
+if __name__ == "__main__":
+    main()

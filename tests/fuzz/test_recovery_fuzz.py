@@ -1,0 +1,121 @@
+"""What a daemon finds when it comes back, spoilt by who had it mapped: a sound cache of what is left, or a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+import zlib
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import RegionError
+from kvcache_proto.region import CHECKED, EXTENT_ROW, EXTENT_ROWS, SLOT_ROW, RegionRows, found_geometry, plan_geometry
+from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
+from kvcache_server import journal, recovery
+from kvcache_server.cache import Cache
+from kvcache_server.limits import Limits
+
+MIB = 1 << 20
+GEOMETRY = plan_geometry(b"r" * 16, 6 * MIB, 2 * MIB)
+SPEC = NamespaceSpec("m", (GroupSpec(16, (2048, 2048)),))
+ROWS = 24  # of the first extent that is used
+WORD = st.integers(0, (1 << 64) - 1) | st.sampled_from([0, 1, 2, 3, 4, 1 << 32, 1 << 63, (1 << 64) - 1])
+HALF = st.integers(0, (1 << 32) - 1) | st.sampled_from([0, 1, 2, 3, 4, 65_535, 65_536, 1 << 31, (1 << 32) - 1])
+
+
+@functools.lru_cache
+def last_life() -> tuple[bytes, bytes, int]:
+    """A region with blocks that are whole, half settled, and hidden; the state file beside it; where its rows begin."""
+    file = bytearray(journal.MAGIC) + journal.pack(journal.Began(GEOMETRY.region_id, 1))
+
+    def note(record: journal.Record) -> None:
+        nonlocal file
+        file += journal.pack(record)
+
+    buffer = bytearray(GEOMETRY.region_bytes)
+    cache = Cache(memoryview(buffer), GEOMETRY, Limits(), 11, note)
+    session = cache.open_session("engine", "", 0.0)
+    note(journal.SessionOpened(session, "engine", "", b"", ""))
+    namespace = cache.handle(session, m.Attach(1, b"", SPEC, (0, 1)), 0.0).namespace  # type: ignore[union-attr]
+    for chain in range(3):
+        run = [bytes([chain, number]) * 16 for number in range(ROWS // 3)]
+        reserved = cache.handle(session, m.Reserve(1, b"", namespace, [m.Run(run)]), 0.0)
+        assert isinstance(reserved, m.Reserved)
+        for shards, positions in (((0, 1), range(5 - 2 * chain)), ((0,), range(6)), ((0, 1), [7])):
+            settle = m.Settle(1, b"", GEOMETRY.region_id, reserved.reservation, shards, Outcome.COMMITTED, [*positions])
+            cache.handle(session, settle, 0.0)
+    used = next(index for index in range(GEOMETRY.extents) if cache.rows.extent_row(index)[0])
+    return bytes(buffer), bytes(file), cache.rows.row_offset(used, 0)
+
+
+def reopened(buffer: bytearray, file: bytes, living: bool) -> None:
+    book = journal.read(file)
+    book.life += 1
+    alive = set(book.sessions) if living else set()
+    cache = recovery.reopen(memoryview(buffer), GEOMETRY, Limits(), book, alive, 0.0)
+    cache.check_integrity()
+    cache.tick(1000.0)
+    for number in alive:
+        cache.end_session(number, 1000.0)
+    cache.tick(2000.0)
+    cache.check_integrity()
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(0, SLOT_ROW // 4 - 1), HALF), max_size=6),
+    st.booleans(),
+    st.booleans(),
+)
+@example([(5, 14, (1 << 32) - 1)], True, True)  # the position of a block that is being written
+def test_slot_rows(changes: list[tuple[int, int, int]], sealed: bool, living: bool) -> None:
+    """`sealed`: whoever spoilt a row has put its checksum right."""
+    was, file, rows = last_life()
+    buffer = bytearray(was)
+    for slot, half, value in changes:
+        row = rows + slot * SLOT_ROW
+        struct.pack_into("<I", buffer, row + 4 * half, value)
+        if sealed:
+            struct.pack_into(
+                "<Q", buffer, row + SLOT_ROW - 8, zlib.crc32(buffer[row + CHECKED.start : row + CHECKED.stop])
+            )
+    reopened(buffer, file, living)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, GEOMETRY.extents - 1), st.integers(0, 7), WORD), min_size=1, max_size=4))
+def test_extent_rows(changes: list[tuple[int, int, int]]) -> None:
+    was, file, _ = last_life()
+    buffer = bytearray(was)
+    for extent, word, value in changes:
+        struct.pack_into("<Q", buffer, EXTENT_ROWS + extent * EXTENT_ROW + 8 * word, value)
+    RegionRows(memoryview(buffer), GEOMETRY).check_header()
+    reopened(buffer, file, living=True)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4095), st.integers(1, 255)), min_size=1, max_size=5))
+def test_headers(changes: list[tuple[int, int]]) -> None:
+    header = bytearray(last_life()[0][:4096])
+    for at, flip in changes:
+        header[at] ^= flip
+    with contextlib.suppress(RegionError):
+        assert found_geometry(memoryview(header)) in (GEOMETRY, None)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=5),
+    st.integers(0, 2000),
+    st.binary(max_size=40),
+)
+def test_state_files(changes: list[tuple[int, int]], cut: int, more: bytes) -> None:
+    file = bytearray(last_life()[1])
+    for at, value in changes:
+        file[at % len(file)] = value
+    file[max(len(file) - cut, 0) :] = more
+    with contextlib.suppress(RegionError):
+        journal.read(bytes(file))
