@@ -37,6 +37,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening"},
         {"service", "bench", "demo_engine", "doctor.endpoint", "doctor.host"},
+        {"lifecycle"},
         {"demo", "doctor"},
         {"cli"},
         {"__main__"},

@@ -76,11 +76,11 @@ def _flags(command: click.Command) -> click.Command:
 @click.option("--fresh", is_flag=True, help="Discard the region that the last daemon left, and begin empty.")
 def serve(path: str | None, fresh: bool, **flags: Any) -> None:
     """Run the daemon in the foreground, until SIGTERM or Ctrl-C. It finds again what the last one cached."""
-    from kvcache_server import logs, service
+    from kvcache_server import lifecycle, logs
 
     config = load(path, flags=flags)
     logs.set_up(config.log_level, config.log_format)
-    service.serve(config, fresh, _progress_bar() if sys.stderr.isatty() and config.log_format == "text" else None)
+    lifecycle.serve(config, fresh, _progress_bar() if sys.stderr.isatty() and config.log_format == "text" else None)
 
 
 _flags(serve)

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import os
-import resource
 import secrets
 import signal
 import time
@@ -52,10 +51,9 @@ from kvcache_proto.messages import (
 from kvcache_proto.types import Finding, Outcome
 from kvcache_server.admin import ENGINE as OPERATOR
 from kvcache_server.config import Config, format_size
-from kvcache_server.door import Door, EndpointLock, Peer, Ticket
+from kvcache_server.door import Door, Peer, Ticket
 from kvcache_server.journal import SessionOpened
-from kvcache_server.memory import Progress
-from kvcache_server.opening import Opened, open_cache
+from kvcache_server.opening import Opened
 from kvcache_server.rates import Rate
 from kvcache_server.sockets import Place, admit, private
 from kvcache_server.unread import Unread
@@ -447,60 +445,3 @@ class Service:
             "door_refused": dict(self._door.refused),
             "integrity": {"checks": self._integrity["checks"], "failures": self._integrity["failures"]},
         }
-
-
-def serve(config: Config, fresh: bool = False, progress: Progress | None = None) -> None:
-    """Be the daemon: take the endpoint, find or make the region, open the door, serve until told to stop.
-
-    `fresh` discards what the last daemon left. Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it
-    cannot start.
-    """
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, _stop_starting)
-    _raise_descriptor_limit()
-    # A signal between the making of the lock's file and the block that removes it would leave it behind.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        lock = EndpointLock(config.endpoint)
-    except BaseException:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        raise
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        began = time.monotonic()
-        opened = open_cache(config, fresh, progress)
-        region = opened.region
-        try:
-            for note in region.notes:
-                log.warning("%s", note)
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the loop runs
-            service = Service(config, opened)
-            log.info(
-                "kvcache-server %s ready at %s: %s in %s, %s, after %.1f s",
-                __version__,
-                config.endpoint,
-                format_size(region.geometry.region_bytes),
-                config.region_dir,
-                "locked" if region.locked else "not locked",
-                time.monotonic() - began,
-                extra={"fields": {"event": "ready", "region_bytes": region.geometry.region_bytes}},
-            )
-            service.run()
-        finally:
-            opened.close(config.keep)
-    finally:
-        lock.release()
-    if config.keep:
-        log.info("stopped; %s stays in memory for the next daemon: `kvcache-server discard` frees it", region.path)
-    else:
-        log.info("stopped")
-
-
-def _stop_starting(signum: int, frame: object) -> None:
-    raise SystemExit(0)
-
-
-def _raise_descriptor_limit() -> None:
-    """Allow as many descriptors as may be had: a session takes two."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
