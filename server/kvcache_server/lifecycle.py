@@ -1,0 +1,74 @@
+"""A daemon's life: it takes the endpoint, finds or makes the region, serves until told to stop, and lets go."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import time
+
+from kvcache_proto import __version__
+from kvcache_server.config import Config, format_size
+from kvcache_server.door import EndpointLock
+from kvcache_server.memory import Progress
+from kvcache_server.opening import open_cache
+from kvcache_server.service import STOP_SIGNALS, Service
+
+log = logging.getLogger(__name__)
+
+
+def serve(config: Config, fresh: bool = False, progress: Progress | None = None) -> None:
+    """Be the daemon: take the endpoint, find or make the region, open the door, serve until told to stop.
+
+    `fresh` discards what the last daemon left. Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it
+    cannot start.
+    """
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, _stop_starting)
+    _raise_descriptor_limit()
+    # A signal between the making of the lock's file and the block that removes it would leave it behind.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        lock = EndpointLock(config.endpoint)
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        raise
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        began = time.monotonic()
+        opened = open_cache(config, fresh, progress)
+        region = opened.region
+        try:
+            for note in region.notes:
+                log.warning("%s", note)
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the loop runs
+            service = Service(config, opened)
+            log.info(
+                "kvcache-server %s ready at %s: %s in %s, %s, after %.1f s",
+                __version__,
+                config.endpoint,
+                format_size(region.geometry.region_bytes),
+                config.region_dir,
+                "locked" if region.locked else "not locked",
+                time.monotonic() - began,
+                extra={"fields": {"event": "ready", "region_bytes": region.geometry.region_bytes}},
+            )
+            service.run()
+        finally:
+            opened.close(config.keep)
+    finally:
+        lock.release()
+    if config.keep:
+        log.info("stopped; %s stays in memory for the next daemon: `kvcache-server discard` frees it", region.path)
+    else:
+        log.info("stopped")
+
+
+def _stop_starting(signum: int, frame: object) -> None:
+    raise SystemExit(0)
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many descriptors as may be had: a session takes two."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
