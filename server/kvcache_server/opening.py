@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import secrets
 import time
@@ -67,12 +68,15 @@ def open_cache(config: Config, fresh: bool = False, progress: Progress | None = 
         returning = {number: opened for number, opened in book.sessions.items() if files.locked(opened.file)}
         files.keep([opened.file for opened in returning.values()])
         state = StateFile(_beside(config.endpoint, ".state"), book)
+        gc.disable()  # millions of blocks come to be, and none goes
         cache = recovery.reopen(
             region.buffer, region.geometry, limits, book, set(returning), time.monotonic(), state.note
         )
     except BaseException:
         region.close(keep=True)
         raise
+    finally:
+        gc.enable()
     found = cache.counters
     log.info(
         "found %s blocks of the last daemon in %s after %.2f s; %d of its sessions live, %d saves are under way",

@@ -45,6 +45,8 @@ _ROW = np.dtype(
     }
 )
 
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -135,10 +137,10 @@ class _Recovery:
         counts = [len(used) for used in taken if len(used)]
         self.extent: Ints = np.repeat(np.arange(len(counts)), counts)  # position in `cuts`
         self.slot: Ints = np.concatenate([used for used in taken if len(used)] or [np.zeros(0, np.int64)])
-        # As bytes, for what lies between the fields is under the checksum, too, and numpy copies fields alone.
-        raw = [view.view(np.uint8).reshape(-1, SLOT_ROW)[used] for view, used in zip(views, taken, strict=True)]
-        self.raw: npt.NDArray[np.uint8] = np.concatenate([np.zeros((0, SLOT_ROW), np.uint8), *raw])
-        self.row: npt.NDArray[Any] = self.raw.view(_ROW)[:, 0]
+        # Whole, for what lies between the fields is under the checksum, too, and numpy copies fields alone.
+        rows = [view.view(f"V{SLOT_ROW}")[used] for view, used in zip(views, taken, strict=True) if len(used)]
+        self.raw: npt.NDArray[Any] = np.concatenate([np.zeros(0, f"V{SLOT_ROW}"), *rows])
+        self.row: npt.NDArray[Any] = self.raw.view(_ROW)
         self.state: Ints = self.row["state"].astype(np.int64)
         # Not under the checksum; 0 and below have a meaning of their own in the order of eviction.
         self.tick: Ints = np.clip(self.row["tick"], 1, 1 << 62).astype(np.int64)
@@ -155,7 +157,7 @@ class _Recovery:
     def _check(self) -> None:
         """Free what fails its checksum, or is READY with numbers that nobody knows; DOOM what else is not known."""
         row, begin, end = self.row, CHECKED.start, CHECKED.stop
-        packed, crc32 = self.raw.reshape(-1).data, zlib.crc32
+        packed, crc32 = self.raw.view(np.uint8).data, zlib.crc32
         sums = [crc32(packed[at + begin : at + end]) for at in range(0, len(packed), SLOT_ROW)]
         whole: Bools = row["check"] == np.array(sums, dtype=np.uint64)
         keys = (row["namespace"].astype(np.int64) << 16) | row["group"]
@@ -230,12 +232,16 @@ class _Recovery:
     def _free_twins(self) -> None:
         """Free what is READY with a name that another row has: only who writes where it must not makes such rows."""
         ready = np.flatnonzero(self.state == READY)
-        names = np.zeros(len(ready), np.dtype([("code", "<i8"), ("hash", "V32")]))
-        names["code"], names["hash"] = self.code[ready], self.row["hash"][ready]
-        packed, size = names.tobytes(), names.itemsize
-        seen: dict[bytes, int] = {}
-        for at, position in enumerate(ready.tolist()):
-            if seen.setdefault(packed[at * size : at * size + size], position) != position:
+        words = self.row["hash"][ready].view("<u8").reshape(-1, 4).astype(np.uint64)
+        mixed = self.code[ready].astype(np.uint64)
+        for word in range(4):  # two equal names mix alike; two that are not rarely do, and are then told apart
+            mixed = (mixed ^ words[:, word]) * _MIX
+            mixed ^= mixed >> np.uint64(29)
+        order = np.argsort(mixed)
+        alike = np.flatnonzero(mixed[order][1:] == mixed[order][:-1])
+        seen: dict[tuple[int, bytes], int] = {}
+        for position in sorted({int(ready[order[at + step]]) for at in alike.tolist() for step in (0, 1)}):
+            if seen.setdefault((int(self.code[position]), self._hash(position)), position) != position:
                 self._set(position, FREE)
                 self.cache.counters["rows_discarded"] += 1
 
@@ -300,15 +306,17 @@ class _Recovery:
             for tick, name, at, of in zip(self.tick[chosen].tolist(), hashes, positions, owner.tolist(), strict=True)
         ]
         self.blocks = dict(zip(positions, blocks, strict=True))
-        count, by_position = len(self.row), self.blocks
-        places = zip(
-            self.parent[chosen].tolist(), self.extent[chosen].tolist(), self.slot[chosen].tolist(), strict=True
-        )
-        for block, (above, number, slot) in zip(blocks, places, strict=True):
-            group = block.account.group
-            group.visible[block.hash] = block
-            block.link(by_position[above] if above < count else group.root)
-            self.extents[number].blocks[slot] = block
+        count, by_position, homes = len(self.row), self.blocks, [extent.blocks for extent in self.extents]
+        roots, visibles = [each.group.root for each in accounts], [each.group.visible for each in accounts]
+        places = (self.parent[chosen].tolist(), self.extent[chosen].tolist(), self.slot[chosen].tolist())
+        for block, name, of, above, number, slot in zip(blocks, hashes, owner.tolist(), *places, strict=True):
+            homes[number][slot] = visibles[of][name] = block
+            # As Block.link does, without the call.
+            block.parent = parent = by_position[above] if above < count else roots[of]
+            block.next = child = parent.child
+            if child is not None:
+                child.prev = block
+            parent.child = block
         for block in blocks:  # by their last use: a list in this order is a heap
             account = block.account
             account.bytes += account.group.slot_bytes

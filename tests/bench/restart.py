@@ -87,7 +87,9 @@ def main() -> None:
         print(json.dumps(found))
         return
     for each in found:
-        print(f"{each['blocks']:>9,} blocks: {each['warm_s']:.2f} s; an empty region of that size {each['empty_s']:.2f} s")
+        print(
+            f"{each['blocks']:>9,} blocks: {each['warm_s']:.2f} s; an empty region of that size {each['empty_s']:.2f} s"
+        )
 
 
 if __name__ == "__main__":
