@@ -77,6 +77,7 @@ class Session:
             "positions": [[], [0], [1, 0]],
             "namespace": [],
             "reservation": [],
+            "heard": [1 << 62],
             "leases": [],
         }
         self._maker = Maker(m.Request, draw, self.known)

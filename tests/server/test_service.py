@@ -270,7 +270,7 @@ def memory_of(daemon: Any) -> int:
 @pytest.mark.parametrize(("width", "turn"), [(100, 2000), (2000, 1500), (20_000, 100)])
 def test_who_never_reads_cannot_make_the_daemon_grow(start_daemon: Any, width: int, turn: int) -> None:
     daemon = start_daemon()
-    spec = NamespaceSpec("small", (GroupSpec(16, 64),))
+    spec = NamespaceSpec("small", (GroupSpec(16, 1024),))
     with Engine(daemon.endpoint, "honest", spec) as engine, Engine(daemon.endpoint, "deaf", spec) as other:
         engine.store(hashes(width))
         question = encode(m.Acquire(1, other._token, other.namespace, hashes(width), 0, False))
