@@ -32,13 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import blocks
 import schedule
-from fleet import LOOK, Broken, Crowd, Daemon
+from fleet import LOOK, Broken, Crowd, Daemon, discard
 from payload import prompt
 
 from kvcache_client import Session
-from kvcache_proto.endpoint import socket_path
-from kvcache_proto.errors import EndpointTaken
-from kvcache_server.memory import region_path, remove_orphan
 
 EXTENT = "2MiB"
 TAIL = 0.5  # seconds of honest work after the last fault
@@ -228,8 +225,7 @@ class Run:
         if self.daemon is not None and self.daemon.alive:
             self.daemon.process.kill()
             self.daemon.process.wait()
-        with contextlib.suppress(EndpointTaken):
-            remove_orphan(region_path(self.region_dir, socket_path(self.endpoint)))
+        discard(self.endpoint, self.region_dir)
 
     def line(self) -> dict[str, Any]:
         totals = {name: count for name, count in self.crowd.totals().items() if count}
