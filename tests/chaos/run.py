@@ -309,10 +309,10 @@ def one(plan: schedule.Schedule, survivors: bool, deadline: float, keep: bool = 
     """Run a seed; return its line and what broke, if anything did."""
     run, broken = Run(plan, survivors, deadline), ""
     try:
-        run.go()
-    except Broken as error:
-        broken = str(error)
-    try:
+        try:
+            run.go()
+        except Broken as error:
+            broken = str(error)
         return run.line(), broken
     finally:
         if not (broken and keep):
@@ -331,6 +331,7 @@ def main() -> int:
     parser.add_argument("--no-survivors", action="store_true", help="for a daemon that begins empty")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a seed that broke")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # mounts and processes are tidied up on the way out
     first, _, last = options.seeds.partition("..")
     themes = tuple(options.themes.split(","))
     until = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
