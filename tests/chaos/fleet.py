@@ -19,9 +19,10 @@ from typing import Any
 import schedule
 from tallies import NAMES, Tallies
 
-from kvcache_proto.endpoint import door_path
-from kvcache_proto.errors import KVCacheError
+from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.errors import EndpointTaken, KVCacheError
 from kvcache_server.admin import Admin
+from kvcache_server.memory import region_path, remove_orphan
 
 HERE = Path(__file__).parent
 START_SECONDS = 30.0
@@ -119,6 +120,12 @@ class Daemon:
             self.process.kill()
             self.process.wait()
             raise Broken(f"the daemon does not stop:\n{self.log}") from None
+
+
+def discard(endpoint: str, region_dir: str = "/dev/shm") -> None:
+    """Remove the region that the last daemon of `endpoint` has left for the next one."""
+    with contextlib.suppress(EndpointTaken):
+        remove_orphan(region_path(region_dir, socket_path(endpoint)))
 
 
 class Crowd:

@@ -32,13 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import blocks
 import schedule
-from fleet import LOOK, Broken, Crowd, Daemon
+from fleet import LOOK, Broken, Crowd, Daemon, discard
 from payload import prompt
 
 from kvcache_client import Session
-from kvcache_proto.endpoint import socket_path
-from kvcache_proto.errors import EndpointTaken
-from kvcache_server.memory import region_path, remove_orphan
 
 EXTENT = "2MiB"
 TAIL = 0.5  # seconds of honest work after the last fault
@@ -228,8 +225,7 @@ class Run:
         if self.daemon is not None and self.daemon.alive:
             self.daemon.process.kill()
             self.daemon.process.wait()
-        with contextlib.suppress(EndpointTaken):
-            remove_orphan(region_path(self.region_dir, socket_path(self.endpoint)))
+        discard(self.endpoint, self.region_dir)
 
     def line(self) -> dict[str, Any]:
         totals = {name: count for name, count in self.crowd.totals().items() if count}
@@ -313,10 +309,10 @@ def one(plan: schedule.Schedule, survivors: bool, deadline: float, keep: bool = 
     """Run a seed; return its line and what broke, if anything did."""
     run, broken = Run(plan, survivors, deadline), ""
     try:
-        run.go()
-    except Broken as error:
-        broken = str(error)
-    try:
+        try:
+            run.go()
+        except Broken as error:
+            broken = str(error)
         return run.line(), broken
     finally:
         if not (broken and keep):
@@ -335,6 +331,7 @@ def main() -> int:
     parser.add_argument("--no-survivors", action="store_true", help="for a daemon that begins empty")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a seed that broke")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # mounts and processes are tidied up on the way out
     first, _, last = options.seeds.partition("..")
     themes = tuple(options.themes.split(","))
     until = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import schedule
-from fleet import Broken, Crowd, Daemon
+from fleet import Broken, Crowd, Daemon, discard
 from run import EXTENT, add_up, quiet
 from tallies import Tallies, quantile
 
@@ -71,7 +72,8 @@ def soak(minutes: float, clients: int, period: float, size: str = schedule.TIGHT
         return total | {"counters": "add up"}
     finally:
         crowd.close()
-        daemon.end(15)
+        daemon.end(signal.SIGTERM)
+        discard(endpoint)
         shutil.rmtree(folder, ignore_errors=True)
 
 

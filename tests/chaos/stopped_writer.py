@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).parent))
 
 import blocks
-from fleet import Broken, Daemon
+from fleet import Broken, Daemon, discard
 from payload import BRANCHES, FAMILIES, LENGTH, prompt
 from run import EXTENT, add_up, quiet
 
@@ -167,6 +167,7 @@ def _run(stack: contextlib.ExitStack, seconds: float, supersede_after: float, cu
             assert writer.stdout is not None
             writer.stdout.close()
         daemon.end(signal.SIGTERM)
+        discard(endpoint)
         shutil.rmtree(folder, ignore_errors=True)
 
 
