@@ -42,7 +42,7 @@ class Sick:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.set()
 
-    def set(self, **how: str) -> dict[str, Any]:
+    def set(self, **how: str | bool) -> dict[str, Any]:
         """Spoil what `door=` and `wire=` say from now on; return what was seen so far."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -237,6 +237,21 @@ def test_answers_that_never_come_do_not_pile_up(
     sick.set(wire="")
     session.deadline = session.connect_timeout = WELL
     until(lambda: session.up and ns.reserve(hashes(1)).commit() == [Verdict.VISIBLE], "a commit, once it is well")
+
+
+def test_a_step_that_joins_and_leaves_does_not_wait_for_a_keeper_that_does(
+    sick: Sick, session: Session, spec: NamespaceSpec, until: Until
+) -> None:
+    first = session.attach(spec, shards=(0,))
+    before = sick.asked("attach")
+    sick.set(wire="mute", hang_up=True)
+    until(lambda: sick.asked("attach") > before, "an attach over the next link, which nobody answers")
+    second = session.attach(NamespaceSpec(model="other", groups=spec.groups), shards=(0,), wait=False)
+    session.detach(first)
+    assert "connects_failed" not in session.counters, "the keeper still waits"
+    assert not second.attached
+    sick.set(wire="")
+    until(lambda: second.attached, "the answer")
 
 
 # The door.
