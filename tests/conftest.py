@@ -25,7 +25,8 @@ START_SECONDS = 30.0
 
 
 class Daemon:
-    """A `kvcache-server serve` process. Flags are those of the command line: `size="64MiB"` is `--size 64MiB`."""
+    """A `kvcache-server serve` process. Flags are those of the command line: `size="64MiB"` is `--size 64MiB`, None is
+    none, and its default."""
 
     def __init__(self, folder: Path, env: dict[str, str], **flags: object) -> None:
         self.folder = folder
@@ -35,8 +36,9 @@ class Daemon:
         fresh = ["--fresh"] if flags.pop("fresh", False) else []
         options = {"endpoint": self.endpoint, "size": "64MiB", "lock": "never", "keep": "false", **flags}
         self.command = [sys.executable, "-m", "kvcache_server", "serve", *fresh]
+        self.keeps = options["keep"] == "true"
         for name, value in options.items():
-            self.command += [f"--{name.replace('_', '-')}", str(value)]
+            self.command += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stderr=log, stdout=log, env=env)
 

@@ -92,20 +92,20 @@ class Saves:
             ticket = namespace.reserve_runs_later([each.run for each in asked])
             self._sent.append(_Sent(namespace, asked, ticket, time.monotonic()))
 
-    def answers(self, given: list[int], wait: float) -> list[SaveJob]:
-        """Turn the answers that have come, or come within `wait` seconds, into jobs.
+    def answers(self, given: list[int], wait: float | None) -> list[SaveJob]:
+        """Turn the answers that have come, or come within `wait` seconds, into jobs; with `wait`, want no others.
 
         Blocks of `given` that are unanswered then are lost: somebody else has them. Those that are answered are not,
         for the ranks save before the step begins.
         """
         jobs: list[SaveJob] = []
         unanswered = []
-        until = time.monotonic() + wait if wait else 0.0
+        until = time.monotonic() + wait if wait is not None else 0.0
         gone = set(given)
         for sent in self._sent:
             try:
                 reservation = sent.ticket.poll()
-                if reservation is None and wait:
+                if reservation is None and wait is not None:
                     reservation = sent.ticket.wait(max(0.0, until - time.monotonic()))
             except KVCacheError as error:
                 if not self._again(sent, error):

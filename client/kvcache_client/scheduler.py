@@ -253,9 +253,10 @@ class Scheduler:
         loads, self._new_loads = self._new_loads, []
         for load in loads:
             given.extend(load.blocks)
-        # An idle step may be the last one before the engine sleeps, so that it waits a little.
+        # An idle step may be the last one before the engine sleeps: it waits a little for a daemon that is well, and
+        # leaves no answer that nobody would pick up.
         idle = output.total_num_scheduled_tokens == 0
-        wait = self._session.deadline if idle and self._session.up else 0.0
+        wait = (self._session.deadline if self._session.up else 0.0) if idle else None
         saves = self._saves.answers(given, wait) if self._saves.waiting else []
         checks = self._canaries.take() if self._canaries.waiting else []
         # A namespace that the ranks have not heard of takes no reservations; the first one they know by themselves.

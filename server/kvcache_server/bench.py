@@ -274,7 +274,9 @@ def processes(folder: Path, blocks: int) -> Iterator[tuple[str, int, Echo]]:
     echo = spawn.Process(target=echo_process, args=(echo_endpoint, blocks, theirs), daemon=True)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((folder / "daemon.log").open("wb"))
-        daemon = subprocess.Popen([sys.executable, "-m", "kvcache_server", "serve", *flags], stdout=log, stderr=log)
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "kvcache_server", "serve", "--keep=false", *flags], stdout=log, stderr=log
+        )
         stack.callback(daemon.wait)
         stack.callback(daemon.terminate)
         echo.start()

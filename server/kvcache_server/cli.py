@@ -209,7 +209,7 @@ def describe(stats: dict[str, Any]) -> str:
             for session in stats["sessions"]
         ],
     )
-    if stats["away"]:
+    if stats.get("away"):  # 0.1.0 has no such key
         lines.append("")
         lines += _table(
             ("away", "engine", "reservations"),

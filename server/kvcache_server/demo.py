@@ -123,7 +123,7 @@ def daemon(folder: Path, size: str) -> Iterator[str]:
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     roomy = shm is not None and shm.f_bavail * shm.f_frsize > parse_size(size)
     region_dir = "/dev/shm" if roomy else str(folder)
-    command = ["serve", "--endpoint", endpoint, "--size", size, "--region-dir", region_dir]
+    command = ["serve", "--endpoint", endpoint, "--size", size, "--region-dir", region_dir, "--keep", "false"]
     log = folder / "daemon.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

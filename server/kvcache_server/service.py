@@ -438,6 +438,7 @@ class Service:
             "region": self._region.path,
             "region_bytes": self._region.geometry.region_bytes,
             "locked": self._region.locked,
+            "draining": False,  # no more, and yet `status` of 0.1.0 asks for it
             "messages": self._messages,
             "sessions_opened": self._opened,
             "errors": dict(self._errors),

@@ -64,7 +64,17 @@ def measure(fragment: int, total: int, rounds: int) -> dict[str, dict[str, float
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
         endpoint = f"ipc://{folder}/kvcache.sock"
         size = total + total // 4 + (64 << 20)
-        command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", endpoint, "--size", str(size)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvcache_server",
+            "serve",
+            "--keep=false",
+            "--endpoint",
+            endpoint,
+            "--size",
+            str(size),
+        ]
         daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             with connect(endpoint) as session:

@@ -73,7 +73,14 @@ def daemon(blocks: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
         endpoint = f"ipc://{folder}/kvcache.sock"
         flags = {"endpoint": endpoint, "size": (extents + 1) * EXTENT, "extent-size": EXTENT, "lock": "never"}
-        command = [sys.executable, "-m", "kvcache_server", "serve", *(f"--{k}={v}" for k, v in flags.items())]
+        command = [
+            sys.executable,
+            "-m",
+            "kvcache_server",
+            "serve",
+            "--keep=false",
+            *(f"--{k}={v}" for k, v in flags.items()),
+        ]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             wait(endpoint)

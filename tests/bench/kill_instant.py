@@ -104,7 +104,13 @@ class Daemon:
         self.endpoint = f"ipc://{folder}/kv.sock"
         start = ["-m", "kvcache_server"] if importlib.util.find_spec("uvloop") else ["-c", WITHOUT_UVLOOP]
         flags = {"endpoint": self.endpoint, "size": size, "region-dir": region_dir}
-        command = [sys.executable, *start, "serve", *(f"--{name}={value}" for name, value in flags.items())]
+        command = [
+            sys.executable,
+            *start,
+            "serve",
+            "--keep=false",
+            *(f"--{name}={value}" for name, value in flags.items()),
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         assert self.process.stderr
         self.stderr = self.process.stderr.fileno()

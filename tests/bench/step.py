@@ -137,7 +137,17 @@ def main() -> None:
         figures["decode of 1, no daemon"] = decode_steps(llm, scheduler, rank, 1, 200)
         figures["decode of 32, no daemon"] = decode_steps(llm, scheduler, rank, 32, 200)
         with (Path(folder) / "daemon.log").open("wb") as log:
-            command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", endpoint, "--size", "64MiB"]
+            command = [
+                sys.executable,
+                "-m",
+                "kvcache_server",
+                "serve",
+                "--keep=false",
+                "--endpoint",
+                endpoint,
+                "--size",
+                "64MiB",
+            ]
             daemon = subprocess.Popen([*command, "--lock", "never"], stdout=log, stderr=log)
         try:
             time.sleep(8)  # the longest pause between two probes, and some

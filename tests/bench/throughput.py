@@ -70,7 +70,17 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
         make_model(f"{folder}/model", LLAMA)
         endpoint = f"ipc://{folder}/kvcache.sock"
-        command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", endpoint, "--size", "512MiB"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvcache_server",
+            "serve",
+            "--keep=false",
+            "--endpoint",
+            endpoint,
+            "--size",
+            "512MiB",
+        ]
         daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         variants: dict[str, dict[str, Any] | None] = {
             "no connector": None,

@@ -2,7 +2,8 @@
 
     python sick_daemon.py REAL_ENDPOINT ENDPOINT
 
-A line of JSON on stdin, {"door": HOW, "wire": HOW}, says what is spoiled from now on; "" is nothing. It is answered by
+A line of JSON on stdin, {"door": HOW, "wire": HOW, "hang_up": bool}, says what is spoiled from now on, "" for nothing,
+and whether those who are attached are thrown out. It is answered by
 a line with what was seen since the start: {"visits": [second, ...], "asked": {tag: count}}. The region, the
 descriptors and the locks that it hands on are the real daemon's.
 """
@@ -224,6 +225,9 @@ class Sick:
             return False
         wanted = json.loads(line)
         self.door, self.wire = wanted.get("door", self.door), wanted.get("wire", self.wire)
+        if wanted.get("hang_up"):
+            for visitor in list(self.visitors):
+                self.part(visitor)
         if self.wire != "mute":
             while self.kept:
                 self.dealers[self.kept[0][0]].send(self.kept.pop(0)[1])

@@ -361,6 +361,28 @@ def test_a_stopped_daemon_costs_one_deadline_and_no_answer(rigs: Any, daemon: An
         time.sleep(0.01)
 
 
+def test_an_engine_that_falls_asleep_beside_a_stopped_daemon_leaves_nothing_in_the_writing(
+    rigs: Any, daemon: Any
+) -> None:
+    rig = rigs("one")
+    rig.session.deadline = 0.05
+    request = Request("r", 4 * BLOCK)
+    rig.admit(request, [0, 1, 2, 3])
+    daemon.process.send_signal(signal.SIGSTOP)
+    rig.step({request: 4 * BLOCK})  # asks for room, and is not answered
+    rig.scheduler.finished(request)
+    until = time.monotonic() + PATIENCE
+    while rig.session.up:
+        assert time.monotonic() < until, "the breaker stays closed"
+        time.sleep(0.001)
+    rig.step()  # the last one
+    daemon.process.send_signal(signal.SIGCONT)
+    while not rig.session.counters.get("late_reserves"):
+        assert time.monotonic() < until, "no late answer"
+        time.sleep(0.001)
+    idle(daemon, 0)
+
+
 def test_the_lookups_of_one_schedule_share_one_deadline(rigs: Any, daemon: Any) -> None:
     rig = rigs("one")
     rig.session.deadline = 1e-6  # what one lookup takes is more than all may take

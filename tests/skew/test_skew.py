@@ -109,6 +109,7 @@ def until() -> Until:
 @pytest.fixture
 def start(start_daemon: Any, versions: dict[str, str]) -> Callable[..., Any]:
     def of(version: str, **flags: Any) -> Any:
+        flags["keep"] = None if version in ("old", versions["old"]) else "true"  # 0.1.0 knew no such flag
         return start_daemon(env={"PYTHONPATH": versions.get(version, version)}, **flags)
 
     return of
@@ -162,23 +163,31 @@ def test_sessions_come_back_after_a_restart(
     assert client.ask("load", hashes=hashes)["failed"]
     again = start(daemons)
     assert client.ask("up", wanted=True) == {"up": True}
-    client.ask("save", hashes=hashes)  # of the new region, or found in the old one
+    if daemons == "old":  # it began with another region; ours has found the blocks again
+        assert client.ask("save", hashes=hashes)["visible"] == 5
     assert client.ask("load", hashes=hashes) == {"hits": 5, "right": True, "failed": False}
     assert again.status()["daemon"]["errors"] == {}
 
 
 @pytest.mark.parametrize(("first", "then"), PAIRS, ids=["upgrade", "downgrade"])
 @pytest.mark.parametrize("clients", ["old", "new"])
+@pytest.mark.parametrize("end", ["stop", "kill"])
 def test_a_daemon_of_another_version_takes_over(
-    start: Callable[..., Any], peer: Callable[..., Peer], first: str, then: str, clients: str
+    start: Callable[..., Any], peer: Callable[..., Peer], first: str, then: str, clients: str, end: str
 ) -> None:
     daemon = start(first)
     client = peer(clients, daemon, "e1")
     hashes = run(5)
     assert client.ask("save", hashes=hashes)["visible"] == 5
-    assert daemon.stop() == 0
+    getattr(daemon, end)()
     assert client.ask("up", wanted=False) == {"up": False}
-    start(then)
+    # What a killed 0.1.0 leaves is not for us to read, and not for us to throw away unasked.
+    foreign = (end, then) == ("kill", "new")
+    if foreign:
+        refused = start(then, wait=False)
+        assert refused.process.wait(30) == 5
+        assert "--fresh" in refused.log
+    start(then, fresh=foreign)
     assert client.ask("up", wanted=True) == {"up": True}
     client.ask("save", hashes=hashes)
     assert client.ask("load", hashes=hashes) == {"hits": 5, "right": True, "failed": False}

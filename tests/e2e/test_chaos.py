@@ -1,0 +1,175 @@
+"""Real engines in the middle of a batch while the daemon and one of them are killed: every request is answered, and
+no token differs from the run without faults.
+
+KVCACHE_CHAOS_REQUESTS sets how many requests the batch has: 24 where it is not set; the full batch is 64.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+BLOCK = 32
+REQUESTS = int(os.environ.get("KVCACHE_CHAOS_REQUESTS", "24"))
+TOKENS = 24
+PATIENCE = 60.0
+
+
+class Batch:
+    """Requests under way in an engine, stepped until something is to happen."""
+
+    def __init__(self, engine: Any, prompts: list[list[int]]) -> None:
+        self._engine = engine
+        self._names = engine.ask("add", prompts=prompts, max_tokens=TOKENS)["names"]
+        self._tokens: dict[str, list[int]] = {}
+
+    @property
+    def left(self) -> int:
+        return len(self._names) - len(self._tokens)
+
+    def step(self, steps: int) -> None:
+        self._tokens |= self._engine.ask("finish", steps=steps)["tokens"]
+
+    def until(self, left: int) -> None:
+        """Step until at most `left` requests are unanswered."""
+        while self.left > left:
+            self.step(1)
+
+    def end(self) -> list[list[int] | None]:
+        self._tokens |= self._engine.ask("finish")["tokens"]
+        return [self._tokens.get(name) for name in self._names]
+
+
+@pytest.fixture(scope="module")
+def start(start_module_daemon: Any) -> Callable[..., Any]:
+    """`start(size)` starts a daemon, the next one at the same endpoint."""
+    return lambda size="64MiB": start_module_daemon(size=size, quarantine=1)
+
+
+@pytest.fixture(scope="module")
+def daemon(start: Callable[..., Any]) -> Iterator[list[Any]]:
+    """The daemons, the present one last."""
+    return [start()]
+
+
+@pytest.fixture(scope="module")
+def engine(engines: Any, daemon: list[Any]) -> Any:
+    return engines("batch", daemon[-1].endpoint, extra={"deadline_ms": 50})
+
+
+@pytest.fixture
+def prompts(prompt: Any) -> list[list[int]]:
+    """A system prompt that all share, then a few blocks of their own."""
+    shared = prompt(3 * BLOCK)
+    return [prompt((4 + n % 5) * BLOCK + n, shared) for n in range(REQUESTS)]
+
+
+def attached(daemon: Any, engine: str) -> None:
+    daemon.wait_status(
+        lambda s: len([e for e in s["sessions"] if e["engine"] == engine and e["namespaces"]]) == 2,
+        f"scheduler and rank of {engine}",
+    )
+
+
+def idle(daemon: Any) -> None:
+    daemon.wait_status(
+        lambda s: not s["pool"]["blocks_writing"] and not s["pool"]["pinned_bytes"] and not s["pool"]["blocks_hidden"],
+        "an idle cache",
+    )
+
+
+def hits(daemon: Any) -> int:
+    return sum(namespace["hit_blocks"] for namespace in daemon.status()["namespaces"])
+
+
+def test_a_batch_with_the_daemon_killed_twice_and_an_engine_once(
+    engines: Any,
+    engine: Any,
+    daemon: list[Any],
+    start: Callable[..., Any],
+    prompts: list[list[int]],
+    reference: Any,
+) -> None:
+    expected = reference(prompts, TOKENS)
+    # Half of the prompts are cached already, so that the batch loads and saves.
+    assert engine.generate(*prompts[: REQUESTS // 2], max_tokens=TOKENS) == expected[: REQUESTS // 2]
+    idle(daemon[-1])
+    assert engine.ask("reset")["reset"]
+    neighbour = engines("neighbour", daemon[-1].endpoint, extra={"deadline_ms": 50})
+
+    batch, beside = Batch(engine, prompts), Batch(neighbour, prompts[::-1])
+    batch.step(4)
+    beside.step(6)
+    assert hits(daemon[-1]) > 0
+    daemon[-1].kill()  # with loads and saves in flight
+    batch.step(4)  # nobody is there
+    daemon.append(start())
+    batch.until(REQUESTS * 2 // 3)
+    os.killpg(neighbour.process.pid, signal.SIGKILL)  # in the middle of a batch of its own
+    neighbour.process.wait()
+    attached(daemon[-1], "batch")
+    batch.until(REQUESTS // 3)
+    daemon[-1].kill()
+    batch.step(2)
+    daemon.append(start())
+    answers = batch.end()
+    assert [answer is None for answer in answers] == [False] * REQUESTS, "all are answered"
+    assert answers == expected
+
+    attached(daemon[-1], "batch")
+    assert engine.ask("reset")["reset"]
+    assert engine.generate(*prompts, max_tokens=TOKENS) == expected
+    idle(daemon[-1])
+    assert engine.ask("reset")["reset"]
+    before = hits(daemon[-1])
+    assert engine.generate(*prompts, max_tokens=TOKENS) == expected
+    assert hits(daemon[-1]) > before, "the cache is in use again"
+    assert "/kvcache_client/" not in engine.log, "a traceback of ours"
+
+
+def test_a_batch_with_the_daemon_stopped_for_three_seconds(
+    engine: Any, daemon: list[Any], prompts: list[list[int]], reference: Any
+) -> None:
+    expected = reference(prompts, TOKENS)
+    attached(daemon[-1], "batch")
+    batch = Batch(engine, prompts)
+    batch.step(4)
+    daemon[-1].process.send_signal(signal.SIGSTOP)
+    try:
+        until = time.monotonic() + 3
+        while time.monotonic() < until and batch.left:
+            batch.step(1)
+        time.sleep(max(0.0, until - time.monotonic()))
+    finally:
+        daemon[-1].process.send_signal(signal.SIGCONT)
+    assert batch.end() == expected
+    idle(daemon[-1])
+
+
+def test_a_batch_with_the_daemon_restarted_with_another_region(
+    engine: Any, daemon: list[Any], start: Callable[..., Any], prompts: list[list[int]], reference: Any
+) -> None:
+    expected = reference(prompts, TOKENS)
+    attached(daemon[-1], "batch")
+    assert engine.generate(*prompts, max_tokens=TOKENS) == expected
+    idle(daemon[-1])
+    assert engine.ask("reset")["reset"]
+    batch = Batch(engine, prompts)
+    batch.step(3)  # loads are under way
+    daemon[-1].kill()
+    daemon.append(start(size="48MiB"))
+    assert batch.end() == expected
+    attached(daemon[-1], "batch")
+    assert engine.ask("reset")["reset"]
+    assert engine.generate(*prompts, max_tokens=TOKENS) == expected
+    idle(daemon[-1])
+    assert engine.ask("reset")["reset"]
+    before = hits(daemon[-1])
+    assert engine.generate(*prompts, max_tokens=TOKENS) == expected
+    assert hits(daemon[-1]) > before, "the cache is in use again"
+    assert "/kvcache_client/" not in engine.log, "a traceback of ours"
