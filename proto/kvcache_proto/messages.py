@@ -62,7 +62,7 @@ class Detach(msgspec.Struct, tag="detach", array_like=True):
 
 
 class Acquire(msgspec.Struct, tag="acquire", array_like=True):
-    """Ask for the longest cached prefix of `hashes`; with `pin`, under a lease."""
+    """Ask for the longest cached prefix of `hashes`; with `pin`, under a lease; with `verify`, and their checksums."""
 
     id: int
     token: bytes
@@ -70,6 +70,7 @@ class Acquire(msgspec.Struct, tag="acquire", array_like=True):
     hashes: list[bytes]
     group: int = 0
     pin: bool = True
+    verify: bool = False
 
 
 class Release(msgspec.Struct, tag="release", array_like=True):
@@ -102,6 +103,9 @@ class Settle(msgspec.Struct, tag="settle", array_like=True):
 
     `outcome` is an Outcome. A writer settles its own shards; who reserved may settle any as NEVER_STARTED,
     and must do so only while it has not handed the slots to the writers.
+
+    `sums` are the checksums of what was committed, one a shard, SUM_BYTES each, position after position; empty where
+    the writer made none.
     """
 
     id: int
@@ -111,6 +115,21 @@ class Settle(msgspec.Struct, tag="settle", array_like=True):
     shards: tuple[int, ...]
     outcome: int
     positions: list[int] = []
+    sums: bytes = b""
+
+
+class Distrust(msgspec.Struct, tag="distrust", array_like=True):
+    """Say that the blocks in `slots`, references one after the other, hold other bytes than were stored.
+
+    `finding` is a Finding. They are forgotten, with all below them.
+    """
+
+    id: int
+    token: bytes
+    region: bytes
+    slots: bytes
+    shard: int
+    finding: int
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True):
@@ -164,7 +183,8 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     """`hits` blocks from the first hash on, `slots` their references; `lease` is 0 where nothing is pinned.
 
     `pending` blocks after them are being written by somebody now; `withheld` ones are cached, and the engine's quota
-    pins no more until it has released others.
+    pins no more until it has released others. `sums` has, where they were asked for, the checksum of each shard of each
+    hit, SUM_BYTES each; 0 is none.
     """
 
     id: int
@@ -173,6 +193,7 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     pending: int
     slots: bytes
     withheld: int = 0
+    sums: bytes = b""
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):
@@ -192,6 +213,17 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
 
     id: int
     verdicts: bytes
+
+
+class Distrusted(msgspec.Struct, tag="distrusted", array_like=True):
+    """How many `blocks` were forgotten, and a (engine, session) a slot: who stored that shard of it.
+
+    ("", 0) where the slot was another block's by then.
+    """
+
+    id: int
+    blocks: int
+    writers: list[tuple[str, int]]
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True):
@@ -231,6 +263,6 @@ class Error(msgspec.Struct, tag="error", array_like=True):
     message: str
 
 
-Request = Attach | Detach | Acquire | Release | Reserve | Settle | Ping | Stats | Clear | Restate | Fence
-Reply = Attached | Acquired | Reserved | Settled | Pong | Report | Cleared | Restated | Fenced | Error
+Request = Attach | Detach | Acquire | Release | Reserve | Settle | Distrust | Ping | Stats | Clear | Restate | Fence
+Reply = Attached | Acquired | Reserved | Settled | Distrusted | Pong | Report | Cleared | Restated | Fenced | Error
 DoorMessage = Hello | Welcome | Error

@@ -25,6 +25,7 @@ MAX_IDENTITY = 4096  # characters; every status tells all of them, in one frame
 
 _REF = struct.Struct("<QQQ")
 REF_BYTES = _REF.size
+SUM_BYTES = 8  # of a shard's checksum: XXH3, 64 bits, little-endian; 0 is none
 
 
 class SlotRef(NamedTuple):
@@ -75,6 +76,13 @@ class Verdict(enum.IntEnum):
     FAILED = 3
     SUPERSEDED = 4
     ORPHANED = 5  # an ancestor failed, so nobody could reach it
+
+
+class Finding(enum.IntEnum):
+    """Why a block is not trusted."""
+
+    CORRUPT = 0  # its bytes are not those that its writer summed up
+    DIFFERENT = 1  # its bytes are not what its tokens give when they are computed anew
 
 
 class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):

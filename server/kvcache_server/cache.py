@@ -15,6 +15,7 @@ from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, Unavail
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, REF_BYTES, PoolGeometry, SlotRef, check_hashes
 from kvcache_server import report
+from kvcache_server.distrust import distrust
 from kvcache_server.index import Account, Block, Group
 from kvcache_server.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade, Record, SessionEnded
 from kvcache_server.leases import Lease
@@ -23,6 +24,7 @@ from kvcache_server.pool import Pool
 from kvcache_server.room import Room
 from kvcache_server.sessions import Engine, Namespace, Session
 from kvcache_server.shares import Shares
+from kvcache_server.sums import Sums
 from kvcache_server.writing import Writing
 
 LIFE_SHIFT = 40  # numbers of leases and reservations begin with the daemon's life: none comes again
@@ -45,6 +47,7 @@ class Cache:
         `journal` notes each record down before it returns.
         """
         self.geometry = geometry
+        self.sums: Sums | None = None  # given by who has a place for them
         self.limits = limits or Limits()
         self.life = life
         self.rows = RegionRows(buffer, geometry)
@@ -77,6 +80,7 @@ class Cache:
             m.Settle: self._settle,
             m.Attach: self._attach,
             m.Detach: self._detach,
+            m.Distrust: self._distrust,
             m.Ping: self._ping,
             m.Stats: self._stats,
             m.Clear: self._clear,
@@ -297,7 +301,9 @@ class Cache:
         found[-1].account.hit_bytes += hits * group.slot_bytes
         namespace.hit_blocks += hits
         self.counters["blocks_hit"] += hits
-        return m.Acquired(request.id, lease, hits, pending, b"".join([block.ref for block in found]), withheld)
+        slots = b"".join([block.ref for block in found])
+        sums = self.sums.read(slots, group.sum_offsets) if request.verify and self.sums else b""
+        return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums)
 
     def _release(self, session: Session, request: m.Release, now: float) -> None:
         for lease in request.leases:
@@ -325,7 +331,10 @@ class Cache:
         return self.writing.reserve(session, request, self.account(session.engine, group), now)
 
     def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled:
-        return self.writing.settle(session, request)
+        return self.writing.settle(session, request, self.sums)
+
+    def _distrust(self, session: Session, request: m.Distrust, now: float) -> m.Distrusted:
+        return distrust(self, session, request)
 
     def _held(self) -> Iterator[Block]:
         """Yield the ends of what is read or written now: leased blocks, and blocks that are not visible yet."""

@@ -16,6 +16,7 @@ import msgspec
 from kvcache_proto.region import slot_size
 from kvcache_proto.types import GroupSpec
 from kvcache_server.ghosts import Ghosts
+from kvcache_server.sums import Sums
 
 if TYPE_CHECKING:
     from kvcache_server.leases import Grant
@@ -141,7 +142,10 @@ class Account:
 class Group:
     """The cached blocks of one KV cache group of a namespace, by hash."""
 
-    __slots__ = ("ghosts", "hash_bytes", "namespace", "number", "pending", "root", "slot_bytes", "spec", "visible")
+    __slots__ = (
+        *("ghosts", "hash_bytes", "namespace", "number", "pending", "root", "slot_bytes"),
+        *("spec", "sum_offsets", "visible"),
+    )
 
     def __init__(self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, capacity: int) -> None:
         self.namespace = namespace
@@ -149,6 +153,7 @@ class Group:
         self.spec = spec
         self.hash_bytes = hash_bytes
         self.slot_bytes = slot_size(spec.block_bytes)
+        self.sum_offsets = Sums.offsets(spec)
         self.ghosts = Ghosts(capacity // self.slot_bytes)
         self.visible: dict[bytes, Block] = {}
         self.pending: dict[bytes, Grant] = {}
@@ -186,9 +191,11 @@ class Group:
                     waiting.append(child)
             block.account.enter(block)
 
-    def remove(self, block: Block) -> None:
-        """Forget a visible block that has no children; its parent inherits its last use."""
-        del self.visible[block.hash]
+    def remove(self, block: Block) -> bool:
+        """Forget a block without children; return whether lookups found it. Its parent inherits its last use."""
+        trusted = self.trusts(block)
+        if trusted:
+            del self.visible[block.hash]
         parent = block.parent
         block.unlink()
         block.pins = GONE
@@ -196,3 +203,8 @@ class Group:
             if block.tick > parent.tick:
                 parent.tick = block.tick
             parent.account.enter(parent)
+        return trusted
+
+    def trusts(self, block: Block) -> bool:
+        """Whether lookups find it. What is distrusted may stand in the tree yet: its slot is being read."""
+        return self.visible.get(block.hash) is block

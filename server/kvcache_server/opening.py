@@ -19,6 +19,7 @@ from kvcache_server.limits import Limits
 from kvcache_server.locks import SessionFiles
 from kvcache_server.memory import Progress, Region, create_region, region_path, remove_orphan, reopen_region
 from kvcache_server.statefile import StateFile
+from kvcache_server.sumfile import open_sums, remove_sums
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Opened:
         self.region.close(keep)
         if not keep:
             StateFile.remove(self.state.path)
+            remove_sums(self.state.path.removesuffix(".state") + ".sums")
             with contextlib.suppress(OSError):  # something that is not ours lies in it
                 self.files.close()
 
@@ -79,6 +81,7 @@ def open_cache(config: Config, fresh: bool = False, progress: Progress | None = 
         extra={"fields": {"event": "recovered", **found}},
     )
     region.lock_later(config.lock)
+    cache.sums = open_sums(_beside(config.endpoint, ".sums"), region.geometry, book.life)
     return Opened(region, state, files, cache, returning)
 
 
@@ -96,6 +99,7 @@ def _begin(config: Config, limits: Limits, files: SessionFiles, progress: Progre
         # The book goes first, then the region's header: what has no header yet was never used by anybody.
         state = StateFile(_beside(config.endpoint, ".state"), Book(region.geometry.region_id))
         cache = Cache(region.buffer, region.geometry, limits, secrets.randbits(63), state.note)
+        cache.sums = open_sums(_beside(config.endpoint, ".sums"), region.geometry, cache.life)
     except BaseException:
         region.close(keep=False)
         raise
@@ -136,6 +140,7 @@ def discard(config: Config) -> bool:
     """
     found = remove_orphan(region_path(config.region_dir, socket_path(config.endpoint)))
     StateFile.remove(_beside(config.endpoint, ".state"))
+    remove_sums(_beside(config.endpoint, ".sums"))
     with contextlib.suppress(OSError):
         SessionFiles(_beside(config.endpoint, ".sessions")).close()
     return found

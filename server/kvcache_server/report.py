@@ -93,8 +93,9 @@ def check_integrity(cache: Cache) -> None:
 
 def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[int, Block]) -> None:
     assert not group.visible.keys() & group.pending.keys(), "a hash both visible and pending"
-    blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values())]
     tree = group.root.subtree()[1:]
+    distrusted = [block for block in tree if block.visible and not group.trusts(block)]
+    blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values()), *distrusted]
     assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
     queued = {id(block) for account in cache.shares.accounts for block in account.order}
     for block in blocks:
@@ -103,7 +104,7 @@ def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[
         assert parent is not None
         assert block.pins == pins.get(id(block), 0), f"{block.pins} pins, {pins.get(id(block), 0)} leases"
         if block.visible:
-            assert group.visible[block.hash] is block
+            assert group.trusts(block) or not any(map(group.trusts, block.children())), "found below what is distrusted"
             assert parent.visible, "visible below what is not: nobody can reach it"
             evictable = block.child is None and not block.pins
             assert not evictable or block.queued > UNQUEUED, "a leaf that nothing would evict"
@@ -141,15 +142,18 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
                 assert row.state == (DOOMED if id(block) not in living else WRITING)
             elif block is not None:
                 assert id(block) in living, "a slot that nothing can free"
-                assert row is not None and row.state == READY and row.body.block_hash == block.hash
+                if block.visible and not block.account.group.trusts(block):
+                    assert row is None, "a distrusted block that the next daemon would find"
+                else:
+                    assert row is not None and row.state == READY and row.body.block_hash == block.hash
             else:
                 assert row is None or row.state == FREE
             if block is not None and id(block) in living:
-                assert row is not None
-                assert block.parent is not None and row.parent == block.parent.generation
-                body, group = row.body, block.account.group
-                assert (body.namespace, body.group) == (group.namespace, group.number)
-                assert body.engine == cache.engines[block.account.engine].number
+                if row is not None:
+                    assert block.parent is not None and row.parent == block.parent.generation
+                    body, group = row.body, block.account.group
+                    assert (body.namespace, body.group) == (group.namespace, group.number)
+                    assert body.engine == cache.engines[block.account.engine].number
                 assert cache.pool.locate(block) == (extent, slot)
                 accounts[id(block.account)] = accounts.get(id(block.account), 0) + extent.slot_bytes
         assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"

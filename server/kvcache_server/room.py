@@ -66,26 +66,27 @@ class Room:
             before = cleared
             for account in accounts:
                 while (block := account.pop_coldest()) is not None:
-                    self._forget(block)
-                    cleared += 1
+                    cleared += self._forget(block)
         self._counters["blocks_cleared"] += cleared
         return cleared
 
     def _evicted(self, block: Block) -> None:
         group = block.account.group
-        self._forget(block)
-        group.ghosts.add(block.hash, block.account)
-        self._counters["blocks_evicted"] += 1
-        self._shares.evicted(group.slot_bytes)
+        if self._forget(block):
+            group.ghosts.add(block.hash, block.account)
+            self._counters["blocks_evicted"] += 1
+            self._shares.evicted(group.slot_bytes)
 
-    def _forget(self, block: Block) -> None:
+    def _forget(self, block: Block) -> bool:
+        """Return whether anybody could have found it."""
         extent, slot = self._pool.locate(block)
         parent = block.parent
-        block.account.group.remove(block)
+        visible = block.account.group.remove(block)
         if parent is not None and parent.ref and parent.tick == block.tick:
             self._pool.note_tick(parent)
         block.account.bytes -= extent.slot_bytes
         self._pool.give_back(extent, slot)
+        return visible
 
     def _below_ceiling(self, account: Account) -> bool:
         mine = [each for _, each in self._shares.by_excess() if each.group.namespace == account.group.namespace]

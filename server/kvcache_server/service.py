@@ -30,6 +30,8 @@ from kvcache_proto.messages import (
     Acquired,
     Cleared,
     Detach,
+    Distrust,
+    Distrusted,
     Error,
     Fenced,
     Hello,
@@ -40,7 +42,7 @@ from kvcache_proto.messages import (
     Reserved,
     Settle,
 )
-from kvcache_proto.types import Outcome
+from kvcache_proto.types import Finding, Outcome
 from kvcache_server.admin import ENGINE as OPERATOR
 from kvcache_server.config import Config, format_size
 from kvcache_server.door import Door, EndpointLock, Peer, Ticket, socket_mode
@@ -197,6 +199,8 @@ class Service:
                     "session %d was fenced off by %s", getattr(request, "session", 0), self._sessions[session][1]
                 )
                 self._sweep()
+            elif type(reply) is Distrusted and type(request) is Distrust:
+                self._tell_of_distrust(session, request, reply)
             elif type(reply) is Report:
                 reply.stats["daemon"] = self._report()
             packed = encode(reply)
@@ -220,6 +224,17 @@ class Service:
             self._drops["peer_slow" if error.errno == zmq.EAGAIN else "peer_gone"] += 1
             if reply is not None:
                 self._undo(session, reply)
+
+    def _tell_of_distrust(self, session: int, request: Distrust, reply: Distrusted) -> None:
+        if not reply.blocks:
+            return
+        writers = sorted({f"engine {engine} (session {number})" for engine, number in reply.writers if engine})
+        log.error(
+            "shard %d of cached blocks is wrong (%s), found by %s: stored by %s; with those below, %d are forgotten",
+            *(request.shard, Finding(request.finding).name.lower(), self._sessions[session][1]),
+            *(", ".join(writers), reply.blocks),
+            extra={"fields": {"event": "distrust", "session": session, "writers": writers, "blocks": reply.blocks}},
+        )
 
     def _failed(self, number: int, error: Exception) -> bytes:
         what = f"request {number}" if number else "work"

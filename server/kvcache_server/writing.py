@@ -8,12 +8,12 @@ as settled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.region import DOOMED, READY, RowBody
-from kvcache_proto.types import Outcome, Refusal, Verdict, check_hashes
+from kvcache_proto.types import SUM_BYTES, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.index import GONE, HIDDEN, Account, Block, Group
 from kvcache_server.journal import CrewMade, Record
 from kvcache_server.leases import Grant, Quarantine, Reservation
@@ -21,6 +21,7 @@ from kvcache_server.limits import Limits
 from kvcache_server.pool import Pool
 from kvcache_server.room import Room
 from kvcache_server.sessions import Engine, Namespace, Session
+from kvcache_server.sums import Sums
 
 
 class Writing:
@@ -175,8 +176,8 @@ class Writing:
 
     # Settle.
 
-    def settle(self, session: Session, request: m.Settle) -> m.Settled:
-        """Note how shards ended. Raises UnknownHandle, BadArgument; nothing has changed then."""
+    def settle(self, session: Session, request: m.Settle, sums: Sums | None = None) -> m.Settled:
+        """Note how shards ended, and their `sums`. Raises UnknownHandle, BadArgument; nothing has changed then."""
         if request.region != self._rows.geometry.region_id:
             raise UnknownHandle("the reservation belongs to another region")
         reservation = session.engine.reservations.get(request.reservation)
@@ -196,7 +197,11 @@ class Writing:
         positions = request.positions or range(len(grants))
         if min(positions) < 0 or max(positions) >= len(grants) or len(set(positions)) != len(positions):
             raise BadArgument(f"positions of {len(grants)} granted blocks, each once")
+        if request.sums and len(request.sums) != len(positions) * len(request.shards) * SUM_BYTES:
+            raise BadArgument(f"{len(request.sums)} bytes of sums: {SUM_BYTES} a shard and position")
         shards = sum(1 << shard for shard in set(request.shards))
+        if sums is not None and request.outcome == Outcome.COMMITTED:
+            _note_sums(sums, [grants[position] for position in positions], request)
         verdict = Verdict.VISIBLE if request.outcome == Outcome.COMMITTED else Verdict.FAILED
         self._counters[f"shards_{Outcome(request.outcome).name.lower()}"] += len(positions) * shards.bit_count()
         return m.Settled(
@@ -293,3 +298,14 @@ class Writing:
         else:
             grant.extent.busy -= 1
             self._pool.give_back(grant.extent, grant.slot)
+
+
+def _note_sums(sums: Sums, grants: Sequence[Grant], request: m.Settle) -> None:
+    """Before the shards count as settled, and none where none was given: those of the slot's last block go."""
+    at = 0
+    for grant in grants:
+        begin, offsets = int.from_bytes(grant.block.ref[:8], "little"), grant.reservation.group.sum_offsets
+        for shard in request.shards if offsets else ():
+            if not grant.settled >> shard & 1:
+                sums.put(begin + offsets[shard], request.sums[at : at + SUM_BYTES])
+            at += SUM_BYTES

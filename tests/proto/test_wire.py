@@ -21,7 +21,16 @@ from kvcache_proto.errors import (
     VersionMismatch,
     from_wire,
 )
-from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, PoolGeometry, SlotRef, check_hashes, unpack_refs
+from kvcache_proto.types import (
+    MAX_HASHES,
+    Finding,
+    GroupSpec,
+    NamespaceSpec,
+    PoolGeometry,
+    SlotRef,
+    check_hashes,
+    unpack_refs,
+)
 
 TOKEN = bytes(range(16))
 REGION = b"\xaa" * 16
@@ -57,8 +66,8 @@ REQUESTS = [
         messages.Attach(2, TOKEN, TWO_SHARDS),
         f"96 a6617474616368 02 {T} 94 a16d 91 93 20 92 cd0100 cd0200 a466756c6c 80 20 90 00",
     ),
-    (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"97 a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3"),
-    (messages.Acquire(3, TOKEN, 1, [], 0, pin=False), f"97 a761637175697265 03 {T} 01 90 00 c2"),
+    (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"98 a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3 c2"),
+    (messages.Acquire(3, TOKEN, 1, [], 0, pin=False, verify=True), f"98 a761637175697265 03 {T} 01 90 00 c2 c3"),
     (messages.Release(4, TOKEN, [9]), f"94 a772656c65617365 04 {T} 91 09"),
     (messages.Detach(5, TOKEN, 1), f"94 a6646574616368 05 {T} 01"),
     (
@@ -66,10 +75,14 @@ REQUESTS = [
         f"96 a772657365727665 05 {T} 01 92 92 92 {H1x} {H2x} {H0x} 92 91 {H1x} c0 00",
     ),
     (
-        messages.Settle(6, TOKEN, REGION, 70_000, (0, 1), 0, [0, 1]),
-        f"98 a6736574746c65 06 {T} {R} ce00011170 92 00 01 00 92 00 01",
+        messages.Settle(6, TOKEN, REGION, 70_000, (0, 1), 0, [0], b"sum-of-0sum-of-1"),
+        f"99 a6736574746c65 06 {T} {R} ce00011170 92 00 01 00 91 00 c410 73756d2d6f662d30 73756d2d6f662d31",
     ),
-    (messages.Settle(6, TOKEN, REGION, 4, (1,), 2), f"98 a6736574746c65 06 {T} {R} 04 91 01 02 90"),
+    (messages.Settle(6, TOKEN, REGION, 4, (1,), 2), f"99 a6736574746c65 06 {T} {R} 04 91 01 02 90 c400"),
+    (
+        messages.Distrust(7, TOKEN, REGION, SlotRef(1, 2, 3).pack(), 5, Finding.DIFFERENT),
+        f"97 a86469737472757374 07 {T} {R} c418 0100000000000000 0200000000000000 0300000000000000 05 01",
+    ),
     (messages.Ping(7, TOKEN), f"93 a470696e67 07 {T}"),
     (messages.Stats(8, TOKEN), f"93 a57374617473 08 {T}"),
     (messages.Clear(9, TOKEN, "0011223344556677"), f"94 a5636c656172 09 {T} b030303131323233333434353536363737"),
@@ -84,14 +97,16 @@ REQUESTS = [
 REPLIES = [
     (messages.Attached(1, 1), "93 a86174746163686564 01 01"),
     (
-        messages.Acquired(3, 9, 1, 1, SlotRef(2 << 20, 7, 1 << 63).pack(), 5),
-        "97 a86163717569726564 03 09 01 01 c418 0000200000000000 0700000000000000 0000000000000080 05",
+        messages.Acquired(3, 9, 1, 1, SlotRef(2 << 20, 7, 1 << 63).pack(), 5, b"sum-of-0"),
+        "98 a86163717569726564 03 09 01 01 c418 0000200000000000 0700000000000000 0000000000000080 05"
+        "c408 73756d2d6f662d30",
     ),
     (
         messages.Reserved(5, 4, bytes([1, 0]), SlotRef(1, 2, 3).pack()),
         "95 a87265736572766564 05 04 c402 0100 c418 0100000000000000 0200000000000000 0300000000000000",
     ),
     (messages.Settled(6, b"\x00\x03"), "93 a7736574746c6564 06 c402 0003"),
+    (messages.Distrusted(7, 3, [("e1", 4), ("", 0)]), "94 aa64697374727573746564 07 03 92 92 a26531 04 92 a0 00"),
     (messages.Pong(7), "93 a4706f6e67 07 c2"),
     (messages.Report(8, {"pool": {"blocks": 2}}), "93 a67265706f7274 08 81 a4706f6f6c 81 a6626c6f636b73 02"),
     (messages.Cleared(9, 2), "93 a7636c6561726564 09 02"),

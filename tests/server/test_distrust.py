@@ -1,0 +1,301 @@
+"""Checksums as the daemon keeps them, and what becomes of blocks that are found to be spoilt."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import BadArgument, UnknownHandle
+from kvcache_proto.region import PAGE, plan_geometry
+from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
+from kvcache_server.cache import Cache
+from kvcache_server.limits import Limits
+from kvcache_server.sums import Sums, sums_bytes
+
+MIB = 1 << 20
+SHARDS = (3 * PAGE, PAGE, 2 * PAGE)
+
+
+def make_cache(extents: int = 1, **limits: Any) -> Cache:
+    geometry = plan_geometry(b"r" * 16, extents * 2 * MIB, 2 * MIB)
+    cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**limits), seed=11)
+    cache.sums = Sums(memoryview(bytearray(sums_bytes(geometry))), geometry)
+    return cache
+
+
+class Engine:
+    """A scheduler and a session a shard."""
+
+    def __init__(self, cache: Cache, name: str, shards: tuple[int, ...] = SHARDS) -> None:
+        self.cache, self.count = cache, len(shards)
+        spec = NamespaceSpec("m", (GroupSpec(16, shards),), {"shards": str(shards)}, 16)
+        self.scheduler = cache.open_session(name, "scheduler", 0.0)
+        self.ranks = [cache.open_session(name, f"rank {number}", 0.0) for number in range(len(shards))]
+        self.namespace = self.ask(m.Attach(1, b"", spec)).namespace
+        for number in range(len(shards)):
+            self.ask(m.Attach(1, b"", spec, (number,)), number)
+
+    def ask(self, request: Any, rank: int | None = None) -> Any:
+        session = self.scheduler if rank is None else self.ranks[rank]
+        return self.cache.handle(session, request, 0.0)
+
+    def reserve(self, names: list[bytes], parent: bytes | None = None) -> m.Reserved:
+        return self.ask(m.Reserve(1, b"", self.namespace, [m.Run(names, parent)]))
+
+    def settle(self, reserved: m.Reserved, rank: int, sums: bytes = b"", outcome: int = 0, **more: Any) -> list[int]:
+        region, number = self.cache.geometry.region_id, reserved.reservation
+        return list(self.ask(m.Settle(1, b"", region, number, (rank,), outcome, sums=sums, **more), rank).verdicts)
+
+    def store(self, names: list[bytes], parent: bytes | None = None, sums: bool = True) -> m.Reserved:
+        """Store a run; the sum of shard s of block b is 256 * b + s, b from 1 on."""
+        reserved = self.reserve(names, parent)
+        count = reserved.answers.count(0)
+        for rank in range(self.count if count else 0):
+            self.settle(reserved, rank, b"".join(sum_of(b + 1, rank) for b in range(count)) if sums else b"")
+        return reserved
+
+    def acquire(self, names: list[bytes], verify: bool = True, pin: bool = True) -> m.Acquired:
+        return self.ask(m.Acquire(1, b"", self.namespace, names, 0, pin, verify))
+
+    def hits(self, names: list[bytes]) -> int:
+        return int(self.acquire(names, pin=False).hits)
+
+    def distrust(self, slots: bytes, shard: int = 0, finding: int = Finding.CORRUPT, **changes: Any) -> m.Distrusted:
+        region = changes.get("region", self.cache.geometry.region_id)
+        return self.ask(m.Distrust(1, b"", region, slots, shard, finding), shard)
+
+
+def sum_of(block: int, shard: int) -> bytes:
+    return (256 * block + shard).to_bytes(8, "little")
+
+
+def chain(name: str, length: int) -> list[bytes]:
+    return [f"{name}{number}".encode().ljust(16, b".") for number in range(length)]
+
+
+def slot(slots: bytes, number: int) -> bytes:
+    return slots[number * REF_BYTES : (number + 1) * REF_BYTES]
+
+
+# Sums.
+
+
+def test_sums_come_back_to_who_asks_for_them_and_to_nobody_else() -> None:
+    cache = make_cache()
+    one, two = Engine(cache, "one"), Engine(cache, "two")
+    one.store(chain("a", 5))
+    expected = b"".join(sum_of(block + 1, shard) for block in range(4) for shard in range(3))
+    assert two.acquire(chain("a", 4)).sums == expected
+    assert two.acquire(chain("a", 4), verify=False).sums == b""
+
+
+def test_what_was_stored_without_sums_has_none_whoever_was_there_before() -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    first = engine.store(chain("a", 3))
+    assert engine.ask(m.Clear(1, b"")).blocks == 3
+    again = engine.store(chain("b", 3), sums=False)
+    assert sorted(slot(first.slots, n)[:8] for n in range(3)) == sorted(slot(again.slots, n)[:8] for n in range(3))
+    assert engine.acquire(chain("b", 3)).sums == bytes(3 * 3 * 8)
+
+
+def test_the_sums_of_some_positions_and_several_shards_by_one_writer() -> None:
+    cache = make_cache()
+    session = cache.open_session("one", "", 0.0)
+    spec = NamespaceSpec("m", (GroupSpec(16, SHARDS),), {}, 16)
+    namespace = cache.handle(session, m.Attach(1, b"", spec, (0, 1, 2)), 0.0).namespace
+    reserved = cache.handle(session, m.Reserve(1, b"", namespace, [m.Run(chain("a", 3))]), 0.0)
+    region, number = cache.geometry.region_id, reserved.reservation
+    given = b"".join(sum_of(block, shard) for block in (3, 1) for shard in (2, 0))
+    cache.handle(session, m.Settle(1, b"", region, number, (2, 0), 0, [2, 0], given), 0.0)
+    cache.handle(session, m.Settle(1, b"", region, number, (1,), 0, [2, 0]), 0.0)
+    cache.handle(session, m.Settle(1, b"", region, number, (0, 1, 2), 0, [1]), 0.0)
+    sums = cache.handle(session, m.Acquire(1, b"", namespace, chain("a", 3), verify=True), 0.0).sums
+    none = bytes(8)
+    expected = [sum_of(1, 0), none, sum_of(1, 2), none, none, none, sum_of(3, 0), none, sum_of(3, 2)]
+    assert sums == b"".join(expected)
+
+
+def test_what_is_settled_twice_keeps_its_first_sum() -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    reserved = engine.reserve(chain("a", 1))
+    engine.settle(reserved, 0, sum_of(1, 0))
+    engine.settle(reserved, 0, sum_of(9, 9))
+    for rank in (1, 2):
+        engine.settle(reserved, rank, sum_of(1, rank))
+    assert engine.acquire(chain("a", 1)).sums == b"".join(sum_of(1, shard) for shard in range(3))
+
+
+@pytest.mark.parametrize("size", [8, 23, 32])
+def test_sums_that_do_not_fit_change_nothing(size: int) -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    reserved = engine.reserve(chain("a", 3))
+    with pytest.raises(BadArgument, match="bytes of sums"):
+        engine.settle(reserved, 0, bytes(size))
+    assert engine.settle(reserved, 0, bytes(24)) == [Verdict.PARTIAL] * 3
+
+
+def test_shards_smaller_than_a_page_have_no_sums() -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one", (PAGE, PAGE - 64))
+    engine.store(chain("a", 3))
+    assert engine.acquire(chain("a", 3)).sums == b""
+
+
+def test_sums_outlive_the_daemon_and_not_the_region() -> None:
+    geometry = plan_geometry(b"r" * 16, 2 * MIB, 2 * MIB)
+    buffer = memoryview(bytearray(sums_bytes(geometry)))
+    Sums(buffer, geometry).put(5 * PAGE + 64, sum_of(1, 1))
+    ref = (5 * PAGE).to_bytes(8, "little") + bytes(16)
+    assert Sums(buffer, geometry, 2).read(ref, (64,)) == sum_of(1, 1)
+    kept = bytes(buffer)
+    other = plan_geometry(b"s" * 16, 2 * MIB, 2 * MIB)
+    assert Sums(buffer, other, 3).read(ref, (64,)) == bytes(8)
+    buffer[:] = kept
+    assert Sums(buffer, geometry, 4).read(ref, (64,)) == bytes(8)  # the third daemon stored blocks and kept no sums
+
+
+# Distrust.
+
+
+def test_a_distrusted_block_goes_with_all_below_it_and_its_writer_is_named() -> None:
+    cache = make_cache()
+    one, two = Engine(cache, "one"), Engine(cache, "two")
+    reserved = one.store(chain("a", 5))
+    one.store(chain("b", 2), chain("a", 5)[2])
+    one.store(chain("c", 2), chain("a", 5)[0])
+    found = two.distrust(slot(reserved.slots, 1), 2)
+    assert (found.blocks, found.writers) == (6, [("one", one.ranks[2])])
+    assert two.hits(chain("a", 5)) == 1
+    assert two.hits([chain("a", 1)[0], *chain("c", 2)]) == 3
+    assert cache.counters["blocks_corrupt"] == 1
+    assert cache.counters["blocks_distrusted"] == 6
+    cache.check_integrity()
+    assert sum(block is not None for extent in cache.pool.extents.values() for block in extent.blocks) == 3
+    two.store(chain("a", 5)[1:], chain("a", 1)[0])
+    assert one.hits(chain("a", 5)) == 5
+
+
+def test_a_writer_that_has_left_is_named_by_its_engine() -> None:
+    cache = make_cache()
+    one, two = Engine(cache, "one"), Engine(cache, "two")
+    reserved = one.store(chain("a", 1))
+    for session in (*one.ranks, one.scheduler):
+        cache.end_session(session, 0.0)
+    assert two.distrust(reserved.slots).writers == [("one", one.scheduler)]
+
+
+def test_a_leased_block_keeps_its_bytes_until_it_is_released() -> None:
+    cache = make_cache(pin_quota=1.0)
+    one, two = Engine(cache, "one"), Engine(cache, "two")
+    room = cache.pool.capacity // (6 * PAGE + 128)
+    reserved = one.store(chain("a", 4))
+    lease = two.acquire(chain("a", 4))
+    one.distrust(slot(reserved.slots, 1))
+    assert two.hits(chain("a", 4)) == 1
+    cache.check_integrity()
+    one.store(chain("a", 4)[1:], chain("a", 1)[0])  # the same hashes, beside those in limbo
+    assert two.hits(chain("a", 4)) == 4
+    leased = {slot(lease.slots, number)[:8] for number in range(4)}
+    for number in range(2 * room):  # they turn the region over
+        given = one.store(chain(f"x{number}", 1))
+        assert given.slots[:8] not in leased
+        cache.check_integrity()
+    assert two.distrust(slot(lease.slots, 2), 1).writers[0][0] == "one"  # the next rank finds it, too
+    assert cache.counters["blocks_corrupt"] == 1
+    two.ask(m.Release(1, b"", [lease.lease]))
+    cache.check_integrity()
+    evicted = cache.counters["blocks_evicted"]
+    again = {one.store(chain(f"y{number}", 1)).slots[:8] for number in range(3)}
+    assert again <= leased  # they go first
+    assert cache.counters["blocks_evicted"] == evicted  # and are no loss
+    cache.check_integrity()
+
+
+def test_what_is_being_written_below_it_is_orphaned() -> None:
+    cache = make_cache()
+    one, two = Engine(cache, "one"), Engine(cache, "two")
+    reserved = one.store(chain("a", 3))
+    below = two.reserve(chain("b", 2), chain("a", 3)[2])
+    hidden = one.store(chain("c", 1), chain("b", 2)[1])
+    assert hidden.answers == bytes([Refusal.GRANTED])
+    one.distrust(slot(reserved.slots, 0))
+    cache.check_integrity()
+    assert two.settle(below, 0) == [Verdict.ORPHANED] * 2
+    for rank in (1, 2):
+        two.settle(below, rank)
+    assert two.hits(chain("a", 3)) == 0
+    cache.check_integrity()
+    assert not any(block for extent in cache.pool.extents.values() for block in extent.blocks)
+
+
+def test_what_names_nothing_forgets_nothing() -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    reserved = engine.store(chain("a", 2))
+    stale = reserved.slots[:8] + (1).to_bytes(8, "little") + reserved.slots[16:24]
+    inside = (int.from_bytes(reserved.slots[:8], "little") + 64).to_bytes(8, "little") + reserved.slots[8:24]
+    beyond = b"\xff" * 24
+    found = engine.distrust(stale + inside + beyond)
+    assert (found.blocks, found.writers) == (0, [("", 0)] * 3)
+    with pytest.raises(UnknownHandle, match="another region"):
+        engine.distrust(reserved.slots, region=b"s" * 16)
+    with pytest.raises(BadArgument, match="slot references"):
+        engine.distrust(reserved.slots[:-1])
+    with pytest.raises(BadArgument, match="finding 9"):
+        engine.distrust(reserved.slots, finding=9)
+    stranger = Engine(cache, "two", (PAGE, PAGE))
+    assert stranger.distrust(reserved.slots).blocks == 0  # it has not attached the namespace
+    assert engine.hits(chain("a", 2)) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_distrusted_whenever_all_adds_up(seed: int) -> None:
+    draw = random.Random(seed)
+    cache = make_cache(extents=2, pin_quota=0.5, supersede_after=0.0)
+    engines = [Engine(cache, "one"), Engine(cache, "two"), Engine(cache, "three", (PAGE, 7 * PAGE))]
+    leases: list[tuple[Engine, m.Acquired]] = []
+    open_: list[tuple[Engine, m.Reserved]] = []
+    for _ in range(300):
+        engine = draw.choice(engines)
+        names = chain(f"c{draw.randrange(4)}", draw.randint(1, 30))
+        act = draw.randrange(6)
+        if act == 0:
+            engine.store(names)
+        elif act == 1:
+            reserved = engine.reserve(names)
+            if reserved.reservation:
+                open_.append((engine, reserved))
+        elif act == 2 and open_:
+            writer, reserved = open_.pop(draw.randrange(len(open_)))
+            for rank in range(writer.count):
+                writer.settle(reserved, rank, outcome=draw.choice([0, 0, 0, Outcome.FAILED]))
+        elif act == 3:
+            found = engine.acquire(names)
+            if found.lease:
+                leases.append((engine, found))
+        elif act == 4 and leases:
+            reader, found = leases.pop(draw.randrange(len(leases)))
+            reader.ask(m.Release(1, b"", [found.lease]))
+        elif act == 5:
+            found = engine.acquire(names, pin=False)
+            if found.hits:
+                at = draw.randrange(found.hits)
+                assert engine.distrust(slot(found.slots, at)).blocks >= found.hits - at
+                assert engine.hits(names) == at
+        cache.check_integrity()
+    for reader, found in leases:
+        reader.ask(m.Release(1, b"", [found.lease]))
+    for writer, reserved in open_:
+        for rank in range(writer.count):
+            writer.settle(reserved, rank)
+    cache.check_integrity()
+    engines[0].ask(m.Clear(1, b""))
+    assert cache.counters["blocks_distrusted"] > 20
+    assert not any(block for extent in cache.pool.extents.values() for block in extent.blocks)
+    assert all(account.bytes == 0 for account in cache.shares.accounts)
