@@ -42,7 +42,10 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "kvcache_client": [
-        {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"},
+        {
+            *("layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"),
+            *("noise", "sums"),
+        },
         {"devices", "slots", "channel", "door", "engine", "tally"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
         {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},
@@ -51,8 +54,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"devices.streams"},
         {"devices.cuda", "devices.npu"},
         {"handles", "tracked", "keeper", "settlements"},
-        {"session", "saves"},
+        {"session", "saves", "canaries"},
         {""},
+        {"proof"},
         {"scheduler", "worker", "doctor.copies", "doctor.mapping"},
         {"connector", "doctor.conformance"},
         {"doctor", "doctor.__main__"},
@@ -67,7 +71,9 @@ PURE = {
         *("sums", "distrust"),
         "doctor.table",
     },
-    "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"},
+    "kvcache_client": {
+        *("layout", "plan", "namespace", "settings", "replies", "noise", "sums", "devices.spans", "devices.tuning")
+    },
 }
 # Sockets, clocks, threads, mappings, logs, devices: what a pure module gets as an argument or does without.
 WORLD = {
@@ -80,7 +86,7 @@ WORLD = {
 THIRD_PARTY = {
     "kvcache_proto": {"msgspec"},
     "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy"},
-    "kvcache_client": {"msgspec", "zmq", "numpy"},
+    "kvcache_client": {"msgspec", "zmq", "numpy", "xxhash"},
 }
 # Modules that run inside an engine only, or look for what it brings, and so may use it.
 FROM_ENGINE = {

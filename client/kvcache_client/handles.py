@@ -14,6 +14,8 @@ from kvcache_proto.messages import (
     Acquire,
     Acquired,
     Attach,
+    Distrust,
+    Distrusted,
     Error,
     Release,
     Reply,
@@ -23,7 +25,7 @@ from kvcache_proto.messages import (
     Settle,
     Settled,
 )
-from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome, Verdict
+from kvcache_proto.types import MAX_HASHES, Finding, GroupSpec, NamespaceSpec, Outcome, Verdict
 
 if TYPE_CHECKING:
     from kvcache_client.link import Link
@@ -62,10 +64,11 @@ class Namespace:
 
     # Lookups.
 
-    def acquire(self, hashes: Sequence[bytes], group: int = 0, pin: bool = True) -> Lease:
+    def acquire(self, hashes: Sequence[bytes], group: int = 0, pin: bool = True, verify: bool = False) -> Lease:
         """Return the longest cached prefix of `hashes`, n chained hashes in prompt order, under a lease.
 
-        With `pin` False nothing is pinned, and the slots may be given to others at any time. Where the daemon does not
+        With `pin` False nothing is pinned, and the slots may be given to others at any time. With `verify` the lease
+        has the checksums of its blocks, as far as their writers made any. Where the daemon does not
         answer within the session's deadline the lease is empty and `failed`. One round trip. Raises BadArgument for
         what the protocol does not allow.
         """
@@ -75,20 +78,20 @@ class Namespace:
             return self._no_lease(spec, "lookups_down")
         if not hashes:
             return Lease(self.session, link, spec)
-        request = Acquire(0, b"", number, _listed(hashes), group, pin)
+        request = Acquire(0, b"", number, _listed(hashes), group, pin, verify)
         reply = self.session.call(link, request, lambda late: self._return_lease(link, late))
         if reply is None:
             return self._no_lease(spec, "lookups_unanswered")
         if not isinstance(reply, Acquired):
             self._refused(reply, "lookups_refused", link)
             return self._no_lease(spec, "lookups_refused")
-        wrong = wrong_lookup(reply, len(hashes), pin, self._holds(link, spec))
+        wrong = wrong_lookup(reply, len(hashes), pin, self.spec.shards, self._holds(link, spec))
         if wrong:
             self.session.distrust(wrong)
             self._give_back(link, reply)
             return self._no_lease(spec, "lookups_refused")
         pinned = (reply.lease, reply.hits, reply.pending, reply.slots)
-        return Lease(self.session, link, spec, *pinned, withheld=reply.withheld)
+        return Lease(self.session, link, spec, *pinned, withheld=reply.withheld, sums=reply.sums)
 
     def _no_lease(self, spec: GroupSpec, reason: str) -> Lease:
         self.session.count(reason)
@@ -199,6 +202,7 @@ class Namespace:
         shards: Sequence[int] | None = None,
         region_id: bytes | None = None,
         then: Callable[[list[Verdict]], None] | None = None,
+        sums: bytes = b"",
     ) -> None:
         """Say how `shards` (those attached with, by default) of granted slots ended; from any thread, never waits.
 
@@ -206,6 +210,7 @@ class Namespace:
             reservation: the number of a reservation, this session's or another one's of the same engine.
             positions: which of the granted slots, 0 to len(granted) - 1; none means all.
             region_id: the region that was written to; where the session has another one by now, nothing is sent.
+            sums: checksums of what was committed, SUM_BYTES a shard of a position, 0 for none.
             then: gets the verdicts, one a settled slot, on some thread; never called where the session ends first.
         While the daemon is away it is kept for the next one. Verdicts are counted; a refusal is counted and logged.
         """
@@ -214,7 +219,7 @@ class Namespace:
         if link is not None and region_id is not None and region_id != link.region.id:
             self.session.count("settles_of_another_region")
             return
-        self._settle(link, reservation, outcome, positions, self._shards(shards), then)
+        self._settle(link, reservation, outcome, positions, self._shards(shards), then, sums)
 
     def _settle(
         self,
@@ -224,13 +229,14 @@ class Namespace:
         positions: Sequence[int],
         shards: Sequence[int],
         then: Callable[[list[Verdict]], None] | None,
+        sums: bytes = b"",
     ) -> None:
         def settled(reply: Reply | None) -> None:
             verdicts = self._verdicts(reply)
             if verdicts and then is not None:
                 then(verdicts)
 
-        self.session.settlements.send(link, _settlement(link, reservation, outcome, positions, shards), settled)
+        self.session.settlements.send(link, _settlement(link, reservation, outcome, positions, shards, sums), settled)
 
     def _commit(self, reservation: Reservation, shards: Sequence[int] | None) -> list[Verdict]:
         forks.check(self.session.owner)
@@ -276,6 +282,37 @@ class Namespace:
         if not chosen:
             raise BadArgument("no shards to settle: this session attached with none")
         return chosen
+
+    # What should not happen.
+
+    def distrust(
+        self,
+        packed: bytes,
+        shard: int,
+        finding: Finding,
+        region_id: bytes,
+        then: Callable[[list[tuple[str, int]]], None],
+    ) -> None:
+        """Have the daemon forget the blocks in `packed`, whose `shard` is not what was stored, and all below them.
+
+        From any thread, never waits. `then` gets a (engine, session) a block, on some thread: who stored it, ("", 0)
+        where that is not known; nothing where the daemon has not answered, or knows no such request.
+        """
+        forks.check(self.session.owner)
+
+        def answered(reply: Reply | None) -> None:
+            if isinstance(reply, Error):
+                self.session.log_refusal("distrust", reply)
+            then(list(reply.writers) if isinstance(reply, Distrusted) else [])
+
+        link = self.session.link
+        if link is None or link.region.id != region_id or link.door.welcome.version < 2:
+            self.session.count("distrusts_unsaid")
+            then([])
+        elif not self.session.post(
+            link, Distrust(0, b"", region_id, packed, shard, int(finding)), "distrusts_unsaid", answered
+        ):
+            then([])
 
     # What all of them share.
 
@@ -325,7 +362,12 @@ def _listed(hashes: Sequence[bytes]) -> list[bytes]:
 
 
 def _settlement(
-    link: Link | None, reservation: int, outcome: Outcome, positions: Sequence[int], shards: Sequence[int]
+    link: Link | None,
+    reservation: int,
+    outcome: Outcome,
+    positions: Sequence[int],
+    shards: Sequence[int],
+    sums: bytes = b"",
 ) -> Settle:
     region = link.region.id if link is not None else b""
-    return Settle(0, b"", region, reservation, tuple(shards), int(outcome), list(positions))
+    return Settle(0, b"", region, reservation, tuple(shards), int(outcome), list(positions), sums)

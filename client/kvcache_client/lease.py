@@ -24,12 +24,13 @@ class Lease:
         pending: how many blocks after them are being written now.
         withheld: how many blocks after them are cached, but beyond what this engine may pin at one time.
         failed: whether the daemon did not answer: no statement about the cache.
+        sums: where they were asked for, a checksum of each shard of each slot, SUM_BYTES each, 0 for none.
         region_id: the region that the slots lie in; b"" where there are none.
     """
 
     __slots__ = (
         *("_group", "_link", "_session", "_slots"),
-        *("failed", "hits", "id", "packed", "pending", "region_id", "withheld"),
+        *("failed", "hits", "id", "packed", "pending", "region_id", "sums", "withheld"),
     )
 
     def __init__(
@@ -43,11 +44,12 @@ class Lease:
         packed: bytes = b"",
         failed: bool = False,
         withheld: int = 0,
+        sums: bytes = b"",
     ) -> None:
         self._session, self._link, self._group = session, link, group
         self._slots: list[Slot] | None = None
         self.id, self.hits, self.pending, self.packed, self.failed = lease, hits, pending, packed, failed
-        self.withheld = withheld
+        self.withheld, self.sums = withheld, sums
         self.region_id = link.region.id if link and hits else b""
         if lease and link is not None:
             link.leases[lease] = packed[-REF_BYTES:]

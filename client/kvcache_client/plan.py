@@ -22,6 +22,7 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
         refs: packed slot references, REF_BYTES each.
         blocks: device blocks, in order; `skip` of the first slot's blocks come before the first of them.
         skip: blocks of the first slot that the engine has already.
+        sums: checksums of every shard of each slot, SUM_BYTES each, 0 for none; b"" where nothing is verified.
     """
 
     request: str
@@ -29,18 +30,30 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     refs: bytes
     blocks: list[int]
     skip: int = 0
+    sums: bytes = b""
 
 
 class SaveJob(msgspec.Struct, frozen=True, array_like=True):
     """Copy device blocks to the slots of one reservation, `len(blocks) / len(positions)` blocks a slot.
 
     `positions` number the granted blocks of the reservation; each is settled by every rank once its copy has ended.
+    `summed` says of which of them, by their place in `positions`, a checksum is taken.
     """
 
     request: str
     region: bytes
     reservation: int
     positions: list[int]
+    refs: bytes
+    blocks: list[int]
+    summed: list[int] = []
+
+
+class CheckJob(msgspec.Struct, frozen=True, array_like=True):
+    """Compare device blocks with the slots that should hold the same, as many blocks a slot."""
+
+    request: str
+    region: bytes
     refs: bytes
     blocks: list[int]
 
@@ -55,6 +68,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         loads: to be started after that.
         finished: requests that ended since the last plan, for the log.
         namespace: where the ranks write from now on; None is no change.
+        checks: to be started with the saves.
     """
 
     number: int = 0
@@ -63,6 +77,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     loads: list[LoadJob] = []
     finished: list[str] = []
     namespace: NamespaceSpec | None = None
+    checks: list[CheckJob] = []
 
 
 NOTHING = StepPlan()
@@ -88,22 +103,32 @@ def full_slots(hashed_blocks: int, computed_tokens: int, engine_block: int, bloc
 
 
 def cut_load(
-    request: str, region: bytes, packed: bytes, blocks: Sequence[int], first: int, count: int, blocks_per_slot: int
+    request: str,
+    region: bytes,
+    packed: bytes,
+    blocks: Sequence[int],
+    first: int,
+    count: int,
+    blocks_per_slot: int,
+    sums: bytes = b"",
 ) -> LoadJob:
     """Return the job that fills `count` of a request's device blocks from `first` on.
 
     Args:
         packed: references of the chain's slots, from the chain's root on.
         blocks: all device blocks of the request.
+        sums: checksums of the chain's slots, alike; b"" for none.
     """
     slot = first // blocks_per_slot
     end = -(-(first + count) // blocks_per_slot)
+    width = len(sums) // (len(packed) // REF_BYTES) if sums else 0
     return LoadJob(
         request,
         region,
         packed[slot * REF_BYTES : end * REF_BYTES],
         list(blocks[first : first + count]),
         first - slot * blocks_per_slot,
+        sums[slot * width : end * width],
     )
 
 

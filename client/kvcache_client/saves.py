@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvcache_client.handles import Namespace
 from kvcache_client.plan import SaveJob, full_slots, pick_refs, slot_hashes
 from kvcache_client.reservation import Reservation, Ticket
+from kvcache_client.sums import chosen
 from kvcache_client.tally import Tally
 from kvcache_client.tracked import PAUSE, Tracked
 from kvcache_proto.errors import KVCacheError
@@ -48,8 +49,12 @@ class _Sent:
 class Saves:
     """Reservations asked for, and device blocks that were saved from."""
 
-    def __init__(self, engine_block: int, blocks_per_slot: int, prompt_only: bool, tally: Tally) -> None:
+    def __init__(
+        self, engine_block: int, blocks_per_slot: int, prompt_only: bool, tally: Tally, verify: str = "off"
+    ) -> None:
+        """`verify` says of which blocks the ranks take a checksum."""
         self._block, self._per_slot, self._prompt_only, self._tally = engine_block, blocks_per_slot, prompt_only, tally
+        self._verify = verify
         self._next: list[_Asked] = []
         self._sent: list[_Sent] = []
         self._sources: set[int] = set()  # device blocks that were saved from and not given to anybody since
@@ -161,7 +166,8 @@ class Saves:
             return None
         blocks = [block for place in places[: len(kept)] for block in asked.blocks[place * slot : (place + 1) * slot]]
         refs = pick_refs(reservation.packed, kept)
-        return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks)
+        summed = chosen(self._verify, [asked.run.hashes[place] for place in places[: len(kept)]])
+        return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed)
 
     def _again(self, sent: _Sent, error: KVCacheError) -> bool:
         """Ask once more: after a reset or a restart of the daemon a rank may be a step behind in joining."""

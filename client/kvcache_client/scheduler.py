@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache_client import Lease, Session
+from kvcache_client.canaries import Canaries
 from kvcache_client.namespace import with_weights
 from kvcache_client.plan import NOTHING, LoadJob, StepPlan, cut_load, hit_limit, slot_hashes
 from kvcache_client.saves import Saves
 from kvcache_client.settings import Settings
+from kvcache_client.sums import pick_sums
 from kvcache_client.tally import Tally
 from kvcache_client.tracked import Lookup, Tracked, track
 from kvcache_proto.errors import KVCacheError
@@ -68,7 +70,9 @@ class Scheduler:
         self._no_loads_until = 0.0
         self._spent = 0.0  # seconds of this schedule that lookups took: all of them together have one deadline
         self._tally = Tally(logger)
-        self._saves = Saves(engine_block, blocks_per_slot, settings.save == "prompt", self._tally)
+        self._verify, self._shards = settings.verify, spec.shards
+        self._saves = Saves(engine_block, blocks_per_slot, settings.save == "prompt", self._tally, settings.verify)
+        self._canaries = Canaries(settings.canary_every, spec.groups[0].block_bytes, blocks_per_slot)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -93,7 +97,7 @@ class Scheduler:
             return 0, False
         limit = min(hit_limit(request.num_tokens, self._slot_tokens), len(request.block_hashes) // self._per_slot)
         start = computed // self._block
-        if limit * self._per_slot <= start:
+        if limit * self._per_slot <= start or self._canaries.again(state, start):
             self._forget_lookup(state)
             return 0, False
         now = time.monotonic()
@@ -116,6 +120,10 @@ class Scheduler:
         tokens = min(lookup.hits, limit) * self._slot_tokens - computed
         if tokens <= 0:
             self._release(state)
+            return 0, False
+        if self._canaries.choose(state, lookup.lease, min(lookup.hits, limit), start):
+            self._tally.add("canary_requests")
+            self._forget_lookup(state)
             return 0, False
         return tokens, True
 
@@ -142,13 +150,14 @@ class Scheduler:
         self._forget_lookup(state)
         hashes = slot_hashes(state.request.block_hashes, self._per_slot)[:limit]
         try:
-            lease = self._namespace.acquire(hashes)
+            lease = self._namespace.acquire(hashes, verify=self._verify != "off")
         except KVCacheError as error:
             self._tally.warn("lookups_refused", f"lookups are refused: {error}")
             lease = self._namespace.acquire(())
         if not lease.failed:
             state.saved = lease.hits + lease.pending
         state.lookup = Lookup(lease, limit, max(0, lease.hits - self._volatile), now)
+        state.lookup.sums = pick_sums(self._verify, hashes, lease.sums, self._shards)
         if lease.id:
             self._held.add(state.request.request_id)
         return state.lookup
@@ -197,8 +206,8 @@ class Scheduler:
         lease = lookup.lease if lookup is not None and lookup.lease.id else None
         count = external // self._block
         # The engine waits for this load whatever we think of it: without a lease it is one that fails.
-        region, packed = (lease.region_id, lease.packed) if lease else (b"", b"")
-        job = cut_load(request.request_id, region, packed, state.blocks, state.start, count, self._per_slot)
+        region, packed, sums = (lease.region_id, lease.packed, lookup.sums) if lease else (b"", b"", b"")
+        job = cut_load(request.request_id, region, packed, state.blocks, state.start, count, self._per_slot, sums)
         self._new_loads.append(job)
         self._loads[request.request_id] = _Load(lease, set(job.blocks))
         self._held.discard(request.request_id)
@@ -238,7 +247,7 @@ class Scheduler:
         """Return what the ranks do in the step that `output` describes. Called once a schedule."""
         self._step += 1
         self._spent = 0.0
-        if not (self._requests or self._saves.waiting or self._finished or self._announce):
+        if not (self._requests or self._saves.waiting or self._canaries.waiting or self._finished or self._announce):
             return NOTHING
         given = self._note_blocks(output)
         loads, self._new_loads = self._new_loads, []
@@ -248,22 +257,26 @@ class Scheduler:
         idle = output.total_num_scheduled_tokens == 0
         wait = self._session.deadline if idle and self._session.up else 0.0
         saves = self._saves.answers(given, wait) if self._saves.waiting else []
+        checks = self._canaries.take() if self._canaries.waiting else []
         # A namespace that the ranks have not heard of takes no reservations; the first one they know by themselves.
         known = self._announce is None or self._step == 1
-        if self._saving and self._session.up and known:
-            scheduled = output.num_scheduled_tokens
-            for request_id, tokens in scheduled.items():
-                state = self._requests.get(request_id)
-                if state is not None:
-                    self._saves.ask(state, state.request.num_computed_tokens + tokens)
+        saving = self._saving and self._session.up and known
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is not None:
+                computed = state.request.num_computed_tokens + tokens
+                self._canaries.computed(state, computed, self._slot_tokens)
+                if saving:
+                    self._saves.ask(state, computed)
+        if saving:
             self._saves.send(self._namespace)
         if self._held:
             self._give_back()
-        guarded = self._saves.guarded(given)
+        guarded = self._saves.guarded(given) + self._canaries.guarded(given)
         finished = self._take_finished() if self._finished else []
-        if not (saves or loads or guarded or finished or self._announce):
+        if not (saves or loads or guarded or finished or checks or self._announce):
             return NOTHING
-        plan = StepPlan(self._step, saves, guarded, loads, finished, self._announce)
+        plan = StepPlan(self._step, saves, guarded, loads, finished, self._announce, checks)
         self._announce = None
         return plan
 
@@ -307,6 +320,7 @@ class Scheduler:
             return
         self._forget_lookup(state)
         self._finished.append(request.request_id)
+        self._canaries.computed(state, request.num_computed_tokens, self._slot_tokens)
         if self._saving and self._session.up:
             self._saves.ask(state, request.num_computed_tokens)
             self._saves.send(self._namespace)
@@ -327,7 +341,8 @@ class Scheduler:
         self._announce = spec
         for state in self._requests.values():
             self._forget_lookup(state)
-            state.barred, state.saved, state.retry_at = True, 0, 0.0
+            state.barred, state.saved, state.retry_at, state.canary = True, 0, 0.0, None
+        self._canaries.forget()
         logger.info("cache reset: this engine goes on in namespace %s, weights %s", spec.id, weights)
         return True
 

@@ -14,6 +14,7 @@ from kvcache_proto.errors import ConfigError
 # GPUs, that is eight times the work, and what it saves is the computing of 64 tokens a prompt.
 BLOCK_TOKENS = 128
 SAVE_MODES = ("all", "prompt")
+VERIFY_MODES = ("off", "sample", "all")
 FAILURE_POLICIES = ("recompute", "fail")
 
 # Keys of other connectors, and what stands in their place here.
@@ -52,6 +53,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         save: `all` full blocks, or those of the `prompt` only.
         drain_ms: how long a shutdown waits for running saves.
         weights_version: names the weights; engines that name the same share, others do not.
+        verify: of which blocks a checksum is taken when they are saved and compared when they are loaded: `all`, none
+            (`off`), or a `sample` of one in 16.
+        canary_every: one request with a hit in so many is computed, and the cache compared with that; 0 is none.
         kv_load_failure_policy: what vLLM does with a request whose load failed.
     """
 
@@ -62,6 +66,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     save: str = "all"
     drain_ms: float = 5000.0
     weights_version: str = ""
+    verify: str = "sample"
+    canary_every: int = 10_000
     kv_load_failure_policy: str = "recompute"
 
 
@@ -90,12 +96,13 @@ def parse_settings(extra: Mapping[str, Any]) -> tuple[Settings, list[str]]:
 
 
 def _check(settings: Settings) -> None:
-    for name in ("block_size", "num_cpu_blocks", "drain_ms"):
+    for name in ("block_size", "num_cpu_blocks", "drain_ms", "canary_every"):
         if getattr(settings, name) < 0:
             raise ConfigError(f"kv_connector_extra_config: {name} {getattr(settings, name)} is negative")
     if not 1 <= settings.deadline_ms <= 10_000:
         raise ConfigError(f"kv_connector_extra_config: deadline_ms {settings.deadline_ms}: 1 to 10000")
-    for name, allowed in (("save", SAVE_MODES), ("kv_load_failure_policy", FAILURE_POLICIES)):
+    choices = (("save", SAVE_MODES), ("verify", VERIFY_MODES), ("kv_load_failure_policy", FAILURE_POLICIES))
+    for name, allowed in choices:
         if getattr(settings, name) not in allowed:
             raise ConfigError(
                 f"kv_connector_extra_config: {name} {getattr(settings, name)!r}: one of {', '.join(allowed)}"

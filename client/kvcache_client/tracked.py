@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcache_client.lease import Lease
+
+if TYPE_CHECKING:
+    from kvcache_client.canaries import Canary
 
 PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds without saves of a chain that was refused; doubled each time
 
@@ -17,6 +20,7 @@ class Lookup:
     hits: int  # cached blocks that may be loaded
     at: float
     asked: int = 0  # the step that asked last
+    sums: bytes = b""  # checksums of the blocks that are to be verified
 
 
 @dataclass(slots=True)
@@ -38,6 +42,8 @@ class Tracked:
     quota_until: float = 0.0  # but not for longer; 0: it has not waited
     retry_at: float = 0.0  # no saves before that
     pause: float = PAUSE
+    drawn: bool = False  # whether it was counted among the requests of which one in many is a canary
+    canary: Canary | None = None
     excluded: str = ""  # why its hashes do not name content
 
     @property

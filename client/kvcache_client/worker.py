@@ -18,15 +18,17 @@ import numpy.typing as npt
 
 from kvcache_client import Namespace, Session
 from kvcache_client.counters import Counters
-from kvcache_client.devices import CopyError, Device, Job, open_device
+from kvcache_client.devices import CopyError, Device, Job, Scratch, open_device
 from kvcache_client.devices.canary import check_copies
 from kvcache_client.layout import Tensor, block_fragments, runs
 from kvcache_client.namespace import Shards
-from kvcache_client.plan import LoadJob, SaveJob, StepPlan
+from kvcache_client.noise import Format, find_format
+from kvcache_client.plan import CheckJob, LoadJob, SaveJob, StepPlan, pick_refs
+from kvcache_client.proof import Proof
 from kvcache_client.region import Region
 from kvcache_client.settings import Settings
 from kvcache_proto.errors import KVCacheError
-from kvcache_proto.types import REF_BYTES, NamespaceSpec, Outcome
+from kvcache_proto.types import REF_BYTES, Finding, NamespaceSpec, Outcome
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
@@ -73,6 +75,8 @@ class Worker:
         self._stored: dict[str, _Stored] = {}
         self._stored_lock = threading.Lock()
         self._counts = Counters()
+        self._proof = Proof(spec, self._shard, self._counts)
+        self._format: Format | None = None  # of the values in a block
 
     @property
     def counters(self) -> dict[str, int]:
@@ -96,6 +100,10 @@ class Worker:
             device.close()
             raise
         self._device = device
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+        self._format = find_format(dtypes, self._spec.identity.get("kv_dtype", ""))
+        if self._format is None and self._settings.canary_every:
+            logger.warning("no canaries: nothing is known of the noise in KV of %s", ", ".join(sorted(dtypes)))
         self._session.on_region(self._device.register)
         self._attach(self._spec, wait=True)
         logger.info(
@@ -125,6 +133,8 @@ class Worker:
             self._attach(plan.namespace, wait=False)  # a step must not wait for a daemon that is slow to answer
         for job in plan.saves:
             self._save(self._device, job)
+        for check in plan.checks:
+            self._check(self._device, check)
         for request in plan.finished:
             self._finish(request)
         if plan.given:
@@ -177,14 +187,20 @@ class Worker:
             self._stored.setdefault(job.request, _Stored()).jobs += 1
         offsets = (region.offsets(job.refs).astype(np.int64)[:, None] + self._inside).ravel()
         blocks = np.array(job.blocks, dtype=np.int64)
-        device.save(Job(region, blocks, offsets, lambda done: self._saved(namespace, job, done)))
+        device.save(Job(region, blocks, offsets, lambda done: self._saved(namespace, region, job, done)))
 
-    def _saved(self, namespace: Namespace, job: SaveJob, done: Job) -> None:
+    def _saved(self, namespace: Namespace, region: Region, job: SaveJob, done: Job) -> None:
+        if done.error or not job.summed:
+            self._settle(namespace, job, done, b"")
+        else:
+            self._proof.after_save(region, job, lambda sums: self._settle(namespace, job, done, sums))
+
+    def _settle(self, namespace: Namespace, job: SaveJob, done: Job, sums: bytes) -> None:
         outcome = Outcome.FAILED if done.error else Outcome.COMMITTED
         if done.error:
             self._counts.add("saves_failed", len(job.positions))
             logger.warning("request %s: %d blocks were not stored: %s", job.request, len(job.positions), done.error)
-        namespace.settle(job.reservation, outcome, job.positions, region_id=job.region)
+        namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, sums=sums)
         with self._stored_lock:
             stored = self._stored[job.request]
             stored.jobs -= 1
@@ -219,6 +235,30 @@ class Worker:
             f"{size / max(seconds, 1e-9) / 1e9:.1f} GB/s, request {request}, engine {self._session.engine}"
         )
 
+    # Canaries.
+
+    def _check(self, device: Device, job: CheckJob) -> None:
+        """Copy the blocks out, as a save does, and compare them."""
+        if not self._writes:  # another rank has the same bytes
+            return
+        region, namespace, form = self._session.region, self._namespace, self._format
+        unknown = region is None or region.id != job.region or namespace is None or form is None
+        if unknown or not self._sound(region, job.refs, len(job.blocks)):
+            self._counts.add("canary_skipped")
+            return
+        scratch = Scratch(len(job.blocks) * self._block_bytes)
+        blocks = np.array(job.blocks, dtype=np.int64)
+        offsets = self._block_bytes * np.arange(len(blocks), dtype=np.int64)
+
+        def ended(done: Job) -> None:
+            if done.error:
+                self._counts.add("canary_failed")
+                logger.warning("request %s: its canary was not copied: %s", job.request, done.error)
+            else:
+                self._proof.compare(namespace, region, job, scratch.buffer, form)
+
+        device.save(Job(scratch, blocks, offsets, ended))
+
     # Loads.
 
     def _load(self, job: LoadJob) -> None:
@@ -246,13 +286,26 @@ class Worker:
         return region.holds(refs, self._spec.groups[0].block_bytes) and slots * self._per_slot >= blocks
 
     def _filled(self, job: LoadJob, region: Region, epoch: int, done: Job) -> None:
-        """Judge a load that has ended: what a new writer has touched meanwhile is not the block."""
+        if done.error or not job.sums:
+            self._judge(job, region, epoch, done, None if done.error else _all_sound(job))
+        else:
+            self._proof.after_load(region, job, lambda sound: self._judge(job, region, epoch, done, sound))
+
+    def _judge(self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None) -> None:
+        """Judge a load that has ended, whose slots are `sound`: what a new writer has touched meanwhile is not the
+        block."""
         failed = job.blocks
         if done.error:
             logger.warning("request %s: %d blocks were not loaded: %s", job.request, len(failed), done.error)
-        elif epoch == self._epoch:
-            current = np.repeat(region.current(job.refs), self._per_slot)[job.skip : job.skip + len(job.blocks)]
-            failed = [block for block, good in zip(job.blocks, current.tolist(), strict=True) if not good]
+        elif sound is not None:
+            current = region.current(job.refs)
+            (wrong,) = (current & ~sound).nonzero()
+            if len(wrong) and self._namespace is not None:
+                refs = pick_refs(job.refs, wrong.tolist())
+                self._proof.alarm(self._namespace, region, refs, Finding.CORRUPT, job.request)
+            if epoch == self._epoch:
+                good = np.repeat(current & sound, self._per_slot)[job.skip : job.skip + len(job.blocks)]
+                failed = [block for block, fine in zip(job.blocks, good.tolist(), strict=True) if not fine]
         if failed:
             self._counts.add("load_blocks_failed", len(failed))
         elif not self._rank:
@@ -268,7 +321,12 @@ class Worker:
                 self._counts.add("drains_cut_short")
                 logger.warning("rank %d: saves were still running after %.0f ms", self._rank, self._settings.drain_ms)
             self._device.close()
+        self._proof.close()
         self._session.close()
+
+
+def _all_sound(job: LoadJob) -> npt.NDArray[np.bool_]:
+    return np.ones(len(job.refs) // REF_BYTES, np.bool_)
 
 
 def _flatten(values: Iterable[Any]) -> Iterable[Any]:

@@ -47,10 +47,13 @@ def new(name: str, blocks: list[int], computed: int) -> SimpleNamespace:
 class Rig:
     """An engine of one rank, whose steps a test writes out."""
 
-    def __init__(self, endpoint: str, name: str, **settings: Any) -> None:
+    def __init__(self, endpoint: str, name: str, dtype: Any = torch.uint8, **settings: Any) -> None:
         options = Settings(endpoint, **settings)
         sessions = [Session.open(endpoint, engine=name, label=label, deadline=5.0) for label in ("rank", "scheduler")]
-        self.tensors = [torch.randint(0, 255, (BLOCKS, PAGE), dtype=torch.uint8) for _ in range(LAYERS)]
+        if dtype is torch.uint8:
+            self.tensors = [torch.randint(0, 255, (BLOCKS, PAGE), dtype=dtype) for _ in range(LAYERS)]
+        else:
+            self.tensors = [torch.randn(BLOCKS, PAGE // dtype.itemsize).to(dtype) for _ in range(LAYERS)]
         self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, LAYERS * PAGE, 1)
         self.worker.register({str(layer): tensor for layer, tensor in enumerate(self.tensors)}, BLOCKS)
         self.session = sessions[1]
@@ -58,7 +61,7 @@ class Rig:
         self.seen: set[str] = set()
 
     def block(self, number: int) -> bytes:
-        return b"".join(tensor[number].numpy().tobytes() for tensor in self.tensors)
+        return b"".join(tensor[number].view(torch.uint8).numpy().tobytes() for tensor in self.tensors)
 
     def admit(self, request: Request, blocks: list[int], computed: int = 0, load: int = 0) -> None:
         self.scheduler.allocated(request, blocks, load)

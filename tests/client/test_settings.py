@@ -23,6 +23,8 @@ def test_every_field_can_be_given() -> None:
         "save": "prompt",
         "drain_ms": 0,
         "weights_version": "step-12",
+        "verify": "all",
+        "canary_every": 100,
         "kv_load_failure_policy": "fail",
     }
     assert set(given) == set(Settings.__struct_fields__)
@@ -66,6 +68,8 @@ def test_a_key_of_another_connector_is_answered_with_what_replaces_it(key: str, 
     ("given", "said"),
     [
         ({"save": "none"}, "save 'none': one of all, prompt"),
+        ({"verify": "some"}, "verify 'some': one of off, sample, all"),
+        ({"canary_every": -1}, "canary_every -1 is negative"),
         ({"deadline_ms": 0}, "deadline_ms 0"),
         ({"deadline_ms": "soon"}, "deadline_ms"),
         ({"num_cpu_blocks": -1}, "num_cpu_blocks -1 is negative"),

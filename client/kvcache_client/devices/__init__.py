@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,6 +35,16 @@ class Memory(Protocol):
     def address(self) -> int: ...
     @property
     def bytes(self) -> int: ...
+
+
+class Scratch:
+    """Host memory that stands for the region, for bytes that others shall not see."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = memoryview(mmap.mmap(-1, size))
+        self.words = np.frombuffer(self.buffer, np.uint8)
+        self.address = int(self.words.ctypes.data)
+        self.bytes = size
 
 
 @dataclass(slots=True, eq=False)

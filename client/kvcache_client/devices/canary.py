@@ -10,21 +10,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvcache_client.devices import CopyError, Device, Job
+from kvcache_client.devices import CopyError, Device, Job, Scratch
 from kvcache_client.layout import Run
 
 _GUARD = 4096  # bytes before and behind each slot that a copy must leave alone
 _SECONDS = 30.0
-
-
-class _Scratch:
-    """Host memory that stands for the region, which others use already."""
-
-    def __init__(self, size: int) -> None:
-        self.buffer = memoryview(mmap.mmap(-1, size))
-        self.words = np.frombuffer(self.buffer, np.uint8)
-        self.address = int(self.words.ctypes.data)
-        self.bytes = size
 
 
 def check_copies(device: Device, runs: Sequence[Run], num_blocks: int) -> None:
@@ -35,7 +25,7 @@ def check_copies(device: Device, runs: Sequence[Run], num_blocks: int) -> None:
     slot = sum(run.bytes * run.number for run in runs)
     blocks = [0, num_blocks - 1] if num_blocks > 1 else [0]
     pitch = -(-slot // mmap.PAGESIZE) * mmap.PAGESIZE + 2 * _GUARD
-    scratch = _Scratch(pitch * len(blocks))
+    scratch = Scratch(pitch * len(blocks))
     scratch.words[:] = np.frombuffer(os.urandom(_GUARD), np.uint8).repeat(-(-scratch.bytes // _GUARD))[: scratch.bytes]
     offsets = [_GUARD + pitch * number for number in reversed(range(len(blocks)))]
     device.register(scratch)
@@ -59,7 +49,7 @@ def check_copies(device: Device, runs: Sequence[Run], num_blocks: int) -> None:
                 raise CopyError(f"the canary: block {block} has wrong bytes after a load")
 
 
-def _copy(device: Device, saves: bool, scratch: _Scratch, blocks: list[int], offsets: list[int]) -> None:
+def _copy(device: Device, saves: bool, scratch: Scratch, blocks: list[int], offsets: list[int]) -> None:
     ended = threading.Event()
     job = Job(scratch, np.array(blocks, np.int64), np.array(offsets, np.int64), lambda job: ended.set())
     (device.save if saves else device.load)(job)

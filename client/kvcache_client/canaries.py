@@ -1,0 +1,104 @@
+"""One hit in many is computed all the same, and compared with what the cache has.
+
+The scheduler's side: it answers "no hit" for the chosen request, waits until the engine has computed the blocks, and
+has the ranks compare some of them in the next step, before anything of that step touches device memory. The slots are
+not leased meanwhile. They were touched last of all; and where one is evicted all the same, its generation says so after
+the comparison, which then says nothing. So whatever becomes of the request or the engine, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvcache_client.lease import Lease
+from kvcache_client.plan import CheckJob, pick_refs
+from kvcache_client.tracked import Tracked
+
+BLOCKS = 4  # of one request that are compared
+BYTES = 64 << 20  # but no more than that, one block excepted
+
+
+@dataclass(slots=True)
+class Canary:
+    """Blocks of one request that the cache has and that the engine computes.
+
+    `hits` slots are in `packed`; those before `first` came from the engine's own prefix cache when it asked last.
+    """
+
+    region: bytes
+    packed: bytes
+    hits: int
+    first: int
+
+
+class Canaries:
+    def __init__(self, every: int, block_bytes: int, blocks_per_slot: int) -> None:
+        """Choose one request with a hit in `every`, 0 for none; `block_bytes` are those of a cached block."""
+        self._every, self._per_slot = every, blocks_per_slot
+        self._most = max(1, min(BLOCKS, BYTES // block_bytes))
+        # Not all engines of a fleet at the same request after their start.
+        self._left = random.randrange(every) if every else -1
+        self._due: list[CheckJob] = []
+        self._sources: set[int] = set()  # device blocks that are compared and were not given to anybody since
+
+    @property
+    def waiting(self) -> bool:
+        """Whether comparisons are to be sent."""
+        return bool(self._due)
+
+    def choose(self, state: Tracked, lease: Lease, hits: int, start: int) -> bool:
+        """Return whether `state`, which has `hits` cached blocks and computes from device block `start` on, is chosen.
+
+        A request is counted once, however often it is asked for.
+        """
+        if not self._every or state.drawn:
+            return False
+        state.drawn = True
+        self._left -= 1
+        if self._left >= 0:
+            return False
+        self._left = self._every - 1
+        state.canary = Canary(lease.region_id, lease.packed, hits, 0)
+        return self.again(state, start)
+
+    def again(self, state: Tracked, start: int) -> bool:
+        """Note that the request of a canary begins at device block `start` now; return whether it still is one."""
+        canary = state.canary
+        if canary is None:
+            return False
+        canary.first = -(-start // self._per_slot)
+        if canary.first >= canary.hits:
+            state.canary = None
+        return state.canary is not None
+
+    def computed(self, state: Tracked, tokens: int, slot_tokens: int) -> None:
+        """Note that `tokens` of the request are computed when the running step ends."""
+        canary = state.canary
+        if canary is None or tokens < canary.hits * slot_tokens:
+            return
+        state.canary = None
+        per_slot, choice = self._per_slot, range(canary.first, canary.hits)
+        slots = sorted(random.sample(choice, min(self._most, len(choice))))
+        blocks = [block for slot in slots for block in state.blocks[slot * per_slot : (slot + 1) * per_slot]]
+        if len(blocks) == len(slots) * per_slot:
+            self._due.append(CheckJob(state.id, canary.region, pick_refs(canary.packed, slots), blocks))
+
+    def take(self) -> list[CheckJob]:
+        """Return what the ranks compare before this step begins."""
+        due, self._due = self._due, []
+        for job in due:
+            self._sources.update(job.blocks)
+        return due
+
+    def guarded(self, given: list[int]) -> list[int]:
+        """Return which of `given` a rank may still be comparing."""
+        if not self._sources:
+            return []
+        guarded = [block for block in given if block in self._sources]
+        self._sources.difference_update(guarded)
+        return guarded
+
+    def forget(self) -> None:
+        """Drop what is to be sent: the weights have changed."""
+        self._due.clear()

@@ -1,0 +1,70 @@
+"""Pure: checksums of the shards of blocks, from who has written them to who has read them.
+
+A sum is XXH3 over a shard's bytes as they lie in the region; 0 stands for none, so that a sum of 0 counts as 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvcache_proto.types import SUM_BYTES
+
+SAMPLE = 16  # `sample` takes one block in so many
+
+
+def chosen(mode: str, hashes: Sequence[bytes]) -> list[int]:
+    """Return which of `hashes`, by position, name blocks that `mode` (off, sample, all) verifies.
+
+    By the hash alone: who writes a block and who reads it choose alike and need not tell each other.
+    """
+    if mode == "off":
+        return []
+    if mode == "all":
+        return list(range(len(hashes)))
+    return [number for number, each in enumerate(hashes) if not each[-1] % SAMPLE]
+
+
+def pick_sums(mode: str, hashes: Sequence[bytes], packed: bytes, shards: int) -> bytes:
+    """Return the sums of `packed`, `shards` a hash, with those of blocks that `mode` leaves out as none.
+
+    b"" where nothing is left to verify.
+    """
+    if not packed or mode == "off":
+        return b""
+    if mode == "all":
+        return packed if packed.strip(b"\0") else b""
+    width = shards * SUM_BYTES
+    picked = bytearray(len(packed))
+    for number in chosen(mode, hashes[: len(packed) // width]):
+        picked[number * width : (number + 1) * width] = packed[number * width : (number + 1) * width]
+    return bytes(picked) if picked.strip(b"\0") else b""
+
+
+def sums_of_shard(packed: bytes, shard: int, shards: int) -> npt.NDArray[np.uint64]:
+    """Return the sum of one shard of every block in `packed`, `shards` sums a block."""
+    return np.frombuffer(packed, "<u8").reshape(-1, shards)[:, shard]
+
+
+def sum_up(buffer: memoryview, begins: Iterable[int], size: int) -> npt.NDArray[np.uint64]:
+    """Return the sum of `size` bytes of `buffer` at each of `begins`. Others run meanwhile, where `size` is large."""
+    # One state for all, and not the one-shot call: that one kept the GIL before 4.0.
+    state = xxhash.xxh3_64()
+    found = []
+    for begin in begins:
+        state.reset()
+        state.update(buffer[begin : begin + size])
+        found.append(state.intdigest() or 1)
+    return np.array(found, np.uint64)
+
+
+def pack_sums(positions: int, summed: Sequence[int], sums: npt.NDArray[np.uint64]) -> bytes:
+    """Return the sums of `positions` blocks of which `summed` have one, `sums`, in their order."""
+    if len(summed) == positions:
+        return sums.astype("<u8").tobytes()
+    packed = np.zeros(positions, "<u8")
+    packed[list(summed)] = sums
+    return packed.tobytes()

@@ -1,0 +1,568 @@
+"""Blocks that are spoilt in the region, on a real daemon: checksums, and the canary. What is spoilt is found, nothing
+else is, and the log names who stored it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from steps import BLOCK, LAYERS, PAGE, PATIENCE, SPEC, Request, Rig, idle
+
+from kvcache_client import GroupSpec, Lease, Namespace, NamespaceSpec, Session
+from kvcache_client.namespace import Shards
+from kvcache_client.plan import CheckJob, LoadJob, SaveJob, StepPlan, cut_load, pick_refs
+from kvcache_client.settings import Settings
+from kvcache_client.sums import chosen, pick_sums
+from kvcache_client.worker import Worker
+from kvcache_proto.types import unpack_refs
+
+torch = pytest.importorskip("torch")
+
+SIZE = LAYERS * PAGE
+KINDS = ("bit", "foreign", "torn", "old weights")
+
+
+@pytest.fixture
+def rigs(daemon: Any) -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(name: str, **settings: Any) -> Rig:
+        made.append(Rig(daemon.endpoint, name, **settings))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def spoil(buffer: memoryview, at: int, foreign: bytes, kind: str, draw: random.Random) -> None:
+    """Change the block at `at` of the region as a fault of that kind does; `foreign` is a whole other block."""
+    mine = bytes(buffer[at : at + SIZE])
+    assert mine != foreign
+    if kind == "bit":
+        buffer[at + draw.randrange(SIZE)] ^= 1 << draw.randrange(8)
+    elif kind == "foreign":
+        buffer[at : at + SIZE] = foreign
+    elif kind == "torn":
+        half = SIZE // 2
+        buffer[at : at + half] = foreign[:half]
+    else:  # like its own, all of it, and not quite
+        values = np.frombuffer(mine, np.float32)
+        other = np.frombuffer(foreign, np.float32)
+        buffer[at : at + SIZE] = (0.9 * values + 0.1 * other).astype(np.float32).tobytes()
+    assert bytes(buffer[at : at + SIZE]) != mine
+
+
+class Chain:
+    """Blocks of one chain, stored and loaded by one rank, whose plans a test writes."""
+
+    def __init__(self, rig: Rig, namespace: Namespace, length: int) -> None:
+        self.rig, self.namespace = rig, namespace
+        self.hashes = [secrets.token_bytes(32) for _ in range(length)]
+        self.numbers = itertools.count(rig.worker._begun + 1)
+
+    def save(self, first: int, blocks: list[int]) -> None:
+        """Store the hashes from `first` on; they hold what the device `blocks` do."""
+        parent = self.hashes[first - 1] if first else None
+        reservation = self.namespace.reserve(self.hashes[first:], parent)
+        assert len(reservation.granted) == len(blocks), reservation.refused
+        every = list(range(len(blocks)))
+        job = SaveJob("r", reservation.region_id, reservation.id, every, reservation.packed, blocks, every)
+        reservation._open = False
+        self.rig.worker.begin(StepPlan(self.number(), saves=[job]))
+        assert self.rig.worker._device.drain(30)
+
+    def number(self) -> int:
+        return max(self.rig.worker._begun, self.rig.worker._loaded) + 1
+
+    def acquire(self, hits: int, until: Any) -> Lease:
+        """Return a lease on all that are cached, once these are `hits`."""
+        found: list[Lease] = []
+
+        def there() -> bool:
+            lease = self.namespace.acquire(self.hashes, verify=True)
+            found.append(lease)
+            if lease.hits != hits:
+                lease.release()
+            return lease.hits == hits
+
+        until(there, f"{hits} hits")
+        return found[-1]
+
+    def load(self, lease: Lease, blocks: list[int]) -> set[int]:
+        """Load what is leased to the device's `blocks`; return those that failed."""
+        sums = pick_sums("all", self.hashes, lease.sums, 1)
+        assert sums.count(b"\0" * 8) == 0 and len(sums) == 8 * lease.hits, "a block without a sum"
+        job = cut_load("r", lease.region_id, lease.packed, blocks, 0, lease.hits, 1, sums)
+        self.rig.worker.load(StepPlan(self.number(), loads=[job]))
+        end = time.monotonic() + PATIENCE
+        while not self.rig.worker.received():
+            assert time.monotonic() < end, "the load has not ended"
+            time.sleep(0.0002)
+        return self.rig.worker.take_errors()
+
+
+@pytest.fixture
+def chain(rigs: Any, daemon: Any) -> Iterator[Callable[[int], Chain]]:
+    rig = rigs("one", dtype=torch.float32, verify="all")
+    with Session.connect(daemon.endpoint, engine="one", deadline=10.0) as session:
+        namespace = session.attach(SPEC)
+        yield lambda length: Chain(rig, namespace, length)
+
+
+def offsets(packed: bytes) -> list[int]:
+    return [ref.offset for ref in unpack_refs(packed)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spoilt_block_is_a_failed_load_that_names_its_writer(
+    rigs: Any, daemon: Any, kind: str, caplog: Any, until: Any
+) -> None:
+    one, two = rigs("one", dtype=torch.float32, verify="all"), rigs("two", dtype=torch.float32, verify="all")
+    request = Request("r", 5 * BLOCK)
+    one.run(request, [0, 1, 2, 3, 4])
+    idle(daemon, 5)
+    again = Request("s", 5 * BLOCK + 1, request.block_hashes)
+    assert two.scheduler.matched_tokens(again, 0) == (5 * BLOCK, True)
+    at = offsets(again_lease(two, again).packed)[2]
+    spoil(two.worker._session.region.buffer, at, one.block(9), kind, random.Random(kind))
+    two.admit(again, [20, 21, 22, 23, 24, 25], 0, 5 * BLOCK)
+    two.step()
+    assert two.await_loads() == {"s"}
+    assert two.scheduler.counters["loads_failed"] == 1
+    assert two.worker.counters["blocks_corrupt"] == 1
+    assert [two.block(20), two.block(21)] == [one.block(0), one.block(1)]
+    status = daemon.wait_status(lambda s: s["pool"]["blocks"] == 2, "the end of the block and of those below it")
+    assert (status["counters"]["blocks_corrupt"], status["counters"]["blocks_distrusted"]) == (1, 3)
+    until(lambda: "stored by engine one (session" in caplog.text, "the line of the client")
+    line = next(line for line in daemon.log.splitlines() if "stored by engine one (session" in line)
+    assert "ERROR" in line and "found by engine two" in line
+    idle(daemon, 2)
+    # What was dropped is computed, stored and found again.
+    assert two.scheduler.matched_tokens(again, 0) == (0, False)
+    two.admit(again, [20, 21, 22, 23, 24, 25])
+    two.step({again: 5 * BLOCK + 1})
+    two.scheduler.finished(again)
+    two.step()
+    idle(daemon, 5)
+    assert one.scheduler.matched_tokens(Request("t", 5 * BLOCK + 1, request.block_hashes), 0) == (5 * BLOCK, True)
+
+
+def again_lease(rig: Rig, request: Request) -> Lease:
+    lookup = rig.scheduler._requests[request.request_id].lookup
+    assert lookup is not None
+    return lookup.lease
+
+
+def test_a_thousand_spoilt_blocks(chain: Any, daemon: Any, until: Any) -> None:
+    draw = random.Random(7)
+    length, each = 16, dict.fromkeys(KINDS, 0)
+    one = chain(length)
+    one.save(0, list(range(length)))
+    region = one.namespace.session.region.buffer
+    for number in range(1000):
+        kind = KINDS[number % len(KINDS)]
+        victim = draw.randrange(length)
+        lease = one.acquire(length, until)
+        spoil(
+            region,
+            offsets(lease.packed)[victim],
+            one.rig.block(length - 1 - victim if victim != length // 2 else 31),
+            kind,
+            draw,
+        )
+        assert one.load(lease, list(range(16, 32))) == {16 + victim}, (number, kind)
+        lease.release()
+        one.acquire(victim, until).release()
+        one.save(victim, list(range(victim, length)))
+        each[kind] += 1
+    assert set(each.values()) == {250}
+    counters = daemon.wait_status(lambda s: s["pool"]["blocks"] == length, "the last ones")["counters"]
+    assert counters["blocks_corrupt"] == one.rig.worker.counters["blocks_corrupt"] == 1000
+
+
+def test_a_hundred_thousand_clean_loads(chain: Any, daemon: Any, until: Any) -> None:
+    """Beside saves that evict all the time: the region holds a part of what is stored."""
+    draw, loaded, length = random.Random(8), 0, 16
+    chains = [chain(length) for _ in range(40)]
+    others = itertools.cycle(range(40))
+    while loaded < 100_000:
+        one = draw.choice(chains)
+        lease = one.namespace.acquire(one.hashes, verify=True)
+        if lease.hits < length:
+            lease.release()
+            one.hashes = [secrets.token_bytes(32) for _ in range(length)]
+            one.save(0, draw.sample(range(16), length))
+            continue
+        assert one.load(lease, list(range(16, 32))) == set()
+        loaded += length
+        lease.release()
+        if draw.random() < 0.02:  # a chain that begins anew while others are read
+            chains[next(others)].hashes = [secrets.token_bytes(32) for _ in range(length)]
+    counters = chains[0].rig.worker.counters
+    assert counters["blocks_verified"] == loaded
+    assert "blocks_corrupt" not in counters
+    assert "blocks_corrupt" not in daemon.status()["counters"]
+
+
+def test_a_sample_is_chosen_by_its_hash_on_both_sides(rigs: Any, daemon: Any) -> None:
+    one, two = rigs("one", verify="sample"), rigs("two", verify="all")
+    hashes = [bytes([number]) * 32 for number in range(20)]
+    request = Request("r", 20 * BLOCK, hashes)
+    one.run(request, list(range(20)))
+    idle(daemon, 20)
+    again = Request("s", 20 * BLOCK + 1, hashes)
+    assert two.scheduler.matched_tokens(again, 0) == (20 * BLOCK, True)
+    two.admit(again, list(range(21)), 0, 20 * BLOCK)
+    (job,) = two.step().loads
+    assert [bool(any(job.sums[8 * n : 8 * n + 8])) for n in range(20)] == [n in (0, 16) for n in range(20)]
+    two.await_loads()
+    assert two.worker.counters["blocks_verified"] == 2
+    assert chosen("sample", hashes) == [0, 16]
+
+
+def test_who_does_not_verify_pays_nothing_and_is_told_nothing(rigs: Any, daemon: Any) -> None:
+    one, two = rigs("one", verify="all"), rigs("two", verify="off")
+    request = Request("r", 4 * BLOCK)
+    one.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+    again = Request("s", 4 * BLOCK + 1, request.block_hashes)
+    assert two.scheduler.matched_tokens(again, 0) == (4 * BLOCK, True)
+    two.admit(again, [5, 6, 7, 8, 9], 0, 4 * BLOCK)
+    assert [job.sums for job in two.step().loads] == [b""]
+    two.await_loads()
+    assert "blocks_verified" not in two.worker.counters
+
+
+def test_a_slot_that_changes_hands_takes_no_sum_along(chain: Any, rigs: Any, daemon: Any, until: Any) -> None:
+    """Its next writer makes none: it is not verified, and not taken for spoilt."""
+    one = chain(1)
+    one.save(0, [3])
+    lease = one.acquire(1, until)
+    where = offsets(lease.packed)
+    lease.release()
+    assert one.namespace.session.clear() == 1
+    other = chain(1)
+    reservation = other.namespace.reserve(other.hashes)
+    assert offsets(reservation.packed) == where
+    job = SaveJob("r", reservation.region_id, reservation.id, [0], reservation.packed, [4])
+    reservation._open = False
+    one.rig.worker.begin(StepPlan(one.number(), saves=[job]))
+    lease = other.acquire(1, until)
+    assert lease.sums == bytes(8)
+    lease.release()
+
+
+class Pair:
+    """Two ranks of an engine, each with a shard."""
+
+    def __init__(self, endpoint: str) -> None:
+        spec = NamespaceSpec("pair", (GroupSpec(BLOCK, (SIZE, SIZE)),))
+        self.sessions = [Session.connect(endpoint, engine="pair", deadline=10.0) for _ in range(3)]
+        self.workers = [Worker(self.sessions[rank], spec, Settings(), Shards(2, 1), rank, SIZE, 1) for rank in (0, 1)]
+        for worker in self.workers:
+            worker.register({str(n): torch.randn(8, PAGE // 4) for n in range(LAYERS)}, 8)
+        self.namespace = self.sessions[2].attach(spec)
+        self.hashes = [secrets.token_bytes(32) for _ in range(3)]
+        self.plans = 0
+
+    def run(self, **jobs: Any) -> None:
+        self.plans += 1
+        for worker in self.workers:
+            worker.begin(StepPlan(self.plans, **jobs))
+            worker.load(StepPlan(self.plans, **jobs))
+
+    def save(self, first: int) -> None:
+        parent = self.hashes[first - 1] if first else None
+        reservation = self.namespace.reserve(self.hashes[first:], parent)
+        reservation._open = False
+        numbers = list(range(3 - first))
+        job = SaveJob("r", reservation.region_id, reservation.id, numbers, reservation.packed, numbers, numbers)
+        self.run(saves=[job])
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.sessions[2].close()
+
+
+def test_each_rank_answers_for_its_shard(daemon: Any, until: Any) -> None:
+    pair = Pair(daemon.endpoint)
+    try:
+        pair.save(0)
+        daemon.wait_status(lambda s: s["pool"]["blocks"] == 3, "the blocks")
+        lease = pair.namespace.acquire(pair.hashes, verify=True)
+        region = pair.sessions[2].region.buffer
+        region[offsets(lease.packed)[1] + SIZE + 77] ^= 1
+        pair.run(loads=[LoadJob("r", lease.region_id, lease.packed, [5, 6, 7], 0, lease.sums)])
+        for worker in pair.workers:
+            until(worker.received, "the end of the load")
+        assert [worker.take_errors() for worker in pair.workers] == [set(), {6}]
+        lease.release()
+        writer = pair.sessions[1].link.door.welcome.session
+        daemon.wait_status(lambda s: s["pool"]["blocks"] == 1, "the end of the block and the one below it")
+        assert "shard 1 of cached blocks is wrong (corrupt), found by engine pair" in daemon.log
+        assert f"stored by engine pair (session {writer})" in daemon.log
+
+        pair.save(1)
+        daemon.wait_status(lambda s: s["pool"]["blocks"] == 3, "the blocks")
+        with pair.namespace.acquire(pair.hashes) as lease:
+            region[offsets(lease.packed)[2] + 3] ^= 0x40
+            # Blocks 1 and 2 were saved from where 0 and 1 lie.
+            check = CheckJob("r", lease.region_id, lease.packed, [0, 0, 1])
+            pair.run(checks=[check])
+            for worker in pair.workers:
+                until(lambda worker=worker: worker.counters.get("canary_checked") == 3, "the comparison")
+        assert [worker.counters.get("canary_mismatches") for worker in pair.workers] == [1, None]
+        daemon.wait_status(lambda s: s["pool"]["blocks"] == 2, "the end of the block")
+    finally:
+        pair.close()
+
+
+def test_a_daemon_that_was_killed_leaves_the_sums_to_the_next(start_daemon: Any, until: Any) -> None:
+    daemon = start_daemon(keep="true")
+    one = Rig(daemon.endpoint, "one", dtype=torch.float32, verify="all")
+    try:
+        request = Request("r", 5 * BLOCK)
+        one.run(request, [0, 1, 2, 3, 4])
+        idle(daemon, 5)
+        daemon.kill()
+        daemon = start_daemon(endpoint=daemon.endpoint, keep="true")
+        daemon.wait_status(lambda s: len([e for e in s["sessions"] if e["engine"] == "one"]) == 2, "both sessions")
+        again = Request("s", 5 * BLOCK + 1, request.block_hashes)
+        until(lambda: one.scheduler.matched_tokens(again, 0) == (5 * BLOCK, True), "the hits")
+        at = offsets(again_lease(one, again).packed)[3]
+        spoil(one.worker._session.region.buffer, at, one.block(9), "bit", random.Random(1))
+        one.admit(again, [20, 21, 22, 23, 24, 25], 0, 5 * BLOCK)
+        one.step()
+        assert one.await_loads() == {"s"}
+        assert one.worker.counters["blocks_verified"] == 5
+        assert one.worker.counters["blocks_corrupt"] == 1
+        assert daemon.wait_status(lambda s: s["pool"]["blocks"] == 3, "the end of two blocks")
+        daemon.kill()
+        daemon = start_daemon(endpoint=daemon.endpoint, keep="true")
+        assert daemon.status()["pool"]["blocks"] == 3  # what was forgotten stays so
+    finally:
+        one.close()
+
+
+def test_the_file_of_the_sums_is_the_daemons_own(daemon: Any) -> None:
+    path = daemon.folder / "kv.sums"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.stat().st_size < (64 << 20) // 400
+
+
+def test_without_room_for_sums_the_daemon_serves_and_says_so(start_daemon: Any, short_folder: Any) -> None:
+    (short_folder / "kv.sums").symlink_to(short_folder / "elsewhere")  # refused, as a full mount is
+    daemon = start_daemon()
+    assert "no checksums of blocks are kept" in daemon.log
+    one, two = (Rig(daemon.endpoint, name, dtype=torch.float32, verify="all") for name in ("one", "two"))
+    try:
+        request = Request("r", 4 * BLOCK)
+        one.run(request, [0, 1, 2, 3])
+        idle(daemon, 4)
+        again = Request("s", 4 * BLOCK + 1, request.block_hashes)
+        assert two.scheduler.matched_tokens(again, 0) == (4 * BLOCK, True)
+        two.admit(again, [5, 6, 7, 8, 9], 0, 4 * BLOCK)
+        two.step()
+        two.await_loads()
+        assert [two.block(5), two.block(8)] == [one.block(0), one.block(3)]
+        assert "blocks_verified" not in two.worker.counters
+    finally:
+        one.close()
+        two.close()
+
+
+# The canary.
+
+
+def canary_rig(rigs: Any, name: str, dtype: Any = None, **settings: Any) -> Rig:
+    return rigs(name, dtype=dtype or torch.float32, verify="off", **settings)
+
+
+def compute_like(rig: Rig, other: Rig, pairs: dict[int, int], noise: float = 0.0) -> None:
+    """Let `rig` have computed in block n what `other` has in block pairs[n], but for `noise`."""
+    draw = torch.Generator().manual_seed(1)
+    for mine, theirs in zip(rig.tensors, other.tensors, strict=True):
+        for to, source in pairs.items():
+            values = theirs[source].float()
+            mine[to] = (values + noise * torch.randn(values.shape, generator=draw)).to(mine.dtype)
+
+
+def stored(rigs: Any, daemon: Any, dtype: Any = None) -> tuple[Rig, Request]:
+    one = canary_rig(rigs, "one", dtype, canary_every=0)
+    request = Request("r", 4 * BLOCK)
+    one.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+    return one, request
+
+
+def test_a_canary_that_finds_what_it_should_says_nothing(rigs: Any, daemon: Any, until: Any) -> None:
+    one, request = stored(rigs, daemon, torch.bfloat16)
+    two = canary_rig(rigs, "two", torch.bfloat16, canary_every=1)
+    again = Request("s", 4 * BLOCK + 1, request.block_hashes)
+    for _ in range(3):  # however often it is asked for
+        assert two.scheduler.matched_tokens(again, 0) == (0, False)
+        idle(daemon, 4)  # and no lease is held
+    two.admit(again, [10, 11, 12, 13, 14])
+    assert two.step({again: 2 * BLOCK}).checks == []
+    assert two.step({again: 2 * BLOCK + 1}).checks == []
+    compute_like(two, one, {10: 0, 11: 1, 12: 2, 13: 3}, noise=0.01)
+    plan = two.step({again: 1}, given=[12])
+    assert sorted(plan.checks[0].blocks) == [10, 11, 12, 13]
+    assert plan.given == [12]  # and the step waits with writing there
+    until(lambda: two.worker.counters.get("canary_checked") == 4, "the comparison")
+    assert two.scheduler.counters["canary_requests"] == 1
+    assert "canary_mismatches" not in two.worker.counters
+    assert "canary_mismatches" not in daemon.status()["counters"]
+    idle(daemon, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_canary_finds_what_is_spoilt(rigs: Any, daemon: Any, kind: str, caplog: Any, until: Any) -> None:
+    one, request = stored(rigs, daemon)
+    two = canary_rig(rigs, "two", canary_every=1)
+    with Session.connect(daemon.endpoint, engine="one", deadline=10.0) as session:
+        namespace = session.attach(SPEC)
+        with namespace.acquire(request.block_hashes) as lease:
+            at = offsets(lease.packed)[2]
+        if kind == "bit":
+            session.region.buffer[at + 4 * 77 + 3] ^= 0x40  # the highest of an exponent
+        else:
+            spoil(session.region.buffer, at, one.block(9), kind, random.Random(1))
+        again = Request("s", 4 * BLOCK + 1, request.block_hashes)
+        assert two.scheduler.matched_tokens(again, 0) == (0, False)
+        two.admit(again, [10, 11, 12, 13, 14])
+        two.step({again: 4 * BLOCK + 1})
+        compute_like(two, one, {10: 0, 11: 1, 12: 2, 13: 3}, noise=1e-5)
+        two.scheduler.finished(again)
+        two.step()  # the last one before the engine sleeps
+        status = daemon.wait_status(lambda s: s["pool"]["blocks"] == 2, "the end of the block and of the one below it")
+        assert status["counters"]["canary_mismatches"] == 1
+        until(lambda: "stored by engine one (session" in caplog.text, "the line of the client")
+        assert "the canary" in caplog.text
+        assert "stored by engine one (session" in daemon.log
+        idle(daemon, 2)
+
+
+def test_one_request_in_many_is_a_canary(rigs: Any, daemon: Any) -> None:
+    _, request = stored(rigs, daemon)
+    two = canary_rig(rigs, "two", canary_every=5)
+    answers = []
+    for number in range(20):
+        again = Request(f"s{number}", 4 * BLOCK + 1, request.block_hashes)
+        answers.append(two.scheduler.matched_tokens(again, 0)[1])
+        two.scheduler.finished(again)
+    assert answers.count(False) == 4
+    idle(daemon, 4)
+
+
+def test_a_canary_that_is_aborted_reset_or_evicted_leaves_nothing(rigs: Any, daemon: Any, until: Any) -> None:
+    one, request = stored(rigs, daemon)
+    two = canary_rig(rigs, "two", canary_every=1)
+    aborted, moved, evicted = (Request(name, 4 * BLOCK + 1, request.block_hashes) for name in ("a", "m", "e"))
+    assert two.scheduler.matched_tokens(aborted, 0) == (0, False)
+    two.admit(aborted, [10, 11, 12, 13, 14])
+    two.step({aborted: BLOCK})
+    two.scheduler.finished(aborted)
+    assert two.step().checks == []
+
+    assert two.scheduler.matched_tokens(evicted, 0) == (0, False)
+    two.admit(evicted, [10, 11, 12, 13, 14])
+    two.step({evicted: 4 * BLOCK + 1})  # and computes other KV than what is cached
+    two.session.clear()
+    one.run(Request("o", 6 * BLOCK), [20, 21, 22, 23, 24, 25])  # where they were
+    idle(daemon, 6)
+    two.scheduler.finished(evicted)
+    assert len(two.step().checks) == 1
+    until(lambda: two.worker.counters.get("canary_lost") == 4, "the end of the comparison")
+    assert not {"canary_checked", "canary_mismatches"} & two.worker.counters.keys()
+
+    again = Request("r", 4 * BLOCK, request.block_hashes)
+    one.run(again, [0, 1, 2, 3])
+    idle(daemon, 10)
+    due = Request("d", 4 * BLOCK + 1, request.block_hashes)
+    for waiting in (moved, due):
+        assert two.scheduler.matched_tokens(waiting, 0) == (0, False)
+    two.admit(due, [15, 16, 17, 18, 19])
+    two.step({due: 4 * BLOCK + 1})
+    two.scheduler.reset()
+    two.admit(moved, [10, 11, 12, 13, 14])
+    assert two.step({moved: 4 * BLOCK + 1}).checks == []
+    two.scheduler.finished(moved)
+    assert two.step().checks == []
+
+
+def test_a_canary_takes_only_blocks_that_the_engine_computed(rigs: Any, daemon: Any) -> None:
+    """Preempted, it finds three of its blocks in the engine's own prefix cache, where they may be somebody else's."""
+    _, request = stored(rigs, daemon)
+    two = canary_rig(rigs, "two", canary_every=1)
+    again = Request("s", 4 * BLOCK + 1, request.block_hashes)
+    assert two.scheduler.matched_tokens(again, 0) == (0, False)
+    two.admit(again, [10, 11, 12, 13, 14])
+    two.step({again: 2 * BLOCK})
+    assert two.scheduler.matched_tokens(again, 3 * BLOCK) == (0, False)
+    two.admit(again, [20, 21, 22, 23, 24], 3 * BLOCK)
+    two.step({again: BLOCK + 1})
+    two.scheduler.finished(again)
+    (check,) = two.step().checks
+    assert check.blocks == [23]
+
+
+def test_kv_of_which_no_noise_is_known_has_no_canary(rigs: Any, daemon: Any, caplog: Any) -> None:
+    rig = rigs("one", canary_every=1)  # plain bytes
+    assert "no canaries" in caplog.text
+    request = Request("r", 4 * BLOCK)
+    rig.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+
+
+def test_a_thousand_spoilt_blocks_and_as_many_good_ones(chain: Any, daemon: Any, until: Any) -> None:
+    """A check of two blocks, one of which is spoilt: it alone is dropped, with what is below it."""
+    draw, length = random.Random(9), 8
+    one = chain(length)
+    one.save(0, list(range(length)))
+    region, worker = one.namespace.session.region.buffer, one.rig.worker
+    for number in range(1000):
+        kind = KINDS[number % len(KINDS)]
+        victim, good = draw.sample(range(length), 2)
+        lease = one.acquire(length, until)
+        at = offsets(lease.packed)[victim]
+        if kind == "bit":  # the highest of an exponent
+            region[at + 4 * draw.randrange(SIZE // 4) + 3] ^= 0x40
+        else:
+            spoil(region, at, one.rig.block(16 + victim), kind, draw)
+        lease.release()
+        blocks = [victim, good]
+        check = CheckJob("r", lease.region_id, pick_refs(lease.packed, blocks), blocks)
+        worker.begin(StepPlan(one.number(), checks=[check]))
+        one.acquire(victim, until).release()
+        one.save(victim, list(range(victim, length)))
+    until(lambda: worker.counters["canary_checked"] == 2000, "the last comparison")
+    assert worker.counters["canary_mismatches"] == 1000
+    assert daemon.status()["counters"]["canary_mismatches"] == 1000
+
+
+def test_a_hundred_thousand_clean_comparisons(chain: Any, daemon: Any, until: Any) -> None:
+    length = 8
+    one = chain(length)
+    one.save(0, list(range(length)))
+    worker = one.rig.worker
+    compute_like(one.rig, one.rig, {16 + n: n for n in range(length)}, noise=0.002)
+    lease = one.acquire(length, until)
+    for number in range(100_000 // length):
+        blocks = list(range(16, 16 + length)) if number % 2 else list(range(length))
+        worker.begin(StepPlan(one.number(), checks=[CheckJob("r", lease.region_id, lease.packed, blocks)]))
+        if not number % 100:
+            until(lambda done=number: worker.counters.get("canary_checked", 0) >= done * length, "the comparisons")
+    until(lambda: worker.counters["canary_checked"] == 100_000, "the last comparison")
+    assert not {"canary_mismatches", "canary_lost", "canary_failed"} & worker.counters.keys()
+    assert daemon.status()["pool"]["blocks"] == length
+    lease.release()

@@ -1,0 +1,89 @@
+"""Real engines over a region that somebody spoils: every token stays what it was, and the logs say who stored what."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcache_client import Session
+from kvcache_proto.region import READY, SLOT_ROW, RegionRows
+
+BLOCK = 32
+
+
+@pytest.fixture
+def daemon(start_daemon: Any) -> Any:
+    return start_daemon(size="64MiB")
+
+
+def wait_idle(daemon: Any) -> None:
+    daemon.wait_status(
+        lambda s: not s["pool"]["blocks_writing"] and not s["pool"]["pinned_bytes"] and not s["pool"]["blocks_hidden"],
+        "an idle cache",
+    )
+
+
+def spoil(daemon: Any, number: int) -> None:
+    """Turn the bits of all bytes of one cached block."""
+    with Session.connect(daemon.endpoint, engine="vandal", deadline=5.0) as session:
+        assert session.region is not None
+        at = next(itertools.islice(ready(session.region.rows), number, None))
+        (size,) = (n["block_bytes"][0] for n in daemon.status()["namespaces"])
+        data = session.region.buffer[at : at + size]
+        data[:] = bytes(byte ^ 0xFF for byte in data)
+
+
+def ready(rows: RegionRows) -> Iterator[int]:
+    """Yield where each READY block lies."""
+    for extent in range(rows.geometry.extents):
+        slot_bytes, _, first, slots = rows.extent_row(extent)
+        for number in range(slots if slot_bytes else 0):
+            row = rows.read_row(first + number * SLOT_ROW)
+            if row is not None and row.state == READY:
+                yield rows.extent_start(extent) + number * slot_bytes
+
+
+def test_spoilt_blocks_are_not_answered_from(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    engine = engines("checked", daemon.endpoint, extra={"verify": "all"})
+    prompts = [prompt(8 * BLOCK + 3)]
+    for _ in range(2):  # the second time loads, and finds all as it was
+        assert engine.generate(*prompts) == reference(prompts)
+        wait_idle(daemon)
+        engine.ask("reset")
+    assert "blocks_corrupt" not in daemon.status()["counters"]
+    spoil(daemon, 4)
+    assert engine.generate(*prompts) == reference(prompts)
+    wait_idle(daemon)
+    assert daemon.status()["counters"]["blocks_corrupt"] == 1
+    for log in (engine.log, daemon.log):
+        assert log.count("stored by engine checked (session") == 1
+    engine.ask("reset")
+    assert engine.generate(*prompts) == reference(prompts)  # what was computed anew has been stored anew
+    assert daemon.status()["counters"]["blocks_corrupt"] == 1
+    engine.close()
+
+
+def test_canaries_are_quiet_until_a_block_is_spoilt(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    engine = engines("singing", daemon.endpoint, extra={"verify": "off", "canary_every": 1})
+    prompts = [prompt(4 * BLOCK + 3 * n) for n in range(1, 6)]
+    assert engine.generate(*prompts) == reference(prompts)
+    wait_idle(daemon)
+    engine.ask("reset")
+    assert engine.generate(prompts[0]) == reference(prompts[:1])  # alone, and then beside others
+    assert engine.generate(*prompts) == reference(prompts)
+    wait_idle(daemon)
+    assert engine.log.count("cached blocks are as they should be") == 5
+    assert "canary_mismatches" not in daemon.status()["counters"]
+
+    engine.ask("reset")
+    before = daemon.status()["pool"]["blocks"]
+    for number in range(before):
+        spoil(daemon, number)
+    assert engine.generate(*prompts) == reference(prompts)
+    status = daemon.wait_status(lambda s: s["counters"].get("canary_mismatches"), "the alarm")
+    assert status["pool"]["blocks"] < before
+    assert "stored by engine singing (session" in daemon.log
+    engine.close()
