@@ -85,7 +85,7 @@ class Namespace:
         if not isinstance(reply, Acquired):
             self._refused(reply, "lookups_refused", link)
             return self._no_lease(spec, "lookups_refused")
-        wrong = wrong_lookup(reply, len(hashes), pin, self._holds(link, spec))
+        wrong = wrong_lookup(reply, len(hashes), pin, self.spec.shards, self._holds(link, spec))
         if wrong:
             self.session.distrust(wrong)
             self._give_back(link, reply)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcache_proto.messages import Acquired, Reserved, Settled
-from kvcache_proto.types import REF_BYTES, Refusal, Verdict
+from kvcache_proto.types import REF_BYTES, SUM_BYTES, Refusal, Verdict
 
 Holds = Callable[[bytes], bool]  # whether each reference names bytes of a block inside the region
 
@@ -18,13 +18,15 @@ _REFUSALS = bytes(Refusal)
 _VERDICTS = bytes(Verdict)
 
 
-def wrong_lookup(reply: Acquired, asked: int, pin: bool, holds: Holds) -> str:
-    """Judge the answer to a lookup of `asked` hashes."""
+def wrong_lookup(reply: Acquired, asked: int, pin: bool, shards: int, holds: Holds) -> str:
+    """Judge the answer to a lookup of `asked` hashes in a namespace of so many shards."""
     hits = reply.hits
     if not 0 <= hits <= asked or not 0 <= reply.pending <= asked - hits or not 0 <= reply.withheld <= asked - hits:
         return f"{hits} hits, {reply.pending} pending, {reply.withheld} withheld of {asked} hashes"
     if (reply.lease > 0) != bool(pin and hits):
         return f"lease {reply.lease} for {hits} hits"
+    if len(reply.sums) not in (0, hits * shards * SUM_BYTES):
+        return f"{len(reply.sums)} bytes of checksums for {hits} hits of {shards} shards"
     return _wrong_slots(reply.slots, hits, holds)
 
 

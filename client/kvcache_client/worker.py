@@ -245,6 +245,9 @@ class Worker:
         if region is None or region.id != job.region or namespace is None or form is None:
             self._counts.add("canary_skipped")
             return
+        if not self._sound(region, job.refs, len(job.blocks)):
+            self._counts.add("canary_skipped")
+            return
         scratch = Scratch(len(job.blocks) * self._block_bytes)
         blocks = np.array(job.blocks, dtype=np.int64)
         offsets = self._block_bytes * np.arange(len(blocks), dtype=np.int64)

@@ -72,7 +72,13 @@ def daemon(blocks: int) -> Iterator[str]:
     extents = -(-blocks * (SLOT + ROW) // EXTENT)
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
         endpoint = f"ipc://{folder}/kvcache.sock"
-        flags = {"endpoint": endpoint, "size": (extents + 1) * EXTENT, "extent-size": EXTENT, "lock": "never"}
+        flags = {
+            "keep": "false",
+            "endpoint": endpoint,
+            "size": (extents + 1) * EXTENT,
+            "extent-size": EXTENT,
+            "lock": "never",
+        }
         command = [
             sys.executable,
             "-m",

@@ -103,7 +103,7 @@ class Daemon:
     def __init__(self, folder: str, region_dir: str, size: int) -> None:
         self.endpoint = f"ipc://{folder}/kv.sock"
         start = ["-m", "kvcache_server"] if importlib.util.find_spec("uvloop") else ["-c", WITHOUT_UVLOOP]
-        flags = {"endpoint": self.endpoint, "size": size, "region-dir": region_dir}
+        flags = {"keep": "false", "endpoint": self.endpoint, "size": size, "region-dir": region_dir}
         command = [
             sys.executable,
             *start,

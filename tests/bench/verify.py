@@ -92,7 +92,7 @@ def measure(mib: int, block_kib: int, rounds: int) -> None:
     blocks = (mib << 10) // block_kib
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
         endpoint = f"ipc://{folder}/kv.sock"
-        command = [sys.executable, "-m", "kvcache_server", "serve", "--keep=false", "--endpoint", endpoint]
+        command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", endpoint]
         command += ["--size", f"{mib * 5}MiB", "--lock", "never", "--pin-quota", "1"]
         daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:

@@ -84,6 +84,15 @@ def test_a_foreign_block_is_found_whole_or_in_part(form: Format) -> None:
             assert difference(memoryview(bytes(torn)), mine, form), (seed, size, at)
 
 
+def test_a_small_foreign_piece_of_a_large_block_is_found() -> None:
+    """A page of 2 MiB: beside all the rest it is less than noise."""
+    form = FORMATS["bfloat16"]
+    mine, foreign = bytearray(packed(kv(1, 1 << 20), form)), packed(kv(2, 1 << 20), form)
+    torn = bytearray(mine)
+    torn[40 * 8192 : 41 * 8192] = foreign[40 * 8192 : 41 * 8192]
+    assert "a piece" in difference(memoryview(torn), memoryview(mine), form)
+
+
 @EACH
 def test_a_flipped_bit_is_found_where_it_moves_a_value_far(form: Format) -> None:
     """By more than half of the value, and of what is usual beside it; less than that is as noise is."""

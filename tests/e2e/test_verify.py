@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvcache_client import Session
+from kvcache_proto.region import READY, SLOT_ROW, RegionRows
 
 BLOCK = 32
 
@@ -28,11 +30,20 @@ def spoil(daemon: Any, number: int) -> None:
     """Turn the bits of all bytes of one cached block."""
     with Session.connect(daemon.endpoint, engine="vandal", deadline=5.0) as session:
         assert session.region is not None
-        blocks = itertools.islice(session.region.rows.rows(), number, None)
-        ref, _, _ = next(blocks)
+        at = next(itertools.islice(ready(session.region.rows), number, None))
         (size,) = (n["block_bytes"][0] for n in daemon.status()["namespaces"])
-        data = session.region.rows.slot_view(ref, 0, size)
+        data = session.region.buffer[at : at + size]
         data[:] = bytes(byte ^ 0xFF for byte in data)
+
+
+def ready(rows: RegionRows) -> Iterator[int]:
+    """Yield where each READY block lies."""
+    for extent in range(rows.geometry.extents):
+        slot_bytes, _, first, slots = rows.extent_row(extent)
+        for number in range(slots if slot_bytes else 0):
+            row = rows.read_row(first + number * SLOT_ROW)
+            if row is not None and row.state == READY:
+                yield rows.extent_start(extent) + number * slot_bytes
 
 
 def test_spoilt_blocks_are_not_answered_from(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
