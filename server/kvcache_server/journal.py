@@ -48,13 +48,23 @@ class EngineForgotten(msgspec.Struct, tag="engine-gone", array_like=True, frozen
 
 
 class SessionOpened(msgspec.Struct, tag="session", array_like=True, frozen=True):
-    """`file` names the session file, which its client keeps locked; a later record of the number replaces this one."""
+    """`file` names the session file, which its client keeps locked; a later record of the number replaces this one.
+
+    A resumed session's client may not have heard of it yet: it holds the `former` file and comes by that token.
+    """
 
     number: int
     engine: str
     label: str
     token: bytes
     file: str
+    former_token: bytes = b""
+    former_file: str = ""
+
+    @property
+    def files(self) -> list[str]:
+        """The files of which one is locked while the client lives."""
+        return [name for name in (self.file, self.former_file) if name]
 
 
 class SessionEnded(msgspec.Struct, tag="session-gone", array_like=True, frozen=True):

@@ -65,8 +65,8 @@ def open_cache(config: Config, fresh: bool = False, progress: Progress | None = 
     began = time.monotonic()
     try:
         book.life += 1
-        returning = {number: opened for number, opened in book.sessions.items() if files.locked(opened.file)}
-        files.keep([opened.file for opened in returning.values()])
+        returning = {number: opened for number, opened in book.sessions.items() if any(map(files.locked, opened.files))}
+        files.keep([name for opened in returning.values() for name in opened.files])
         state = StateFile(_beside(config.endpoint, ".state"), book)
         gc.disable()  # millions of blocks come to be, and none goes
         cache = recovery.reopen(

@@ -291,16 +291,14 @@ class Service:
     # Sessions.
 
     def _open_session(self, hello: Hello, peer: Peer) -> Ticket:
-        there = self._entries.get(hello.resume)
-        if there is not None and secrets.compare_digest(there.token, hello.secret):
+        if _held(self._entries.get(hello.resume), hello):
             self._door.show_out(hello.resume)  # its client has given that door up; we have not seen it yet
-        last = self._returning.get(hello.resume)
-        resumed = last is not None and secrets.compare_digest(last.token, hello.secret) and last.engine == hello.engine
+        held = _held(self._returning.get(hello.resume), hello)
         now = time.monotonic()
-        if resumed:
+        if held:
             session = hello.resume
             self._cache.resume_session(session, hello.label, now)
-            self._files.remove(self._returning.pop(session).file)
+            del self._returning[session]
         else:
             session = self._cache.open_session(hello.engine, hello.label, now)
         token = secrets.token_bytes(16)
@@ -310,7 +308,7 @@ class Service:
             self._cache.end_session(session, now)
             raise Unavailable(f"no session file can be made: {error.strerror}") from None
         self._tokens[token] = session
-        self._entries[session] = SessionOpened(session, hello.engine, hello.label, token, file_name)
+        self._entries[session] = SessionOpened(session, hello.engine, hello.label, token, file_name, *held)
         self._state.note(self._entries[session])
         name = f"engine {hello.engine}" + (f" ({hello.label})" if hello.label else "")
         self._sessions[session] = token, name
@@ -319,14 +317,14 @@ class Service:
             self._level(name),
             "session %d %s: %s, pid %d uid %d, %d open",
             session,
-            "resumed" if resumed else "opened",
+            "resumed" if held else "opened",
             name,
             peer.pid,
             peer.uid,
             len(self._sessions),
             extra={"fields": {"event": "attach", "session": session, "engine": hello.engine, "pid": peer.pid}},
         )
-        return Ticket(session, token, file, resumed)
+        return Ticket(session, token, file, bool(held))
 
     def _leave_session(self, session: int) -> None:
         """The door has closed. What the session's process may still be writing waits until its file is unlocked."""
@@ -354,10 +352,11 @@ class Service:
     def _sweep(self) -> None:
         """End the sessions without a door whose processes are gone, or that were fenced off."""
         for session, entry in list(self._returning.items()):
-            if session in self._cache.absent and self._files.locked(entry.file):
+            if session in self._cache.absent and any(map(self._files.locked, entry.files)):
                 continue
             del self._returning[session]
-            self._files.remove(entry.file)
+            for name in entry.files:
+                self._files.remove(name)
             if session in self._cache.absent:
                 try:
                     self._cache.end_session(session, time.monotonic())
@@ -446,3 +445,12 @@ class Service:
             "door_refused": dict(self._door.refused),
             "integrity": {"checks": self._integrity["checks"], "failures": self._integrity["failures"]},
         }
+
+
+def _held(entry: SessionOpened | None, hello: Hello) -> tuple[bytes, str] | tuple[()]:
+    """Return token and file by which the client behind `hello` holds the session of `entry`; () where it does not."""
+    if entry is not None and entry.engine == hello.engine:
+        for token, file in ((entry.token, entry.file), (entry.former_token, entry.former_file)):
+            if file and secrets.compare_digest(token, hello.secret):
+                return token, file
+    return ()

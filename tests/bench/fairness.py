@@ -85,6 +85,7 @@ def daemon(blocks: int) -> Iterator[str]:
             "kvcache_server",
             "serve",
             "--keep=false",
+            "--keep=false",
             *(f"--{k}={v}" for k, v in flags.items()),
         ]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

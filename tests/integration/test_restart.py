@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_client.door import knock
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import RegionError
-from kvcache_proto.types import Outcome, Verdict
+from kvcache_proto.messages import Welcome
+from kvcache_proto.types import Outcome, PoolGeometry, Verdict
 
 SPEC = NamespaceSpec(model="m", groups=[GroupSpec(16, 64 << 10)])
+GEOMETRY = PoolGeometry(bytes(16), 0, 0, 0, 0)
 PATIENCE = 20.0
 
 
@@ -180,6 +183,37 @@ def test_a_stopped_engine_keeps_its_slots_until_it_is_fenced_off(warm: Any, star
         assert daemon.status()["away"] == []
         assert subprocess.run([*command, "4711"], capture_output=True).returncode == 1
         stuck.kill()
+
+
+def test_a_welcome_that_was_never_read_costs_nothing(warm: Any, start_daemon: Any) -> None:
+    """The daemon is killed after it has noted the resumption, and before its client hears of it: twice."""
+    code = (
+        "import sys, time; from kvcache_client import *\n"
+        "session = Session.connect(sys.argv[1], engine='slow', deadline=5.0)\n"
+        "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
+        "reservation = namespace.reserve([bytes([n]) * 32 for n in range(3)])\n"
+        "welcome = session.link.door.welcome\n"
+        "print(welcome.session, welcome.token.hex(), flush=True); sys.stdin.readline()\n"
+        "while 'sessions_resumed' not in session.counters: time.sleep(0.01)\n"
+        "print(*[verdict.name for verdict in reservation.commit()], flush=True)"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, warm.endpoint], **pipes) as slow:
+        number, token = slow.stdout.readline().split()
+        slow.send_signal(signal.SIGSTOP)
+        last = Welcome(2, int(number), bytes.fromhex(token), GEOMETRY)
+        daemon = warm
+        for _ in range(2):
+            daemon.kill()
+            daemon = start_daemon(endpoint=warm.endpoint, keep="true")
+            door = knock(warm.endpoint, "slow", "", PATIENCE, None, last)
+            assert (door.welcome.resumed, door.welcome.session) == (True, int(number))
+            daemon.kill()
+            for descriptor in (door.connection, door.lock, door.region):
+                os.close(descriptor)
+        start_daemon(endpoint=warm.endpoint, keep="true")
+        slow.send_signal(signal.SIGCONT)
+        assert slow.communicate("go\n", timeout=PATIENCE)[0].split() == ["VISIBLE"] * 3
 
 
 def test_fresh_discards_and_old_slots_are_void(warm: Any, engine: Session, start_daemon: Any) -> None:
