@@ -80,6 +80,11 @@ class Channel:
         """Whether replies are due or messages unsent."""
         return bool(self._waiting or self._outbox)
 
+    @property
+    def roomy(self) -> bool:
+        """Whether the daemon owes so few answers that old messages may follow the new ones."""
+        return len(self._waiting) < MAX_OWED // 2
+
     def overdue(self, now: float, deadline: float) -> bool:
         """Whether the daemon has owed an answer, and answered nothing at all, for `deadline` seconds."""
         return bool(self._waiting) and now - self._quiet_since > deadline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from kvcache_client import forks
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 class Settlements:
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._paying = threading.Lock()
 
     def send(self, link: Link | None, request: Settle, answer: Handler) -> None:
         """Send a settlement without waiting; while the daemon is away it is kept, for the next one to hear of it."""
@@ -37,6 +39,8 @@ class Settlements:
         session = self._session
         if reply is not None or link is None or (channel is not None and not channel.closed):
             answer(reply)
+            if reply is not None and link is not None and link.owed:
+                self.pay(link)
         elif link in (session.link, session.away) and not session.closing:
             link.owed.append(Debt(request, answer))
             self.pay(link)
@@ -44,11 +48,13 @@ class Settlements:
             session.count("stale_settles")
 
     def pay(self, link: Link) -> None:
-        """Send what is owed, where the session goes on."""
-        while link.owed and link is self._session.link:
-            try:
+        """Send what is owed, where the session goes on: not all at once, or that alone would end the session again."""
+        if not self._paying.acquire(blocking=False):
+            return
+        try:
+            while link.owed and link is self._session.link and link.channel.roomy:
                 debt = link.owed.popleft()
-            except IndexError:  # another thread was faster
-                return
-            self._session.count("settles_sent_again")
-            self.send(link, debt.settle, debt.answer)
+                self._session.count("settles_sent_again")
+                self.send(link, debt.settle, debt.answer)
+        finally:
+            self._paying.release()

@@ -58,8 +58,8 @@ def _set(field: int, value: Any) -> Callable[[list[Any]], object]:
 
 
 def _mutated(reply: list[Any], draw: random.Random) -> list[bytes]:
-    """Half of the replies with one field that is something else."""
-    if draw.random() < 0.5:
+    """A quarter of the replies with one field that is something else."""
+    if draw.random() < 0.75:
         return [encode(reply)]
     field = draw.randrange(1, len(reply))
     old = reply[field]

@@ -47,8 +47,8 @@ class Batch:
 
 @pytest.fixture(scope="module")
 def start(start_module_daemon: Any) -> Callable[..., Any]:
-    """`start(size)` starts a daemon, the next one at the same endpoint."""
-    return lambda size="64MiB": start_module_daemon(size=size, quarantine=1)
+    """`start()` starts a daemon, the next one at the same endpoint, which goes on with the region of the last one."""
+    return lambda **flags: start_module_daemon(quarantine=1, keep="true", **flags)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_a_batch_with_the_daemon_restarted_with_another_region(
     batch = Batch(engine, prompts)
     batch.step(3)  # loads are under way
     daemon[-1].kill()
-    daemon.append(start(size="48MiB"))
+    daemon.append(start(fresh=True))
     assert batch.end() == expected
     attached(daemon[-1], "batch")
     assert engine.ask("reset")["reset"]
