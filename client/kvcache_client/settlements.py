@@ -49,12 +49,12 @@ class Settlements:
 
     def pay(self, link: Link) -> None:
         """Send what is owed, where the session goes on: not all at once, or that alone would end the session again."""
-        if not self._paying.acquire(blocking=False):
-            return
-        try:
-            while link.owed and link is self._session.link and link.channel.roomy:
-                debt = link.owed.popleft()
-                self._session.count("settles_sent_again")
-                self.send(link, debt.settle, debt.answer)
-        finally:
-            self._paying.release()
+        # Whoever fails to get the lock has its debt looked at by who holds it, after the release.
+        while link.owed and link is self._session.link and link.channel.roomy and self._paying.acquire(blocking=False):
+            try:
+                debt = link.owed.popleft() if link.owed else None
+                if debt is not None:
+                    self._session.count("settles_sent_again")
+                    self.send(link, debt.settle, debt.answer)
+            finally:
+                self._paying.release()
