@@ -66,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     save: str = "all"
     drain_ms: float = 5000.0
     weights_version: str = ""
-    verify: str = "sample"
+    verify: str = "off"
     canary_every: int = 10_000
     kv_load_failure_policy: str = "recompute"
 
