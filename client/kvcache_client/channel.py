@@ -82,8 +82,8 @@ class Channel:
 
     @property
     def roomy(self) -> bool:
-        """Whether the daemon owes so few answers that old messages may follow the new ones."""
-        return len(self._waiting) < MAX_OWED // 2
+        """Whether so little is unsent and unanswered that old messages may follow the new ones."""
+        return len(self._waiting) < MAX_OWED // 2 and len(self._outbox) < MAX_OUTBOX // 2
 
     def overdue(self, now: float, deadline: float) -> bool:
         """Whether the daemon has owed an answer, and answered nothing at all, for `deadline` seconds."""
