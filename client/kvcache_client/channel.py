@@ -190,7 +190,9 @@ class Channel:
 
     def _await(self, number: int, until: float) -> Reply | None:
         while not self.fault and (left := until - time.monotonic()) > 0:
-            timeout_ms = int(left * 1000) + 1
+            # What the socket had no room for goes as room comes: our own request may be the last of it.
+            full = bool(self._outbox) and not self._flush()
+            timeout_ms = 1 if full else int(left * 1000) + 1
             if timeout_ms != self._timeout_ms:
                 self._socket.rcvtimeo = self._timeout_ms = timeout_ms
             try:
