@@ -22,6 +22,7 @@ from kvcache_client.devices import CopyError
 from kvcache_client.engine import join_logs, surroundings, tensor_parallel_rank, warn_of_random_seed
 from kvcache_client.namespace import (
     engine_block_size,
+    has_experts,
     namespace_spec,
     rank_block_bytes,
     shards,
@@ -131,6 +132,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             rank,
             rank_block_bytes(self._kv_cache_config),
             per_slot,
+            has_experts(self._vllm_config),
         )
 
     # Both sides.

@@ -210,6 +210,18 @@ def config_digest(vllm_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def has_experts(vllm_config: Any) -> bool:
+    """Return whether the model routes its tokens to experts."""
+
+    def counts(config: Any) -> Iterator[Any]:
+        for key, value in config.items() if isinstance(config, dict) else ():
+            yield from counts(value)
+            if "experts" in str(key):
+                yield value
+
+    return any(isinstance(count, int) and count > 1 for count in counts(vllm_config.model_config.hf_config.to_dict()))
+
+
 def _content(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _content(item) for key, item in value.items() if key not in _NOT_CONTENT}

@@ -58,10 +58,11 @@ class Worker:
         rank: int,
         block_bytes: int,
         blocks_per_slot: int,
+        experts: bool = False,
     ) -> None:
-        """`block_bytes` is what the rank stores for one block of the engine."""
+        """`block_bytes` is what the rank stores for one block of the engine, `experts` whether its model has some."""
         self._session, self._spec, self._settings = session, spec, settings
-        self._rank = rank
+        self._rank, self._experts = rank, experts
         self._shard, self._writes = shards.of_rank(rank)
         self._block_bytes, self._per_slot = block_bytes, blocks_per_slot
         begin = spec.groups[0].shard_offset(self._shard)
@@ -101,7 +102,7 @@ class Worker:
             raise
         self._device = device
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
-        self._format = find_format(dtypes, self._spec.identity.get("kv_dtype", ""))
+        self._format = find_format(dtypes, self._spec.identity.get("kv_dtype", ""), self._experts)
         if self._format is None and self._settings.canary_every:
             logger.warning("no canaries: nothing is known of the noise in KV of %s", ", ".join(sorted(dtypes)))
         self._session.on_region(self._device.register)

@@ -68,7 +68,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        form = noise.FORMATS[str(dtype).removeprefix("torch.")]
+        form = noise.find_format({str(dtype).removeprefix("torch.")}, "auto", bool(options.experts))
+        assert form is not None
         found = variants(
             model(dtype, options.layers, options.experts, options.device),
             torch.randint(0, 4096, (4, options.tokens), device=options.device),
@@ -83,7 +84,7 @@ def main() -> None:
             alarms = [why for ours, theirs in pairs if (why := noise.difference(ours, theirs, form))]
             print(
                 f"{form.name:9} {name:7} block {max(each[0] for each in worst):.5f} of {form.limit}, "
-                f"piece {max(each[1] for each in worst):.4f} of {noise.PIECE_LIMIT}, "
+                f"piece {max(each[1] for each in worst):.4f} of {form.piece}, "
                 f"alarms {len(alarms)} of {len(pairs)} {set(alarms) or ''}"
             )
 

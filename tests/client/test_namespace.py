@@ -14,6 +14,7 @@ import pytest
 from kvcache_client.namespace import (
     Surroundings,
     directory_digest,
+    has_experts,
     namespace_spec,
     rank_block_bytes,
     shards,
@@ -276,3 +277,18 @@ def test_what_cannot_be_cached_is_named() -> None:
     assert "decode_context_parallel_size 2" in why_not(spread, kv_cache_config())
     assert "zeroes" in why_not(vllm_config(), kv_cache_config(needs_kv_cache_zeroing=True))
     assert why_not(vllm_config(), kv_cache_config(hash_block_size=8)) == "hashes of 8 tokens for blocks of 16"
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, False),
+        ({"num_local_experts": 8}, True),
+        ({"text_config": {"n_routed_experts": 256}}, True),
+        ({"num_experts": 0, "num_experts_per_tok": None, "id2label": {0: "LABEL_0"}}, False),
+    ],
+)
+def test_experts_are_found_wherever_the_configuration_tells_of_them(facts: dict[str, Any], expected: bool) -> None:
+    config = vllm_config()
+    config.model_config.hf_config.__dict__.update(facts)
+    assert has_experts(config) is expected

@@ -84,6 +84,23 @@ def test_a_foreign_block_is_found_whole_or_in_part(form: Format) -> None:
             assert difference(memoryview(bytes(torn)), mine, form), (seed, size, at)
 
 
+@EACH
+def test_with_experts_strong_noise_in_many_tokens_is_noise_and_a_foreign_block_is_found(form: Format) -> None:
+    found = find_format({form.name}, "auto", experts=True)
+    assert found is not None
+    form = found
+    for seed in range(20):
+        values = kv(seed)
+        rerouted = noisy(values, form, seed, 0.5)
+        assert difference(packed(values, form), packed(rerouted, form), form) == ""
+        assert difference(packed(kv(seed + 1000), form), packed(values, form), form)
+        flipped = bytearray(packed(rerouted, form))
+        usual = rerouted.reshape(-1, WINDOW).square().mean(1).sqrt().repeat_interleave(WINDOW)
+        place = int(((rerouted.abs() > 0.6) & (rerouted.abs() < 0.9) & (usual < 5)).nonzero()[seed])
+        flipped[(place + 1) * form.bytes - 1] ^= 0x40  # the highest bit of an exponent: 256 times as much, or more
+        assert difference(memoryview(flipped), packed(values, form), form)
+
+
 def test_a_small_foreign_piece_of_a_large_block_is_found() -> None:
     """A page of 2 MiB: beside all the rest it is less than noise."""
     form = FORMATS["bfloat16"]
