@@ -410,6 +410,10 @@ class _Recovery:
         row = self.row[position]
         number, group = int(row["reservation"]), self.groups[self.code[position]]
         reservation = self.reservations.get(number)
+        if reservation is not None and reservation.group is not group:
+            # Only who writes where it must not makes such rows: this one waits for its writers to end.
+            number = self.cache.writing.last_reservation = self.cache.writing.last_reservation + 1
+            reservation = None
         if reservation is None:
             reservation = Reservation(number, group, int(row["owner"]), self._writers(position), self.now)
             reservation.crew = int(row["crew"])
@@ -418,7 +422,9 @@ class _Recovery:
         extent.busy += 1
         grant = Grant(block, extent, int(self.slot[position]), reservation)
         grant.settled = int(row["settled"])
-        self.granted.setdefault(number, {})[int(row["position"])] = grant
+        taken = self.granted.setdefault(number, {})
+        place = int(row["position"])
+        taken[place if place not in taken else max(taken) + 1] = grant
         return grant
 
     def _settle_up(self, visible: Bools) -> None:
@@ -428,7 +434,7 @@ class _Recovery:
             block, reservation = self.blocks[position], self.reservations[int(self.row["reservation"][position])]
             grant = Grant(block, self.extents[self.extent[position]], int(self.slot[position]), reservation)
             grant.ready, grant.settled = True, reservation.all_shards
-            self.granted[reservation.id][int(self.row["position"][position])] = grant
+            self.granted[reservation.id].setdefault(int(self.row["position"][position]), grant)
         for number, reservation in self.reservations.items():
             granted = self.granted[number]
             some = next(iter(granted.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -76,9 +77,10 @@ class EngineProcess:
         process.kill()
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            assert self.process.stdin is not None
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it was killed, with a request unread
             self.process.stdin.close()
+        if self.process.poll() is None:
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:

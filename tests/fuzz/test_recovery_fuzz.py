@@ -71,6 +71,7 @@ def reopened(buffer: bytearray, file: bytes, living: bool) -> None:
     st.booleans(),
 )
 @example([(5, 14, (1 << 32) - 1)], True, True)  # the position of a block that is being written
+@example([(1, 12, 3)], True, True)  # two rows with one place in one reservation
 def test_slot_rows(changes: list[tuple[int, int, int]], sealed: bool, living: bool) -> None:
     """`sealed`: whoever spoilt a row has put its checksum right."""
     was, file, rows = last_life()
