@@ -36,6 +36,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"config", "logs", "admin", "doctor.child"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening"},
+        {"attendance"},
         {"service", "bench", "demo_engine", "doctor.endpoint", "doctor.host"},
         {"lifecycle"},
         {"demo", "doctor"},

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import os
-import secrets
 import signal
 import time
 from collections import Counter
@@ -30,7 +29,6 @@ from kvcache_proto.errors import (
     KVCacheError,
     NotPermitted,
     ServerError,
-    Unavailable,
 )
 from kvcache_proto.messages import (
     Acquired,
@@ -40,7 +38,6 @@ from kvcache_proto.messages import (
     Distrusted,
     Error,
     Fenced,
-    Hello,
     Release,
     Reply,
     Report,
@@ -49,10 +46,9 @@ from kvcache_proto.messages import (
     Settle,
 )
 from kvcache_proto.types import Finding, Outcome
-from kvcache_server.admin import ENGINE as OPERATOR
+from kvcache_server.attendance import Attendance
 from kvcache_server.config import Config, format_size
-from kvcache_server.door import Door, Peer, Ticket
-from kvcache_server.journal import SessionOpened
+from kvcache_server.door import Door
 from kvcache_server.opening import Opened
 from kvcache_server.rates import Rate
 from kvcache_server.sockets import Place, admit, private
@@ -82,18 +78,15 @@ class Service:
     def __init__(self, config: Config, opened: Opened) -> None:
         """Bind the ROUTER and open the door; the endpoint's lock is held by the caller. Raises as Door does."""
         self._config = config
-        self._cache, self._region, self._state, self._files = opened.cache, opened.region, opened.state, opened.files
+        self._cache = opened.cache
         self._region = region = opened.region
-        self._returning = opened.returning  # sessions without a door whose files are locked
-        self._entries: dict[int, SessionOpened] = {}  # what the book has of the others
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._callback_failed)
-        self._tokens: dict[bytes, int] = {}
-        self._sessions: dict[int, tuple[bytes, str]] = {}
+        self._attendance = Attendance(opened, self._hear_last_words, self._show_out, self._failed)
+        self._tokens = self._attendance.tokens
         self._lost = ""  # the socket whose file has gone
         self._started = time.monotonic()
         self._messages = 0
-        self._opened = 0
         self._errors: Counter[str] = Counter()  # by code, as answered
         self._drops: Counter[str] = Counter()  # replies that could not be delivered, by reason
         self._integrity: Counter[str] = Counter()
@@ -107,8 +100,8 @@ class Service:
                 config.endpoint,
                 region.fd,
                 region.geometry,
-                self._open_session,
-                self._leave_session,
+                self._attendance.open,
+                self._attendance.leave,
                 allow_uids=config.allow_uids,
                 allow_gids=config.allow_gids,
                 # At once, all that may be there: after a restart of the daemon they come back together.
@@ -208,12 +201,12 @@ class Service:
                 return
             if type(reply) is Cleared:
                 what = getattr(request, "namespace", "") or "every namespace"
-                log.info("cleared %d blocks of %s, asked by %s", reply.blocks, what, self._sessions[session][1])
+                log.info("cleared %d blocks of %s, asked by %s", reply.blocks, what, self._attendance.name(session))
             elif type(reply) is Fenced:
                 log.warning(
-                    "session %d was fenced off by %s", getattr(request, "session", 0), self._sessions[session][1]
+                    "session %d was fenced off by %s", getattr(request, "session", 0), self._attendance.name(session)
                 )
-                self._sweep()
+                self._attendance.sweep()
             elif type(reply) is Distrusted and type(request) is Distrust:
                 self._tell_of_distrust(session, request, reply)
             elif type(reply) is Report:
@@ -252,7 +245,7 @@ class Service:
         writers = sorted({f"engine {engine} (session {number})" for engine, number in reply.writers if engine})
         log.error(
             "shard %d of cached blocks is wrong (%s), found by %s: stored by %s; with those below, %d are forgotten",
-            *(request.shard, Finding(request.finding).name.lower(), self._sessions[session][1]),
+            *(request.shard, Finding(request.finding).name.lower(), self._attendance.name(session)),
             *(", ".join(writers), reply.blocks),
             extra={"fields": {"event": "distrust", "session": session, "writers": writers, "blocks": reply.blocks}},
         )
@@ -288,91 +281,18 @@ class Service:
             unstarted = Settle(0, b"", region, reply.reservation, shards, Outcome.NEVER_STARTED)
             self._cache.handle(session, unstarted, now)
 
-    # Sessions.
-
-    def _open_session(self, hello: Hello, peer: Peer) -> Ticket:
-        if _held(self._entries.get(hello.resume), hello):
-            self._door.show_out(hello.resume)  # its client has given that door up; we have not seen it yet
-        held = _held(self._returning.get(hello.resume), hello)
-        now = time.monotonic()
-        if held:
-            session = hello.resume
-            self._cache.resume_session(session, hello.label, now)
-            del self._returning[session]
-        else:
-            session = self._cache.open_session(hello.engine, hello.label, now)
-        token = secrets.token_bytes(16)
-        try:
-            file, file_name = self._files.make(session)
-        except OSError as error:
-            self._cache.end_session(session, now)
-            raise Unavailable(f"no session file can be made: {error.strerror}") from None
-        self._tokens[token] = session
-        self._entries[session] = SessionOpened(session, hello.engine, hello.label, token, file_name, *held)
-        self._state.note(self._entries[session])
-        name = f"engine {hello.engine}" + (f" ({hello.label})" if hello.label else "")
-        self._sessions[session] = token, name
-        self._opened += 1
-        log.log(
-            self._level(name),
-            "session %d %s: %s, pid %d uid %d, %d open",
-            session,
-            "resumed" if held else "opened",
-            name,
-            peer.pid,
-            peer.uid,
-            len(self._sessions),
-            extra={"fields": {"event": "attach", "session": session, "engine": hello.engine, "pid": peer.pid}},
-        )
-        return Ticket(session, token, file, bool(held))
-
-    def _leave_session(self, session: int) -> None:
-        """The door has closed. What the session's process may still be writing waits until its file is unlocked."""
-        # What it sent before it left may still wait in the ROUTER, commits among it.
+    def _hear_last_words(self) -> None:
         for _ in range(LAST_WORDS):
             if not self._drain():
                 break
-        token, name = self._sessions.pop(session)
-        del self._tokens[token]
-        self._returning[session] = self._entries.pop(session)
-        try:
-            self._cache.leave_session(session)
-        except Exception as error:  # noqa: BLE001 - as in _answer
-            self._failed(0, error)
-        self._sweep()
-        log.log(
-            self._level(name),
-            "session %d ended: %s, %d open",
-            session,
-            name,
-            len(self._sessions),
-            extra={"fields": {"event": "detach", "session": session}},
-        )
 
-    def _sweep(self) -> None:
-        """End the sessions without a door whose processes are gone, or that were fenced off."""
-        for session, entry in list(self._returning.items()):
-            if session in self._cache.absent and any(map(self._files.locked, entry.files)):
-                continue
-            del self._returning[session]
-            for name in entry.files:
-                self._files.remove(name)
-            if session in self._cache.absent:
-                try:
-                    self._cache.end_session(session, time.monotonic())
-                except Exception as error:  # noqa: BLE001 - as in _answer
-                    self._failed(0, error)
-
-    @staticmethod
-    def _level(name: str) -> int:
-        """A monitor that asks for the status each second should not fill the log."""
-        return logging.DEBUG if name.startswith(f"engine {OPERATOR} ") else logging.INFO
+    def _show_out(self, session: int) -> None:
+        self._door.show_out(session)
 
     # Timers.
 
     def _tick(self) -> None:
-        if self._returning:
-            self._sweep()
+        self._attendance.sweep()
         try:
             self._cache.tick(time.monotonic())
         except Exception as error:  # noqa: BLE001 - as in _answer
@@ -413,7 +333,7 @@ class Service:
                 f"{pool['blocks']:,}",
                 format_size(pool["used_bytes"]),
                 format_size(pool["bytes"]),
-                len(self._sessions),
+                len(self._attendance),
                 extra={"fields": {"event": "summary", **new}},
             )
 
@@ -439,18 +359,9 @@ class Service:
             "locked": self._region.locked,
             "draining": False,  # no more, and yet `status` of 0.1.0 asks for it
             "messages": self._messages,
-            "sessions_opened": self._opened,
+            "sessions_opened": self._attendance.opened,
             "errors": dict(self._errors),
             "drops": dict(self._drops),
             "door_refused": dict(self._door.refused),
             "integrity": {"checks": self._integrity["checks"], "failures": self._integrity["failures"]},
         }
-
-
-def _held(entry: SessionOpened | None, hello: Hello) -> tuple[bytes, str] | tuple[()]:
-    """Return token and file by which the client behind `hello` holds the session of `entry`; () where it does not."""
-    if entry is not None and entry.engine == hello.engine:
-        for token, file in ((entry.token, entry.file), (entry.former_token, entry.former_file)):
-            if file and secrets.compare_digest(token, hello.secret):
-                return token, file
-    return ()

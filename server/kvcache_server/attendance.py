@@ -1,0 +1,132 @@
+"""Who is attached: tokens, doors and files of sessions, and which may come back. A thin shell over the cache."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from kvcache_proto.errors import Unavailable
+from kvcache_proto.messages import Hello
+from kvcache_server.admin import ENGINE as OPERATOR
+from kvcache_server.cache import Cache
+from kvcache_server.door import Peer, Ticket
+from kvcache_server.journal import SessionOpened
+from kvcache_server.opening import Opened
+
+log = logging.getLogger(__name__)
+
+
+class Attendance:
+    """The open sessions and those that are away. `tokens` leads from a token to its session's number."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        last_words: Callable[[], None],
+        show_out: Callable[[int], None],
+        failed: Callable[[int, Exception], object],
+    ) -> None:
+        """`last_words()` answers what a session sent before its door closed; `show_out()` closes a door."""
+        self.tokens: dict[bytes, int] = {}
+        self.opened = 0  # so far
+        self._cache: Cache = opened.cache
+        self._state, self._files = opened.state, opened.files
+        self._returning = opened.returning  # sessions without a door whose files are locked
+        self._entries: dict[int, SessionOpened] = {}  # what the book has of the others
+        self._names: dict[int, str] = {}
+        self._last_words, self._show_out, self._failed = last_words, show_out, failed
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name(self, session: int) -> str:
+        """Return how the log calls an open session."""
+        return self._names[session]
+
+    def open(self, hello: Hello, peer: Peer) -> Ticket:
+        """Let the client in, to go on where it was if it may. Raises Unavailable, BadArgument, NotPermitted."""
+        if _held(self._entries.get(hello.resume), hello):
+            self._show_out(hello.resume)  # its client has given that door up; we have not seen it yet
+        held = _held(self._returning.get(hello.resume), hello)
+        now = time.monotonic()
+        if held:
+            session = hello.resume
+            self._cache.resume_session(session, hello.label, now)
+            del self._returning[session]
+        else:
+            session = self._cache.open_session(hello.engine, hello.label, now)
+        token = secrets.token_bytes(16)
+        try:
+            file, file_name = self._files.make(session)
+        except OSError as error:
+            self._cache.end_session(session, now)
+            raise Unavailable(f"no session file can be made: {error.strerror}") from None
+        self.tokens[token] = session
+        self._entries[session] = SessionOpened(session, hello.engine, hello.label, token, file_name, *held)
+        self._state.note(self._entries[session])
+        name = f"engine {hello.engine}" + (f" ({hello.label})" if hello.label else "")
+        self._names[session] = name
+        self.opened += 1
+        log.log(
+            self._level(name),
+            "session %d %s: %s, pid %d uid %d, %d open",
+            session,
+            "resumed" if held else "opened",
+            name,
+            peer.pid,
+            peer.uid,
+            len(self._names),
+            extra={"fields": {"event": "attach", "session": session, "engine": hello.engine, "pid": peer.pid}},
+        )
+        return Ticket(session, token, file, bool(held))
+
+    def leave(self, session: int) -> None:
+        """The door has closed. What the session's process may still be writing waits until its file is unlocked."""
+        # What it sent before it left may still wait in the ROUTER, commits among it.
+        self._last_words()
+        name = self._names.pop(session)
+        self._returning[session] = entry = self._entries.pop(session)
+        del self.tokens[entry.token]
+        try:
+            self._cache.leave_session(session)
+        except Exception as error:  # noqa: BLE001 - a defect of ours is logged, the others are served on
+            self._failed(0, error)
+        self.sweep()
+        log.log(
+            self._level(name),
+            "session %d ended: %s, %d open",
+            session,
+            name,
+            len(self._names),
+            extra={"fields": {"event": "detach", "session": session}},
+        )
+
+    def sweep(self) -> None:
+        """End the sessions without a door whose processes are gone, or that were fenced off."""
+        for session, entry in list(self._returning.items()):
+            if session in self._cache.absent and any(map(self._files.locked, entry.files)):
+                continue
+            del self._returning[session]
+            for name in entry.files:
+                self._files.remove(name)
+            if session in self._cache.absent:
+                try:
+                    self._cache.end_session(session, time.monotonic())
+                except Exception as error:  # noqa: BLE001 - a defect of ours is logged, the others are served on
+                    self._failed(0, error)
+
+    @staticmethod
+    def _level(name: str) -> int:
+        """A monitor that asks for the status each second should not fill the log."""
+        return logging.DEBUG if name.startswith(f"engine {OPERATOR} ") else logging.INFO
+
+
+def _held(entry: SessionOpened | None, hello: Hello) -> tuple[bytes, str] | tuple[()]:
+    """Return token and file by which the client behind `hello` holds the session of `entry`; () where it does not."""
+    if entry is not None and entry.engine == hello.engine:
+        for token, file in ((entry.token, entry.file), (entry.former_token, entry.former_file)):
+            if file and secrets.compare_digest(token, hello.secret):
+                return token, file
+    return ()
