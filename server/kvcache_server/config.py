@@ -131,6 +131,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float, _doc("Handshakes a second of one user; after a rest, as many at once as `max_sessions`.")
     ] = 100.0
     pin_quota: Annotated[float, _doc("Share of the region that the leases of one engine may hold.")] = 0.25
+    write_quota: Annotated[
+        float, _doc("Share of the region that the unsettled saves of one engine may hold; one block always may.")
+    ] = 0.5
     namespace_floor: Annotated[float, _doc("Share of the region that others cannot evict from a namespace.")] = 0.0
     namespace_ceiling: Annotated[float, _doc("Share of the region that one namespace may fill.")] = 1.0
     supersede_after: Annotated[
@@ -158,7 +161,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _within("size", self.size, 1, MAX_SIZE)
         if self.extent_size and (self.extent_size < ALIGN or self.extent_size % ALIGN):
             raise ConfigError(f"extent_size {format_size(self.extent_size)}: 0 or a multiple of {format_size(ALIGN)}")
-        for name in ("pin_quota", "namespace_floor", "namespace_ceiling"):
+        for name in ("pin_quota", "write_quota", "namespace_floor", "namespace_ceiling"):
             _within(name, getattr(self, name), 0, 1)
         if self.namespace_floor > self.namespace_ceiling:
             raise ConfigError(f"namespace_floor {self.namespace_floor}: at most namespace_ceiling")

@@ -9,6 +9,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Bounds of the state machine. Times are seconds, quotas and floors are parts of the pool."""
 
     pin_quota: float = 0.25
+    write_quota: float = 0.5
     supersede_after: float = 2.0
     quarantine: float = 10.0
     grace: float = 10.0

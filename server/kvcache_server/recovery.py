@@ -446,7 +446,9 @@ class _Recovery:
             reservation.unsettled = sum(not grant.whole for grant in grants)
             if reservation.unsettled:
                 reservation.grants = grants
-                self.cache.engines[some.block.account.engine].reservations[number] = reservation
+                engine = self.cache.engines[some.block.account.engine]
+                engine.reservations[number] = reservation
+                engine.writing += reservation.unsettled * reservation.group.slot_bytes
                 self.cache.counters["reservations_recovered"] += 1
 
 

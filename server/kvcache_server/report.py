@@ -84,6 +84,8 @@ def check_integrity(cache: Cache) -> None:
     for engine in cache.engines.values():
         held = sum(lease.bytes for session in engine.sessions.values() for lease in session.leases.values())
         assert engine.pinned == held, f"engine {engine.name} pins {engine.pinned}, its leases say {held}"
+        written = sum(each.unsettled * each.group.slot_bytes for each in engine.reservations.values())
+        assert engine.writing == written, f"engine {engine.name} writes {engine.writing}, not {written}"
     living: dict[int, Block] = {}
     for namespace in cache.namespaces.values():
         for group in namespace.groups:

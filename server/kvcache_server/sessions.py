@@ -29,7 +29,7 @@ class Namespace:
 class Engine:
     """The sessions of one engine id, and what they hold together."""
 
-    __slots__ = ("absent", "accounts", "name", "number", "pinned", "reservations", "sessions", "writers")
+    __slots__ = ("absent", "accounts", "name", "number", "pinned", "reservations", "sessions", "writers", "writing")
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
@@ -40,6 +40,7 @@ class Engine:
         self.accounts: dict[tuple[int, int], Account] = {}
         self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None where a shard has no writer
         self.pinned = 0
+        self.writing = 0  # bytes of slots that its reservations have not settled
 
     def note_writers(self, namespace: Namespace) -> None:
         """Find out which session writes which shard, after one has come or gone; a later one takes a shard over."""

@@ -1,7 +1,7 @@
 """The file of the checksums: the daemon's own, beside its socket, 0600, handed to nobody.
 
-Not beside the region: that may be a mount of huge pages, each counted. It takes 1/512 of the region's size, all of it
-at once, for on a full mount a page that is missing would end the daemon when it is written.
+Not beside the region: that may be a mount of huge pages, each counted. At most 1/512 of the region's size, a piece at a
+time where somebody verifies: taken before it is written, for on a full mount a missing page would end the daemon.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import logging
 import mmap
 import os
 
+from kvcache_proto.region import PAGE
 from kvcache_proto.types import PoolGeometry
-from kvcache_server.sums import Sums, sums_bytes
+from kvcache_server.sums import PIECE, Sums, sums_bytes, sums_header
 
 log = logging.getLogger(__name__)
 
@@ -23,15 +24,23 @@ def open_sums(path: str, geometry: PoolGeometry, life: int) -> Sums | None:
     size = sums_bytes(geometry)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            os.fchmod(fd, 0o600)
-            if os.fstat(fd).st_size != size:
-                os.ftruncate(fd, 0)
-            os.posix_fallocate(fd, 0, size)
-            return Sums(memoryview(mmap.mmap(fd, size)), geometry, life)
-        finally:
-            os.close(fd)
     except OSError as error:
+        log.warning("no checksums of blocks are kept: %s: %s", path, error.strerror)
+        return None
+    try:
+        os.fchmod(fd, 0o600)
+        kept = sums_header(geometry, life - 1)
+        if os.fstat(fd).st_size != size or os.pread(fd, len(kept), 0) != kept:
+            os.ftruncate(fd, 0)
+            os.ftruncate(fd, size)
+        os.posix_fallocate(fd, 0, PAGE)  # the header
+        have = _pieces(fd, size)
+        for piece in have:  # one that was cut short by a full mount is made whole
+            os.posix_fallocate(fd, piece * PIECE, PIECE)
+        os.pwrite(fd, sums_header(geometry, life), 0)
+        return Sums(memoryview(mmap.mmap(fd, size)), have, _Giver(fd, path, have))
+    except OSError as error:
+        os.close(fd)
         log.warning("no checksums of blocks are kept: %s of %d bytes: %s", path, size, error)
         return None
 
@@ -39,3 +48,35 @@ def open_sums(path: str, geometry: PoolGeometry, life: int) -> Sums | None:
 def remove_sums(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+
+
+def _pieces(fd: int, size: int) -> set[int]:
+    """Return the pieces of which the file has something, the header aside."""
+    found: set[int] = set()
+    end = PAGE
+    with contextlib.suppress(OSError):  # ENXIO: nothing follows
+        while end < size:
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+            found.update(range(begin // PIECE, -(-end // PIECE)))
+    return found
+
+
+class _Giver:
+    """Gives pieces of the file their memory, for as long as the process lives. Where there is none, it says so once."""
+
+    def __init__(self, fd: int, path: str, have: set[int]) -> None:
+        self._fd, self._path, self._have = fd, path, have
+        self._full = False
+
+    def __call__(self, piece: int) -> bool:
+        if self._full:
+            return False
+        try:
+            os.posix_fallocate(self._fd, piece * PIECE, PIECE)
+        except OSError as error:
+            self._full = True
+            log.warning("checksums of further blocks are not kept: %s: %s", self._path, error.strerror)
+            return False
+        self._have.add(piece)
+        return True

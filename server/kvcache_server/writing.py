@@ -44,6 +44,7 @@ class Writing:
         self._pool, self._rows, self._room = pool, pool.rows, room
         self._limits, self._engines, self._held, self._journal = limits, engines, held, journal
         self._counters, self._refusals = counters, refusals
+        self._quota = int(limits.write_quota * pool.capacity)
 
     # Reserve.
 
@@ -139,6 +140,9 @@ class Writing:
             or parent.is_below(rival.block)  # no chain of hashes asks for this, and its children would form a circle
         ):
             return Refusal.IN_FLIGHT, rival.block
+        engine = self._engines[account.engine]
+        if engine.writing and engine.writing + group.slot_bytes > self._quota:
+            return Refusal.QUOTA, None
         place = self._room.make(account, parent, self._held)
         if isinstance(place, Refusal):
             return place, None
@@ -147,7 +151,7 @@ class Writing:
         generation = self._pool.place(extent, slot, block)
         body = RowBody(
             *(group.namespace, group.number, block_hash, reservation.owner, reservation.id),
-            *(len(reservation.grants), reservation.crew, self._engines[account.engine].number),
+            *(len(reservation.grants), reservation.crew, engine.number),
         )
         self._rows.open_row(self._pool.row(extent, slot), generation, block.tick, parent.generation, body)
         block.link(parent)
@@ -156,6 +160,7 @@ class Writing:
         grant = Grant(block, extent, slot, reservation)
         group.pending[block_hash] = grant
         reservation.grants.append(grant)
+        engine.writing += group.slot_bytes
         account.bytes += group.slot_bytes
         extent.busy += 1
         return Refusal.GRANTED, block
@@ -253,9 +258,10 @@ class Writing:
         if not grant.whole:
             return grant.fate or Verdict.PARTIAL
         reservation.unsettled -= 1
+        engine = self._engines[grant.block.account.engine]
+        engine.writing -= group.slot_bytes
         if not reservation.unsettled:
-            engine = grant.block.account.engine
-            self._engines[engine].reservations.pop(reservation.id, None)
+            engine.reservations.pop(reservation.id, None)
             reservation.grants = []  # each refers back to it, and the daemon never looks for circles among the old
         if grant.fate is not None:
             self._counters[f"blocks_{grant.fate.name.lower()}"] += 1

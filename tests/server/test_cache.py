@@ -71,7 +71,8 @@ def living(kind: type) -> int:
 def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, **limits: float) -> Cache:
     geometry = plan_geometry(b"r" * 16, extents * extent_bytes, extent_bytes)
     assert geometry.extents == extents
-    return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**limits), seed=11)
+    bounds = Limits(**{"write_quota": 1.0} | limits)  # most tests here fill the pool in one go
+    return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, bounds, seed=11)
 
 
 def test_a_stored_run_is_found_with_its_slots_and_another_is_not():
@@ -215,6 +216,32 @@ def test_past_its_quota_an_engine_is_offered_fewer_hits_and_that_is_counted():
     engine.ask(m.Release(1, b"", [cut.lease, again.lease]))
     some = engine.acquire(chain("b", 3))
     assert (some.hits, some.withheld) == (3, 0)
+
+
+def test_past_its_quota_an_engine_saves_no_further_until_it_has_settled():
+    cache = make_cache(extents=2, write_quota=0.25)
+    engine, other = Engine(cache, "one", block_bytes=128 * KIB), Engine(cache, "two", block_bytes=128 * KIB)
+    reserved = engine.reserve(chain("a", 10))
+    assert list(reserved.answers) == [Refusal.GRANTED] * 8 + [Refusal.QUOTA, Refusal.NO_PARENT]
+    assert list(other.reserve(chain("b", 2)).answers) == [Refusal.GRANTED] * 2
+    assert list(engine.reserve(["x"]).answers) == [Refusal.QUOTA]
+    assert cache.stats(0.0)["refusals"]["quota"] == 2
+    engine.settle(reserved, Outcome.FAILED, at=(6,))
+    engine.settle(reserved, at=(0, 1, 2))
+    cache.check_integrity()
+    again = engine.reserve(chain("x", 5))
+    assert list(again.answers) == [Refusal.GRANTED] * 4 + [Refusal.QUOTA]
+    engine.settle(reserved, at=(3, 4, 5, 7))
+    engine.settle(again)
+    assert cache.engines["one"].writing == 0
+    cache.check_integrity()
+
+
+def test_one_block_may_be_written_however_small_the_quota():
+    cache = make_cache(write_quota=0.0)
+    engine = Engine(cache, "one")
+    assert list(engine.reserve(chain("a", 2)).answers) == [Refusal.GRANTED, Refusal.QUOTA]
+    assert list(engine.reserve(chain("b", 1)).answers) == [Refusal.QUOTA]
 
 
 def test_a_ceiling_holds_an_engine_to_its_own_blocks():

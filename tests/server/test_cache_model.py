@@ -158,7 +158,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         geometry = plan_geometry(bytes(16), EXTENTS * EXTENT, EXTENT)
-        limits = Limits(pin_quota=1.0, supersede_after=SUPERSEDE, quarantine=QUARANTINE)
+        limits = Limits(pin_quota=1.0, write_quota=1.0, supersede_after=SUPERSEDE, quarantine=QUARANTINE)
         self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, limits, seed=7)
         self.region = geometry.region_id
         self.model = Model()

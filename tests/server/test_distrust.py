@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import pytest
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.region import PAGE, plan_geometry
-from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
+from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Refusal, Verdict
 from kvcache_server.cache import Cache
 from kvcache_server.limits import Limits
-from kvcache_server.sums import Sums, sums_bytes
+from kvcache_server.sumfile import open_sums
+from kvcache_server.sums import PIECE, Sums, sums_bytes
 
 MIB = 1 << 20
 SHARDS = (3 * PAGE, PAGE, 2 * PAGE)
@@ -22,7 +25,7 @@ SHARDS = (3 * PAGE, PAGE, 2 * PAGE)
 def make_cache(extents: int = 1, **limits: Any) -> Cache:
     geometry = plan_geometry(b"r" * 16, extents * 2 * MIB, 2 * MIB)
     cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**limits), seed=11)
-    cache.sums = Sums(memoryview(bytearray(sums_bytes(geometry))), geometry)
+    cache.sums = Sums(memoryview(bytearray(sums_bytes(geometry))), {0}, lambda piece: False)
     return cache
 
 
@@ -147,17 +150,44 @@ def test_shards_smaller_than_a_page_have_no_sums() -> None:
     assert engine.acquire(chain("a", 3)).sums == b""
 
 
-def test_sums_outlive_the_daemon_and_not_the_region() -> None:
+def test_sums_outlive_the_daemon_and_not_the_region(tmp_path: Path) -> None:
+    path, copy = tmp_path / "kv.sums", tmp_path / "copy.sums"
     geometry = plan_geometry(b"r" * 16, 2 * MIB, 2 * MIB)
-    buffer = memoryview(bytearray(sums_bytes(geometry)))
-    Sums(buffer, geometry).put(5 * PAGE + 64, sum_of(1, 1))
-    ref = (5 * PAGE).to_bytes(8, "little") + bytes(16)
-    assert Sums(buffer, geometry, 2).read(ref, (64,)) == sum_of(1, 1)
-    kept = bytes(buffer)
-    other = plan_geometry(b"s" * 16, 2 * MIB, 2 * MIB)
-    assert Sums(buffer, other, 3).read(ref, (64,)) == bytes(8)
-    buffer[:] = kept
-    assert Sums(buffer, geometry, 4).read(ref, (64,)) == bytes(8)  # the third daemon stored blocks and kept no sums
+
+    def found(path: Path, geometry: PoolGeometry, life: int) -> bytes:
+        ref = (5 * PAGE).to_bytes(8, "little") + bytes(16)
+        return opened(path, geometry, life).read(ref, (64,))
+
+    opened(path, geometry, 1).put(5 * PAGE + 64, sum_of(1, 1))
+    assert found(path, geometry, 2) == sum_of(1, 1)
+    shutil.copy(path, copy)
+    assert found(path, plan_geometry(b"s" * 16, 2 * MIB, 2 * MIB), 3) == bytes(8)
+    assert found(copy, geometry, 4) == bytes(8)  # the third daemon stored blocks and kept no sums
+
+
+def test_sums_take_memory_where_there_are_some_and_are_none_where_it_ends(tmp_path: Path) -> None:
+    path, far = tmp_path / "kv.sums", 3 * 512 * MIB
+    geometry = plan_geometry(b"r" * 16, 2048 * MIB, 256 * MIB)
+    taken = lambda: path.stat().st_blocks * 512  # noqa: E731
+    sums = opened(path, geometry, 1)
+    ref = lambda offset: offset.to_bytes(8, "little") + bytes(16)  # noqa: E731
+    assert (taken(), sums.read(ref(far), (0,))) == (PAGE, bytes(8))
+    sums.put(far, b"")
+    assert taken() == PAGE
+    sums.put(far, sum_of(1, 1))
+    assert taken() == PAGE + PIECE
+    again = opened(path, geometry, 2)
+    assert (taken(), again.read(ref(far), (0,))) == (PAGE + PIECE, sum_of(1, 1))
+    full = Sums(memoryview(bytearray(sums_bytes(geometry))), {3}, lambda piece: False)
+    for offset in (0, far):
+        full.put(offset, sum_of(2, 2))
+    assert full.read(ref(0) + ref(far), (0,)) == bytes(8) + sum_of(2, 2)
+
+
+def opened(path: Path, geometry: PoolGeometry, life: int) -> Sums:
+    sums = open_sums(str(path), geometry, life)
+    assert sums is not None
+    return sums
 
 
 # Distrust.

@@ -19,7 +19,7 @@ from kvcache_server.journal import Book
 from kvcache_server.limits import Limits
 
 MIB = 1 << 20
-LIMITS = Limits(pin_quota=1.0, supersede_after=2.0, quarantine=10.0, grace=10.0)
+LIMITS = Limits(pin_quota=1.0, write_quota=1.0, supersede_after=2.0, quarantine=10.0, grace=10.0)
 
 
 class Killed(Exception):
