@@ -87,6 +87,16 @@ def hits(daemon: Any) -> int:
     return sum(namespace["hit_blocks"] for namespace in daemon.status()["namespaces"])
 
 
+def in_use_again(engine: Any, daemon: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """Ask until there are hits: on a busy machine an answer may come too late, and the breaker opens for a while."""
+    before, until = hits(daemon), time.monotonic() + PATIENCE
+    while hits(daemon) == before:
+        assert time.monotonic() < until, "the cache is not in use again"
+        assert engine.ask("reset")["reset"]
+        assert engine.generate(*prompts, max_tokens=TOKENS) == expected
+        idle(daemon)
+
+
 def test_a_batch_with_the_daemon_killed_twice_and_an_engine_once(
     engines: Any,
     engine: Any,
@@ -122,13 +132,7 @@ def test_a_batch_with_the_daemon_killed_twice_and_an_engine_once(
     assert answers == expected
 
     attached(daemon[-1], "batch")
-    assert engine.ask("reset")["reset"]
-    assert engine.generate(*prompts, max_tokens=TOKENS) == expected
-    idle(daemon[-1])
-    assert engine.ask("reset")["reset"]
-    before = hits(daemon[-1])
-    assert engine.generate(*prompts, max_tokens=TOKENS) == expected
-    assert hits(daemon[-1]) > before, "the cache is in use again"
+    in_use_again(engine, daemon[-1], prompts, expected)
     assert "/kvcache_client/" not in engine.log, "a traceback of ours"
 
 
@@ -165,11 +169,5 @@ def test_a_batch_with_the_daemon_restarted_with_another_region(
     daemon.append(start(fresh=True))
     assert batch.end() == expected
     attached(daemon[-1], "batch")
-    assert engine.ask("reset")["reset"]
-    assert engine.generate(*prompts, max_tokens=TOKENS) == expected
-    idle(daemon[-1])
-    assert engine.ask("reset")["reset"]
-    before = hits(daemon[-1])
-    assert engine.generate(*prompts, max_tokens=TOKENS) == expected
-    assert hits(daemon[-1]) > before, "the cache is in use again"
+    in_use_again(engine, daemon[-1], prompts, expected)
     assert "/kvcache_client/" not in engine.log, "a traceback of ours"
