@@ -3,18 +3,22 @@
 It runs the product as it is and watches it from outside, by `sys.settrace`. A point is a name of POINTS and a count: at
 the arrival of that number the process sends itself SIGKILL. `store` arrives after each single store to a row of the
 region, `before-reply` and `after-reply` around each reply, the others before each line of the functions that they name.
+At `clock` it does not die: its wall clock leaps by up to a day, to and fro, each time that anybody reads it.
 """
 
 from __future__ import annotations
 
 import dis
 import os
+import random
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+DAY = 86400
 STORE = dis.opmap["STORE_SUBSCR"]
 
 
@@ -39,13 +43,11 @@ POINTS: dict[str, tuple[Where, ...]] = {
     "before-reply": (_in("service", "_answer"),),
     "after-reply": (_in("service", "_answer"),),
     "grant": (
-        _in("cache", "_grant", "_grant_run", "_supersede"),
         _in("writing", "_grant", "_grant_run", "_supersede"),
         _in("pool", "take", "place"),
     ),
     "settle": (
-        _in("cache", "_settle_shards", "_doom", "_give_back"),
-        _in("writing", "_settle_shards", "_doom", "_give_back"),
+        _in("writing", "_settle_shards", "doom", "_give_back"),
         _in("index", "show"),
     ),
     "evict": (
@@ -58,11 +60,16 @@ POINTS: dict[str, tuple[Where, ...]] = {
         _in("pool", "uncut_extent", "_cut", "_empty_extent"),
         Where("kvcache_proto/region", frozenset({"cut"})),
     ),
-    "session": (_in("door", "_welcome"), _in("service", "_open_session", "_end_session"), _in("cache", "end_session")),
+    "session": (
+        _in("door", "_welcome"),
+        _in("attendance", "open", "leave", "sweep"),
+        _in("cache", "leave_session", "end_session"),
+    ),
     "start": (_in("memory"),),
     "rebuild": (_in("recovery"), _in("opening"), _in("journal", "read", "apply"), _in("pool", "adopt", "resume")),
     "notes": (_in("statefile"), _in("locks"), _in("journal", "pack", "records")),
 }
+CLOCK = "clock"
 BY_STORE = {"store"}
 BY_CALL = {"before-reply", "after-reply"}
 
@@ -132,13 +139,23 @@ def watch_replies(watch: Watch, before: bool) -> None:
     service.Service = Watched
 
 
+def let_the_clock_leap(seed: int) -> None:
+    draw, real, real_ns = random.Random(seed), time.time, time.time_ns
+    time.time = lambda: real() + draw.uniform(-1, 1) * DAY
+    time.time_ns = lambda: real_ns() + int(draw.uniform(-1, 1) * DAY) * 10**9
+
+
 def main() -> None:
     assert sys.argv[1] == "--point"
     name, _, count = sys.argv[2].partition(":")
     sys.argv[1:3] = []
-    watch = Watch(name, int(count))
+    if name == CLOCK:  # before the daemon takes what it needs of `time`
+        let_the_clock_leap(int(count))
     from kvcache_server.cli import main as daemon
 
+    if name == CLOCK:
+        daemon()
+    watch = Watch(name, int(count))
     if name in BY_CALL:
         watch_replies(watch, name == "before-reply")
     else:

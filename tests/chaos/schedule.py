@@ -21,7 +21,7 @@ THEMES = (
         "rebuild",
         "notes",
     ),
-    *("instant", "fresh", "client-kill", "client-stop", "ranks", "proxy", "daemon-stop", "full"),
+    *("instant", "fresh", "client-kill", "client-stop", "ranks", "proxy", "daemon-stop", "full", "clock"),
 )
 # How many arrivals a theme's point may wait for: about what the traffic of a life brings.
 REACH = {
@@ -36,6 +36,7 @@ REACH = {
     "start": 250,
     "rebuild": 6000,
     "notes": 1500,
+    "clock": 1 << 30,  # the seed of its leaps
 }
 POINTS = ("attached", "reserved", "half written", "written", "lease held", "mid-read")
 TIGHT, ROOMY = "16MiB", "160MiB"  # the first holds a sixth of all blocks that there are, the second all of them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import daemon_that_dies
 
 HERE = Path(__file__).parent
 SHORT = ("--clients", 3, "--pace", 0.2, "--lives", 1)
@@ -28,7 +33,7 @@ def play(script: str, *options: object) -> list[dict[str, Any]]:
         (("store", "evict", "recut", "after-reply"), ("died_there",)),
         (("client-kill", "client-stop"), ("kills", "stops")),
         (("ranks", "proxy"), ("kills", "visible")),
-        (("daemon-stop", "full"), ("refused_mounts",)),
+        (("daemon-stop", "full", "clock"), ("refused_mounts",)),
     ],
 )
 def test_nothing_is_lost_and_no_byte_is_wrong(themes: tuple[str, ...], must_have: tuple[str, ...]) -> None:
@@ -39,6 +44,15 @@ def test_nothing_is_lost_and_no_byte_is_wrong(themes: tuple[str, ...], must_have
     assert total["verified"] > 1000
     assert total["visible"] > 100
     assert all(total[name] > 0 for name in must_have), total
+
+
+def test_the_points_are_in_the_code_yet() -> None:
+    for point, places in daemon_that_dies.POINTS.items():
+        for where in places:
+            package, name = where.module.split("/")
+            (file,) = HERE.parents[1].glob(f"*/{package}/{name}.py")
+            defined = {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+            assert where.functions <= defined, f"{point}: {file} has no {sorted(where.functions - defined)}"
 
 
 def test_a_stopped_writer_holds_up_nobody_and_spoils_nothing() -> None:
