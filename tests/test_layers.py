@@ -25,12 +25,13 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "ghosts", "limits", "rates", "sockets", "sums", "unread"},
+        {"", "doctor.table", "histogram", "limits", "lost", "rates", "sockets", "sums", "unread"},
+        {"ghosts"},
         {"index", "journal"},
-        {"pool", "shares"},
+        {"ages", "pool", "shares"},
         {"leases"},
         {"sessions", "room"},
-        {"report", "writing", "distrust"},
+        {"report", "writing", "distrust", "metrics"},
         {"cache"},
         {"recovery"},
         {"config", "logs", "admin", "doctor.child"},
@@ -66,7 +67,8 @@ FLOORS: dict[str, list[set[str]]] = {
 PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings"},
     "kvcache_server": {
-        *("ghosts", "limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
+        *("ages", "ghosts", "histogram", "lost"),
+        *("limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
         *("cache", "journal", "writing", "recovery", "sums", "distrust"),
         "doctor.table",
     },
@@ -83,7 +85,7 @@ WORLD = {
 
 THIRD_PARTY = {
     "kvcache_proto": {"msgspec"},
-    "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy"},
+    "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy", "prometheus_client"},
     "kvcache_client": {"msgspec", "zmq", "numpy", "xxhash"},
 }
 # Modules that run inside an engine only, or look for what it brings, and so may use it.

@@ -176,6 +176,7 @@ class Cache:
         if self.room.frozen and (not self.awaited or now >= self.grace_until):
             self.room.frozen = False
         self.writing.tick(now)
+        self.room.ages.tick(self.pool.generation, now)
 
     def await_sessions(self, sessions: dict[int, Engine], now: float) -> None:
         """Evict nothing until `sessions`, of the last life, have restated what they hold, or the grace is over."""
@@ -303,9 +304,9 @@ class Cache:
             self._pin(session, lease, found[hits - 1], hits * group.slot_bytes)
         if hits < len(found):
             del found[hits:]
-        self.pool.touch(found[-1])
+        self.pool.read(found[-1])
         found[-1].account.hit_bytes += hits * group.slot_bytes
-        namespace.hit_blocks += hits
+        group.hit_blocks += hits
         self.counters["blocks_hit"] += hits
         slots = b"".join([block.ref for block in found])
         sums = self.sums.read(slots, group.sum_offsets) if request.verify and self.sums else b""

@@ -9,7 +9,7 @@ from kvcache_server.leases import Lease, Reservation
 
 
 class Namespace:
-    __slots__ = ("groups", "hit_blocks", "id", "lookups", "number", "requested_blocks", "spec")
+    __slots__ = ("groups", "id", "lookups", "number", "requested_blocks", "spec")
 
     def __init__(self, number: int, spec: NamespaceSpec, capacity: int) -> None:
         self.number = number
@@ -18,7 +18,7 @@ class Namespace:
         self.groups = [
             Group(number, index, group, spec.hash_bytes, capacity) for index, group in enumerate(spec.groups)
         ]
-        self.lookups = self.requested_blocks = self.hit_blocks = 0
+        self.lookups = self.requested_blocks = 0
 
     def forget(self) -> None:
         """Fall apart: nobody will ask for it again."""
