@@ -21,6 +21,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "kvcache_proto": [
         {"", "errors"},
         {"types", "endpoint", "findings"},
+        {"counts"},
         {"messages", "region"},
         {"codec"},
     ],
@@ -54,7 +55,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"devices.npu_runtime", "devices.lane"},
         {"devices.streams"},
         {"devices.cuda", "devices.npu"},
-        {"handles", "tracked", "keeper", "settlements"},
+        {"handles", "tracked", "keeper", "settlements", "telling"},
         {"session", "saves", "canaries"},
         {""},
         {"proof"},
@@ -65,7 +66,7 @@ FLOORS: dict[str, list[set[str]]] = {
 }
 
 PURE = {
-    "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings"},
+    "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings", "counts"},
     "kvcache_server": {
         *("ages", "ghosts", "histogram", "lost"),
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),

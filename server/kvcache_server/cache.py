@@ -64,6 +64,7 @@ class Cache:
         self.grace_until = 0.0
         self.refusals: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
+        self.told: Counter[str] = Counter()  # what clients have counted, those that are gone among them
         self.room = Room(self.pool, self.shares, self.limits.namespace_ceiling, self.counters)
         self.writing = Writing(
             *(self.pool, self.room, self.limits, self.engines, self._held, journal, self.counters, self.refusals)
@@ -86,6 +87,7 @@ class Cache:
             m.Clear: self._clear,
             m.Restate: self._restate,
             m.Fence: self._fence,
+            m.Tell: self._tell,
         }
 
     def handle(self, session: int, request: m.Request, now: float) -> m.Reply | None:
@@ -354,6 +356,9 @@ class Cache:
                     yield grant.block
 
     # Admin.
+
+    def _tell(self, session: Session, request: m.Tell, now: float) -> None:
+        session.tell(request.breaker, request.counts, self.told)
 
     @staticmethod
     def _ping(session: Session, request: m.Ping, now: float) -> m.Pong:

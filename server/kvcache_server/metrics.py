@@ -6,6 +6,7 @@ come and go under new names, so that none of these is a label.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -14,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvcache_proto.types import Finding, Refusal
+from kvcache_proto.types import Breaker, Finding, Refusal
 from kvcache_server.room import EVICTED_FOR
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -29,6 +30,9 @@ _FINDINGS = {Finding.CORRUPT: "blocks_corrupt", Finding.DIFFERENT: "canary_misma
 # What has a metric of its own, in another form.
 _TOLD = {"blocks_evicted", "blocks_cleared", "blocks_distrusted", "extents_recut", "blocks_recovered"}
 _TOLD |= {*_FINDINGS.values()}
+_BREAKERS = (*(each.name.lower() for each in Breaker), "unknown")  # unknown: a client of 0.1, or one that has just come
+_COPIED = {"load": ("loaded_bytes", "load_us"), "save": ("saved_bytes", "save_us")}
+_ENGINE_EVENTS = ("breaker_opened", "links_lost", "loads_failed", "saves_failed", "lookups_unanswered")
 
 
 def render(stats: Mapping[str, Any]) -> bytes:
@@ -48,6 +52,7 @@ class _Figures(Collector):
         yield from _pool(stats, stats["pool"])
         yield from _namespaces(stats["namespaces"])
         yield from _traffic(stats)
+        yield from _told(stats["told"])
 
 
 def _daemon(stats: Mapping[str, Any], daemon: Mapping[str, Any]) -> Iterator[Metric]:
@@ -69,6 +74,9 @@ def _daemon(stats: Mapping[str, Any], daemon: Mapping[str, Any]) -> Iterator[Met
     yield _gauge("sessions", "Sessions: attached, or away with a process that lives", sessions, "state")
     engines = len({session["engine"] for session in stats["sessions"]})
     yield _gauge("engines", "Engines with an open session", engines)
+    breakers = Counter(session["breaker"] for session in stats["sessions"])
+    doc = "Sessions by what their clients say: open ones ask no more until the daemon answers in time"
+    yield _gauge("engine_breakers", doc, {state: breakers[state] for state in _BREAKERS}, "state")
     yield _gauge("sessions_limit", "Sessions that may be open at one time", daemon["max_sessions"])
     yield _counter("sessions_opened", "Sessions opened", daemon["sessions_opened"])
 
@@ -134,6 +142,17 @@ def _traffic(stats: Mapping[str, Any]) -> Iterator[Metric]:
     yield _counter("wrong_blocks", "Blocks that did not hold what was stored, by what was found", wrong, "finding")
     events = {key: n for key, n in counters.items() if key not in _TOLD}
     yield _counter("events", "What else the daemon counts", events, "event")
+
+
+def _told(told: Mapping[str, int]) -> Iterator[Metric]:
+    """What engines have counted, as far as their clients have told."""
+    done = {way: told.get(size, 0) for way, (size, _) in _COPIED.items()}
+    yield _counter("engine_copied_bytes", "Bytes that engines have loaded to and saved from their devices", done, "way")
+    seconds = {way: told.get(time, 0) / 1e6 for way, (_, time) in _COPIED.items()}
+    yield _counter("engine_copy_seconds", "Time that these copies took, one after the other", seconds, "way")
+    own = {key for pair in _COPIED.values() for key in pair}
+    events = dict.fromkeys(_ENGINE_EVENTS, 0) | {key: n for key, n in told.items() if key not in own}
+    yield _counter("engine_events", "What engines have counted besides", events, "event")
 
 
 def _gauge(name: str, doc: str, value: float | Mapping[str, float], label: str = "") -> Metric:

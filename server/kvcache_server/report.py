@@ -54,6 +54,8 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
                 "leases": len(session.leases),
                 "reservations": sum(r.owner == session.id for r in session.engine.reservations.values()),
                 "namespaces": {namespace.id: list(shards) for namespace, shards in session.attached.values()},
+                "breaker": "unknown" if session.breaker is None else session.breaker.name.lower(),
+                "counts": dict(session.counts),
             }
             for session in cache.sessions.values()
         ],
@@ -70,6 +72,7 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
         "evictions": dict(cache.room.evictions),
         "evicted_unread": cache.room.evicted_unread,
         "refusals": dict(cache.refusals),
+        "told": dict(cache.told),
         "counters": {**cache.counters, "blocks_evicted": cache.room.evictions.total()},
     }
 

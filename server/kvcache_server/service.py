@@ -44,6 +44,7 @@ from kvcache_proto.messages import (
     Request,
     Reserved,
     Settle,
+    Tell,
 )
 from kvcache_proto.types import Finding, Outcome
 from kvcache_server.attendance import Attendance
@@ -223,7 +224,7 @@ class Service:
                 packed = self._failed(number, error)
             else:
                 self._errors[BadToken.code] += 1
-                if type(request) in (Release, Detach):
+                if type(request) in (Release, Detach, Tell):
                     return
                 packed = encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
         except KVCacheError as error:

@@ -7,7 +7,9 @@ import random
 import pytest
 from small_cache import MIB, Engine, chain, make_cache
 
-from kvcache_proto.types import Outcome, Refusal, SlotRef
+from kvcache_proto import messages as m
+from kvcache_proto.codec import encode
+from kvcache_proto.types import Breaker, Outcome, Refusal, SlotRef
 from kvcache_server.ages import Ages
 from kvcache_server.cache import Cache
 from kvcache_server.histogram import Histogram
@@ -184,3 +186,13 @@ def test_a_long_prompt_is_counted_up_to_where_nothing_was_ever_stored():
         lost.add(block)
     lost.missed(chain)
     assert lost.missed_blocks == 1000
+
+
+def test_what_clients_tell_fits_the_wire_however_much_they_tell():
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    tell = m.Tell(1, b"", Breaker.CLOSED, {"probes": 1 << 48})
+    for _ in range(1 << 17):
+        engine.ask(tell)
+    assert encode(m.Report(1, cache.stats(0.0)))
+    assert cache.told["probes"] >= 1 << 60

@@ -10,8 +10,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache_proto import messages as m
+from kvcache_proto.counts import CLIENT_COUNTS
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome
+from kvcache_proto.types import REF_BYTES, Breaker, Finding, GroupSpec, NamespaceSpec, Outcome
 from kvcache_server import metrics
 from kvcache_server.admin import Admin
 
@@ -128,6 +129,33 @@ def test_wrong_blocks_are_counted_by_finding(daemon: Any, engine: Engine) -> Non
     assert found['kvcache_wrong_blocks_total{finding="corrupt"}'] == 1
     assert found['kvcache_wrong_blocks_total{finding="different"}'] == 0
     assert found['kvcache_evicted_blocks_total{cause="distrusted"}'] == 2
+
+
+def test_what_engines_tell_is_summed_up_and_names_of_their_own_are_not_shown(daemon: Any, engine: Engine) -> None:
+    engine.tell(m.Tell(0, b"", Breaker.OPEN, {"loaded_bytes": 300, "load_us": 2_000_000, "loads_failed": 1, "mine": 7}))
+    with Engine(daemon.endpoint) as other:
+        other.tell(m.Tell(0, b"", Breaker.CLOSED, {"loads_failed": 2, "saved_bytes": 1}))
+        found = scrape(daemon)
+        assert found['kvcache_engine_breakers{state="open"}'] == found['kvcache_engine_breakers{state="closed"}'] == 1
+    found = scrape(daemon)
+    assert found['kvcache_engine_breakers{state="closed"}'] == 0
+    assert found['kvcache_engine_copied_bytes_total{way="load"}'] == 300
+    assert found['kvcache_engine_copied_bytes_total{way="save"}'] == 1
+    assert found['kvcache_engine_copy_seconds_total{way="load"}'] == 2
+    assert found['kvcache_engine_events_total{event="loads_failed"}'] == 3
+    assert found['kvcache_engine_events_total{event="other"}'] == 7
+    assert not any("mine" in name for name in found)
+
+
+def test_counts_without_end_do_not_break_the_status(daemon: Any, engine: Engine) -> None:
+    for _ in range(3):
+        engine.tell(m.Tell(0, b"", Breaker.CLOSED, dict.fromkeys(CLIENT_COUNTS, 1 << 48)))
+    assert scrape(daemon)['kvcache_engine_events_total{event="probes"}'] == 3 << 48
+    engine.tell(m.Tell(0, b"", 7, {}))
+    engine.tell(m.Tell(0, b"", Breaker.CLOSED, {"probes": -1}))
+    engine.tell(m.Tell(0, b"", Breaker.CLOSED, {f"name {number}": 1 for number in range(257)}))
+    daemon.wait_status(lambda status: status["daemon"]["errors"] == {"bad_argument": 3})
+    assert scrape(daemon)['kvcache_engine_events_total{event="probes"}'] == 3 << 48
 
 
 def test_a_restart_is_counted_and_what_it_found(start_daemon: Any) -> None:
