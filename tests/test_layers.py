@@ -21,16 +21,18 @@ FLOORS: dict[str, list[set[str]]] = {
     "kvcache_proto": [
         {"", "errors"},
         {"types", "endpoint", "findings"},
+        {"counts"},
         {"messages", "region"},
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "ghosts", "limits", "rates", "sockets", "sums", "unread"},
+        {"", "doctor.table", "histogram", "limits", "lost", "rates", "sockets", "sums", "unread"},
+        {"ghosts"},
         {"index", "journal"},
-        {"pool", "shares"},
+        {"ages", "pool", "shares"},
         {"leases"},
         {"sessions", "room"},
-        {"report", "writing", "distrust"},
+        {"report", "writing", "distrust", "metrics"},
         {"cache"},
         {"recovery"},
         {"config", "logs", "admin", "doctor.child"},
@@ -53,7 +55,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"devices.npu_runtime", "devices.lane"},
         {"devices.streams"},
         {"devices.cuda", "devices.npu"},
-        {"handles", "tracked", "keeper", "settlements"},
+        {"handles", "tracked", "keeper", "settlements", "telling"},
         {"session", "saves", "canaries"},
         {""},
         {"proof"},
@@ -64,9 +66,10 @@ FLOORS: dict[str, list[set[str]]] = {
 }
 
 PURE = {
-    "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings"},
+    "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings", "counts"},
     "kvcache_server": {
-        *("ghosts", "limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
+        *("ages", "ghosts", "histogram", "lost"),
+        *("limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
         *("cache", "journal", "writing", "recovery", "sums", "distrust"),
         "doctor.table",
     },
@@ -83,7 +86,7 @@ WORLD = {
 
 THIRD_PARTY = {
     "kvcache_proto": {"msgspec"},
-    "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy"},
+    "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy", "prometheus_client"},
     "kvcache_client": {"msgspec", "zmq", "numpy", "xxhash"},
 }
 # Modules that run inside an engine only, or look for what it brings, and so may use it.

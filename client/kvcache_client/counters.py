@@ -1,9 +1,10 @@
-"""Counts by name, from any thread."""
+"""Counts by name, from any thread, and what they have gained."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping
 
 
 class Counters:
@@ -20,3 +21,27 @@ class Counters:
         """Return every count that is not 0."""
         with self._lock:
             return dict(self._counts)
+
+
+class Gains:
+    """What several counts have gained since somebody took note. `sources` may grow."""
+
+    def __init__(self, *sources: Callable[[], Mapping[str, int]]) -> None:
+        self.sources = list(sources)
+        self._noted: Counter[str] = Counter()
+
+    def look(self) -> tuple[dict[str, int], Counter[str]]:
+        """Return what was gained, without what was not, and the sums to be noted once that has been told."""
+        sums: Counter[str] = Counter()
+        for source in list(self.sources):
+            sums.update(source())
+        return {name: count - self._noted[name] for name, count in sums.items() if count != self._noted[name]}, sums
+
+    def note(self, sums: Counter[str]) -> None:
+        self._noted = sums
+
+    def take(self) -> dict[str, int]:
+        """Return what was gained, and take note."""
+        gained, sums = self.look()
+        self.note(sums)
+        return gained

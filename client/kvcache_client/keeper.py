@@ -66,10 +66,11 @@ class Keeper:
     def _watch(self, link: Link) -> None:
         """Wait until something is due at `link`, and do it."""
         session, channel = self._session, link.channel
+        session.telling.tell(link)
         channel.watched = False  # before looking whether it is busy: who posts in between rings the bell
         channel.watched = watched = channel.busy
         probe_at = session.breaker.probe_at
-        timeout = session.deadline if watched else None
+        timeout = session.deadline if watched else session.telling.wait(link)
         if probe_at is not None:
             timeout = max(0.0, probe_at - time.monotonic())
         ready = self._wait([link.door.connection, *([channel.descriptor] if watched else [])], timeout)

@@ -72,6 +72,7 @@ class Scheduler:
         self._tally = Tally(logger)
         self._verify, self._shards = settings.verify, spec.shards
         self._saves = Saves(engine_block, blocks_per_slot, settings.save == "prompt", self._tally, settings.verify)
+        session.telling.count_too(self._tally.snapshot)
         self._canaries = Canaries(settings.canary_every, spec.groups[0].block_bytes, blocks_per_slot)
 
     @property

@@ -28,6 +28,7 @@ from kvcache_client.link import Link
 from kvcache_client.region import Region
 from kvcache_client.settlements import Settlements
 from kvcache_client.slots import Slot
+from kvcache_client.telling import Telling
 from kvcache_proto.endpoint import check_endpoint, default_endpoint, socket_path
 from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable, from_wire
 from kvcache_proto.messages import (
@@ -86,6 +87,7 @@ class Session:
         self._context: zmq.Context[Any] = zmq.Context(1)
         self._keeper = Keeper(self)
         self.settlements = Settlements(self)
+        self.telling = Telling(self)
 
     @classmethod
     def connect(
@@ -239,6 +241,7 @@ class Session:
                 return
             self._closing = True
         if (link := self.link) is not None and self.breaker.closed:
+            self.telling.tell(link, at_once=True)
             link.channel.call(Ping(0, b""), self.deadline, _ignore)  # the last in the queue: all before it is handled
         self._keeper.stop()
         self.leave("closed")

@@ -77,6 +77,7 @@ class Worker:
         self._stored_lock = threading.Lock()
         self._counts = Counters()
         self._proof = Proof(spec, self._shard, self._counts)
+        session.telling.count_too(self._counts.snapshot)
         self._format: Format | None = None  # of the values in a block
 
     @property
@@ -201,6 +202,8 @@ class Worker:
         if done.error:
             self._counts.add("saves_failed", len(job.positions))
             logger.warning("request %s: %d blocks were not stored: %s", job.request, len(job.positions), done.error)
+        else:
+            self._count_copy("saved_bytes", "save_us", len(job.blocks), done)
         namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, sums=sums)
         with self._stored_lock:
             stored = self._stored[job.request]
@@ -211,6 +214,10 @@ class Worker:
             line = self._line(job.request, stored)
         if line:
             logger.info("%s", line)
+
+    def _count_copy(self, size: str, time: str, blocks: int, done: Job) -> None:
+        self._counts.add(size, blocks * self._block_bytes)
+        self._counts.add(time, round(done.seconds * 1e6))
 
     def _finish(self, request: str) -> None:
         with self._stored_lock:
@@ -311,8 +318,10 @@ class Worker:
                 failed = [block for block, fine in zip(job.blocks, good.tolist(), strict=True) if not fine]
         if failed:
             self._counts.add("load_blocks_failed", len(failed))
-        elif not self._rank:
-            logger.info("loaded %s", self._amount(len(job.blocks) / self._per_slot, done.seconds, job.request))
+        else:
+            self._count_copy("loaded_bytes", "load_us", len(job.blocks), done)
+            if not self._rank:
+                logger.info("loaded %s", self._amount(len(job.blocks) / self._per_slot, done.seconds, job.request))
         self._done.append((job.request, failed))
 
     # The end.

@@ -171,6 +171,18 @@ class Fence(msgspec.Struct, tag="fence", array_like=True):
     session: int
 
 
+class Tell(msgspec.Struct, tag="tell", array_like=True):
+    """Say how the client does. It has no reply.
+
+    `breaker` is a Breaker; `counts` what it has counted, by name, since it last told.
+    """
+
+    id: int
+    token: bytes
+    breaker: int
+    counts: dict[str, int] = {}
+
+
 # Replies.
 
 
@@ -263,6 +275,8 @@ class Error(msgspec.Struct, tag="error", array_like=True):
     message: str
 
 
-Request = Attach | Detach | Acquire | Release | Reserve | Settle | Distrust | Ping | Stats | Clear | Restate | Fence
+Request = (
+    Attach | Detach | Acquire | Release | Reserve | Settle | Distrust | Ping | Stats | Clear | Restate | Fence | Tell
+)
 Reply = Attached | Acquired | Reserved | Settled | Distrusted | Pong | Report | Cleared | Restated | Fenced | Error
 DoorMessage = Hello | Welcome | Error

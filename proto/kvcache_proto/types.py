@@ -85,6 +85,13 @@ class Finding(enum.IntEnum):
     DIFFERENT = 1  # its bytes are not what its tokens give when they are computed anew
 
 
+class Breaker(enum.IntEnum):
+    """Whether a client asks the daemon."""
+
+    CLOSED = 0
+    OPEN = 1  # a deadline was missed, and no probe has been answered in time yet
+
+
 class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
     """One KV cache group: how many tokens a block holds and how large each shard of it is.
 

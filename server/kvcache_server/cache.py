@@ -64,6 +64,7 @@ class Cache:
         self.grace_until = 0.0
         self.refusals: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
+        self.told: Counter[str] = Counter()  # what clients have counted, those that are gone among them
         self.room = Room(self.pool, self.shares, self.limits.namespace_ceiling, self.counters)
         self.writing = Writing(
             *(self.pool, self.room, self.limits, self.engines, self._held, journal, self.counters, self.refusals)
@@ -86,6 +87,7 @@ class Cache:
             m.Clear: self._clear,
             m.Restate: self._restate,
             m.Fence: self._fence,
+            m.Tell: self._tell,
         }
 
     def handle(self, session: int, request: m.Request, now: float) -> m.Reply | None:
@@ -176,6 +178,7 @@ class Cache:
         if self.room.frozen and (not self.awaited or now >= self.grace_until):
             self.room.frozen = False
         self.writing.tick(now)
+        self.room.ages.tick(self.pool.generation, now)
 
     def await_sessions(self, sessions: dict[int, Engine], now: float) -> None:
         """Evict nothing until `sessions`, of the last life, have restated what they hold, or the grace is over."""
@@ -303,9 +306,9 @@ class Cache:
             self._pin(session, lease, found[hits - 1], hits * group.slot_bytes)
         if hits < len(found):
             del found[hits:]
-        self.pool.touch(found[-1])
+        self.pool.read(found[-1])
         found[-1].account.hit_bytes += hits * group.slot_bytes
-        namespace.hit_blocks += hits
+        group.hit_blocks += hits
         self.counters["blocks_hit"] += hits
         slots = b"".join([block.ref for block in found])
         sums = self.sums.read(slots, group.sum_offsets) if request.verify and self.sums else b""
@@ -353,6 +356,9 @@ class Cache:
                     yield grant.block
 
     # Admin.
+
+    def _tell(self, session: Session, request: m.Tell, now: float) -> None:
+        session.tell(request.breaker, request.counts, self.told)
 
     @staticmethod
     def _ping(session: Session, request: m.Ping, now: float) -> m.Pong:

@@ -143,8 +143,8 @@ class Group:
     """The cached blocks of one KV cache group of a namespace, by hash."""
 
     __slots__ = (
-        *("ghosts", "hash_bytes", "namespace", "number", "pending", "root", "slot_bytes"),
-        *("spec", "sum_offsets", "visible"),
+        *("ghosts", "hash_bytes", "hit_blocks", "namespace", "number", "pending", "root", "saved_blocks"),
+        *("slot_bytes", "spec", "sum_offsets", "visible"),
     )
 
     def __init__(self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, capacity: int) -> None:
@@ -155,6 +155,7 @@ class Group:
         self.slot_bytes = slot_size(spec.block_bytes)
         self.sum_offsets = Sums.offsets(spec)
         self.ghosts = Ghosts(capacity // self.slot_bytes)
+        self.hit_blocks = self.saved_blocks = 0
         self.visible: dict[bytes, Block] = {}
         self.pending: dict[bytes, Grant] = {}
         self.root = Block(UNQUEUED, 0, b"", b"", Account("", self))

@@ -72,6 +72,10 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._slots)
 
+    @property
+    def bytes(self) -> int:
+        return sum(extent.slot_bytes for _, _, _, extent in self._slots)
+
     def add(self, until: float, extent: Extent, slot: int) -> None:
         heapq.heappush(self._slots, (until, extent.index, slot, extent))
 

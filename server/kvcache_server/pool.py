@@ -6,6 +6,8 @@ that comes and goes does not pay for the cut each time, and is given to another 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import FREE, SLOT_ROW, RegionRows, slots_per_extent
 from kvcache_proto.types import SlotRef
@@ -15,7 +17,9 @@ from kvcache_server.index import Block
 class Extent:
     """One run of the region, cut into slots of `slot_bytes`; `blocks[slot]` is who lives there."""
 
-    __slots__ = ("blocks", "busy", "generation", "index", "newest", "rows", "slot_bytes", "start", "used", "vacant")
+    __slots__ = (
+        *("blocks", "busy", "generation", "index", "newest", "read", "rows", "slot_bytes", "start", "used", "vacant"),
+    )
 
     def __init__(self, index: int, start: int, slot_bytes: int, slots: int, rows: int, generation: int) -> None:
         self.index = index
@@ -24,10 +28,21 @@ class Extent:
         self.rows = rows
         self.generation = generation
         self.blocks: list[Block | None] = [None] * slots
+        self.read = bytearray(b"\1") * slots  # by slot: 0 where no lookup has found the block since it was placed here
         self.vacant = list(range(slots - 1, -1, -1))
         self.used = 0
         self.busy = 0  # slots that a writer may still write: WRITING or in quarantine
         self.newest = 0  # the latest tick stored or touched here; ancestors are touched through their descendants
+
+
+class Survey(NamedTuple):
+    """Bytes of slots that are taken, of those that may be written still, of what is free, and of the largest free run
+    that a block could lie in."""
+
+    used: int
+    busy: int
+    free: int
+    largest: int
 
 
 class Pool:
@@ -38,7 +53,7 @@ class Pool:
         self.rows = rows
         self.tick = 0
         self._geometry = rows.geometry
-        self._generation = generation
+        self.generation = generation
         self._uncut = list(range(self._geometry.extents - 1, -1, -1))
         self._roomy: dict[int, list[Extent]] = {}  # by slot size: extents that may have a vacant slot
         self.extents: dict[int, Extent] = {}
@@ -54,6 +69,21 @@ class Pool:
     @property
     def uncut(self) -> int:
         return len(self._uncut)
+
+    def survey(self) -> Survey:
+        """Look at every extent. O(extents)."""
+        used = busy = free = largest = 0
+        empty = self.uncut
+        for extent in self.extents.values():
+            size, vacant = extent.slot_bytes, len(extent.vacant)
+            used += extent.used * size
+            busy += extent.busy * size
+            free += vacant * size
+            if not extent.used:
+                empty += 1
+            elif vacant and size > largest:
+                largest = size
+        return Survey(used, busy, free + self.uncut * self.extent_bytes, self.extent_bytes if empty else largest)
 
     def check_size(self, slot_bytes: int) -> None:
         """Raise BadArgument where a slot of `slot_bytes` fits no extent."""
@@ -83,11 +113,12 @@ class Pool:
 
     def place(self, extent: Extent, slot: int, block: Block) -> int:
         """Let `block`, in use now, live in the slot under a new generation, which it returns."""
-        self._generation = (self._generation + 1) & ((1 << 64) - 1)
+        self.generation = (self.generation + 1) & ((1 << 64) - 1)
         self.tick = block.tick = extent.newest = self.tick + 1
         extent.blocks[slot] = block
-        block.ref = SlotRef(extent.start + slot * extent.slot_bytes, self._generation, extent.generation).pack()
-        return self._generation
+        extent.read[slot] = 0
+        block.ref = SlotRef(extent.start + slot * extent.slot_bytes, self.generation, extent.generation).pack()
+        return self.generation
 
     def give_back(self, extent: Extent, slot: int) -> None:
         """Make the slot FREE."""
@@ -98,16 +129,24 @@ class Pool:
         extent.vacant.append(slot)
         extent.used -= 1
 
-    def touch(self, block: Block) -> None:
-        """Note a use of `block`."""
+    def touch(self, block: Block) -> tuple[Extent, int]:
+        """Note a use of `block`; return where it lives."""
         self.tick = block.tick = self.tick + 1
-        self.note_tick(block).newest = self.tick
-
-    def note_tick(self, block: Block) -> Extent:
-        """Write the block's tick, which it may have from a child that is gone, into its row."""
         extent, slot = self.locate(block)
         self.rows.set_tick(self.row(extent, slot), block.tick)
-        return extent
+        extent.newest = self.tick
+        return extent, slot
+
+    def read(self, block: Block) -> None:
+        """Note that a lookup found `block`, and what is above it."""
+        extent, slot = self.touch(block)
+        extent.read[slot] = 1
+
+    def inherit(self, parent: Block, read: int) -> None:
+        """Note what `parent` has from a child that is gone: its tick, and whether it was `read`."""
+        extent, slot = self.locate(parent)
+        self.rows.set_tick(self.row(extent, slot), parent.tick)
+        extent.read[slot] |= read
 
     def uncut_extent(self, extent: Extent) -> None:
         """Give an empty extent up to whichever size asks next."""
@@ -144,7 +183,7 @@ class Pool:
 
     def resume(self, generation: int) -> None:
         """With all extents adopted and filled, go on after the last generation that an earlier daemon gave."""
-        self._generation = generation
+        self.generation = generation
         self._uncut = [index for index in range(self._geometry.extents - 1, -1, -1) if index not in self.extents]
         for extent in self.extents.values():
             blocks = extent.blocks
@@ -155,9 +194,9 @@ class Pool:
                 roomy.append(extent)
 
     def _cut(self, index: int, slot_bytes: int) -> Extent:
-        self._generation = (self._generation + 1) & ((1 << 64) - 1)
-        slots = self.rows.cut(index, slot_bytes, self._generation)
-        return self.adopt(index, slot_bytes, self._generation, slots)
+        self.generation = (self.generation + 1) & ((1 << 64) - 1)
+        slots = self.rows.cut(index, slot_bytes, self.generation)
+        return self.adopt(index, slot_bytes, self.generation, slots)
 
     def _empty_extent(self, slot_bytes: int) -> int | None:
         for extent in self.extents.values():

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def stats(cache: Cache, now: float) -> dict[str, Any]:
-    """Return pool, namespaces, sessions, refusals by reason, and counters. O(namespaces, sessions, grants)."""
+    """Return pool, namespaces, sessions, refusals by reason, and counters.
+
+    O(namespaces, accounts, sessions, grants, extents).
+    """
+    survey, quarantined = cache.pool.survey(), cache.writing.quarantine.bytes
     groups = [group for namespace in cache.namespaces.values() for group in namespace.groups]
     pending = [grant for group in groups for grant in group.pending.values()]
     return {
@@ -29,6 +33,16 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
             "blocks_hidden": sum(grant.ready for grant in pending),
             "slots_quarantined": len(cache.writing.quarantine),
             "pinned_bytes": sum(engine.pinned for engine in cache.engines.values()),
+            # These five are the whole pool: the last is what rows and the ends of extents take.
+            "ready_bytes": survey.used - survey.busy,
+            "writing_bytes": survey.busy - quarantined,
+            "quarantined_bytes": quarantined,
+            "free_bytes": survey.free,
+            "overhead_bytes": cache.pool.capacity - survey.used - survey.free,
+            "largest_free_bytes": survey.largest,
+            "leases": sum(len(session.leases) for session in cache.sessions.values()),
+            "reservations": sum(len(engine.reservations) for engine in cache.engines.values()),
+            "residence": cache.room.ages.residence.figures(),
         },
         "namespaces": [_namespace(cache, namespace) for namespace in cache.namespaces.values()],
         "sessions": [
@@ -40,6 +54,8 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
                 "leases": len(session.leases),
                 "reservations": sum(r.owner == session.id for r in session.engine.reservations.values()),
                 "namespaces": {namespace.id: list(shards) for namespace, shards in session.attached.values()},
+                "breaker": "unknown" if session.breaker is None else session.breaker.name.lower(),
+                "counts": dict(session.counts),
             }
             for session in cache.sessions.values()
         ],
@@ -51,9 +67,13 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
             }
             for number, engine in cache.absent.items()
         ],
+        "life": cache.life,
         "grace": cache.room.frozen,
+        "evictions": dict(cache.room.evictions),
+        "evicted_unread": cache.room.evicted_unread,
         "refusals": dict(cache.refusals),
-        "counters": dict(cache.counters),
+        "told": dict(cache.told),
+        "counters": {**cache.counters, "blocks_evicted": cache.room.evictions.total()},
     }
 
 
@@ -67,7 +87,11 @@ def _namespace(cache: Cache, namespace: Namespace) -> dict[str, Any]:
         "block_bytes": [group.spec.block_bytes for group in namespace.groups],
         "lookups": namespace.lookups,
         "requested_blocks": namespace.requested_blocks,
-        "hit_blocks": namespace.hit_blocks,
+        "hit_blocks": sum(group.hit_blocks for group in namespace.groups),
+        "hit_bytes": sum(group.hit_blocks * group.spec.block_bytes for group in namespace.groups),
+        "lost_blocks": sum(group.ghosts.lost.missed_blocks for group in namespace.groups),
+        "saved_blocks": sum(group.saved_blocks for group in namespace.groups),
+        "saved_bytes": sum(group.saved_blocks * group.spec.block_bytes for group in namespace.groups),
         "blocks": sum(len(group.visible) for group in namespace.groups),
         "bytes": sum(account.bytes for account in mine),
         "engines": {account.engine: account.bytes for account in mine},
@@ -160,5 +184,8 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
                 accounts[id(block.account)] = accounts.get(id(block.account), 0) + extent.slot_bytes
         assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"
         assert extent.used == len(extent.blocks) - len(extent.vacant)
+    survey, quarantine = cache.pool.survey(), cache.writing.quarantine.bytes
+    assert survey.used == quarantine + sum(account.bytes for account in cache.shares.accounts), "slots without account"
+    assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"
     for account in cache.shares.accounts:
         assert account.bytes == accounts.get(id(account), 0), "an account that does not add up"

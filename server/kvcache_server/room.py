@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvcache_proto.types import Refusal
+from kvcache_server.ages import Ages
 from kvcache_server.index import Account, Block
 from kvcache_server.pool import Extent, Pool
 from kvcache_server.shares import Shares
+
+# Why a block was evicted: for another one; the engine's ceiling; its namespace's; slots of another size.
+ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT = EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut")
 
 _RECUT_LOOKS = 8  # extents weighed before one is cut anew: each costs a walk of all below its blocks
 
@@ -21,6 +25,9 @@ class Room:
         self._shares = shares
         self._namespace_ceiling = int(namespace_ceiling * pool.capacity) if namespace_ceiling < 1 else 0
         self._counters = counters
+        self.evictions: Counter[str] = Counter()  # blocks by cause
+        self.evicted_unread = 0  # of them, those that no lookup had found
+        self.ages = Ages()
         self.frozen = False  # nothing is evicted while leases of an earlier life may not be restated yet
 
     def make(
@@ -31,7 +38,7 @@ class Room:
         `held()` yields the blocks that are read or written now; they and what is above them stay where they are.
         """
         size = account.group.slot_bytes
-        if account.ceiling and account.bytes + size > account.ceiling and not self.evict(account):
+        if account.ceiling and account.bytes + size > account.ceiling and not self.evict(account, OWN_CEILING):
             return Refusal.QUOTA
         if self._namespace_ceiling and not self._below_ceiling(account):
             return Refusal.QUOTA
@@ -40,7 +47,7 @@ class Room:
             return place
         for excess, victim in self._shares.by_excess():
             if victim.group.slot_bytes == size:
-                freed = self.evict(victim)
+                freed = self.evict(victim, ROOM)
             else:
                 # A whole extent changes hands: not for the sake of a few slots, unless there is nothing to begin with.
                 worth = excess >= self._pool.extent_bytes or (excess > 0 and not account.bytes)
@@ -51,12 +58,12 @@ class Room:
                     return place
         return Refusal.NO_SPACE
 
-    def evict(self, account: Account) -> bool:
+    def evict(self, account: Account, cause: str) -> bool:
         """Forget the coldest leaf of `account`; False where it has none that may go."""
         block = None if self.frozen else account.pop_coldest()
         if block is None:
             return False
-        self._evicted(block)
+        self._evicted(block, cause)
         return True
 
     def clear(self, accounts: Sequence[Account]) -> int:
@@ -66,33 +73,37 @@ class Room:
             before = cleared
             for account in accounts:
                 while (block := account.pop_coldest()) is not None:
-                    cleared += self._forget(block)
+                    cleared += self._forget(block)[0]
         self._counters["blocks_cleared"] += cleared
         return cleared
 
-    def _evicted(self, block: Block) -> None:
+    def _evicted(self, block: Block, cause: str) -> None:
         group = block.account.group
-        if self._forget(block):
+        found, read = self._forget(block)
+        if found:
             group.ghosts.add(block.hash, block.account)
-            self._counters["blocks_evicted"] += 1
+            self.ages.evicted(block)
+            self.evictions[cause] += 1
+            if not read:
+                self.evicted_unread += 1
             self._shares.evicted(group.slot_bytes)
 
-    def _forget(self, block: Block) -> bool:
-        """Return whether anybody could have found it."""
+    def _forget(self, block: Block) -> tuple[bool, int]:
+        """Return whether anybody could have found it, and whether a lookup had."""
         extent, slot = self._pool.locate(block)
-        parent = block.parent
+        parent, read = block.parent, extent.read[slot]
         visible = block.account.group.remove(block)
-        if parent is not None and parent.ref and parent.tick == block.tick:
-            self._pool.note_tick(parent)
+        if parent is not None and parent.ref and (read or parent.tick == block.tick):
+            self._pool.inherit(parent, read)
         block.account.bytes -= extent.slot_bytes
         self._pool.give_back(extent, slot)
-        return visible
+        return visible, read
 
     def _below_ceiling(self, account: Account) -> bool:
         mine = [each for _, each in self._shares.by_excess() if each.group.namespace == account.group.namespace]
         if sum(each.bytes for each in mine) + account.group.slot_bytes <= self._namespace_ceiling:
             return True
-        return any(map(self.evict, mine))
+        return any(self.evict(each, NAMESPACE_CEILING) for each in mine)
 
     def _recut(self, slot_bytes: int, held: Iterable[Block]) -> bool:
         """Empty the coldest extent of that slot size that nobody reads from or writes to; False where there is none."""
@@ -109,7 +120,7 @@ class Room:
         for block in extent.blocks:
             if block is not None:
                 for each in block.subtree()[::-1]:
-                    self._evicted(each)
+                    self._evicted(each, RECUT)
         self._counters["extents_recut"] += 1
         self._pool.uncut_extent(extent)
         return True

@@ -44,11 +44,13 @@ from kvcache_proto.messages import (
     Request,
     Reserved,
     Settle,
+    Tell,
 )
 from kvcache_proto.types import Finding, Outcome
 from kvcache_server.attendance import Attendance
 from kvcache_server.config import Config, format_size
 from kvcache_server.door import Door
+from kvcache_server.histogram import Histogram
 from kvcache_server.opening import Opened
 from kvcache_server.rates import Rate
 from kvcache_server.sockets import Place, admit, private
@@ -66,6 +68,7 @@ SEND_QUEUE = 1024  # replies that a peer may leave unread
 LONG = 64 << 10  # replies from here on are watched until they have left; shorter ones cost less copied
 UNREAD_BYTES = 8 << 20  # of long replies, a peer
 YOUNG_OBJECTS = 10_000
+ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
@@ -85,11 +88,12 @@ class Service:
         self._attendance = Attendance(opened, self._hear_last_words, self._show_out, self._failed)
         self._tokens = self._attendance.tokens
         self._lost = ""  # the socket whose file has gone
-        self._started = time.monotonic()
+        self._started, self._started_at = time.monotonic(), time.time()
         self._messages = 0
         self._errors: Counter[str] = Counter()  # by code, as answered
         self._drops: Counter[str] = Counter()  # replies that could not be delivered, by reason
         self._integrity: Counter[str] = Counter()
+        self._acquire = Histogram(ACQUIRE_SECONDS)
         self._unread = Unread(UNREAD_BYTES)
         self._told: dict[str, int] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -196,10 +200,13 @@ class Service:
             request = decode_request(frame)
             number = request.id
             session = self._tokens[request.token]
-            reply = self._cache.handle(session, request, time.monotonic())
+            now = time.monotonic()
+            reply = self._cache.handle(session, request, now)
             if reply is None:
                 return
-            if type(reply) is Cleared:
+            if type(reply) is Acquired:
+                self._acquire.add(time.monotonic() - now)
+            elif type(reply) is Cleared:
                 what = getattr(request, "namespace", "") or "every namespace"
                 log.info("cleared %d blocks of %s, asked by %s", reply.blocks, what, self._attendance.name(session))
             elif type(reply) is Fenced:
@@ -217,7 +224,7 @@ class Service:
                 packed = self._failed(number, error)
             else:
                 self._errors[BadToken.code] += 1
-                if type(request) in (Release, Detach):
+                if type(request) in (Release, Detach, Tell):
                     return
                 packed = encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
         except KVCacheError as error:
@@ -352,6 +359,7 @@ class Service:
         return {
             "version": __version__,
             "pid": os.getpid(),
+            "started_at": round(self._started_at, 3),
             "uptime_s": round(time.monotonic() - self._started, 1),
             "endpoint": self._config.endpoint,
             "region": self._region.path,
@@ -360,6 +368,8 @@ class Service:
             "draining": False,  # no more, and yet `status` of 0.1.0 asks for it
             "messages": self._messages,
             "sessions_opened": self._attendance.opened,
+            "max_sessions": self._config.max_sessions,
+            "acquire": self._acquire.figures(),
             "errors": dict(self._errors),
             "drops": dict(self._drops),
             "door_refused": dict(self._door.refused),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
+from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
 from kvcache_proto.errors import BadArgument, UnknownHandle
-from kvcache_proto.types import NamespaceSpec
+from kvcache_proto.types import Breaker, NamespaceSpec
 from kvcache_server.index import Account, Block, Group
 from kvcache_server.leases import Lease, Reservation
 
 
 class Namespace:
-    __slots__ = ("groups", "hit_blocks", "id", "lookups", "number", "requested_blocks", "spec")
+    __slots__ = ("groups", "id", "lookups", "number", "requested_blocks", "spec")
 
     def __init__(self, number: int, spec: NamespaceSpec, capacity: int) -> None:
         self.number = number
@@ -18,7 +22,7 @@ class Namespace:
         self.groups = [
             Group(number, index, group, spec.hash_bytes, capacity) for index, group in enumerate(spec.groups)
         ]
-        self.lookups = self.requested_blocks = self.hit_blocks = 0
+        self.lookups = self.requested_blocks = 0
 
     def forget(self) -> None:
         """Fall apart: nobody will ask for it again."""
@@ -77,7 +81,7 @@ class Engine:
 
 
 class Session:
-    __slots__ = ("attached", "engine", "id", "label", "leases", "opened")
+    __slots__ = ("attached", "breaker", "counts", "engine", "id", "label", "leases", "opened")
 
     def __init__(self, number: int, engine: Engine, label: str, opened: float) -> None:
         self.id = number
@@ -86,6 +90,23 @@ class Session:
         self.opened = opened
         self.attached: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
         self.leases: dict[int, Lease] = {}
+        self.breaker: Breaker | None = None  # None: it has not told
+        self.counts: Counter[str] = Counter()  # what its client told
+
+    def tell(self, breaker: int, counts: Mapping[str, int], everybody: Counter[str]) -> None:
+        """Note what its client tells, and add it to what `everybody` has told.
+
+        Raises BadArgument; nothing has changed then.
+        """
+        if breaker not in list(Breaker):
+            raise BadArgument(f"breaker {breaker}: one of {', '.join(str(int(each)) for each in Breaker)}")
+        if len(counts) > MAX_NAMES or not all(0 <= count <= MAX_GAIN for count in counts.values()):
+            raise BadArgument(f"{len(counts)} counts: at most {MAX_NAMES}, each 0 to {MAX_GAIN}")
+        self.breaker = Breaker(breaker)
+        for name, count in counts.items():
+            known = name if name in CLIENT_COUNTS else OTHER
+            for told in (self.counts, everybody):
+                told[known] = min(told[known] + count, MAX_COUNT)
 
     def group(self, number: int, group: int) -> tuple[Namespace, Group]:
         """Return an attached namespace and one of its groups. Raises UnknownHandle, BadArgument."""

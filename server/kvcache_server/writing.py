@@ -268,6 +268,7 @@ class Writing:
             self._give_back(grant)
             return grant.fate
         self._counters["blocks_committed"] += 1
+        group.saved_blocks += 1
         grant.ready = True
         grant.extent.busy -= 1
         self._rows.set_state(row, READY)

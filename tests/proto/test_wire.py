@@ -92,6 +92,7 @@ REQUESTS = [
         "c418 0100000000000000 0200000000000000 0300000000000000",
     ),
     (messages.Fence(9, TOKEN, 12), f"94 a566656e6365 09 {T} 0c"),
+    (messages.Tell(9, TOKEN, 1, {"probes": 300}), f"95 a474656c6c 09 {T} 01 81 a670726f626573 cd012c"),
 ]
 
 REPLIES = [

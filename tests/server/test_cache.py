@@ -5,74 +5,19 @@ from __future__ import annotations
 import gc
 
 import pytest
+from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
-from kvcache_proto.region import RegionRows, plan_geometry
+from kvcache_proto.region import RegionRows
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
-from kvcache_server.cache import Cache
 from kvcache_server.index import Account, Group
 from kvcache_server.leases import Grant
-from kvcache_server.limits import Limits
 from kvcache_server.sessions import Session
-
-KIB, MIB = 1 << 10, 1 << 20
-
-
-class Engine:
-    """One engine with one session that writes every shard, as a user of the client library has it."""
-
-    def __init__(self, cache: Cache, name: str, block_bytes: int = 64 * KIB, model: str = "m") -> None:
-        self.cache = cache
-        self.now = 0.0
-        self.session = cache.open_session(name, "", 0.0)
-        spec = NamespaceSpec(model, (GroupSpec(16, block_bytes),), hash_bytes=16)
-        self.namespace = self.ask(m.Attach(1, b"", spec, (0,))).namespace
-
-    def ask(self, request):
-        return self.cache.handle(self.session, request, self.now)
-
-    def reserve(self, names: list[str], parent: str | None = None) -> m.Reserved:
-        run = m.Run(hashes(names), hashes([parent])[0] if parent else None)
-        return self.ask(m.Reserve(1, b"", self.namespace, [run]))
-
-    def settle(
-        self, reserved: m.Reserved, outcome: Outcome = Outcome.COMMITTED, at: tuple[int, ...] = ()
-    ) -> list[Verdict]:
-        region = self.cache.geometry.region_id
-        reply = self.ask(m.Settle(1, b"", region, reserved.reservation, (0,), outcome, list(at)))
-        return [Verdict(verdict) for verdict in reply.verdicts]
-
-    def store(self, names: list[str], parent: str | None = None) -> list[Refusal]:
-        reserved = self.reserve(names, parent)
-        if reserved.reservation:
-            self.settle(reserved)
-        return [Refusal(answer) for answer in reserved.answers]
-
-    def acquire(self, names: list[str], pin: bool = True) -> m.Acquired:
-        return self.ask(m.Acquire(1, b"", self.namespace, hashes(names), pin=pin))
-
-    def hits(self, names: list[str]) -> int:
-        return self.acquire(names, pin=False).hits
-
-
-def hashes(names: list[str]) -> list[bytes]:
-    return [name.encode().ljust(16, b".") for name in names]
-
-
-def chain(name: str, length: int) -> list[str]:
-    return [f"{name}{number}" for number in range(length)]
 
 
 def living(kind: type) -> int:
     return sum(type(each) is kind for each in gc.get_objects())
-
-
-def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, **limits: float) -> Cache:
-    geometry = plan_geometry(b"r" * 16, extents * extent_bytes, extent_bytes)
-    assert geometry.extents == extents
-    bounds = Limits(**{"write_quota": 1.0} | limits)  # most tests here fill the pool in one go
-    return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, bounds, seed=11)
 
 
 def test_a_stored_run_is_found_with_its_slots_and_another_is_not():
@@ -401,7 +346,7 @@ def test_each_block_ends_in_one_count_and_present_is_what_is_left():
     engine.ask(m.Clear(1, b""))
     engine.store(chain("last", 5))
     cache.check_integrity()
-    counts = {name.removeprefix("blocks_"): count for name, count in cache.counters.items()}
+    counts = {name.removeprefix("blocks_"): count for name, count in cache.stats(0.0)["counters"].items()}
     assert (counts["superseded"], counts["failed"], counts["orphaned"], counts["unreachable"]) == (2, 1, 1, 1)
     assert counts["evicted"] > 0 and counts["cleared"] > 0
     assert counts["reserved"] == sum(counts[end] for end in ("committed", "failed", "superseded", "orphaned"))

@@ -1,0 +1,39 @@
+"""What clients count, by name: what they tell the daemon, which shows each of these and sums up all others as `other`.
+
+So that a client cannot make the daemon's metrics grow by names of its own.
+"""
+
+from __future__ import annotations
+
+from kvcache_proto.types import Refusal
+
+OTHER = "other"
+MAX_NAMES = 256  # in one message
+MAX_GAIN = 1 << 48  # of one count, in one message
+MAX_COUNT = 1 << 62  # where a sum stops: the wire has 64 bits
+
+_CONNECTION = """
+    answers_lost answers_unasked attaches_put_off attaches_refused bad_frames breaker_closed breaker_open breaker_opened
+    channel_contended connects_failed handler_errors keeper_errors late_lookups late_reserves leases_lost
+    leases_restated links_lost odd_replies probes probes_late region_callback_errors requests_unanswered
+    sessions_resumed socket_full unsent
+"""
+_LOOKUPS = """
+    leases_given_back lookups_declined_by_request lookups_declined_down lookups_declined_load_failed
+    lookups_declined_loads_fail lookups_declined_lora lookups_declined_multimodal lookups_declined_prompt_embeds
+    lookups_declined_unaligned lookups_declined_weights lookups_down lookups_not_wanted lookups_over_budget
+    lookups_refused lookups_unanswered lookups_waited_for_quota stale_releases
+"""
+_SAVES = """
+    reserves_down reserves_refused reserves_unanswered saves_dropped saves_failed saves_of_another_region
+    saves_of_odd_places saves_refused saves_unavailable settles_of_another_region settles_refused settles_sent_again
+    settles_unanswered stale_attaches stale_detaches stale_settles stale_tells refused_unavailable
+"""
+_COPIES = """
+    blocks_verified canary_checked canary_failed canary_lost canary_requests canary_skipped distrusts_unsaid
+    drains_cut_short load_blocks_failed load_us loaded_bytes loads_fail loads_failed loads_of_another_region
+    loads_of_odd_places save_us saved_bytes sums_failed
+"""
+_REFUSED = [f"{what}_{why.name.lower()}" for what in ("refused", "saves") for why in Refusal]
+
+CLIENT_COUNTS = frozenset([*_CONNECTION.split(), *_LOOKUPS.split(), *_SAVES.split(), *_COPIES.split(), *_REFUSED])

@@ -1,0 +1,26 @@
+"""Counts of values by size, as Prometheus' histograms are. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+
+class Histogram:
+    """`counts[i]` values were at most `bounds[i]` and above the bound before; the last count has those above all."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = list(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def figures(self) -> dict[str, Any]:
+        """Return what `status` shows."""
+        return {"bounds": self.bounds, "counts": list(self.counts), "sum": self.sum}

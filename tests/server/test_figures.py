@@ -1,0 +1,198 @@
+"""What the cache counts for those who run it: what was lost and why, after how long, and what more memory would buy."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from small_cache import MIB, Engine, chain, make_cache
+
+from kvcache_proto import messages as m
+from kvcache_proto.codec import encode
+from kvcache_proto.types import Breaker, Outcome, Refusal, SlotRef
+from kvcache_server.ages import Ages
+from kvcache_server.cache import Cache
+from kvcache_server.histogram import Histogram
+from kvcache_server.index import Account, Block
+from kvcache_server.lost import Lost
+
+
+def pool(cache: Cache) -> dict:
+    stats = cache.stats(0.0)["pool"]
+    states = ("ready", "writing", "quarantined", "free", "overhead")
+    assert sum(stats[f"{state}_bytes"] for state in states) == stats["bytes"]
+    return stats
+
+
+def test_a_histogram_counts_each_value_up_to_its_bound():
+    times = Histogram((1, 10))
+    for value in (0.5, 1, 1.5, 10, 11):
+        times.add(value)
+    assert times.figures() == {"bounds": [1, 10], "counts": [2, 2, 1], "sum": 24.0}
+
+
+def test_evicted_blocks_that_no_lookup_had_found_are_told_from_those_that_one_had():
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one", block_bytes=500 << 10)  # four of them
+    engine.store(chain("a", 3))
+    engine.hits(chain("a", 2))  # and with the second the first
+    engine.store(chain("b", 4))
+    assert dict(cache.room.evictions) == {"room": 3}
+    assert cache.room.evicted_unread == 1
+    engine.store(["c"])  # takes the place of a `b`, of which none was read
+    assert cache.room.evicted_unread == 2
+    cache.check_integrity()
+
+
+def test_storing_a_block_again_is_no_lookup():
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    engine.store(["a"])
+    assert engine.store(["a"]) == [Refusal.PRESENT]
+    engine.store(chain("b", 4))
+    assert cache.room.evicted_unread == 1
+
+
+def test_a_block_was_read_if_one_below_it_was_whatever_came_between():
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    engine.store(chain("a", 2))
+    engine.hits(chain("a", 2))
+    engine.store(chain("a", 1))  # a later use, which is no lookup
+    engine.store(chain("b", 4))
+    assert cache.room.evicted_unread == 0
+
+
+def test_each_eviction_has_its_cause():
+    cache = make_cache(extents=2, namespace_ceiling=0.5)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    for name in chain("a", 5):  # half of the region holds four
+        engine.store([name])
+    assert dict(cache.room.evictions) == {"namespace_ceiling": 1}
+
+    cache = make_cache(extents=2)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    (account,) = [cache.account(cache.engines["one"], cache.namespaces[1].groups[0])]
+    account.ceiling = 2 * account.group.slot_bytes
+    for name in chain("a", 3):
+        engine.store([name])
+    assert dict(cache.room.evictions) == {"own_ceiling": 1}
+
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    engine.store(chain("a", 4))
+    Engine(cache, "two", block_bytes=MIB, model="larger").store(["x"])
+    assert dict(cache.room.evictions) == {"recut": 4}
+
+
+def test_the_pool_by_state_adds_up():
+    cache = make_cache(extents=2, quarantine=10.0)
+    size = 500 << 10
+    engine = Engine(cache, "one", block_bytes=size)
+    assert pool(cache)["largest_free_bytes"] == 2 * MIB
+    engine.store(chain("a", 4))
+    reserved = engine.reserve(chain("b", 3))
+    stats = pool(cache)
+    assert (stats["ready_bytes"], stats["writing_bytes"], stats["free_bytes"]) == (4 * size, 3 * size, size)
+    assert stats["largest_free_bytes"] == size
+    engine.settle(reserved, Outcome.FAILED, at=(0,))  # and with it those below, which are being written still
+    assert pool(cache)["writing_bytes"] == 2 * size
+    cache.end_session(engine.session, 0.0)
+    stats = pool(cache)
+    assert (stats["quarantined_bytes"], stats["writing_bytes"]) == (2 * size, 0)
+    cache.tick(11.0)
+    assert pool(cache)["free_bytes"] == 4 * size
+
+
+def test_how_long_evicted_blocks_were_cached():
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one", block_bytes=30 << 10)  # 68 of them
+    cache.tick(1000.0)
+    engine.store(chain("a", 68))
+    for now in (1000.25, 1030.0):
+        cache.tick(now)
+    engine.store(chain("b", 64))
+    cache.tick(1031.0)
+    cache.tick(5030.5)
+    engine.store(chain("c", 64))
+    residence = cache.stats(0.0)["pool"]["residence"]
+    counts = dict(zip([*residence["bounds"], "more"], residence["counts"], strict=True))
+    # 64 after 29.75 s, 4 after 4,030 s, 60 after 4,000 s; one in eight of them is counted.
+    assert counts[60] == 8
+    assert counts[4 * 3600] in (7, 8, 9)
+    assert sum(residence["counts"]) == counts[60] + counts[4 * 3600]
+    assert residence["sum"] == pytest.approx(8 * 29.75 + counts[4 * 3600] * 4000, rel=0.01)
+
+
+def block_of(generation: int) -> Block:
+    return Block(0, 0, b"", SlotRef(0, generation, 1).pack(), Account("", None))
+
+
+def test_ages_stay_good_however_long_the_daemon_lives():
+    ages = Ages()
+    for tick in range(20_000):
+        ages.tick(8 * tick, float(tick))
+    assert len(ages._times) <= 4096
+    now = 19_999
+    for given in (19_000, 15_000, 10_000):
+        before = ages.residence.sum
+        ages.evicted(block_of(8 * given))
+        assert ages.residence.sum - before == pytest.approx(now - given, rel=0.05)
+
+
+def test_blocks_of_another_life_have_no_age():
+    ages = Ages()
+    ages.evicted(block_of(8))
+    ages.tick(80, 1.0)
+    ages.evicted(block_of(80))
+    assert not sum(ages.residence.counts)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hits_and_what_was_lost_are_the_hits_of_a_pool_without_end(seed: int):
+    draw = random.Random(seed)
+    small, large = make_cache(extents=2), make_cache(extents=64)
+    engines = [Engine(cache, "one", block_bytes=200 << 10) for cache in (small, large)]
+    trunk = chain("trunk", 4)
+    for turn in range(300):
+        asked = trunk[: draw.randrange(5)] + chain(f"{min(draw.randrange(40), turn)}-", draw.randrange(1, 6))
+        asked = [f"{at}{hash(tuple(asked[: at + 1])) & 0xFFFFFF:x}" for at in range(len(asked))]
+        for engine in engines:
+            engine.hits(asked)
+            engine.store(asked)
+    (few,), (all_of_them,) = (cache.stats(0.0)["namespaces"] for cache in (small, large))
+    assert not large.room.evictions and small.room.evictions["room"] > 100
+    assert few["requested_blocks"] == all_of_them["requested_blocks"]
+    assert few["hit_blocks"] < all_of_them["hit_blocks"]
+    assert few["hit_blocks"] + few["lost_blocks"] == all_of_them["hit_blocks"]
+
+
+def test_of_many_lost_blocks_a_sample_tells_how_many():
+    draw = random.Random(3)
+    lost, blocks = Lost(1), [draw.randbytes(32) for _ in range(200_000)]
+    for block in blocks:
+        lost.add(block)
+    assert len(lost._hashes) <= 1 << 14
+    for at in range(0, len(blocks), 64):
+        lost.missed(blocks[at : at + 64])
+    lost.missed([draw.randbytes(32) for _ in range(50_000)])  # never stored
+    assert lost.missed_blocks == pytest.approx(len(blocks), rel=0.05)
+
+
+def test_a_long_prompt_is_counted_up_to_where_nothing_was_ever_stored():
+    draw = random.Random(5)
+    lost, chain = Lost(1), [draw.randbytes(32) for _ in range(2000)]
+    for block in chain[:1000]:
+        lost.add(block)
+    lost.missed(chain)
+    assert lost.missed_blocks == 1000
+
+
+def test_what_clients_tell_fits_the_wire_however_much_they_tell():
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    tell = m.Tell(1, b"", Breaker.CLOSED, {"probes": 1 << 48})
+    for _ in range(1 << 17):
+        engine.ask(tell)
+    assert encode(m.Report(1, cache.stats(0.0)))
+    assert cache.told["probes"] >= 1 << 60

@@ -1,0 +1,194 @@
+"""`/metrics` of a real daemon: what an operator reads there is what has happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvcache_proto import messages as m
+from kvcache_proto.counts import CLIENT_COUNTS
+from kvcache_proto.errors import BadArgument
+from kvcache_proto.types import REF_BYTES, Breaker, Finding, GroupSpec, NamespaceSpec, Outcome
+from kvcache_server import metrics
+from kvcache_server.admin import Admin
+
+SIZE = 512 << 10
+
+
+class Engine(Admin):
+    def __init__(self, endpoint: str, model: str = "m") -> None:
+        super().__init__(endpoint, engine="engine")
+        self.spec = NamespaceSpec(model, (GroupSpec(16, SIZE),))
+        self.namespace = self.ask(m.Attach(0, b"", self.spec, (0,))).namespace
+
+    def reserve(self, run: list[bytes]) -> m.Reserved:
+        reserved: m.Reserved = self.ask(m.Reserve(0, b"", self.namespace, [m.Run(run)]))
+        return reserved
+
+    def store(self, run: list[bytes]) -> m.Reserved:
+        reserved = self.reserve(run)
+        if reserved.reservation:
+            region, outcome = self.geometry.region_id, Outcome.COMMITTED
+            self.ask(m.Settle(0, b"", region, reserved.reservation, (0,), outcome))
+        return reserved
+
+    def acquire(self, run: list[bytes], pin: bool = False) -> m.Acquired:
+        acquired: m.Acquired = self.ask(m.Acquire(0, b"", self.namespace, run, pin=pin))
+        return acquired
+
+
+@pytest.fixture
+def engine(daemon: Any) -> Iterator[Engine]:
+    with Engine(daemon.endpoint) as engine:
+        yield engine
+
+
+def run_of(name: str, length: int) -> list[bytes]:
+    return [f"{name} {number}".encode().rjust(32) for number in range(length)]
+
+
+def scrape(daemon: Any) -> dict[str, float]:
+    """Return every sample of the text by name and labels, as one would write it in a query."""
+    samples = {}
+    for family in text_string_to_metric_families(metrics.render(daemon.status()).decode()):
+        assert family.documentation and family.type in ("counter", "gauge", "histogram")
+        for sample in family.samples:
+            labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
+            name = f"{sample.name}{{{labels}}}" if labels else sample.name
+            assert name not in samples, f"{name} twice"
+            samples[name] = sample.value
+    return samples
+
+
+def test_what_happened_is_counted(daemon: Any, engine: Engine) -> None:
+    engine.store(run_of("a", 4))
+    assert engine.store(run_of("a", 4)).reservation == 0
+    assert engine.acquire(run_of("a", 6), pin=True).hits == 4
+    engine.acquire(run_of("b", 2))
+    writing = engine.reserve(run_of("w", 3))
+    with pytest.raises(BadArgument):
+        engine.acquire([b"short"])
+    found, where = scrape(daemon), f'{{namespace="{engine.spec.id}"}}'
+    assert {name: found[f"kvcache_{name}"] for name in ("leases", "reservations", "engines", "namespaces")} == {
+        "leases": 1,
+        "reservations": 1,
+        "engines": 1,
+        "namespaces": 1,
+    }
+    assert found[f"kvcache_lookups_total{where}"] == 2
+    assert found[f"kvcache_requested_blocks_total{where}"] == 8
+    assert found[f'kvcache_hit_blocks_total{{namespace="{engine.spec.id}",tier="memory"}}'] == 4
+    assert found[f"kvcache_unlimited_hit_blocks_total{where}"] == 4
+    assert found[f"kvcache_saved_blocks_total{where}"] == 4
+    assert found[f"kvcache_saved_bytes_total{where}"] == found[f"kvcache_loaded_bytes_total{where}"] == 4 * SIZE
+    assert found['kvcache_deduplicated_blocks_total{state="cached"}'] == 4
+    assert found['kvcache_errors_total{code="bad_argument"}'] == 1
+    assert found["kvcache_acquire_duration_seconds_count"] == 2
+    assert 0 < found["kvcache_acquire_duration_seconds_sum"] < 2
+    assert found["kvcache_pinned_bytes"] == 4 * SIZE
+    assert found['kvcache_blocks{state="writing"}'] == len(writing.slots) // REF_BYTES == 3
+    states = {name: value for name, value in found.items() if name.startswith("kvcache_pool_bytes")}
+    assert sum(states.values()) == found["kvcache_pool_size_bytes"]
+    assert states['kvcache_pool_bytes{state="writing"}'] == 3 * SIZE
+    assert found['kvcache_sessions{state="attached"}'] == 1
+    assert found["kvcache_start_time_seconds"] == pytest.approx(time.time(), abs=60)
+
+
+def test_two_writers_of_one_block_are_a_block_saved(daemon: Any, engine: Engine) -> None:
+    with Engine(daemon.endpoint) as other:
+        engine.reserve(run_of("a", 3))
+        other.reserve(run_of("a", 5))
+    assert scrape(daemon)['kvcache_deduplicated_blocks_total{state="in_flight"}'] == 3
+
+
+def test_evictions_say_why_and_whether_anybody_had_read_them(daemon: Any, engine: Engine) -> None:
+    slots = 0
+    while not (found := scrape(daemon))['kvcache_evicted_blocks_total{cause="room"}']:
+        engine.store(run_of(f"a{slots}", 1))
+        slots += 1
+    assert found['kvcache_pool_bytes{state="free"}'] < SIZE
+    assert found["kvcache_evicted_unread_blocks_total"] == 1
+    engine.acquire(run_of("a0", 1))  # the one that has gone
+    found = scrape(daemon)
+    assert found[f'kvcache_unlimited_hit_blocks_total{{namespace="{engine.spec.id}"}}'] == 1
+    cleared = engine.clear()
+    found = scrape(daemon)
+    assert found['kvcache_evicted_blocks_total{cause="cleared"}'] == cleared == slots - 1
+    assert found["kvcache_largest_free_bytes"] >= SIZE
+
+
+def test_wrong_blocks_are_counted_by_finding(daemon: Any, engine: Engine) -> None:
+    slots = engine.store(run_of("a", 2)).slots
+    region = engine.geometry.region_id
+    engine.ask(m.Distrust(0, b"", region, slots[:REF_BYTES], 0, Finding.CORRUPT))
+    found = scrape(daemon)
+    assert found['kvcache_wrong_blocks_total{finding="corrupt"}'] == 1
+    assert found['kvcache_wrong_blocks_total{finding="different"}'] == 0
+    assert found['kvcache_evicted_blocks_total{cause="distrusted"}'] == 2
+
+
+def test_what_engines_tell_is_summed_up_and_names_of_their_own_are_not_shown(daemon: Any, engine: Engine) -> None:
+    engine.tell(m.Tell(0, b"", Breaker.OPEN, {"loaded_bytes": 300, "load_us": 2_000_000, "loads_failed": 1, "mine": 7}))
+    with Engine(daemon.endpoint) as other:
+        other.tell(m.Tell(0, b"", Breaker.CLOSED, {"loads_failed": 2, "saved_bytes": 1}))
+        found = scrape(daemon)
+        assert found['kvcache_engine_breakers{state="open"}'] == found['kvcache_engine_breakers{state="closed"}'] == 1
+    found = scrape(daemon)
+    assert found['kvcache_engine_breakers{state="closed"}'] == 0
+    assert found['kvcache_engine_copied_bytes_total{way="load"}'] == 300
+    assert found['kvcache_engine_copied_bytes_total{way="save"}'] == 1
+    assert found['kvcache_engine_copy_seconds_total{way="load"}'] == 2
+    assert found['kvcache_engine_events_total{event="loads_failed"}'] == 3
+    assert found['kvcache_engine_events_total{event="other"}'] == 7
+    assert not any("mine" in name for name in found)
+
+
+def test_counts_without_end_do_not_break_the_status(daemon: Any, engine: Engine) -> None:
+    for _ in range(3):
+        engine.tell(m.Tell(0, b"", Breaker.CLOSED, dict.fromkeys(CLIENT_COUNTS, 1 << 48)))
+    assert scrape(daemon)['kvcache_engine_events_total{event="probes"}'] == 3 << 48
+    engine.tell(m.Tell(0, b"", 7, {}))
+    engine.tell(m.Tell(0, b"", Breaker.CLOSED, {"probes": -1}))
+    engine.tell(m.Tell(0, b"", Breaker.CLOSED, {f"name {number}": 1 for number in range(257)}))
+    daemon.wait_status(lambda status: status["daemon"]["errors"] == {"bad_argument": 3})
+    assert scrape(daemon)['kvcache_engine_events_total{event="probes"}'] == 3 << 48
+
+
+def test_a_restart_is_counted_and_what_it_found(start_daemon: Any) -> None:
+    daemon = start_daemon(keep="true")
+    with Engine(daemon.endpoint) as engine:
+        engine.store(run_of("a", 3))
+    daemon.stop()
+    found = scrape(start_daemon(keep="true"))
+    assert (found["kvcache_restarts_total"], found["kvcache_recovered_blocks"]) == (1, 3)
+    assert "kvcache_evicted_unread_blocks_total" in found
+
+
+def test_what_has_not_happened_yet_is_0_so_that_the_first_time_is_a_rise(daemon: Any) -> None:
+    found = scrape(daemon)
+    for name in (
+        'refused_blocks_total{reason="no_space"}',
+        'refused_blocks_total{reason="quota"}',
+        'evicted_blocks_total{cause="recut"}',
+        'wrong_blocks_total{finding="corrupt"}',
+        'errors_total{code="internal"}',
+        "integrity_failures_total",
+        "restarts_total",
+    ):
+        assert found[f"kvcache_{name}"] == 0
+
+
+def test_a_client_that_makes_namespaces_makes_no_more_series_than_are_promised(daemon: Any) -> None:
+    engines = [Engine(daemon.endpoint, f'model "{number}"\n') for number in range(metrics.MAX_NAMESPACES + 5)]
+    try:
+        found = scrape(daemon)
+        assert found["kvcache_namespaces"] == len(engines)
+        named = [name for name in found if name.startswith("kvcache_lookups_total")]
+        assert len(named) == metrics.MAX_NAMESPACES
+    finally:
+        for engine in engines:
+            engine.close()
