@@ -35,7 +35,13 @@ FLOORS: dict[str, list[set[str]]] = {
         {"report", "writing", "distrust", "metrics"},
         {"cache"},
         {"recovery"},
-        {"config", "logs", "admin", "doctor.child"},
+        {"config", "logs", "admin", "doctor.child", "plan.models", "plan.host", "replay.trace"},
+        {"plan.pages", "replay.bounds", "replay.shadow"},
+        {"plan.weights", "plan.device"},
+        {"plan.figures", "replay.picture"},
+        {"plan"},
+        {"replay.run"},
+        {"replay"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening"},
         {"attendance"},
@@ -71,7 +77,8 @@ PURE = {
         *("ages", "ghosts", "histogram", "lost"),
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
         *("cache", "journal", "writing", "recovery", "sums", "distrust"),
-        "doctor.table",
+        *("plan.models", "plan.host", "plan.pages", "plan.weights", "plan.device", "plan.figures"),
+        *("doctor.table", "replay.bounds"),
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}
     | {"noise", "sums"},
@@ -91,7 +98,10 @@ THIRD_PARTY = {
 }
 # Modules that run inside an engine only, or look for what it brings, and so may use it.
 FROM_ENGINE = {
-    "kvcache_server": {"demo_engine": {"torch", "transformers", "vllm"}},
+    "kvcache_server": {
+        "demo_engine": {"torch", "transformers", "vllm"},
+        "replay.picture": {"matplotlib"},  # of an extra
+    },
     "kvcache_client": {
         "devices.cuda": {"torch"},
         "devices.npu": {"torch", "torch_npu"},

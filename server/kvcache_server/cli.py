@@ -30,7 +30,7 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (NotPermitted, 6, "no permission"),
     (EndpointLost, 7, "somebody removed its sockets"),
 )
-_LATER = {"bench": "kvcache_server.bench", "demo": "kvcache_server.demo", "doctor": "kvcache_server.doctor"}
+_LATER = {name: f"kvcache_server.{name}" for name in ("bench", "demo", "doctor", "plan", "replay")}
 
 
 class Commands(click.Group):

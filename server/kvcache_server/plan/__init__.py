@@ -1,0 +1,158 @@
+"""`kvcache-server plan`: what a model's KV takes, what fits into a host and a device, and the flags to paste."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcache_proto.errors import ConfigError
+from kvcache_server.config import format_size, parse_size
+from kvcache_server.plan.figures import TABLES, Options, figures
+
+RUNNING = (
+    "One running request's KV must fit the device: the host parks what is not running, and lengthens no request. "
+    "Counting host blocks into vLLM's check of max_model_len is not safe: a step reads all of a request's KV from the "
+    "device, so that a request which was let in and does not fit is preempted for ever, or ends the engine."
+)
+
+
+def load_config(path: str) -> tuple[object, str]:
+    """Return the parsed config.json at `path`, a file or the folder of a model, and its name. Raises ConfigError."""
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        config = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not JSON: {error}") from None
+    name = config.get("_name_or_path") if isinstance(config, dict) else ""
+    stem = file.absolute().parent.name if file.name == "config.json" else file.stem
+    return config, str(name or stem or "model")
+
+
+def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(given)
+    for key in ("ram", "leave", "extent", "device", "weights", "overhead", "kv_memory"):
+        try:
+            found[key] = parse_size(given[key]) if given[key] is not None else None
+        except ConfigError as error:
+            raise ConfigError(f"--{key.replace('_', '-')}: {error}") from None
+    return {key: value for key, value in found.items() if value is not None}
+
+
+@click.command()
+@click.argument("config_json", metavar="CONFIG_JSON")
+@click.option("--tp", type=int, help="Tensor-parallel ranks of an engine.  [default: 1]")
+@click.option("--block-size", "block_tokens", type=int, help="Tokens of a cached block.  [default: 128]")
+@click.option("--engine-block-size", "engine_block", type=int, help="vLLM's own --block-size.  [default: 16; MLA 64]")
+@click.option("--ram", metavar="SIZE", help="The host's memory.  [default: 512GiB]")
+@click.option("--leave", metavar="SIZE", help="What the region leaves of it.  [default: a rule of thumb]")
+@click.option("--engines", type=int, help="Engines on the host, for --leave.  [default: 1]")
+@click.option("--extent-size", "extent", metavar="SIZE", help="As for serve.  [default: what wastes least]")
+@click.option("--kv-dtype", type=click.Choice(["auto", "bf16", "fp8"]), help="Of the cache.  [default: auto]")
+@click.option("--device-memory", "device", metavar="SIZE", help="Of one device.  [default: 80GiB]")
+@click.option("--utilization", type=float, help="vLLM's --gpu-memory-utilization.  [default: 0.92]")
+@click.option("--weights", metavar="SIZE", help="Of the whole model.  [default: estimated from the file]")
+@click.option("--overhead", metavar="SIZE", help="Activations and graphs on a device.  [default: 4GiB]")
+@click.option("--kv-memory", metavar="SIZE", help='vLLM\'s log: "Available KV cache memory"; in place of all that.')
+@click.option("--length", type=int, help="Tokens of a conversation.  [default: 8192]")
+@click.option("--max-num-batched-tokens", "batched_tokens", type=int, help="As for vLLM.  [default: 8192]")
+@click.option("--json", "as_json", is_flag=True, help="For programs; sizes are bytes.")
+def command(config_json: str, as_json: bool, **given: Any) -> None:
+    """Size a host and a device for the model that CONFIG_JSON describes, its config.json or the folder around it.
+
+    Nothing is loaded, asked or downloaded: this is arithmetic.
+    """
+    config, name = load_config(config_json)
+    found = figures(config, name, Options(**_sizes(given)))
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(describe(found)))
+
+
+def describe(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the plan's lines for people."""
+    model, kv, host = found["model"], found["kv"], found["host"]
+    yield (
+        f"{model['name']}: {model['layers']} layers ({', '.join(model['kinds'])}), TP {model['tp']}, "
+        f"KV in {model['kv_dtype']}"
+    )
+    yield f"  a token   {format_size(kv['token_bytes']):>10}   all layers, all ranks"
+    yield (
+        f"  a block   {format_size(kv['block_bytes']):>10}   {kv['block_tokens']} tokens, "
+        f"{kv['shards']} shard{'s' * (kv['shards'] > 1)} of {format_size(kv['shard_bytes'])}"
+    )
+    if kv["copies"] > 1:
+        yield f"            KV heads are fewer than ranks: each is kept {kv['copies']:g} times"
+    if found["engine"]["state_bytes"]:
+        yield f"  a state   {format_size(found['engine']['state_bytes']):>10}   a sequence, a rank; never cached here"
+    yield from _describe_host(host)
+    yield from _describe_device(found)
+    yield from _describe_paste(found)
+
+
+def _describe_host(host: Mapping[str, Any]) -> Iterator[str]:
+    rule = host["leave_rule"]
+    why = "as given"
+    if not rule["given"]:
+        why = f"{rule['share']:.0%}, at least {format_size(rule['least'])}, and {format_size(rule['a_rank'])} a rank"
+    yield ""
+    yield f"host, {format_size(host['ram_bytes'])}"
+    index = format_size(host["index_bytes"])
+    yield f"  left      {format_size(host['leave_bytes']):>10}   {why}; the daemon itself takes {index}"
+    yield f"  size      {format_size(host['size_bytes']):>10}   {host['unused_share']:.1%} of it in no block"
+    yield f"  blocks    {host['blocks']:>10,}   {host['tokens']:,} tokens"
+    yield f"  parked    {host['conversations']:>10,}   conversations of {host['length']:,} tokens"
+    if host["blocks"] > host["blocks_by_default"]:
+        fewer = f"{host['blocks_by_default']:,} blocks"
+        yield f"            without --extent-size {fewer}: slots would not fill the extents"
+    if host["size_bytes"] > host["ram_bytes"] // 2:
+        yield "            tmpfs takes half of the memory by default: mount -o remount,size=... /dev/shm"
+
+
+def _describe_device(found: Mapping[str, Any]) -> Iterator[str]:
+    device, engine = found["device"], found["engine"]
+    yield ""
+    weights = format_size(device["weights_bytes"]) + " (estimated)" * device["weights_estimated"]
+    if device["kv_bytes_given"]:
+        yield "device, with the KV memory given"
+    else:
+        yield (
+            f"device, {format_size(device['bytes'])} x {device['utilization']:g}, weights {weights}, "
+            f"{format_size(device['overhead_bytes'])} for activations"
+        )
+    yield f"  {'':<34}{'bf16':>12}{'fp8':>12}"
+    rows = (
+        ("KV memory", "kv_bytes", lambda value: format_size(value) if value > 0 else "none"),
+        ("blocks", "blocks", "{:,}".format),
+        ("max_model_len", "longest", "{:,}".format),
+        (f"requests of {device['length']:,} tokens at once", "at_once", "{:,}".format),
+    )
+    for label, key, form in rows:
+        yield f"  {label:<34}{form(device['bf16'][key]):>12}{form(device['fp8'][key]):>12}"
+    kinds = [f"{group['layers']} {group['kind']}" for group in engine["groups"]]
+    block = format_size(engine["bytes_per_block"])
+    yield f"  blocks of {engine['block_size']} tokens, {block}; groups of layers: {', '.join(kinds)}"
+    if not device["bf16"]["longest"] and not device["fp8"]["longest"]:
+        yield "  the weights leave no room: more ranks (--tp), or a larger device"
+
+
+def _describe_paste(found: Mapping[str, Any]) -> Iterator[str]:
+    engine = found["engine"]
+    yield ""
+    yield "paste"
+    if engine["cached"]:
+        yield "  " + found["paste"]["daemon"]
+    yield "  " + found["paste"]["engine"]
+    yield ""
+    if engine["declined"]:
+        yield f"The connector declines this model: {engine['declined']}. The host's figures are what its KV would take."
+    if engine["tables_off"]:
+        yield (
+            f"With {TABLES} all layers keep all tokens, in one group: cached, and fewer tokens on the device. Without "
+            "it the connector declines this model."
+        )
+    yield RUNNING

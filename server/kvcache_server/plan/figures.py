@@ -1,0 +1,257 @@
+"""All that `kvcache-server plan` says, as one value: what the text shows and `--json` prints. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvcache_proto.errors import ConfigError
+from kvcache_proto.region import plan_geometry, slot_size
+from kvcache_server.plan.device import Device, device
+from kvcache_server.plan.host import (
+    GIB,
+    INDEX_BYTES,
+    LEFT_A_RANK,
+    LEFT_LEAST,
+    LEFT_SHARE,
+    check_block,
+    left_for_host,
+    room,
+    slots_by_default,
+)
+from kvcache_server.plan.models import Attention, Latent, Model, State, read_model
+from kvcache_server.plan.pages import Pages, page, pages, shards
+from kvcache_server.plan.weights import weight_bytes
+
+KV_ITEMS = {"bf16": 2, "fp8": 1}
+ENDLESS = 1 << 22  # tokens, where the model does not say how many it was made for
+TABLES = "--disable-hybrid-kv-cache-manager"
+DEFAULT_BLOCK_TOKENS = 128
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What is asked for; sizes are bytes, 0 is what follows from the rest. Raises ConfigError."""
+
+    tp: int = 1
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+    engine_block: int = 0
+    ram: int = 512 * GIB
+    leave: int = 0
+    engines: int = 1
+    extent: int = 0
+    kv_dtype: str = "auto"
+    device: int = 80 * GIB
+    utilization: float = 0.92
+    weights: int = 0
+    overhead: int = 4 * GIB
+    kv_memory: int = 0
+    length: int = 0
+    batched_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "block_tokens", "ram", "engines", "device", "batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: at least 1")
+        for name in ("leave", "engine_block", "extent", "weights", "overhead", "kv_memory", "length"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} {getattr(self, name)}: at least 0")
+        if self.kv_dtype not in ("auto", *KV_ITEMS):
+            raise ConfigError(f"kv_dtype {self.kv_dtype!r}: auto, {', '.join(KV_ITEMS)}")
+        if not 0 < self.utilization <= 1:
+            raise ConfigError(f"utilization {self.utilization}: above 0, at most 1")
+
+
+def figures(config: object, name: str, options: Options) -> dict[str, Any]:
+    """Return the plan for the model that `config`, a parsed config.json, describes. Raises ConfigError."""
+    model = read_model(config, name)
+    assert isinstance(config, Mapping)
+    number = shards(model, options.tp)
+    engine_block = options.engine_block or (64 if _kinds(model) == {"latent"} else 16)
+    if options.block_tokens % engine_block:
+        raise ConfigError(f"--block-size {options.block_tokens}: a multiple of the engine's, {engine_block}")
+    kv_dtype = _kv_dtype(model, options)
+    layout = _layout(model, options, engine_block, KV_ITEMS[kv_dtype])
+    shard_bytes = _token_bytes(model, options.tp, KV_ITEMS[kv_dtype]) * options.block_tokens
+    check_block(number, shard_bytes)
+    length = options.length or min(8192, model.longest or 8192)
+    weights = weight_bytes(model, config, options.tp) if not options.weights else options.weights // options.tp
+    host = _host(options, number * shard_bytes)
+    devices = {
+        kind: _device(model, options, engine_block, item, weights, length, bool(layout["tables_off"]))
+        for kind, item in KV_ITEMS.items()
+    }
+    return {
+        "model": {
+            "name": name,
+            "layers": len(model.layers),
+            "kinds": sorted(_kinds(model)),
+            "dtype": model.dtype,
+            "max_position_embeddings": model.longest,
+            "tp": options.tp,
+            "kv_dtype": kv_dtype,
+        },
+        "kv": {
+            "token_bytes": _token_bytes(model, 1, KV_ITEMS[kv_dtype]),
+            "block_tokens": options.block_tokens,
+            "shards": number,
+            "shard_bytes": shard_bytes,
+            "block_bytes": number * shard_bytes,
+            "slot_bytes": slot_size(number * shard_bytes),
+            "copies": number * _token_bytes(model, options.tp, 1) / _token_bytes(model, 1, 1),
+        },
+        "engine": layout,
+        "host": host | _parked(host["blocks"], options.block_tokens, length),
+        "device": {
+            "bytes": options.device,
+            "utilization": options.utilization,
+            "weights_bytes": weights,
+            "weights_estimated": not options.weights,
+            "overhead_bytes": options.overhead,
+            "kv_bytes_given": bool(options.kv_memory),
+            "length": length,
+            **{kind: found._asdict() for kind, found in devices.items()},
+        },
+        "paste": _paste(model, options, engine_block, host, devices[kv_dtype], layout, kv_dtype),
+    }
+
+
+def _kinds(model: Model) -> set[str]:
+    return {_kind(layer) for layer in model.layers}
+
+
+def _kind(layer: Attention | Latent | State) -> str:
+    if isinstance(layer, Attention):
+        return "sliding" if layer.window else "chunked" if layer.chunk else "full"
+    return "latent" if isinstance(layer, Latent) else "state"
+
+
+def _kv_dtype(model: Model, options: Options) -> str:
+    if options.kv_dtype != "auto":
+        return options.kv_dtype
+    return "fp8" if model.kv_dtype == "fp8" else "bf16"
+
+
+def _token_bytes(model: Model, tp: int, item: int) -> int:
+    """Return what one rank keeps of a token where every layer but those with states keeps all of them."""
+    return sum(page(layer, 1, tp, item, model) for layer in model.layers if not isinstance(layer, State))
+
+
+def _pages(model: Model, options: Options, engine_block: int, item: int, hybrid: bool) -> Pages:
+    # With asynchronous scheduling two steps are under way.
+    return pages(model, options.tp, item, engine_block, 2 * options.batched_tokens, hybrid)
+
+
+def _layout(model: Model, options: Options, engine_block: int, item: int) -> dict[str, Any]:
+    """Say how the engine keeps the model, and whether the connector takes part in that."""
+    hybrid = "chunked" not in _kinds(model)  # with chunks vLLM turns its hybrid manager off by itself
+    found = _pages(model, options, engine_block, item, hybrid)
+    why_not = declined(found)
+    mended = (
+        _pages(model, options, engine_block, item, hybrid=False) if why_not and "state" not in _kinds(model) else None
+    )
+    tables_off = mended is not None and not declined(mended)
+    chosen = mended if tables_off and mended is not None else found
+    states = sum(page(each, 0, options.tp, item, model) for each in model.layers if isinstance(each, State))
+    return {
+        "block_size": chosen.groups[0].block_tokens,
+        "groups": [
+            {
+                "kind": _kind(group.spec),
+                "layers": group.layers,
+                "block_size": group.block_tokens,
+                "page_bytes": group.page,
+            }
+            for group in chosen.groups
+        ],
+        "bytes_per_block": chosen.block_bytes,
+        "state_bytes": states,
+        "cached": tables_off or not why_not,
+        "declined": "" if tables_off else why_not,
+        "tables_off": tables_off,
+    }
+
+
+def declined(found: Pages) -> str:
+    """Return why the connector does not cache an engine that keeps its KV so, or nothing."""
+    if len(found.groups) > 1:
+        return f"{len(found.groups)} KV cache groups: this version caches models with one"
+    kind = _kind(found.groups[0].spec)
+    return "" if kind in ("full", "latent") else f"{kind} layers alone: this version caches full attention"
+
+
+def _host(options: Options, block_bytes: int) -> dict[str, Any]:
+    leave = options.leave or left_for_host(options.ram, options.tp * options.engines)
+    size = options.ram - leave
+    unit = GIB if size >= 16 * GIB else 1 << 20
+    size -= size % unit
+    if size <= 0:
+        raise ConfigError(f"--ram {options.ram:,} bytes: {leave:,} are to be left for the host; --leave says less")
+    chosen = room(size, block_bytes, options.extent)
+    default = plan_geometry(bytes(16), size).extent_bytes
+    return {
+        "ram_bytes": options.ram,
+        "leave_bytes": leave,
+        "leave_rule": {"share": LEFT_SHARE, "least": LEFT_LEAST, "a_rank": LEFT_A_RANK, "given": bool(options.leave)},
+        "size_bytes": size,
+        "extent_bytes": chosen.geometry.extent_bytes,
+        "extent_given": chosen.geometry.extent_bytes != default,
+        "extents": chosen.geometry.extents,
+        "region_bytes": chosen.region_bytes,
+        "blocks": chosen.slots,
+        "blocks_by_default": slots_by_default(size, block_bytes),
+        "unused_share": chosen.waste,
+        "index_bytes": chosen.slots * INDEX_BYTES,
+    }
+
+
+def _parked(blocks: int, block_tokens: int, length: int) -> dict[str, Any]:
+    """Of a conversation its whole blocks are kept."""
+    each = length // block_tokens
+    return {"tokens": blocks * block_tokens, "length": length, "conversations": blocks // each if each else 0}
+
+
+def _device(
+    model: Model, options: Options, engine_block: int, item: int, weights: int, length: int, tables_off: bool
+) -> Device:
+    left = options.kv_memory or int(options.device * options.utilization) - weights - options.overhead
+    hybrid = not tables_off and "chunked" not in _kinds(model)
+    kept = _pages(model, options, engine_block, item, hybrid)
+    return device(kept, left, model.longest or ENDLESS, length)
+
+
+def _paste(
+    model: Model,
+    options: Options,
+    engine_block: int,
+    host: Mapping[str, Any],
+    found: Device,
+    layout: Mapping[str, Any],
+    kv_dtype: str,
+) -> dict[str, str]:
+    serve = f"kvcache-server serve --size {_size(host['size_bytes'])}"
+    if host["extent_given"]:
+        serve += f" --extent-size {_size(host['extent_bytes'])}"
+    flags = [f"vllm serve {model.name}"]
+    flags += [f"--tensor-parallel-size {options.tp}"] if options.tp > 1 else []
+    if "state" not in _kinds(model):
+        flags.append(f"--block-size {engine_block}")
+    if options.kv_dtype == "fp8":
+        flags.append("--kv-cache-dtype fp8")
+    if found.longest:
+        flags.append(f"--max-model-len {found.longest}")
+    if found.at_once:
+        flags.append(f"--max-num-seqs {min(found.at_once, 1024)}")
+    flags += [TABLES] if layout["tables_off"] else []
+    transfer: dict[str, Any] = {"kv_connector": "KVCacheServerConnector", "kv_role": "kv_both"}
+    if options.block_tokens != DEFAULT_BLOCK_TOKENS:
+        transfer["kv_connector_extra_config"] = {"block_size": options.block_tokens}
+    if layout["cached"]:
+        flags.append(f"--kv-transfer-config '{json.dumps(transfer)}'")
+    return {"daemon": serve, "engine": " ".join(flags)}
+
+
+def _size(size: int) -> str:
+    return f"{size // GIB}GiB" if size % GIB == 0 else f"{size >> 20}MiB"

@@ -1,0 +1,263 @@
+"""A model's `config.json`, read for what its layers keep of each token. Pure.
+
+The names are Hugging Face's, and what a missing one means is what transformers makes of it where that is one rule;
+where it is a table a model, the file is refused with the way to a complete one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvcache_proto.errors import ConfigError
+
+DTYPES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
+# Of these vLLM keeps one latent vector a token, whatever the number of heads; others with `kv_lora_rank` it unfolds.
+LATENT = {
+    *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe", "longcat_flash", "axk1"),
+}
+MOST = 1 << 32  # of anything that is counted here
+MOST_LAYERS = 4096
+# What changes the size of the cache in ways that are not computed here.
+UNKNOWN = {
+    "index_topk": "sparse attention keeps an index beside the KV",
+    "compress_ratios": "compressed KV",
+    "num_kv_shared_layers": "layers that share their KV",
+    "global_head_dim": "heads of several sizes",
+    "block_configs": "layers of several shapes",
+    "cross_attention_layers": "layers that attend to an encoder",
+    "kda_num_heads": "Kimi's linear attention",
+    "linear_attn_config": "Kimi's linear attention",
+}
+COMPLETE = (
+    "a complete file: python -c \"from transformers import AutoConfig; AutoConfig.from_pretrained('MODEL')"
+    ".to_json_file('config.json', use_diff=False)\""
+)
+
+
+class Attention(NamedTuple):
+    """A layer that keeps keys and values: of all tokens, of the last `window`, or of the last chunk of `chunk`."""
+
+    heads: int
+    key: int
+    value: int
+    window: int = 0
+    chunk: int = 0
+
+
+class Latent(NamedTuple):
+    """A layer that keeps one vector a token for all heads (MLA); every rank has the whole of it."""
+
+    width: int
+
+
+class State(NamedTuple):
+    """A layer that keeps a state a sequence: `rows` of a convolution over `channels`, and `recurrent` values.
+
+    `groups` of `group_channels` are convolved, too; a rank has at least one group whole.
+    """
+
+    rows: int
+    channels: int
+    recurrent: int
+    groups: int = 0
+    group_channels: int = 0
+
+
+Layer = Attention | Latent | State
+
+
+class Model(NamedTuple):
+    """What sizing needs to know of a model.
+
+    Attributes:
+        layers: those that keep something, in order.
+        heads: attention heads; a tensor-parallel size divides them.
+        dtype: of weights and activations, as vLLM would take it; `item` are its bytes.
+        kv_dtype: what `auto` means for the cache.
+        state_item: bytes of a recurrent value.
+        longest: positions that the model was made for, 0 where it does not say.
+        text: the part of the file that describes the language model.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    heads: int
+    dtype: str
+    kv_dtype: str
+    state_item: int
+    longest: int
+    text: Mapping[str, Any]
+
+    @property
+    def item(self) -> int:
+        return DTYPES[self.dtype]
+
+
+def read_model(config: object, name: str = "model") -> Model:
+    """Return the model that `config`, a parsed config.json, describes. Raises ConfigError, which names the field."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{name}: a JSON object, as in a Hugging Face config.json")
+    text = next((config[key] for key in ("text_config", "llm_config", "language_config") if key in config), config)
+    if not isinstance(text, Mapping) or not (config.get("architectures") or config.get("model_type")):
+        raise ConfigError(f"{name} is no Hugging Face config.json: neither `model_type` nor `architectures`")
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(f"{name}: an encoder with a decoder: not computed here")
+    for key, why in UNKNOWN.items():
+        if text.get(key):
+            raise ConfigError(f"{name}: {key}: {why}: not computed here")
+    kind = str(text.get("model_type", config.get("model_type", "")))
+    dtype = _dtype(text, config)
+    layers = _layers(text, kind, name)
+    if not layers:
+        raise ConfigError(f"{name}: no layer of it keeps anything of a token")
+    state = text.get("mamba_ssm_cache_dtype" if kind == "nemotron_h" else "mamba_ssm_dtype")
+    state = state or ("float32" if kind == "nemotron_h" else dtype)
+    return Model(
+        name,
+        tuple(layers),
+        number(text, "num_attention_heads", "n_head", "num_heads", name=name),
+        dtype,
+        _kv_dtype(config, dtype),
+        DTYPES.get(str(state), DTYPES[dtype]),
+        number(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", name=name, default=0),
+        text,
+    )
+
+
+def number(text: Mapping[str, Any], *keys: str, name: str = "config", default: int | None = None) -> int:
+    """Return the first of `keys` that is there. Raises ConfigError where none is, or it is no whole number above 0."""
+    for key in keys:
+        value = text.get(key)
+        if value is None:
+            continue
+        least = 1 if default is None else 0
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+            raise ConfigError(f"{name}: {key} {value!r}: a whole number, {least} to {MOST}")
+        return int(value)
+    if default is None:
+        raise ConfigError(f"{name}: no {keys[0]}; transformers may have a default for it. {COMPLETE}")
+    return default
+
+
+def layer_count(text: Mapping[str, Any], name: str) -> int:
+    """Return the layers of the model. Raises ConfigError."""
+    count = number(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers", name=name)
+    if count > MOST_LAYERS:
+        raise ConfigError(f"{name}: {count:,} layers: at most {MOST_LAYERS:,}")
+    return count
+
+
+def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What `--dtype auto` makes of it: float32 weights run in half precision."""
+    found = next((each[key] for each in (text, config) for key in ("dtype", "torch_dtype") if each.get(key)), "")
+    found = str(found).removeprefix("torch.")
+    if found in ("float16", "half"):
+        return "float16"
+    return "bfloat16"
+
+
+def _kv_dtype(config: Mapping[str, Any], dtype: str) -> str:
+    """`auto` is the model's own dtype, but for checkpoints that say how their cache is quantised."""
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping) and str(quantization.get("quant_method", "")).startswith("modelopt"):
+        scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
+        eight = isinstance(scheme, Mapping) and scheme.get("num_bits") == 8
+        if eight or str(scheme).lower().startswith("fp8"):
+            return "fp8"
+    return dtype
+
+
+def _layers(text: Mapping[str, Any], kind: str, name: str) -> list[Layer]:
+    kinds = _kinds(text, kind, name)
+    found: list[Layer] = []
+    for each in kinds:
+        if each == "state":
+            found.append(_state(text, name))
+        elif each != "nothing":
+            found.append(_attention(text, kind, each, name))
+    return found
+
+
+def _kinds(text: Mapping[str, Any], kind: str, name: str) -> Sequence[str]:
+    """Return full, sliding, chunked, state or nothing for each layer."""
+    if pattern := text.get("hybrid_override_pattern"):
+        return [{"M": "state", "*": "full"}.get(letter, "nothing") for letter in str(pattern)]
+    count = layer_count(text, name)
+    given = text.get("layer_types") or text.get("layers_block_type")
+    if isinstance(given, list):
+        if len(given) != count:
+            raise ConfigError(f"{name}: {len(given)} layer_types for {count} layers")
+        return [_named(str(each), name) for each in given]
+    if period := number(text, "attn_layer_period", name=name, default=0):
+        offset = number(text, "attn_layer_offset", name=name, default=0)
+        return ["full" if layer % period == offset else "state" for layer in range(count)]
+    if "linear_num_value_heads" in text:
+        every = number(text, "full_attention_interval", name=name, default=4) or 1
+        return ["state" if (layer + 1) % every else "full" for layer in range(count)]
+    if any(key in text for key in ("mamba_d_state", "state_size", "ssm_state_size", "conv_L_cache")):
+        raise ConfigError(f"{name}: a {kind} with states, and nothing that says in which layers: not computed here")
+    if text.get("attention_chunk_size"):  # Llama 4: every fourth layer attends to all
+        return ["chunked" if (layer + 1) % 4 else "full" for layer in range(count)]
+    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
+        return ["full"] * count
+    every = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4}.get(kind, 0)
+    every = number(text, "sliding_window_pattern", "_sliding_window_pattern", name=name, default=every)
+    if every:
+        return ["sliding" if (layer + 1) % every else "full" for layer in range(count)]
+    if "use_sliding_window" in text:
+        first = number(text, "max_window_layers", name=name, default=0)
+        return ["sliding" if layer >= first else "full" for layer in range(count)]
+    return ["sliding"] * count
+
+
+def _named(given: str, name: str) -> str:
+    kinds = {
+        "full_attention": "full",
+        "attention": "full",
+        "sliding_attention": "sliding",
+        "chunked_attention": "chunked",
+        "linear_attention": "state",
+        "mamba": "state",
+    }
+    if given not in kinds:
+        raise ConfigError(f"{name}: layers of type {given!r}: not computed here")
+    return kinds[given]
+
+
+def _attention(text: Mapping[str, Any], kind: str, each: str, name: str) -> Layer:
+    if kind in LATENT and text.get("kv_lora_rank"):
+        return Latent(number(text, "kv_lora_rank", name=name) + number(text, "qk_rope_head_dim", name=name))
+    heads = number(text, "num_attention_heads", "n_head", "num_heads", name=name)
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        kept = 1
+    else:
+        keys = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+        kept = number(text, *keys, name=name, default=heads)
+    size = number(text, "head_dim", name=name, default=0)
+    size = size or number(text, "hidden_size", "n_embd", "d_model", name=name) // heads
+    if not size:
+        raise ConfigError(f"{name}: hidden_size {text.get('hidden_size')}: less than {heads} heads need")
+    value = size
+    if text.get("qk_rope_head_dim") and text.get("v_head_dim"):  # MLA that vLLM unfolds, values padded to the keys
+        size = value = number(text, "qk_nope_head_dim", name=name) + number(text, "qk_rope_head_dim", name=name)
+    window = number(text, "sliding_window", name=name) if each == "sliding" else 0
+    chunk = number(text, "attention_chunk_size", name=name) if each == "chunked" else 0
+    return Attention(kept, size, value, window, chunk)
+
+
+def _state(text: Mapping[str, Any], name: str) -> State:
+    def need(*keys: str) -> int:
+        return number(text, *keys, name=name)
+
+    if "linear_num_value_heads" in text:  # a gated delta net
+        keys = need("linear_num_key_heads") * need("linear_key_head_dim")
+        values = need("linear_num_value_heads") * need("linear_value_head_dim")
+        rows = need("linear_conv_kernel_dim") - 1
+        return State(rows, 2 * keys + values, values * need("linear_key_head_dim"))
+    rows, size = need("mamba_d_conv", "conv_kernel") - 1, need("mamba_d_state", "ssm_state_size")
+    if "mamba_n_heads" in text or "mamba_num_heads" in text:  # Mamba 2
+        channels = need("mamba_n_heads", "mamba_num_heads") * need("mamba_d_head", "mamba_head_dim")
+        return State(rows, channels, channels * size, need("mamba_n_groups", "n_groups"), 2 * size)
+    channels = need("mamba_expand") * need("hidden_size")
+    return State(rows, channels, channels * size)

@@ -1,0 +1,153 @@
+"""`kvcache-server replay`: would sharing help, and how much memory? A trace through the daemon's own index."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcache_proto.errors import ConfigError
+from kvcache_server.config import format_size, parse_size
+from kvcache_server.plan import load_config
+from kvcache_server.plan.figures import Options, figures
+from kvcache_server.replay.bounds import distinct
+from kvcache_server.replay.run import ROUTINGS, Setup, replay, size_for
+from kvcache_server.replay.trace import BLOCK_TOKENS, read_trace
+
+BAR = 60  # characters of a hit ratio of 100 %
+FACTORS = "0.05x,0.1x,0.2x,0.4x,0.8x"
+
+
+def parse_capacities(text: str, blocks: int, setup: Setup, sized: bool) -> list[int]:
+    """Return bytes for "10GiB,50GiB" or for parts "0.5x" of what all `blocks` of the trace take. Raises ConfigError."""
+    found = []
+    for each in filter(None, (part.strip() for part in text.split(","))):
+        if each.endswith("x"):
+            try:
+                factor = float(each[:-1])
+            except ValueError:
+                factor = 0.0
+            if not 0 < factor <= 1000:
+                raise ConfigError(f"--capacity {each!r}: a size, or a factor above 0 as in 0.5x")
+            found.append(size_for(round(factor * blocks), setup))
+        elif sized:
+            found.append(parse_size(each))
+        else:
+            raise ConfigError(f"--capacity {each}: what does a block take? --model CONFIG_JSON or --block-bytes says")
+    if not found:
+        raise ConfigError(f"--capacity {text!r}: sizes, or factors as in {FACTORS}")
+    return sorted(set(found))
+
+
+@click.command()
+@click.argument("path", metavar="TRACE")
+@click.option("--capacity", default=FACTORS, show_default=True, help="Sizes, or parts of what the whole trace takes.")
+@click.option("--engines", type=click.IntRange(1, 1024), default=8, show_default=True, help="That share, or do not.")
+@click.option("--model", metavar="CONFIG_JSON", help="Whose KV a block holds: its config.json, or the folder of it.")
+@click.option("--tp", type=int, default=1, show_default=True, help="Of the model, as for plan.")
+@click.option("--kv-dtype", type=click.Choice(["auto", "bf16", "fp8"]), default="auto", help="As for plan.")
+@click.option("--block-bytes", metavar="SIZE", help="What a block takes, in place of --model.")
+@click.option("--block-tokens", type=click.IntRange(1), default=BLOCK_TOKENS, show_default=True, help="Of the trace.")
+@click.option("--routing", type=click.Choice(ROUTINGS), default=ROUTINGS[0], show_default=True, help="Who serves what.")
+@click.option("--extent-size", metavar="SIZE", help="As for serve.  [default: what wastes least]")
+@click.option("--png", metavar="FILE", help="Draw it; needs pip install 'kvcache-server[replay]'.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def command(
+    path: str,
+    capacity: str,
+    engines: int,
+    model: str | None,
+    tp: int,
+    kv_dtype: str,
+    block_bytes: str | None,
+    block_tokens: int,
+    routing: str,
+    extent_size: str | None,
+    png: str | None,
+    as_json: bool,
+) -> None:
+    """Replay TRACE, requests in Mooncake's format, plain or gzip, through the daemon's index.
+
+    Each capacity is tried as one cache for all engines, and as a private one for each of a part of it. No engine runs,
+    and no block is copied. With --routing prefix a conversation stays with the engine that began it.
+    """
+    picture = _picture() if png else None
+    requests = read_trace(path, block_tokens)
+    sized = bool(model or block_bytes)
+    setup = Setup(
+        engines,
+        _block_bytes(model, tp, kv_dtype, block_bytes, block_tokens),
+        block_tokens,
+        routing,
+        parse_size(extent_size) if extent_size else 0,
+    )
+    sizes = parse_capacities(capacity, distinct(requests), setup, sized)
+    found = replay(requests, sizes, setup, time.perf_counter, lambda line: click.echo(line, err=True))
+    name = Path(path).name
+    if picture is not None and png:
+        title = f"{name}: {found['requests']:,} requests, {found['blocks']:,} blocks of {block_tokens} tokens"
+        picture.draw(found, title, png, sized)
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(describe(found, name, sized)))
+
+
+def _picture() -> Any:
+    try:
+        return importlib.import_module("kvcache_server.replay.picture")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--png: {error.name} is missing: pip install 'kvcache-server[replay]'") from None
+
+
+def _block_bytes(model: str | None, tp: int, kv_dtype: str, block_bytes: str | None, block_tokens: int) -> int:
+    if block_bytes:
+        return max(1, parse_size(block_bytes))
+    if not model:
+        return Setup().block_bytes
+    config, name = load_config(model)
+    options = Options(tp=tp, kv_dtype=kv_dtype, block_tokens=block_tokens, engine_block=block_tokens)
+    found: int = figures(config, name, options)["kv"]["block_bytes"]
+    return found
+
+
+def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
+    """Yield the replay's lines for people."""
+    engines = found["engines"]
+    whole = f", {format_size(found['distinct_blocks'] * found['block_bytes'])}" if sized else ""
+    yield (
+        f"{name}: {found['requests']:,} requests of {engines} engines, {found['blocks']:,} blocks of "
+        f"{found['block_tokens']} tokens, {found['distinct_blocks']:,} of them different{whole}"
+    )
+    yield (
+        f"unlimited memory: {found['unlimited']:.1%} of the blocks hit; the busiest engine is asked for "
+        f"{found['busiest']:.1%} of them"
+    )
+    yield ""
+    yield (
+        f"{'capacity':>10}{'blocks':>10}{'each of ' + str(engines):>12}{'private':>10}{'shared':>10}{'optimum':>10}"
+        f"{'lookup p50':>13}{'p99':>9}"
+    )
+    for row in found["rows"]:
+        yield (
+            f"{_capacity(row, found, sized):>10}{row['blocks']:>10,}{row['private_blocks']:>12,}{row['private']:>10.1%}"
+            f"{row['shared']:>10.1%}{row['optimum']:>10.1%}"
+            f"{row['lookup_p50_us']:>10.1f} us{row['lookup_p99_us']:>6.0f} us"
+        )
+    yield ""
+    for row in found["rows"]:
+        yield f"{_capacity(row, found, sized):>10} {_bar(row, found['unlimited'])}"
+    yield f"{'':>10} █ {engines} private caches  ▓ and with one shared  ░ and with the future known  · unlimited memory"
+
+
+def _capacity(row: Mapping[str, Any], found: Mapping[str, Any], sized: bool) -> str:
+    return format_size(row["bytes"]) if sized else f"{row['blocks'] / found['distinct_blocks']:.2f}x"
+
+
+def _bar(row: Mapping[str, Any], unlimited: float) -> str:
+    bar = ""
+    for key, mark in (("private", "█"), ("shared", "▓"), ("optimum", "░")):
+        bar = bar.ljust(round(row[key] * BAR), mark)
+    return bar.ljust(round(unlimited * BAR), "·")

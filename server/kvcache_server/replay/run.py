@@ -1,0 +1,147 @@
+"""Plays a trace against daemons of several sizes, one for all engines and one for each. Pure but for the clock it is
+given."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvcache_proto.errors import ConfigError
+from kvcache_proto.region import SLOT_ROW, slot_size
+from kvcache_server.plan.host import Room, room
+from kvcache_server.replay.bounds import distinct, optimum
+from kvcache_server.replay.shadow import Shadow, block_hash
+from kvcache_server.replay.trace import Request
+
+ROUTINGS = ("round-robin", "prefix")
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What is replayed: `engines` engines with blocks of `block_bytes` for `block_tokens` tokens.
+
+    `routing` says who serves a request of which the trace does not: each engine in turn, or the one that had its first
+    block before.
+    """
+
+    engines: int = 8
+    block_bytes: int = 1 << 20
+    block_tokens: int = 512
+    routing: str = ROUTINGS[0]
+    extent: int = 0
+
+
+def routes(requests: Sequence[Request], setup: Setup) -> list[int]:
+    """Return the engine of each request."""
+    homes: dict[int | str, int] = {}
+    named: dict[str, int] = {}
+    found = []
+    for number, request in enumerate(requests):
+        turn = number % setup.engines
+        if request.engine:
+            turn = named.setdefault(request.engine, len(named)) % setup.engines
+        elif setup.routing == "prefix":
+            turn = homes.setdefault(request.blocks[0], turn)
+        found.append(turn)
+    return found
+
+
+def make_rooms(size: int, setup: Setup) -> tuple[Room, Room]:
+    """Return what a daemon of that size holds, cut as `plan` advises, and one of an engine's part of it.
+
+    Raises ConfigError where one of them holds no block.
+    """
+    whole = room(size, setup.block_bytes, setup.extent)
+    try:
+        return whole, room(size // setup.engines, setup.block_bytes, setup.extent)
+    except ConfigError as error:
+        raise ConfigError(f"{size:,} bytes are too few for {setup.engines} private caches: {error}") from None
+
+
+def size_for(blocks: int, setup: Setup) -> int:
+    """Return a size of which a daemon holds `blocks` blocks or few more, and an engine's part of it one at least."""
+    slot = slot_size(setup.block_bytes) + SLOT_ROW
+    size = max(blocks, 1) * slot
+    while size < 1 << 50:
+        with contextlib.suppress(ConfigError):
+            if make_rooms(size, setup)[0].slots >= blocks:
+                break
+        size += max(size >> 7, slot)
+    return size
+
+
+def replay(
+    requests: Sequence[Request],
+    sizes: Sequence[int],
+    setup: Setup,
+    clock: Callable[[], float],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return hit ratios over `sizes`, in bytes. Raises ConfigError where a size holds no block."""
+    asked = sum(len(request.blocks) for request in requests)
+    different = distinct(requests)
+    prompts = [[block_hash(block) for block in request.blocks] for request in requests]
+    engines = routes(requests, setup)
+    rooms = [make_rooms(size, setup) for size in sorted(sizes)]
+    rows = []
+    for whole, part in rooms:
+        say(f"  {whole.slots:,} blocks")
+        shared = Shadow(whole, setup.block_tokens, setup.engines)
+        hits, times = play([shared] * setup.engines, requests, prompts, engines, clock)
+        alone = [Shadow(part, setup.block_tokens, 1) for _ in range(setup.engines)]
+        private, _ = play(alone, requests, prompts, engines, clock)
+        rows.append(
+            {
+                "bytes": whole.size,
+                "extent_bytes": whole.geometry.extent_bytes,
+                "blocks": whole.slots,
+                "private_blocks": part.slots,
+                "shared": hits / asked,
+                "private": private / asked,
+                "optimum": optimum(requests, whole.slots) / asked,
+                "lookup_p50_us": statistics.median(times) * 1e6,
+                "lookup_p99_us": sorted(times)[int(len(times) * 0.99)] * 1e6,
+                "evicted": shared.cache.counters["blocks_evicted"],
+            }
+        )
+    return {
+        "requests": len(requests),
+        "blocks": asked,
+        "distinct_blocks": different,
+        "engines": setup.engines,
+        "routing": setup.routing,
+        "busiest": _busiest(requests, engines) / asked,
+        "block_bytes": setup.block_bytes,
+        "block_tokens": setup.block_tokens,
+        "unlimited": (asked - different) / asked,
+        "rows": rows,
+    }
+
+
+def _busiest(requests: Sequence[Request], engines: Sequence[int]) -> int:
+    """Return the blocks that the engine with most of them is asked for."""
+    load: Counter[int] = Counter()
+    for request, engine in zip(requests, engines, strict=True):
+        load[engine] += len(request.blocks)
+    return max(load.values())
+
+
+def play(
+    shadows: Sequence[Shadow],
+    requests: Sequence[Request],
+    prompts: Sequence[list[bytes]],
+    engines: Sequence[int],
+    clock: Callable[[], float],
+) -> tuple[int, list[float]]:
+    """Return the hits, and the seconds of each lookup. `shadows[e]` serves engine e; one cache may serve several."""
+    hits, times = 0, []
+    for request, prompt, engine in zip(requests, prompts, engines, strict=True):
+        shadow = shadows[engine]
+        found, seconds = shadow.ask(engine if shadow.engines > 1 else 0, prompt, request.at, clock)
+        hits += found
+        times.append(seconds)
+    return hits, times

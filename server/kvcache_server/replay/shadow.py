@@ -1,0 +1,67 @@
+"""The daemon's own index and its own choice of what goes, over a region whose blocks are never written.
+
+The region has its true size and cut; of its file, which lies in memory and has no name, only the rows are ever touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Callable
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import ConfigError
+from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry
+from kvcache_server.cache import Cache
+from kvcache_server.limits import Limits
+from kvcache_server.plan.host import Room
+
+
+def block_hash(block: int | str) -> bytes:
+    """Return the hash of a block of a trace, spread as real ones are."""
+    return hashlib.blake2b(str(block).encode(), digest_size=32).digest()
+
+
+def sparse_region(geometry: PoolGeometry) -> memoryview:
+    """Return memory for a region of that cut, which takes pages only where somebody writes."""
+    fd = os.memfd_create("kvcache-replay")
+    try:
+        os.ftruncate(fd, geometry.region_bytes)
+        return memoryview(mmap.mmap(fd, geometry.region_bytes))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"a region of {geometry.region_bytes:,} bytes cannot be mapped: {error}") from None
+    finally:
+        os.close(fd)
+
+
+class Shadow:
+    """One daemon of the size that `room` says, and `engines` engines that save all that they compute."""
+
+    def __init__(self, room: Room, block_tokens: int, engines: int, limits: Limits | None = None) -> None:
+        self.engines = engines
+        self.cache = Cache(sparse_region(room.geometry), room.geometry, limits, seed=1)
+        spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes),))
+        self._sessions = [self.cache.open_session(f"engine {number}", "", 0.0) for number in range(engines)]
+        for session in self._sessions:
+            self._namespace = self.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0).namespace  # type: ignore[union-attr]
+
+    def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
+        """Look a prompt up, load what is there, save the rest; return the hits, and the seconds of the lookup."""
+        session, handle = self._sessions[engine], self.cache.handle
+        question = m.Acquire(1, b"", self._namespace, hashes)
+        begin = clock()
+        found = handle(session, question, now)
+        seconds = clock() - begin
+        assert isinstance(found, m.Acquired)
+        if found.lease:
+            handle(session, m.Release(1, b"", [found.lease]), now)
+        rest = hashes[found.hits :]
+        if rest:
+            run = m.Run(rest, hashes[found.hits - 1] if found.hits else None)
+            reserved = handle(session, m.Reserve(1, b"", self._namespace, [run]), now)
+            assert isinstance(reserved, m.Reserved)
+            if reserved.reservation:
+                region = self.cache.geometry.region_id
+                handle(session, m.Settle(1, b"", region, reserved.reservation, (0,), Outcome.COMMITTED), now)
+        return found.hits, seconds

@@ -1,0 +1,80 @@
+"""Traces of requests in Mooncake's format: a JSON object a line, plain or gzip.
+
+`timestamp` is in ms, `input_length` in tokens, `hash_ids` one id a block in the order of the prompt; equal ids are
+equal prefixes. `engine`, where it is there, names who served it. Other keys are left alone.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvcache_proto.errors import ConfigError
+from kvcache_proto.types import MAX_HASHES
+
+BLOCK_TOKENS = 512  # of Mooncake's own traces
+_GZIP = b"\x1f\x8b"
+
+
+class Request(NamedTuple):
+    """A prompt that asks for `blocks`, `at` seconds after the trace began."""
+
+    at: float
+    blocks: tuple[int | str, ...]
+    engine: str = ""
+
+
+def read_trace(path: str, block_tokens: int = BLOCK_TOKENS) -> list[Request]:
+    """Return the requests at `path` that ask for a block, by time. Raises ConfigError, with a bad line's number."""
+    requests = []
+    try:
+        for number, line in enumerate(_lines(path), 1):
+            if line.strip():
+                request = _request(line, f"{path}:{number}", block_tokens)
+                if request.blocks:
+                    requests.append(request)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not requests:
+        raise ConfigError(f"{path}: no request asks for a block")
+    return sorted(requests, key=lambda request: request.at)
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        packed = file.read(2) == _GZIP
+        file.seek(0)
+        yield from gzip.GzipFile(fileobj=file) if packed else file
+
+
+def _request(line: bytes, where: str, block_tokens: int) -> Request:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: a JSON object a line")
+    for key in ("timestamp", "hash_ids"):
+        if key not in fields:
+            raise ConfigError(f"{where}: no {key}")
+    at, blocks, length = fields["timestamp"], fields["hash_ids"], fields.get("input_length")
+    if isinstance(at, bool) or not isinstance(at, (int, float)) or not 0 <= at < float("inf"):
+        raise ConfigError(f"{where}: timestamp {at!r}: milliseconds, at least 0")
+    if not isinstance(blocks, list) or not all(type(each) in (int, str) for each in blocks):
+        raise ConfigError(f"{where}: hash_ids: a list of numbers or texts")
+    if len(blocks) > MAX_HASHES:
+        raise ConfigError(f"{where}: {len(blocks):,} hash_ids: at most {MAX_HASHES:,}")
+    if len(set(blocks)) != len(blocks):
+        raise ConfigError(f"{where}: an id occurs twice in hash_ids: each names all that comes before it, too")
+    if length is not None:
+        if type(length) is not int or length < 0:
+            raise ConfigError(f"{where}: input_length {length!r}: tokens, at least 0")
+        if len(blocks) > -(-length // block_tokens):
+            raise ConfigError(
+                f"{where}: {len(blocks)} blocks of {block_tokens} tokens are more than {length} tokens: "
+                "--block-tokens says the trace's own size"
+            )
+    return Request(at / 1000, tuple(blocks), str(fields.get("engine", "")))

@@ -1,0 +1,129 @@
+"""What vLLM itself makes of models, without weights: JSON in (a list of cases), a JSON line a case out.
+
+A case: {"model": folder, "tp": 2, "kv": "auto" | "fp8", "hybrid": true, "memory": bytes, "lengths": [tokens, ...]}.
+
+Each model is built by vLLM's own classes on torch's `meta` device, as one rank of `tp` whose others do not exist
+(torch's `fake` process group), so that its layers say what they keep; vLLM's own functions make blocks of that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+from kvcache_client.namespace import rank_block_bytes, shards, why_not
+
+BLOCK = 128
+
+
+def alone() -> None:
+    """Let one rank stand for all: groups that talk to nobody."""
+    new_group, model_group = dist.new_group, parallel_state.init_model_parallel_group
+    dist.new_group = lambda ranks=None, **_: new_group(ranks, backend="fake")
+
+    def without_queue(*given: Any, **options: Any) -> Any:
+        return model_group(*given, **{**options, "use_message_queue_broadcaster": False})
+
+    parallel_state.init_model_parallel_group = without_queue
+    plain = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+    type(current_platform).get_device_communicator_cls = classmethod(lambda cls: plain)
+
+
+def answer(case: dict[str, Any]) -> dict[str, Any]:
+    tp = case["tp"]
+    config = EngineArgs(
+        model=case["model"],
+        tensor_parallel_size=tp,
+        distributed_executor_backend="mp" if tp > 1 else None,
+        kv_cache_dtype=case["kv"],
+        block_size=BLOCK,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        disable_hybrid_kv_cache_manager=None if case["hybrid"] else True,
+    ).create_engine_config()
+    # What the CPU's platform changes and others do not: states in float32, and the block size of MLA.
+    config.cache_config.block_size = BLOCK
+    model = json.loads(Path(case["model"], "config.json").read_text())
+    if model["model_type"] != "nemotron_h":
+        config.cache_config.mamba_ssm_cache_dtype = "auto"
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
+    try:
+        with set_current_vllm_config(config):
+            parallel_state._WORLD = parallel_state.init_world_group(list(range(tp)), 0, "fake")
+            parallel_state.initialize_model_parallel(tp, 1, backend="fake")
+            with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+                built = initialize_model(config)
+            current_platform.update_block_size_for_backend(config)
+            config.cache_config.kv_cache_layout = "LBNHC"
+            return figures(config, built, case)
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def figures(config: Any, model: Any, case: dict[str, Any]) -> dict[str, Any]:
+    specs = get_kv_cache_spec(config)
+    (cache,) = kv_cache_utils.get_kv_cache_configs(config, [dict(specs)], [case["memory"]])
+    groups, limit = cache.kv_cache_groups, config.model_config.max_model_len
+    per_block = kv_cache_utils._pool_bytes_per_block(config, groups)
+    needed = []
+    for length in case["lengths"]:
+        config.model_config.max_model_len = length
+        needed.append(kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups) // per_block)
+    config.model_config.max_model_len = limit
+    small = case["memory"] // 64
+    return {
+        "groups": [
+            (len(each.layer_names), kind(each.kv_cache_spec), each.kv_cache_spec.block_size, page(each.kv_cache_spec))
+            for each in groups
+        ],
+        "bytes_per_block": per_block,
+        "blocks": cache.num_blocks,
+        "needed": needed,
+        "longest_in_small": kv_cache_utils._estimate_max_model_len_from_groups(config, groups, small - per_block),
+        "limit": limit,
+        "in_flight": config.max_in_flight_tokens,
+        "weights": sum(each.numel() * each.element_size() for each in model.parameters()),
+        "declined": why_not(config, cache),
+        "shards": shards(config, cache).number,
+        "rank_block_bytes": rank_block_bytes(cache),
+    }
+
+
+def kind(spec: Any) -> str:
+    return type(spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec).__name__
+
+
+def page(spec: Any) -> int:
+    return int((spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec).page_size_bytes)
+
+
+def main() -> None:
+    alone()
+    for case in json.load(sys.stdin):
+        try:
+            found = answer(case)
+        except Exception:  # noqa: BLE001 - told to the test, case by case
+            found = {"error": traceback.format_exc(limit=-3)}
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""`kvcache-server plan` beside vLLM's own figures, for models whose config.json is in tests/models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvcache_server.plan.device import device
+from kvcache_server.plan.figures import KV_ITEMS, declined
+from kvcache_server.plan.models import Attention, Latent, State, read_model
+from kvcache_server.plan.pages import Group, Pages, pages, shards
+from kvcache_server.plan.weights import weight_bytes
+
+HERE = Path(__file__).parent
+MODELS = HERE.parent / "models"
+MEMORY = 64 << 30
+LENGTHS = [1, 129, 5000, 8192]
+BLOCK = 128
+
+
+class Case(NamedTuple):
+    model: str
+    tp: int
+    kv: str
+    hybrid: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.model}-tp{self.tp}-{self.kv}" + ("" if self.hybrid else "-one-table")
+
+
+CASES = [
+    *(Case("llama-3-8b", 1, "auto"), Case("llama-3-8b", 2, "fp8"), Case("llama-3-8b", 16, "auto")),
+    *(Case("llama-3.1-70b", 8, "auto"), Case("llama-2-7b", 1, "auto"), Case("llama-2-7b", 4, "fp8")),
+    *(Case("qwen2.5-7b", 4, "auto"), Case("qwen3-8b", 1, "fp8"), Case("qwen3-8b", 8, "auto")),
+    *(Case("mistral-7b-v0.1", 1, "auto"), Case("mistral-7b-v0.1", 2, "fp8", hybrid=False)),
+    *(Case("mixtral-8x7b", 2, "auto"), Case("phi-4", 2, "auto"), Case("phi-3-mini-4k", 1, "auto")),
+    *(Case("gemma-2-9b", 1, "auto"), Case("gemma-3-1b", 1, "auto"), Case("gemma-3-1b", 2, "fp8")),
+    *(Case("gemma-3-1b", 1, "auto", hybrid=False), Case("deepseek-v3", 1, "auto"), Case("deepseek-v3", 8, "fp8")),
+    *(Case("gpt-oss-20b", 1, "auto"), Case("gpt-oss-20b", 2, "fp8"), Case("gpt-oss-20b", 2, "auto", hybrid=False)),
+    *(Case("jamba-v0.1", 1, "auto"), Case("jamba-v0.1", 2, "fp8"), Case("granite-4.0-h-small", 2, "auto")),
+    *(Case("nemotron-h-8b", 2, "auto"), Case("qwen3-next-80b", 1, "auto"), Case("qwen3-next-80b", 4, "fp8")),
+]
+KINDS = {
+    "full": "FullAttentionSpec",
+    "sliding": "SlidingWindowSpec",
+    "latent": "MLAAttentionSpec",
+    "state": "MambaSpec",
+}
+
+
+def plain(name: str) -> dict[str, Any]:
+    """The model without its quantisation, whose kernels this host need not have; the KV cache is the same."""
+    config: dict[str, Any] = json.loads((MODELS / f"{name}.json").read_text())
+    config.pop("quantization_config", None)
+    return config
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    asked = []
+    for case in CASES:
+        (folder / case.model).mkdir(exist_ok=True)
+        (folder / case.model / "config.json").write_text(json.dumps(plain(case.model)))
+        asked.append({**case._asdict(), "model": str(folder / case.model), "memory": MEMORY, "lengths": LENGTHS})
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    run = subprocess.run(
+        [sys.executable, str(HERE / "page_sizes.py")],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=1500,
+    )
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(CASES), run.stderr[-4000:]
+    return dict(zip(CASES, lines, strict=True))
+
+
+def ours(case: Case, found: dict[str, Any]) -> Pages:
+    model = read_model(plain(case.model), case.model)
+    return pages(
+        model, case.tp, KV_ITEMS["fp8" if case.kv == "fp8" else "bf16"], BLOCK, found["in_flight"], case.hybrid
+    )
+
+
+def kind(group: Group) -> str:
+    if isinstance(group.spec, Attention):
+        return KINDS["sliding" if group.spec.window else "full"]
+    return KINDS["latent" if isinstance(group.spec, Latent) else "state"]
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pages_groups_and_requests_are_those_of_vllm(case: Case, truth: dict[Case, dict[str, Any]]) -> None:
+    found = truth[case]
+    assert "error" not in found, found["error"]
+    mine = ours(case, found)
+    theirs = sorted(map(tuple, found["groups"]))
+    assert sorted((group.layers, kind(group), group.block_tokens, group.page) for group in mine.groups) == theirs
+    assert mine.block_bytes == found["bytes_per_block"]
+    assert [mine.blocks_of(length) for length in LENGTHS] == found["needed"]
+    whole = device(mine, MEMORY, found["limit"], LENGTHS[-1])
+    assert whole.blocks == found["blocks"]
+    small = device(mine, MEMORY // 64, found["limit"], LENGTHS[-1])
+    assert small.longest == found["longest_in_small"]
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_cached_is_what_the_connector_would_cache(case: Case, truth: dict[Case, dict[str, Any]]) -> None:
+    found = truth[case]
+    mine = ours(case, found)
+    assert bool(declined(mine)) == bool(found["declined"]), found["declined"]
+    model = read_model(plain(case.model), case.model)
+    if not found["declined"]:
+        assert shards(model, case.tp) == found["shards"]
+        assert mine.block_bytes == found["rank_block_bytes"]
+    if any(isinstance(layer, State) for layer in model.layers):
+        assert found["declined"]
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_weights_are_estimated_to_a_few_percent(case: Case, truth: dict[Case, dict[str, Any]]) -> None:
+    model = read_model(plain(case.model), case.model)
+    estimate = weight_bytes(model, plain(case.model), case.tp)
+    assert estimate == pytest.approx(truth[case]["weights"], rel=0.03)

@@ -1,0 +1,236 @@
+"""`kvcache-server plan`: figures that a real index agrees with, plain answers, and errors that name the field."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import ConfigError
+from kvcache_proto.region import plan_geometry
+from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal
+from kvcache_server.cache import Cache
+from kvcache_server.cli import commands
+from kvcache_server.config import load
+from kvcache_server.plan.figures import Options, figures
+from kvcache_server.plan.host import GIB
+from kvcache_server.plan.models import read_model
+from kvcache_server.plan.weights import weight_bytes
+from kvcache_server.replay.shadow import sparse_region
+
+MODELS = Path(__file__).parent.parent / "models"
+NAMES = sorted(file.stem for file in MODELS.glob("*.json"))
+KIB = 1 << 10
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return json.loads((MODELS / f"{name}.json").read_text())
+
+
+def plan(name: str, **options: Any) -> dict[str, Any]:
+    return figures(config_of(name), name, Options(**options))
+
+
+def run(*arguments: str) -> str:
+    result = click.testing.CliRunner().invoke(commands, ["plan", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def blocks_until_one_goes(serve: str, shards: int, shard_bytes: int) -> int:
+    """Return how many blocks a daemon with these flags keeps: those granted before the first one is evicted."""
+    words = shlex.split(serve)
+    assert words[:2] == ["kvcache-server", "serve"]
+    flags = {flag[2:].replace("-", "_"): value for flag, value in zip(words[2::2], words[3::2], strict=True)}
+    config = load(environ={}, flags=flags)
+    geometry = plan_geometry(b"r" * 16, config.size, config.extent_size)
+    cache = Cache(sparse_region(geometry), geometry)
+    session = cache.open_session("one", "", 0.0)
+    spec = NamespaceSpec("m", (GroupSpec(128, (shard_bytes,) * shards),))
+    namespace = cache.handle(session, m.Attach(1, b"", spec, tuple(range(shards))), 0.0).namespace
+    stored = 0
+    while not cache.counters["blocks_evicted"]:
+        names = [(stored + at).to_bytes(32, "little") for at in range(64)]
+        runs = [m.Run([name]) for name in names]
+        reserved = cache.handle(session, m.Reserve(1, b"", namespace, runs), 0.0)
+        assert set(reserved.answers) == {Refusal.GRANTED}
+        settle = m.Settle(
+            1, b"", geometry.region_id, reserved.reservation, tuple(range(shards)), int(Outcome.COMMITTED)
+        )
+        cache.handle(session, settle, 0.0)
+        stored += len(names)
+    return cache.stats(0.0)["pool"]["blocks"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama-3-8b", {"ram": 64 * GIB}),
+        ("llama-3-8b", {"ram": 64 * GIB, "extent": 256 << 20}),
+        ("llama-3.1-70b", {"ram": 256 * GIB, "tp": 8, "kv_dtype": "fp8"}),
+        ("llama-3-8b", {"ram": 256 * GIB, "tp": 16}),
+        ("deepseek-v3", {"ram": 160 * GIB, "tp": 8}),
+        ("gemma-3-1b", {"ram": 20 * GIB, "leave": 19 * GIB}),
+        ("qwen2.5-7b", {"ram": 1 << 30, "leave": (1 << 30) - (100 << 20), "block_tokens": 16, "tp": 4}),
+        ("phi-4", {"ram": 40 * GIB, "block_tokens": 48}),
+    ],
+)
+def test_a_daemon_with_the_pasted_flags_holds_exactly_the_blocks_that_were_planned(
+    name: str, options: dict[str, Any]
+) -> None:
+    found = plan(name, **options)
+    kv = found["kv"]
+    kept = blocks_until_one_goes(found["paste"]["daemon"], kv["shards"], kv["shard_bytes"])
+    assert kept == found["host"]["blocks"]
+    assert found["host"]["tokens"] == kept * kv["block_tokens"]
+
+
+def test_the_extents_advised_hold_more_than_those_by_default_and_no_flag_is_given_for_nothing() -> None:
+    advised = plan("llama-3-8b", ram=512 * GIB)["host"]
+    assert advised["extent_given"] and advised["blocks"] > 1.05 * advised["blocks_by_default"]
+    assert advised["unused_share"] < 0.01
+    assert not plan("gemma-3-1b", ram=512 * GIB)["host"]["extent_given"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "kv_dtype", "token_bytes", "shards"),
+    [
+        ("llama-3-8b", 1, "auto", 128 * KIB, 1),  # 32 layers x 8 heads x (128 + 128) x 2 bytes
+        ("llama-3-8b", 4, "fp8", 64 * KIB, 4),
+        ("llama-2-7b", 1, "auto", 512 * KIB, 1),  # every head has KV of its own
+        ("deepseek-v3", 8, "auto", 61 * 576 * 2, 1),  # one latent vector, the same on each rank
+        ("gpt-oss-20b", 1, "auto", 48 * KIB, 1),
+        ("jamba-v0.1", 1, "auto", 16 * KIB, 1),  # 4 of 32 layers attend
+    ],
+)
+def test_what_a_token_takes(name: str, tp: int, kv_dtype: str, token_bytes: int, shards: int) -> None:
+    kv = plan(name, tp=tp, kv_dtype=kv_dtype)["kv"]
+    assert (kv["token_bytes"], kv["shards"]) == (token_bytes, shards)
+    assert kv["block_bytes"] == kv["shards"] * kv["shard_bytes"] == 128 * token_bytes
+
+
+def test_kv_heads_fewer_than_ranks_are_kept_by_each_rank() -> None:
+    kv = plan("llama-3-8b", tp=16)["kv"]
+    assert kv["block_bytes"] == 2 * 128 * kv["token_bytes"] and kv["copies"] == 2
+    assert "each is kept 2 times" in run(str(MODELS / "llama-3-8b.json"), "--tp", "16")
+
+
+def test_the_devices_of_one_plan_side_by_side() -> None:
+    device = plan("llama-3-8b", kv_memory=16 * GIB, length=4096)["device"]
+    # 16 tokens x 128 KiB a block, of which one is never given away.
+    assert (device["bf16"]["blocks"], device["fp8"]["blocks"]) == (8192, 16384)
+    assert (device["bf16"]["at_once"], device["fp8"]["at_once"]) == (31, 63)
+    assert device["bf16"]["longest"] == 8192  # the model's own limit
+    small = plan("llama-3-8b", kv_memory=GIB // 2, length=8192)["device"]
+    assert (small["bf16"]["longest"], small["bf16"]["at_once"]) == (255 * 16, 0)
+    assert small["fp8"]["longest"] == 511 * 16
+
+
+def test_a_window_lets_a_longer_request_in_and_costs_the_cache() -> None:
+    found = plan("gpt-oss-20b", kv_memory=2 * GIB, batched_tokens=2048)
+    assert found["engine"]["tables_off"] and "--disable-hybrid-kv-cache-manager" in found["paste"]["engine"]
+    assert found["device"]["bf16"]["longest"] == (2 * GIB // (16 * 48 * KIB) - 1) * 16
+
+
+@pytest.mark.parametrize("name", ["jamba-v0.1", "qwen3-next-80b", "mistral-7b-v0.1"])
+def test_a_model_that_the_connector_declines_is_sized_and_told_so(name: str) -> None:
+    found = plan(name)
+    assert not found["engine"]["cached"] and found["host"]["blocks"] > 0
+    assert "--kv-transfer-config" not in found["paste"]["engine"]
+    shown = run(str(MODELS / f"{name}.json"))
+    assert "The connector declines this model" in shown and "kvcache-server serve" not in shown
+
+
+def test_every_plan_says_what_offload_does_not_give() -> None:
+    shown = run(str(MODELS / "qwen3-8b.json"), "--tp", "2", "--ram", "256GiB", "--length", "4000", "--block-size", "64")
+    assert "One running request's KV must fit the device" in shown and "is not safe" in shown
+    assert '"kv_connector_extra_config": {"block_size": 64}' in shown
+    assert "left" in shown and "10%, at least 8.0 GiB, and 8.0 GiB a rank" in shown
+
+
+def test_json_is_what_the_text_is_made_of(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((MODELS / "phi-4.json").read_text())
+    found = json.loads(run(str(tmp_path), "--tp", "2", "--json"))
+    assert found == figures(config_of("phi-4"), tmp_path.name, Options(tp=2))
+
+
+def test_weights_as_the_checkpoint_is_quantised() -> None:
+    def size(name: str, **quantization: Any) -> float:
+        config = config_of(name)
+        if quantization:
+            config["quantization_config"] = quantization
+        return weight_bytes(read_model(config), config, 1) / GIB
+
+    assert size("llama-3-8b", quant_method="awq", bits=4) == pytest.approx(5.3, abs=0.2)
+    assert size("deepseek-v3") == pytest.approx(626, rel=0.03)  # fp8: 671 billion
+    assert size("gpt-oss-20b") == pytest.approx(13, abs=0.5)  # 4 bits in the experts alone
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_hidden_layers": None}, "no num_hidden_layers"),
+        ({"num_attention_heads": None}, "no num_attention_heads"),
+        ({"num_attention_heads": "32"}, "num_attention_heads '32'"),
+        ({"num_key_value_heads": -8}, "num_key_value_heads -8"),
+        ({"num_hidden_layers": 10**9}, "at most 4,096"),
+        ({"architectures": None, "model_type": None}, "no Hugging Face config.json"),
+        ({"is_encoder_decoder": True}, "not computed here"),
+        ({"index_topk": 2048}, "index_topk"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 32 layers"),
+        ({"layer_types": ["dreaming"] * 32}, "'dreaming'"),
+    ],
+)
+def test_a_file_that_cannot_be_sized_is_refused_by_field(change: dict[str, Any], says: str) -> None:
+    config = {key: value for key, value in (config_of("llama-3-8b") | change).items() if value is not None}
+    with pytest.raises(ConfigError, match=says):
+        figures(config, "m", Options())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tp", "3"], "32 attention heads, which it does not divide"),
+        (["--tp", "0"], "tp 0: at least 1"),
+        (["--ram", "8GiB"], "are to be left for the host"),
+        (["--ram", "many"], "--ram: size 'many'"),
+        (["--block-size", "100"], "a multiple of the engine's, 16"),
+        (["--utilization", "1.5"], "utilization 1.5"),
+        (["--ram", "20GiB", "--leave", "19.9GiB", "--extent-size", "2MiB"], "does not fit an extent"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        click.testing.CliRunner().invoke(
+            commands, ["plan", str(MODELS / "llama-3-8b.json"), *arguments], catch_exceptions=False
+        )
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '"text"', "[" * 100_000, "{}", '{"text_config": 3}'])
+def test_what_is_no_config_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json|JSON"):
+        click.testing.CliRunner().invoke(commands, ["plan", str(tmp_path)], catch_exceptions=False)
+
+
+ODD = st.one_of(st.none(), st.booleans(), st.integers(-(1 << 70), 1 << 70), st.floats(), st.text(max_size=5))
+ODD = st.one_of(ODD, st.lists(ODD, max_size=3), st.dictionaries(st.text(max_size=5), ODD, max_size=3), st.just(0))
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_a_damaged_file_gives_figures_or_a_plain_error(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(NAMES))
+    config = config_of(name)
+    for key in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=3)):
+        config[key] = data.draw(ODD)
+    with contextlib.suppress(ConfigError):
+        figures(config, name, Options())

@@ -1,0 +1,255 @@
+"""`kvcache-server replay`: the real index under a trace, beside bounds that a brute force agrees with."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+
+from kvcache_proto.errors import ConfigError
+from kvcache_server.cli import commands
+from kvcache_server.plan.host import room
+from kvcache_server.replay.bounds import distinct, optimum
+from kvcache_server.replay.run import Setup, make_rooms, play, replay, routes, size_for
+from kvcache_server.replay.shadow import Shadow, block_hash
+from kvcache_server.replay.trace import Request, read_trace
+
+MODEL = Path(__file__).parent.parent / "models" / "llama-3-8b.json"
+MIB = 1 << 20
+
+
+def conversations(seed: int, turns: int) -> list[Request]:
+    """Conversations that go on below a few system prompts, each turn repeating all before it."""
+    draw, names = random.Random(seed), itertools.count()
+    systems = [[next(names) for _ in range(draw.randrange(2, 10))] for _ in range(6)]
+    talks: list[list[int]] = []
+    found = []
+    for number in range(turns):
+        goes_on = talks and draw.random() < 0.7
+        talk = talks.pop(draw.randrange(len(talks))) if goes_on else draw.choice(systems)
+        talk = [*talk, *(next(names) for _ in range(draw.randrange(1, 8)))]
+        talks.append(talk)
+        found.append(Request(number / 10, tuple(talk)))
+    return found
+
+
+def write(requests: list[Request], path: Path) -> Path:
+    lines = (
+        json.dumps(
+            {
+                "timestamp": round(request.at * 1000),
+                "input_length": 512 * len(request.blocks) - 5,
+                "output_length": 9,
+                "hash_ids": request.blocks,
+            }
+        )
+        for request in requests
+    )
+    text = "\n".join(lines) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def run(*arguments: str) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(commands, ["replay", *arguments], catch_exceptions=False)
+
+
+def best_by_trying_all(requests: list[Request], blocks: int) -> int:
+    """Return the most hits of any cache that keeps a block only with all before it: every choice is tried."""
+    parent: dict[int | str, int | str | None] = {}
+    for request in requests:
+        parent.update(zip(request.blocks, (None, *request.blocks), strict=False))
+
+    def whole(kept: frozenset[int | str]) -> bool:
+        return all(parent[block] is None or parent[block] in kept for block in kept)
+
+    reached: dict[frozenset[int | str], int] = {frozenset(): 0}
+    for request in requests:
+        following: dict[frozenset[int | str], int] = {}
+        for kept, hits in reached.items():
+            hits += sum(block in kept for block in request.blocks)
+            there = sorted(kept | set(request.blocks), key=str)
+            for size in range(min(blocks, len(there)) + 1):
+                for choice in map(frozenset, itertools.combinations(there, size)):
+                    if whole(choice) and hits > following.get(choice, -1):
+                        following[choice] = hits
+        reached = following
+    return max(reached.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_optimum_is_the_best_of_all_choices(seed: int) -> None:
+    draw = random.Random(seed)
+    names: dict[tuple[int, ...], int] = {}
+    requests = []
+    for at in range(7):
+        path = tuple(draw.randrange(2) for _ in range(draw.randrange(1, 4)))
+        requests.append(Request(at, tuple(names.setdefault(path[: end + 1], len(names)) for end in range(len(path)))))
+    for blocks in (1, 2, 3, 4):
+        assert optimum(requests, blocks) == best_by_trying_all(requests, blocks)
+
+
+def test_with_room_for_all_every_repeated_block_hits() -> None:
+    requests = conversations(1, 300)
+    asked, different = sum(len(each.blocks) for each in requests), distinct(requests)
+    assert optimum(requests, different) == asked - different
+    setup = Setup(engines=4)
+    found = replay(requests, [size_for(8 * different, setup)], setup, time.perf_counter, lambda line: None)
+    (row,) = found["rows"]
+    assert row["shared"] == row["optimum"] == found["unlimited"] == (asked - different) / asked
+    assert row["evicted"] == 0 and row["blocks"] >= 8 * different
+
+
+def test_the_index_lies_between_private_caches_and_the_optimum() -> None:
+    requests = conversations(2, 1200)
+    setup = Setup(engines=4, block_bytes=MIB)
+    sizes = [size_for(round(part * distinct(requests)), setup) for part in (0.05, 0.2, 0.5)]
+    found = replay(requests, sizes, setup, time.perf_counter, lambda line: None)
+    for row in found["rows"]:
+        assert 0 < row["private"] < row["shared"] < row["optimum"] <= found["unlimited"]
+        assert row["evicted"] > 0 and 0 < row["lookup_p50_us"] <= row["lookup_p99_us"]
+    shared = [row["shared"] for row in found["rows"]]
+    assert shared == sorted(shared)
+
+
+def test_the_shadow_is_the_daemons_index_and_stays_whole() -> None:
+    requests = conversations(3, 400)
+    place = room(64 * MIB, MIB)
+    shadow = Shadow(place, 512, 2)
+    play([shadow, shadow], requests, [list(map(block_hash, each.blocks)) for each in requests], [0, 1] * 200, int)
+    shadow.cache.check_integrity()
+    assert shadow.cache.stats(0.0)["pool"]["blocks"] == place.slots
+    assert shadow.cache.counters["blocks_evicted"] > 0
+
+
+def test_a_region_of_terabytes_takes_the_memory_of_its_rows() -> None:
+    place = room(4 << 40, 64 * MIB)
+    shadow = Shadow(place, 512, 1)
+    before = own_memory()
+    prompts = [[block_hash(f"{number} {at}") for at in range(32)] for number in range(200)]
+    play([shadow], [Request(0, ("x",))] * 200, prompts, [0] * 200, int)
+    assert shadow.cache.stats(0.0)["pool"]["used_bytes"] == 400 << 30
+    assert own_memory() - before < 64 * MIB
+
+
+def own_memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_who_serves_a_request() -> None:
+    requests = [Request(0, (1,)), Request(1, (2,)), Request(2, (1, 3)), Request(3, (2, 4)), Request(4, (1,))]
+    assert routes(requests, Setup(engines=2)) == [0, 1, 0, 1, 0]
+    assert routes(requests, Setup(engines=3)) == [0, 1, 2, 0, 1]
+    assert routes(requests, Setup(engines=3, routing="prefix")) == [0, 1, 0, 1, 0]
+    named = [each._replace(engine=name) for each, name in zip(requests, "bbaab", strict=True)]
+    assert routes(named, Setup(engines=3)) == [0, 0, 1, 1, 0]
+
+
+def test_a_router_that_keeps_conversations_together_helps_private_caches() -> None:
+    requests = conversations(4, 800)
+    sizes = [size_for(distinct(requests) // 2, Setup())]
+
+    def private(routing: str) -> float:
+        setup = Setup(engines=4, routing=routing)
+        return float(replay(requests, sizes, setup, time.perf_counter, lambda line: None)["rows"][0]["private"])
+
+    assert private("prefix") > private("round-robin")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_the_command_tells_and_draws(tmp_path: Path, suffix: str) -> None:
+    path, png = write(conversations(5, 200), tmp_path / f"trace.{suffix}"), tmp_path / "out.png"
+    result = run(str(path), "--model", str(MODEL), "--capacity", "8GiB,32GiB,0.5x", "--engines", "2", "--png", str(png))
+    assert result.exit_code == 0, result.output
+    assert "200 requests of 2 engines" in result.stdout and "unlimited memory:" in result.stdout
+    assert "32.0 GiB" in result.stdout and "▓" in result.stdout
+    from matplotlib.image import imread
+
+    picture = imread(png)
+    assert picture.shape[:2] == (750, 1200)
+    for colour in ((0x0B, 0x72, 0x85), (0xE8, 0x59, 0x0C), (0x86, 0x8E, 0x96)):
+        drawn = (abs(picture[..., :3] * 255 - colour) < 1).all(axis=2)
+        assert drawn.sum() > 100
+
+
+def test_json_has_what_the_table_has(tmp_path: Path) -> None:
+    path = write(conversations(6, 100), tmp_path / "trace.jsonl")
+    found: dict[str, Any] = json.loads(run(str(path), "--capacity", "0.1x,0.5x", "--engines", "3", "--json").stdout)
+    assert found["requests"] == 100 and [row["blocks"] for row in found["rows"]] == sorted(
+        row["blocks"] for row in found["rows"]
+    )
+    model = json.loads(run(str(path), "--model", str(MODEL), "--capacity", "4GiB", "--engines", "2", "--json").stdout)
+    assert model["block_bytes"] == 512 * 128 * 1024
+    assert model["rows"][0]["blocks"] == make_rooms(4 << 30, Setup(block_bytes=model["block_bytes"]))[0].slots
+
+
+GOOD = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}'
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "a JSON object a line"),
+        ('{"timestamp": 0}', "no hash_ids"),
+        ('{"hash_ids": [1]}', "no timestamp"),
+        ('{"timestamp": -1, "hash_ids": [1]}', "timestamp -1"),
+        ('{"timestamp": NaN, "hash_ids": [1]}', "timestamp nan"),
+        ('{"timestamp": 0, "hash_ids": 3}', "hash_ids: a list"),
+        ('{"timestamp": 0, "hash_ids": [1, [2]]}', "hash_ids: a list"),
+        ('{"timestamp": 0, "hash_ids": [1, 2, 1]}', "occurs twice"),
+        ('{"timestamp": 0, "hash_ids": [1], "input_length": "x"}', "input_length 'x'"),
+        ('{"timestamp": 0, "hash_ids": [1, 2, 3], "input_length": 1024}', "--block-tokens"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{GOOD}\n\n{line}\n")
+    with pytest.raises(ConfigError, match=f"{path}:3: .*{says}"):
+        read_trace(str(path))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"timestamp": 0, "hash_ids": []}\n', b"\x1f\x8bgarbage", gzip.compress(b"x")[:9]]
+)
+def test_a_file_without_requests_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=str(path)):
+        read_trace(str(path))
+    with pytest.raises(ConfigError, match="no such"):
+        read_trace(str(tmp_path / "no such"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--capacity", "10GiB"], "what does a block take"),
+        (["--capacity", "0x"], "a factor above 0"),
+        (["--capacity", "ax"], "a factor above 0"),
+        (["--capacity", ","], "sizes, or factors"),
+        (["--capacity", "64MiB", "--block-bytes", "16MiB"], "too few for 8 private caches"),
+    ],
+)
+def test_capacities_that_make_no_sense_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
+    path = write(conversations(7, 20), tmp_path / "trace.jsonl")
+    with pytest.raises(ConfigError, match=says):
+        run(str(path), *arguments)
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(conversations(8, 20), tmp_path / "trace.jsonl")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "kvcache_server.replay.picture", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'kvcache-server\[replay\]'"):
+        run(str(path), "--png", str(tmp_path / "out.png"))
