@@ -25,7 +25,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "ghosts", "limits", "rates", "sockets", "sums", "unread"},
+        {"", "doctor.table", "api", "ghosts", "limits", "rates", "sockets", "sums", "unread"},
         {"index", "journal"},
         {"pool", "shares"},
         {"leases"},
@@ -33,7 +33,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"report", "writing", "distrust"},
         {"cache"},
         {"recovery"},
-        {"config", "logs", "admin", "doctor.child"},
+        {"config", "logs", "admin", "doctor.child", "bearer", "turnstile"},
+        {"desk"},
+        {"http"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening"},
         {"attendance"},
@@ -68,7 +70,7 @@ PURE = {
     "kvcache_server": {
         *("ghosts", "limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
         *("cache", "journal", "writing", "recovery", "sums", "distrust"),
-        "doctor.table",
+        *("doctor.table", "api"),
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}
     | {"noise", "sums"},
@@ -83,7 +85,7 @@ WORLD = {
 
 THIRD_PARTY = {
     "kvcache_proto": {"msgspec"},
-    "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy"},
+    "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy", "aiohttp"},
     "kvcache_client": {"msgspec", "zmq", "numpy", "xxhash"},
 }
 # Modules that run inside an engine only, or look for what it brings, and so may use it.
