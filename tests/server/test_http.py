@@ -437,6 +437,6 @@ def test_it_stops_at_once_beside_open_connections(daemon: Any, web: Http) -> Non
         for said in SLOW.values():
             stack.enter_context(web.connect()).sendall(said.replace("TOKEN", web.token).encode())
         web.get("/healthz")
-        assert daemon.stop() == 0
+        assert daemon.stop(timeout=8) == 0  # they would be cut off after 10 s
     assert "ERROR" not in daemon.log
     assert not [name for name in os.listdir(daemon.folder) if not name.endswith((".log", ".token"))]
