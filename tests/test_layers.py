@@ -26,7 +26,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "histogram", "limits", "lost", "rates", "sockets", "sums", "unread"},
+        {"", "doctor.table", "api", "histogram", "limits", "lost", "rates", "sockets", "sums", "unread"},
         {"ghosts"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
@@ -35,13 +35,16 @@ FLOORS: dict[str, list[set[str]]] = {
         {"report", "writing", "distrust", "metrics"},
         {"cache"},
         {"recovery"},
-        {"config", "logs", "admin", "doctor.child", "plan.models", "plan.host", "replay.trace"},
+        {"config", "logs", "admin", "doctor.child", "plan.models", "plan.host", "replay.trace"}
+        | {"bearer", "turnstile"},
         {"plan.pages", "replay.bounds", "replay.shadow"},
         {"plan.weights", "plan.device"},
         {"plan.figures", "replay.picture"},
         {"plan"},
         {"replay.run"},
         {"replay"},
+        {"desk"},
+        {"http"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening"},
         {"attendance"},
@@ -78,7 +81,7 @@ PURE = {
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
         *("cache", "journal", "writing", "recovery", "sums", "distrust"),
         *("plan.models", "plan.host", "plan.pages", "plan.weights", "plan.device", "plan.figures"),
-        *("doctor.table", "replay.bounds"),
+        *("doctor.table", "api", "replay.bounds"),
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}
     | {"noise", "sums"},
@@ -93,7 +96,7 @@ WORLD = {
 
 THIRD_PARTY = {
     "kvcache_proto": {"msgspec"},
-    "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy", "prometheus_client"},
+    "kvcache_server": {"msgspec", "zmq", "uvloop", "click", "tomli", "numpy", "prometheus_client", "aiohttp"},
     "kvcache_client": {"msgspec", "zmq", "numpy", "xxhash"},
 }
 # Modules that run inside an engine only, or look for what it brings, and so may use it.

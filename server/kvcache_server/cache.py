@@ -209,16 +209,20 @@ class Cache:
         return m.Restated(request.id, lost)
 
     def _fence(self, session: Session, request: m.Fence, now: float) -> m.Fenced:
-        """Give a session up that holds slots and never comes back: an operator says that it writes no more."""
-        if request.session not in self.absent:
-            there = "it is attached: end its process" if request.session in self.sessions else "there is none"
-            raise ClientError(f"session {request.session} cannot be fenced off: {there}")
-        held = sum(
-            request.session in reservation.writers for reservation in self.absent[request.session].reservations.values()
-        )
-        self.end_session(request.session, now)
+        return m.Fenced(request.id, self.fence_off(request.session, now))
+
+    def fence_off(self, session: int, now: float) -> int:
+        """Give a session up that holds slots and never comes back: an operator says that it writes no more.
+
+        Returns how many reservations ended. Raises ClientError where the session is not away.
+        """
+        if session not in self.absent:
+            there = "it is attached: end its process" if session in self.sessions else "there is none"
+            raise ClientError(f"session {session} cannot be fenced off: {there}")
+        held = sum(session in reservation.writers for reservation in self.absent[session].reservations.values())
+        self.end_session(session, now)
         self.counters["sessions_fenced"] += 1
-        return m.Fenced(request.id, held)
+        return held
 
     def _attach(self, session: Session, request: m.Attach, now: float) -> m.Attached:
         spec, shards = request.spec, request.shards
@@ -368,13 +372,21 @@ class Cache:
         return m.Report(request.id, self.stats(now))
 
     def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared:
-        if request.namespace and request.namespace not in self._by_id:
-            raise ClientError(f"no namespace {request.namespace!r}; there are: {', '.join(self._by_id) or 'none'}")
+        return m.Cleared(request.id, self.clear(request.namespace))
+
+    def clear(self, namespace: str = "") -> int:
+        """Forget what may be forgotten of the namespace with that id, or of all; return how many blocks.
+
+        Raises ClientError where there is none, Unavailable during the grace.
+        """
+        if namespace and namespace not in self._by_id:
+            raise ClientError(f"no namespace {namespace!r}; there are: {', '.join(self._by_id) or 'none'}")
         if self.room.frozen:
             raise Unavailable("engines are coming back after a restart, what they read is not known yet: try again")
-        only = self._by_id.get(request.namespace)
-        chosen = [each for each in self.shares.accounts if only is None or each.group.namespace == only.number]
-        return m.Cleared(request.id, self.room.clear(chosen))
+        only = self._by_id.get(namespace)
+        return self.room.clear(
+            [each for each in self.shares.accounts if only is None or each.group.namespace == only.number]
+        )
 
     def stats(self, now: float) -> dict[str, Any]:
         """Return what `status` shows; see report.py."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import grp
+import ipaddress
 import os
 import pwd
 import re
@@ -89,6 +90,20 @@ def parse_size(text: str | int) -> int:
     return size
 
 
+def parse_address(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
+    """Return address and port of "127.0.0.1:9464", "[::1]:9464" or "localhost:9464". Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    try:
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            raise ValueError
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+        if not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"http {text!r}: an address and a port, as in 127.0.0.1:9464 or [::1]:9464") from None
+    return address, int(port)
+
+
 def format_size(size: float) -> str:
     """Return `size` bytes as people read them: 512 B, 256.0 MiB, 30.0 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -149,6 +164,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_sessions: Annotated[int, _doc("Sessions at one time.")] = 1024
     max_namespaces: Annotated[int, _doc("Namespaces known at one time.")] = 1024
     max_leases: Annotated[int, _doc("Leases that one session may hold; past it a lookup hits nothing.")] = 4096
+    http: Annotated[
+        str, _doc("Address and port of health, metrics and API, as in `127.0.0.1:9464` or `[::1]:9464`; empty is none.")
+    ] = ""
+    http_anywhere: Annotated[
+        bool,
+        _doc(
+            "Let `http` be an address that other hosts reach: who reaches it reads all figures; changes want the token."
+        ),
+    ] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severity that is logged.")] = "info"
     log_format: Annotated[Literal["text", "json"], _doc("Form of a log line.")] = "text"
 
@@ -167,6 +191,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(f"namespace_floor {self.namespace_floor}: at most namespace_ceiling")
         for name in ("supersede_after", "quarantine", "grace"):
             _within(name, getattr(self, name), 0, 3600)
+        if self.http and not parse_address(self.http)[0].is_loopback and not self.http_anywhere:
+            raise ConfigError(
+                f"http {self.http!r}: other hosts may reach it; http_anywhere = true says that they shall"
+            )
         _within("attach_rate", self.attach_rate, 0.01, 1e6)
         for name in ("max_sessions", "max_namespaces", "max_leases"):
             _within(name, getattr(self, name), 1, 1 << 20)
@@ -206,7 +234,7 @@ def settings() -> list[Setting]:
             default = f"`{field.default >> 30}GiB`"
         else:
             shown = list(field.default) if isinstance(field.default, tuple) else field.default
-            default = f"`{str(shown).lower() if kind is bool else shown}`"
+            default = f"`{str(shown).lower() if kind is bool else shown}`" if shown != "" else "none"
         rows.append(Setting(field.name, label, default, str(meta.description), choices, is_size))
     return rows
 

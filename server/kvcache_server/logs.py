@@ -52,3 +52,13 @@ def set_up(level: str, form: str, stream: TextIO | None = None) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def level() -> str:
+    """Return the least severity that is logged."""
+    return logging.getLevelName(logging.getLogger(ROOT).getEffectiveLevel()).lower()
+
+
+def set_level(level: str) -> None:
+    """Log from `level` on; a name as in the configuration."""
+    logging.getLogger(ROOT).setLevel(level.upper())

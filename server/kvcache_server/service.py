@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 import zmq
@@ -47,14 +47,19 @@ from kvcache_proto.messages import (
     Tell,
 )
 from kvcache_proto.types import Finding, Outcome
+from kvcache_server import logs
 from kvcache_server.attendance import Attendance
 from kvcache_server.config import Config, format_size
+from kvcache_server.desk import Desk
 from kvcache_server.door import Door
 from kvcache_server.histogram import Histogram
 from kvcache_server.opening import Opened
 from kvcache_server.rates import Rate
 from kvcache_server.sockets import Place, admit, private
 from kvcache_server.unread import Unread
+
+if TYPE_CHECKING:
+    from kvcache_server.http import Http
 
 log = logging.getLogger(__name__)
 
@@ -87,17 +92,22 @@ class Service:
         self._loop.set_exception_handler(self._callback_failed)
         self._attendance = Attendance(opened, self._hear_last_words, self._show_out, self._failed)
         self._tokens = self._attendance.tokens
+        self._desk = Desk(self._cache, self._attendance.sweep, self._report)
         self._lost = ""  # the socket whose file has gone
         self._started, self._started_at = time.monotonic(), time.time()
         self._messages = 0
         self._errors: Counter[str] = Counter()  # by code, as answered
         self._drops: Counter[str] = Counter()  # replies that could not be delivered, by reason
-        self._integrity: Counter[str] = Counter()
         self._acquire = Histogram(ACQUIRE_SECONDS)
         self._unread = Unread(UNREAD_BYTES)
         self._told: dict[str, int] = {}
+        self._http: Http | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
+            if config.http:
+                from kvcache_server.http import Http  # aiohttp takes memory that a daemon without it has a use for
+
+                self._http = Http(self._loop, config, self._desk, self._failed)
             self._router = self._bind()
             self._door = Door(
                 self._loop,
@@ -112,6 +122,8 @@ class Service:
                 rate=Rate(config.attach_rate, max(config.max_sessions, config.attach_rate)),
             )
         except BaseException:
+            if self._http:
+                self._http.close()
             self._context.destroy(linger=0)
             self._loop.close()
             raise
@@ -158,6 +170,8 @@ class Service:
             loop.run_forever()
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a second one must not cut the tidying short
+            if self._http:
+                self._http.close()
             self._door.close()
             self._router.close()
             self._context.term()
@@ -170,7 +184,7 @@ class Service:
         """Take signals from now on: before the loop runs, its handlers would lose them."""
         for signum in STOP_SIGNALS:
             self._loop.add_signal_handler(signum, self._loop.stop)
-        self._loop.add_signal_handler(signal.SIGUSR1, self._check_integrity)
+        self._loop.add_signal_handler(signal.SIGUSR1, self._desk.check)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     # Messages.
@@ -207,13 +221,9 @@ class Service:
             if type(reply) is Acquired:
                 self._acquire.add(time.monotonic() - now)
             elif type(reply) is Cleared:
-                what = getattr(request, "namespace", "") or "every namespace"
-                log.info("cleared %d blocks of %s, asked by %s", reply.blocks, what, self._attendance.name(session))
+                self._desk.cleared(getattr(request, "namespace", ""), reply.blocks, self._attendance.name(session))
             elif type(reply) is Fenced:
-                log.warning(
-                    "session %d was fenced off by %s", getattr(request, "session", 0), self._attendance.name(session)
-                )
-                self._attendance.sweep()
+                self._desk.fenced_off(getattr(request, "session", 0), self._attendance.name(session))
             elif type(reply) is Distrusted and type(request) is Distrust:
                 self._tell_of_distrust(session, request, reply)
             elif type(reply) is Report:
@@ -344,17 +354,6 @@ class Service:
                 extra={"fields": {"event": "summary", **new}},
             )
 
-    def _check_integrity(self) -> None:
-        """On SIGUSR1: look at all that must always hold, and say what was found. O(blocks)."""
-        self._integrity["checks"] += 1
-        try:
-            self._cache.check_integrity()
-        except AssertionError as error:
-            self._integrity["failures"] += 1
-            log.error("integrity: broken: %s", error)
-        else:
-            log.info("integrity: sound")
-
     def _report(self) -> dict[str, Any]:
         return {
             "version": __version__,
@@ -373,5 +372,7 @@ class Service:
             "errors": dict(self._errors),
             "drops": dict(self._drops),
             "door_refused": dict(self._door.refused),
-            "integrity": {"checks": self._integrity["checks"], "failures": self._integrity["failures"]},
+            "integrity": dict(self._desk.integrity),
+            "log_level": logs.level(),
+            "http": self._http.figures() if self._http else None,
         }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -182,6 +186,45 @@ def test_a_stopped_engine_keeps_its_slots_until_it_is_fenced_off(warm: Any, star
         daemon.wait_status(lambda status: status["pool"]["slots_quarantined"] == 0, "the end of the quarantine")
         assert daemon.status()["away"] == []
         assert subprocess.run([*command, "4711"], capture_output=True).returncode == 1
+        stuck.kill()
+
+
+def test_over_http_a_daemon_in_grace_is_not_ready_and_who_is_stuck_is_fenced_off(warm: Any, start_daemon: Any) -> None:
+    code = (
+        "import sys, time; from kvcache_client import *\n"
+        "session = Session.connect(sys.argv[1], engine='stuck')\n"
+        "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
+        "namespace.reserve([bytes([n]) * 32 for n in range(9)])\n"
+        "print('reserved', flush=True); time.sleep(1000)"
+    )
+
+    def ask(daemon: Any, method: str, path: str) -> tuple[int, Any]:
+        token = (daemon.folder / "kv.token").read_text().strip()
+        connection = http.client.HTTPConnection(
+            urlsplit(daemon.status()["daemon"]["http"]["address"]).netloc, timeout=20
+        )
+        with contextlib.closing(connection):
+            connection.request(method, path, b'{"namespace": ""}', {"Authorization": f"Bearer {token}"})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    with subprocess.Popen([sys.executable, "-c", code, warm.endpoint], stdout=subprocess.PIPE) as stuck:
+        assert stuck.stdout is not None and stuck.stdout.readline() == b"reserved\n"
+        stuck.send_signal(signal.SIGSTOP)
+        warm.kill()
+        flags = {"endpoint": warm.endpoint, "keep": "true", "quarantine": 0.5, "grace": 3600, "http": "127.0.0.1:0"}
+        daemon = start_daemon(**flags)
+        status, told = ask(daemon, "GET", "/readyz")
+        assert (status, told["code"]) == (503, "unavailable")
+        assert ask(daemon, "GET", "/healthz")[0] == 200
+        assert ask(daemon, "POST", "/api/v1/clear")[0] == 503
+        (away,) = ask(daemon, "GET", "/api/v1/sessions")[1]["away"]
+        assert (away["engine"], away["reservations"]) == ("stuck", 1)
+        path = f"/api/v1/sessions/{away['id']}/fence-off"
+        assert ask(daemon, "POST", path) == (200, {"session": away["id"], "reservations": 1})
+        assert ask(daemon, "POST", path)[0] == 404
+        wait(lambda: ask(daemon, "GET", "/readyz")[0] == 200, "the end of the grace")
+        assert ask(daemon, "GET", "/api/v1/sessions")[1]["away"] == []
         stuck.kill()
 
 

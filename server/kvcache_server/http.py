@@ -1,0 +1,271 @@
+"""HTTP in the daemon's own loop: health, figures and an operator's actions. `api.py` says what there is.
+
+Off unless `http` names an address. Errors are JSON: {"code", "message"}. How clients come in, and what they cannot do
+to the loop: `turnstile.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from kvcache_proto import __version__
+from kvcache_proto.endpoint import socket_path
+from kvcache_proto.errors import BadArgument, ClientError, ConfigError, KVCacheError, Unavailable
+from kvcache_server import api, metrics
+from kvcache_server.bearer import Bearer
+from kvcache_server.config import Config, parse_address
+from kvcache_server.desk import Desk
+from kvcache_server.rates import Rate
+from kvcache_server.turnstile import Turnstile
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 128
+BODY = 16 << 10  # bytes of a request's body
+LINES_A_MINUTE = 20  # about requests that are no HTTP
+SHARE = 0.05  # of the loop's time, that may go into answers; a larger one waits for its turn
+_JSON = "application/json"
+_Body = TypeVar("_Body")
+
+
+class Http:
+    """Serves the API from now on until `close`, within `loop`."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, config: Config, desk: Desk, failed: Callable[[int, Exception], object]
+    ) -> None:
+        """Bind the address; what is asked is answered once the loop runs. `failed(0, error)` notes a defect of ours.
+
+        Raises ConfigError where the address cannot be had, or the token's file is not to be trusted.
+        """
+        self._loop, self._desk, self._failed = loop, desk, failed
+        self._answers: Counter[str] = Counter()
+        self._turn = asyncio.Lock()
+        self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
+        self._names = {"localhost"} | (_own_names() if config.http_anywhere else set())
+        self._listener = _bind(config.http)
+        try:
+            self._bearer = Bearer(socket_path(config.endpoint).removesuffix(".sock") + ".token")
+        except ConfigError:
+            self._listener.close()
+            raise
+        address, port = self._listener.getsockname()[:2]
+        self.address = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        self._description = msgspec.json.encode(api.openapi(__version__))
+        self._runner = web.AppRunner(
+            self._app(),
+            access_log=None,
+            logger=self._quiet(),
+            auto_decompress=False,  # a small body could become a large one
+            lingering_time=0,
+            handler_cancellation=True,
+        )
+        self._turnstile: Turnstile | None = None
+        self._opening = loop.create_task(self._open())
+
+    async def _open(self) -> None:
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        self._turnstile = Turnstile(self._loop, self._listener, server)
+        log.info("http at %s; changes want the token in %s", self.address, self._bearer.path)
+
+    def close(self) -> None:
+        """Close all connections. The loop has stopped, and is run for that."""
+        self._listener.close() if self._turnstile is None else self._turnstile.close()
+        self._opening.cancel()
+        self._loop.run_until_complete(self._runner.cleanup())
+
+    def figures(self) -> dict[str, Any]:
+        cuts = self._turnstile.cuts if self._turnstile else {}
+        return {"address": self.address, "answers": dict(self._answers), "cuts": dict(cuts)}
+
+    def _app(self) -> web.Application:
+        app = web.Application(middlewares=[self._around], client_max_size=BODY)
+        for route in api.ROUTES:
+            handler = getattr(self, "_" + route.name)
+            app.router.add_route(route.method, route.path, self._guarded(handler) if route.changes else handler)
+        app.router.add_get("/openapi.json", self._openapi, allow_head=False)
+        app.router.add_get("/metrics", self._metrics, allow_head=False)
+        return app
+
+    def _quiet(self) -> logging.Logger:
+        """Return a log for aiohttp's own words, which it has for each request that is no HTTP: few, and in one line."""
+        quiet = logging.getLogger(f"{__name__}.aiohttp")
+
+        def sparing(record: logging.LogRecord) -> bool:
+            self._answers["malformed"] += 1
+            what = f"{record.getMessage()}: {record.exc_info[1] if record.exc_info else ''}"
+            record.msg, record.args, record.exc_info = "http: " + " ".join(what.split()), (), None
+            return record.levelno > logging.DEBUG and self._lines.allow(None, self._loop.time())
+
+        quiet.setLevel(logging.DEBUG)  # what is not told is counted
+        quiet.filters[:] = [sparing]
+        return quiet
+
+    # Around every request.
+
+    @web.middleware
+    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._check_host(request)
+            response = await handler(request)
+        except web.HTTPException as error:
+            told = "no such path: /openapi.json has them all" if error.status == 404 else error.text or error.reason
+            response = _error(error.status, error.reason.lower().replace(" ", "_"), told)
+            response.headers.update({key: error.headers[key] for key in ("Allow",) if key in error.headers})
+        except KVCacheError as error:
+            response = _error(_status(error), error.code, str(error))
+        except Exception as error:  # noqa: BLE001 - a defect of ours is answered and logged; the others are served on
+            self._failed(0, error)
+            response = _error(500, "internal", f"{type(error).__name__}: {error}")
+        if response.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        response.headers["Server"] = "kvcache-server"
+        response.headers["Cache-Control"] = "no-store"
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.force_close()  # one request a connection: see turnstile.py
+        self._answers[str(response.status)] += 1
+        return response
+
+    def _check_host(self, request: web.Request) -> None:
+        """Refuse a name that is not ours: a page of anybody's could have it point here, and read what we answer."""
+        host = request.headers.get("Host", "")
+        name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+        if name.lower() in self._names:
+            return
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            raise web.HTTPMisdirectedRequest(text=f"Host {host!r}: ask by address, or as localhost") from None
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """Let `handler` be asked by who has the token alone."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            authorization = request.headers.get("Authorization", "")
+            if not authorization:
+                raise web.HTTPUnauthorized(
+                    text=f"changes want `Authorization: Bearer` and the token in {self._bearer.path}"
+                )
+            if not self._bearer.admits(authorization):
+                raise web.HTTPForbidden(text=f"this is not the token in {self._bearer.path}")
+            return await handler(request)
+
+        return guarded
+
+    async def _answer(self, make: Callable[[], bytes], content_type: str = _JSON) -> web.Response:
+        """Answer what `make` returns, one request after the other; after each, the loop is the engines' for a while."""
+        async with self._turn:
+            began = time.perf_counter()
+            response = web.Response(body=make(), headers={"Content-Type": content_type})
+            await asyncio.sleep((time.perf_counter() - began) * (1 / SHARE - 1))
+            return response
+
+    # What is asked.
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return _response(api.Alive(True))
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        if self._desk.in_grace:
+            raise Unavailable("sessions of the last daemon are awaited, and nothing is evicted meanwhile")
+        return _response(api.Ready(True))
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._description, content_type=_JSON)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return await self._answer(lambda: metrics.render(self._desk.report()), metrics.CONTENT_TYPE)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return await self._answer(lambda: self._report(api.Status))
+
+    async def _namespaces(self, request: web.Request) -> web.Response:
+        return await self._answer(lambda: self._report(api.Namespaces))
+
+    async def _sessions(self, request: web.Request) -> web.Response:
+        return await self._answer(lambda: self._report(api.Sessions))
+
+    def _report(self, form: type) -> bytes:
+        return msgspec.json.encode(msgspec.convert(self._desk.report(), form))
+
+    # What is done.
+
+    async def _clear(self, request: web.Request) -> web.Response:
+        body = await _body(request, api.Clear)
+        return _response(api.Cleared(self._desk.clear(body.namespace, _who(request))))
+
+    async def _log_level(self, request: web.Request) -> web.Response:
+        level = (await _body(request, api.LogLevel)).level
+        return _response(
+            msgspec.convert({"level": level, "before": self._desk.set_log_level(level, _who(request))}, api.LogLevelSet)
+        )
+
+    async def _fence_off(self, request: web.Request) -> web.Response:
+        text = request.match_info["id"]
+        if not (text.isascii() and text.isdigit() and 0 < len(text) < 20 and int(text)):
+            raise BadArgument(f"session {text[:40]!r}: its number, as the list of sessions has it")
+        return _response(api.FencedOff(int(text), self._desk.fence_off(int(text), _who(request))))
+
+    async def _check(self, request: web.Request) -> web.Response:
+        began = time.perf_counter()
+        finding = self._desk.check()
+        return _response(api.Checked(not finding, finding, time.perf_counter() - began))
+
+
+def _bind(text: str) -> socket.socket:
+    address, port = parse_address(text)
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        return socket.create_server((str(address), port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"http {text}: {error.strerror}") from None
+
+
+def _own_names() -> set[str]:
+    with contextlib.suppress(OSError):
+        return {socket.gethostname().lower(), socket.getfqdn().lower()}
+    return set()
+
+
+def _who(request: web.Request) -> str:
+    return f"the token's bearer at {request.remote}"
+
+
+async def _body(request: web.Request, kind: type[_Body]) -> _Body:
+    """Return what was sent. Raises BadArgument."""
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except msgspec.MsgspecError as error:
+        raise BadArgument(f"the body: {error}") from None
+
+
+def _response(answer: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), content_type=_JSON)
+
+
+def _error(status: int, code: str, message: str) -> web.Response:
+    response = _response(api.Error(code, message))
+    response.set_status(status)
+    return response
+
+
+def _status(error: KVCacheError) -> int:
+    if isinstance(error, Unavailable):
+        return 503
+    if isinstance(error, BadArgument):
+        return 400
+    return 404 if isinstance(error, ClientError) else 500

@@ -1,0 +1,136 @@
+"""How HTTP clients come in: a few at a time, each for one request and a short while, so that they cannot hurt the loop.
+
+The loop serves engines; whoever can reach the port shares it with them. So connections are taken at a bounded rate,
+bounded in number, in time and in bytes, whatever is said in them; what waits meanwhile waits in the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import cast
+
+from kvcache_server.rates import Rate
+
+log = logging.getLogger(__name__)
+
+A_SECOND, AT_ONCE = 200, 20  # connections; one costs the loop some 0.3 ms
+PAUSE = 0.02  # before the next look, where they come faster
+OPEN = 32  # at one time
+SECONDS = 10.0  # of one connection, whatever it does
+BYTES = 64 << 10  # that one may send, head and body together
+
+
+class Connection(asyncio.Protocol):
+    """One connection, between its socket and the protocol that understands what is said in it."""
+
+    def __init__(self, inner: asyncio.Protocol, turnstile: Turnstile) -> None:
+        self._inner = inner
+        self._turnstile = turnstile
+        self._heard = 0
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._turnstile.entered(self)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard += len(data)
+        if self._heard > BYTES:
+            self.cut("too_long")
+        else:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._turnstile.left(self)
+        self._inner.connection_lost(exc)
+
+    def cut(self, reason: str) -> None:
+        """End it at once, without a word."""
+        if self._transport is not None:
+            self._turnstile.cuts[reason] += 1
+            self._transport.abort()
+            self._transport = None
+
+
+class Turnstile:
+    """Takes connections from a listening socket for as long as it is open."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]
+    ) -> None:
+        """`protocol()` makes what serves one connection."""
+        self.cuts: Counter[str] = Counter()  # connections that were ended, by reason
+        self._loop, self._listener, self._protocol = loop, listener, protocol
+        self._open: dict[Connection, asyncio.TimerHandle] = {}  # the one that came first is first
+        self._coming: set[asyncio.Task[object]] = set()
+        self._rate = Rate(A_SECOND, AT_ONCE)
+        listener.setblocking(False)
+        self._look()
+
+    def close(self) -> None:
+        """Take no more, and end those that are there."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for task in self._coming:
+            task.cancel()
+        for connection in list(self._open):
+            connection.cut("stopped")
+
+    def _look(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _rest(self) -> None:
+        self._loop.remove_reader(self._listener)
+        self._loop.call_later(PAUSE, self._look)
+
+    def _accept(self) -> None:
+        if not self._rate.allow(None, self._loop.time()):
+            self._rest()
+            return
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors, most likely: it waits in the kernel meanwhile
+            if not self.cuts["accept_failed"]:
+                log.warning("http: cannot take a connection for now: %s", error)
+            self.cuts["accept_failed"] += 1
+            self._rest()
+            return
+        sock.setblocking(False)
+        task = self._loop.create_task(self._enter(sock))
+        self._coming.add(task)
+        task.add_done_callback(self._coming.discard)
+
+    async def _enter(self, sock: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: Connection(self._protocol(), self), sock)
+        except OSError:  # it has gone already
+            self.cuts["left"] += 1
+            sock.close()
+
+    def entered(self, connection: Connection) -> None:
+        if len(self._open) >= OPEN:
+            # Answers are made at once: who has been here longest is who does not ask, or does not listen.
+            next(iter(self._open)).cut("crowded_out")
+        self._open[connection] = self._loop.call_later(SECONDS, connection.cut, "too_slow")
+
+    def left(self, connection: Connection) -> None:
+        timer = self._open.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
