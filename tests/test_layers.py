@@ -32,11 +32,11 @@ FLOORS: dict[str, list[set[str]]] = {
         {"sessions", "room"},
         {"report", "writing", "distrust"},
         {"cache"},
-        {"recovery"},
+        {"recovery", "stream"},
         {"config", "logs", "admin", "doctor.child"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening"},
-        {"attendance"},
+        {"attendance", "events"},
         {"service", "bench", "demo_engine", "doctor.endpoint", "doctor.host"},
         {"lifecycle"},
         {"demo", "doctor"},
@@ -67,7 +67,7 @@ PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings"},
     "kvcache_server": {
         *("ghosts", "limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
-        *("cache", "journal", "writing", "recovery", "sums", "distrust"),
+        *("cache", "journal", "writing", "recovery", "sums", "distrust", "stream"),
         "doctor.table",
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}

@@ -49,6 +49,7 @@ from kvcache_proto.types import Finding, Outcome
 from kvcache_server.attendance import Attendance
 from kvcache_server.config import Config, format_size
 from kvcache_server.door import Door
+from kvcache_server.events import Events
 from kvcache_server.opening import Opened
 from kvcache_server.rates import Rate
 from kvcache_server.sockets import Place, admit, private
@@ -93,8 +94,12 @@ class Service:
         self._unread = Unread(UNREAD_BYTES)
         self._told: dict[str, int] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._events: Events | None = None
         try:
             self._router = self._bind()
+            if config.events:
+                self._events = Events(self._loop, self._context, config, self._cache)
+            self._changes = self._events.changes if self._events else []
             self._door = Door(
                 self._loop,
                 config.endpoint,
@@ -108,6 +113,8 @@ class Service:
                 rate=Rate(config.attach_rate, max(config.max_sessions, config.attach_rate)),
             )
         except BaseException:
+            if self._events is not None:
+                self._events.close()
             self._context.destroy(linger=0)
             self._loop.close()
             raise
@@ -156,6 +163,8 @@ class Service:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a second one must not cut the tidying short
             self._door.close()
             self._router.close()
+            if self._events is not None:
+                self._events.close()
             self._context.term()
             self._place.remove()  # ZeroMQ leaves it
             loop.close()
@@ -178,14 +187,22 @@ class Service:
             try:
                 identity = recv(_LAST)
             except zmq.Again:
+                if self._changes:
+                    self._publish()
                 return False
             frame: zmq.Frame = recv(_LAST, copy=False)
             if frame.more:
                 self._refuse_parts(identity)
             else:
                 self._answer(identity, frame.bytes)
+        if self._changes:
+            self._publish()
         self._loop.call_soon(self._drain)
         return True
+
+    def _publish(self) -> None:
+        assert self._events is not None
+        self._events.flush()
 
     def _answer(self, identity: bytes, frame: bytes) -> None:
         self._messages += 1
@@ -297,6 +314,8 @@ class Service:
             self._cache.tick(time.monotonic())
         except Exception as error:  # noqa: BLE001 - as in _answer
             self._failed(0, error)
+        if self._changes:  # by somebody who has sent no message
+            self._publish()
         self._unread.tidy()
         self._look_after_sockets()
         self._loop.call_later(TICK, self._tick)
@@ -364,4 +383,5 @@ class Service:
             "drops": dict(self._drops),
             "door_refused": dict(self._door.refused),
             "integrity": {"checks": self._integrity["checks"], "failures": self._integrity["failures"]},
+            "events": self._events.report() if self._events is not None else {},
         }

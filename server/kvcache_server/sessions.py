@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.types import NamespaceSpec
 from kvcache_server.index import Account, Block, Group
@@ -24,6 +26,14 @@ class Namespace:
         """Fall apart: nobody will ask for it again."""
         for group in self.groups:
             group.forget()
+
+
+class Watcher(Protocol):
+    """Wants to know what becomes of namespaces, beyond what becomes of each block."""
+
+    def made(self, namespace: Namespace) -> None: ...
+
+    def emptied(self, namespace: Namespace) -> None: ...
 
 
 class Engine:
