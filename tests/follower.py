@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
+import zmq
 
+MakeSocket = Callable[[int], Any]
+PATIENCE = 20.0
+END = (-1).to_bytes(8, "big", signed=True)
 Known = set[tuple[int | None, int | bytes]]
 Message = tuple[bytes, int, bytes]  # topic, number, payload
 
@@ -64,3 +70,58 @@ def maps(payload: bytes) -> list[dict[str, Any]]:
     _, events, rank = msgspec.msgpack.decode(payload)
     assert rank is None
     return list(events)
+
+
+@contextlib.contextmanager
+def sockets() -> Iterator[MakeSocket]:
+    """`with sockets() as socket`: `socket(kind)` makes one, which is closed at the end."""
+    context: zmq.Context[Any] = zmq.Context()
+    made = []
+
+    def make(kind: int) -> Any:
+        made.append(context.socket(kind))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        context.destroy(linger=0)
+
+
+class Subscriber(Follower):
+    """A SUB and, for what is missing, a DEALER: a REQ would take one answer alone."""
+
+    def __init__(
+        self,
+        socket: MakeSocket,
+        report: dict[str, Any],
+        topic: bytes = b"",
+        decode: Callable[[bytes], list[dict[str, Any]]] = maps,
+        **options: int,
+    ) -> None:
+        super().__init__(self._ask, decode)
+        self.sub, self.dealer = socket(zmq.SUB), socket(zmq.DEALER)
+        for name, value in options.items():
+            self.sub.setsockopt(getattr(zmq, name), value)
+        self.sub.setsockopt(zmq.SUBSCRIBE, topic)
+        self.sub.connect(report["endpoint"])
+        self.dealer.connect(report["replay"])
+
+    def _ask(self, start: int, topic: bytes) -> Iterator[Message]:
+        self.dealer.send_multipart([b"", start.to_bytes(8, "big"), topic])
+        while True:
+            assert self.dealer.poll(PATIENCE * 1000), "the replay does not end"
+            empty, topic, number, payload = self.dealer.recv_multipart()
+            assert not empty
+            if number == END:
+                assert not payload
+                return
+            yield topic, int.from_bytes(number, "big"), payload
+
+    def read_until(self, found: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + PATIENCE
+        while not found():
+            assert time.monotonic() < until, f"{what} did not come: {self.known}"
+            if self.sub.poll(20):
+                topic, number, payload = self.sub.recv_multipart()
+                self.hear(topic, int.from_bytes(number, "big"), payload)

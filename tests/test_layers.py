@@ -46,7 +46,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "kvcache_client": [
         {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"}
         | {"noise", "sums"},
-        {"devices", "slots", "channel", "door", "engine", "tally"},
+        {"devices", "slots", "channel", "door", "engine", "tally", "events"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
         {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},
         {"devices.cuda_kernels", "devices.turns", "devices.ring"},
@@ -71,7 +71,7 @@ PURE = {
         "doctor.table",
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}
-    | {"noise", "sums"},
+    | {"noise", "sums", "events"},
 }
 # Sockets, clocks, threads, mappings, logs, devices: what a pure module gets as an argument or does without.
 WORLD = {

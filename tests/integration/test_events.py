@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import random
 import stat
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
-from follower import Follower, Known, Message, maps
+from follower import END, PATIENCE, Known, MakeSocket, Subscriber, maps, sockets
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.types import Finding
 from kvcache_server.admin import Admin
 
-MakeSocket = Callable[[int], Any]
-PATIENCE = 20.0
-END = (-1).to_bytes(8, "big", signed=True)
 SMALL = NamespaceSpec(model="small", groups=[GroupSpec(16, 64 << 10)])
 LARGE = NamespaceSpec(model="large", groups=[GroupSpec(32, 192 << 10)])
 TINY = NamespaceSpec(model="tiny", groups=[GroupSpec(16, 1024)])
@@ -38,57 +34,11 @@ def as_int(name: bytes) -> int:
     return int.from_bytes(name[-8:], "big")
 
 
-class Subscriber(Follower):
-    """A SUB and, for what is missing, a DEALER: a REQ would take one answer alone."""
-
-    def __init__(
-        self,
-        socket: MakeSocket,
-        report: dict[str, Any],
-        topic: bytes = b"",
-        decode: Callable[[bytes], list[dict[str, Any]]] = maps,
-        **options: int,
-    ) -> None:
-        super().__init__(self._ask, decode)
-        self.sub, self.dealer = socket(zmq.SUB), socket(zmq.DEALER)
-        for name, value in options.items():
-            self.sub.setsockopt(getattr(zmq, name), value)
-        self.sub.setsockopt(zmq.SUBSCRIBE, topic)
-        self.sub.connect(report["endpoint"])
-        self.dealer.connect(report["replay"])
-
-    def _ask(self, start: int, topic: bytes) -> Iterator[Message]:
-        self.dealer.send_multipart([b"", start.to_bytes(8, "big"), topic])
-        while True:
-            assert self.dealer.poll(PATIENCE * 1000), "the replay does not end"
-            empty, topic, number, payload = self.dealer.recv_multipart()
-            assert not empty
-            if number == END:
-                assert not payload
-                return
-            yield topic, int.from_bytes(number, "big"), payload
-
-    def read_until(self, found: Callable[[], bool], what: str) -> None:
-        until = time.monotonic() + PATIENCE
-        while not found():
-            assert time.monotonic() < until, f"{what} did not come: {self.known}"
-            if self.sub.poll(20):
-                topic, number, payload = self.sub.recv_multipart()
-                self.hear(topic, int.from_bytes(number, "big"), payload)
-
-
 @pytest.fixture
 def socket() -> Iterator[MakeSocket]:
     """`socket(kind)` makes one, which is closed after the test."""
-    context: zmq.Context[Any] = zmq.Context()
-    made = []
-
-    def make(kind: int) -> Any:
-        made.append(context.socket(kind))
-        return made[-1]
-
-    yield make
-    context.destroy(linger=0)
+    with sockets() as make:
+        yield make
 
 
 @pytest.fixture
