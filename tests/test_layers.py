@@ -34,7 +34,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"sessions", "room"},
         {"report", "writing", "distrust", "metrics"},
         {"cache"},
-        {"recovery"},
+        {"recovery", "stream"},
         {"config", "logs", "admin", "doctor.child", "plan.models", "plan.host", "replay.trace"}
         | {"bearer", "turnstile"},
         {"plan.pages", "replay.bounds", "replay.shadow"},
@@ -47,7 +47,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"http"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening"},
-        {"attendance"},
+        {"attendance", "events"},
         {"service", "bench", "demo_engine", "doctor.endpoint", "doctor.host"},
         {"lifecycle"},
         {"demo", "doctor"},
@@ -57,7 +57,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "kvcache_client": [
         {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"}
         | {"noise", "sums"},
-        {"devices", "slots", "channel", "door", "engine", "tally"},
+        {"devices", "slots", "channel", "door", "engine", "tally", "events"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
         {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},
         {"devices.cuda_kernels", "devices.turns", "devices.ring"},
@@ -79,12 +79,12 @@ PURE = {
     "kvcache_server": {
         *("ages", "ghosts", "histogram", "lost"),
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
-        *("cache", "journal", "writing", "recovery", "sums", "distrust"),
+        *("cache", "journal", "writing", "recovery", "sums", "distrust", "stream"),
         *("plan.models", "plan.host", "plan.pages", "plan.weights", "plan.device", "plan.figures"),
         *("doctor.table", "api", "replay.bounds"),
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}
-    | {"noise", "sums"},
+    | {"noise", "sums", "events"},
 }
 # Sockets, clocks, threads, mappings, logs, devices: what a pure module gets as an argument or does without.
 WORLD = {

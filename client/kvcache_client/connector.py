@@ -10,16 +10,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvcache_client import NamespaceSpec, Session
 from kvcache_client.devices import CopyError
 from kvcache_client.engine import join_logs, surroundings, tensor_parallel_rank, warn_of_random_seed
+from kvcache_client.events import Heard, Removed, Stored
 from kvcache_client.namespace import (
     engine_block_size,
     has_experts,
@@ -41,6 +45,8 @@ except ImportError:  # before 0.32
 
 logger = logging.getLogger("vllm.kvcache")
 
+MEDIUM = "CPU"  # MEDIUM_CPU of vLLM's, which 0.23 has not
+
 _BESIDE = (
     "--kv-offloading-size and {} exclude each other: vLLM replaces the connector by its own offloading. "
     "Leave --kv-offloading-size out; the daemon owns the memory: `kvcache-server serve --size`"
@@ -53,6 +59,16 @@ class StepMetadata(KVConnectorMetadata):
 
     plan: StepPlan = field(default=NOTHING)
     idle: bool = False  # the step computes nothing
+
+
+@dataclass
+class Verdicts(KVConnectorWorkerMetadata):
+    """What ranks heard of the blocks that they saved, for the scheduler's side; only where events are wanted."""
+
+    heard: list[Heard]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Verdicts:
+        return Verdicts(self.heard + other.heard) if isinstance(other, Verdicts) else self
 
 
 _EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
@@ -73,6 +89,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         transfer.kv_load_failure_policy = settings.kv_load_failure_policy
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
+        events = getattr(vllm_config, "kv_events_config", None)
+        self._tell = events is not None and events.enable_kv_cache_events
         in_scheduler = role == KVConnectorRole.SCHEDULER
         if in_scheduler:
             for note in notes:
@@ -108,6 +126,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 saves=transfer.is_kv_producer,
                 loads=transfer.is_kv_consumer,
                 volatile=1 if drafter is not None and drafter.use_eagle() else 0,
+                tell=self._tell,
             )
         except KVCacheError as error:
             logger.error("this engine runs without the KV cache server: %s", error)
@@ -133,6 +152,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             rank_block_bytes(self._kv_cache_config),
             per_slot,
             has_experts(self._vllm_config),
+            self._tell,
         )
 
     # Both sides.
@@ -168,8 +188,20 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         received, invalid = connector_output.finished_recving, connector_output.invalid_block_ids
-        if self._scheduler is not None and (received or invalid):
+        if self._scheduler is None:
+            return
+        if received or invalid:
             self._scheduler.ended(list(received or ()), set(invalid or ()))
+        verdicts = connector_output.kv_connector_worker_meta if self._tell else None
+        if isinstance(verdicts, Verdicts) and self._scheduler.events is not None:
+            for heard in verdicts.heard:
+                self._scheduler.events.settled(heard)
+
+    def take_events(self) -> Iterable[Any]:
+        events = self._scheduler.events if self._scheduler is not None else None
+        if events is None:
+            return ()
+        return [_vllm_event(event, engine_block_size(self._kv_cache_config)) for event in events.take()]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
@@ -223,12 +255,32 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         idle = isinstance(self._connector_metadata, StepMetadata) and self._connector_metadata.idle
         return None, (self._worker.received(idle) or None) if self._worker is not None else None
 
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        heard = self._worker.take_verdicts() if self._worker is not None and self._tell else []
+        return Verdicts(heard) if heard else None
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_errors() if self._worker is not None else set()
 
 
 def _open_session(settings: Settings, engine: str, label: str) -> Session:
     return Session.open(settings.endpoint or None, engine=engine, label=label, deadline=settings.deadline_ms / 1000)
+
+
+def _vllm_event(event: Stored | Removed, block_size: int) -> Any:
+    hashes = [maybe_convert_block_hash(BlockHash(each)) for each in event.hashes]
+    if isinstance(event, Removed):
+        return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=0)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=maybe_convert_block_hash(BlockHash(event.parent)) if event.parent is not None else None,
+        token_ids=event.tokens,
+        block_size=block_size,
+        lora_id=None,
+        medium=MEDIUM,
+        lora_name=None,
+        group_idx=0,
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from kvcache_client.events import Events
 from kvcache_client.handles import Namespace
 from kvcache_client.plan import SaveJob, full_slots, pick_refs, slot_hashes
 from kvcache_client.reservation import Reservation, Ticket
@@ -50,11 +51,17 @@ class Saves:
     """Reservations asked for, and device blocks that were saved from."""
 
     def __init__(
-        self, engine_block: int, blocks_per_slot: int, prompt_only: bool, tally: Tally, verify: str = "off"
+        self,
+        engine_block: int,
+        blocks_per_slot: int,
+        prompt_only: bool,
+        tally: Tally,
+        verify: str = "off",
+        events: Events | None = None,
     ) -> None:
-        """`verify` says of which blocks the ranks take a checksum."""
+        """`verify` says of which blocks the ranks take a checksum; `events` hears of what they are told to save."""
         self._block, self._per_slot, self._prompt_only, self._tally = engine_block, blocks_per_slot, prompt_only, tally
-        self._verify = verify
+        self._verify, self._events = verify, events
         self._next: list[_Asked] = []
         self._sent: list[_Sent] = []
         self._sources: set[int] = set()  # device blocks that were saved from and not given to anybody since
@@ -166,6 +173,10 @@ class Saves:
             return None
         blocks = [block for place in places[: len(kept)] for block in asked.blocks[place * slot : (place + 1) * slot]]
         refs = pick_refs(reservation.packed, kept)
+        if self._events is not None:
+            for position, place in zip(kept, places, strict=False):
+                slot_number = asked.first + place
+                self._events.shipped(reservation.region_id, reservation.id, position, asked.state.request, slot_number)
         summed = chosen(self._verify, [asked.run.hashes[place] for place in places[: len(kept)]])
         return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvcache_client import Lease, Session
 from kvcache_client.canaries import Canaries
+from kvcache_client.events import Events
 from kvcache_client.namespace import with_weights
 from kvcache_client.plan import NOTHING, LoadJob, StepPlan, cut_load, hit_limit, slot_hashes
 from kvcache_client.saves import Saves
@@ -51,8 +52,12 @@ class Scheduler:
         saves: bool = True,
         loads: bool = True,
         volatile: int = 0,
+        tell: bool = False,
     ) -> None:
-        """`volatile` cached blocks at the end of a hit are computed anew: a drafter's KV depends on the next token."""
+        """`volatile` cached blocks at the end of a hit are computed anew: a drafter's KV depends on the next token.
+
+        `tell` keeps `events` for who asks for them.
+        """
         self._session, self._settings = session, settings
         self._block, self._per_slot, self._slot_tokens = engine_block, blocks_per_slot, engine_block * blocks_per_slot
         self._saving, self._loading, self._volatile = saves, loads, volatile
@@ -71,7 +76,10 @@ class Scheduler:
         self._spent = 0.0  # seconds of this schedule that lookups took: all of them together have one deadline
         self._tally = Tally(logger)
         self._verify, self._shards = settings.verify, spec.shards
-        self._saves = Saves(engine_block, blocks_per_slot, settings.save == "prompt", self._tally, settings.verify)
+        self.events = Events(engine_block, blocks_per_slot) if tell else None
+        self._saves = Saves(
+            *(engine_block, blocks_per_slot, settings.save == "prompt", self._tally, settings.verify, self.events)
+        )
         session.telling.count_too(self._tally.snapshot)
         self._canaries = Canaries(settings.canary_every, spec.groups[0].block_bytes, blocks_per_slot)
 
@@ -157,6 +165,8 @@ class Scheduler:
             lease = self._namespace.acquire(())
         if not lease.failed:
             state.saved = lease.hits + lease.pending
+            if self.events is not None and not lease.withheld:
+                self.events.looked_up(state.request, lease.hits, limit)
         state.lookup = Lookup(lease, limit, max(0, lease.hits - self._volatile), now)
         state.lookup.sums = pick_sums(self._verify, hashes, lease.sums, self._shards)
         if lease.id:
@@ -345,6 +355,8 @@ class Scheduler:
             self._forget_lookup(state)
             state.barred, state.saved, state.retry_at, state.canary = True, 0, 0.0, None
         self._canaries.forget()
+        if self.events is not None:
+            self.events.reset()
         logger.info("cache reset: this engine goes on in namespace %s, weights %s", spec.id, weights)
         return True
 

@@ -20,6 +20,7 @@ from kvcache_client import Namespace, Session
 from kvcache_client.counters import Counters
 from kvcache_client.devices import CopyError, Device, Job, Scratch, open_device
 from kvcache_client.devices.canary import check_copies
+from kvcache_client.events import Heard
 from kvcache_client.layout import Tensor, block_fragments, runs
 from kvcache_client.namespace import Shards
 from kvcache_client.noise import Format, find_format
@@ -59,8 +60,12 @@ class Worker:
         block_bytes: int,
         blocks_per_slot: int,
         experts: bool = False,
+        tell: bool = False,
     ) -> None:
-        """`block_bytes` is what the rank stores for one block of the engine, `experts` whether its model has some."""
+        """`block_bytes` is what the rank stores for one block of the engine, `experts` whether its model has some.
+
+        `tell` keeps the daemon's verdicts for `take_verdicts`.
+        """
         self._session, self._spec, self._settings = session, spec, settings
         self._rank, self._experts = rank, experts
         self._shard, self._writes = shards.of_rank(rank)
@@ -73,6 +78,7 @@ class Worker:
         self._epoch = 0  # counts changes of the weights
         self._done: deque[tuple[str, list[int]]] = deque()  # requests whose load has ended, and blocks that failed
         self._errors: set[int] = set()
+        self._told: deque[Heard] | None = deque() if tell else None
         self._stored: dict[str, _Stored] = {}
         self._stored_lock = threading.Lock()
         self._counts = Counters()
@@ -171,6 +177,12 @@ class Worker:
         errors, self._errors = self._errors, set()
         return errors
 
+    def take_verdicts(self) -> list[Heard]:
+        """Return what the daemon has said to settlements since the last call."""
+        if not self._told:
+            return []
+        return [self._told.popleft() for _ in range(len(self._told))]
+
     # Saves.
 
     def _save(self, device: Device, job: SaveJob) -> None:
@@ -204,7 +216,9 @@ class Worker:
             logger.warning("request %s: %d blocks were not stored: %s", job.request, len(job.positions), done.error)
         else:
             self._count_copy("saved_bytes", "save_us", len(job.blocks), done)
-        namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, sums=sums)
+        told = self._told
+        then = None if told is None else lambda verdicts: told.append(_heard(job, verdicts))
+        namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, then=then, sums=sums)
         with self._stored_lock:
             stored = self._stored[job.request]
             stored.jobs -= 1
@@ -335,6 +349,10 @@ class Worker:
             self._device.close()
         self._proof.close()
         self._session.close()
+
+
+def _heard(job: SaveJob, verdicts: Sequence[int]) -> Heard:
+    return Heard(job.region, job.reservation, job.positions, list(map(int, verdicts)))
 
 
 def _all_sound(job: LoadJob) -> npt.NDArray[np.bool_]:

@@ -22,7 +22,7 @@ from kvcache_server.leases import Lease
 from kvcache_server.limits import Limits
 from kvcache_server.pool import Pool
 from kvcache_server.room import Room
-from kvcache_server.sessions import Engine, Namespace, Session
+from kvcache_server.sessions import Engine, Namespace, Session, Watcher
 from kvcache_server.shares import Shares
 from kvcache_server.sums import Sums
 from kvcache_server.writing import Writing
@@ -48,6 +48,7 @@ class Cache:
         """
         self.geometry = geometry
         self.sums: Sums | None = None  # given by who has a place for them
+        self.watcher: Watcher | None = None
         self.limits = limits or Limits()
         self.life = life
         self.rows = RegionRows(buffer, geometry)
@@ -260,6 +261,8 @@ class Cache:
     def add_namespace(self, namespace: Namespace) -> None:
         self.last_namespace = max(self.last_namespace, namespace.number)
         self.namespaces[namespace.number] = self._by_id[namespace.id] = namespace
+        if self.watcher is not None:
+            self.watcher.made(namespace)
 
     def account(self, engine: Engine, group: Group) -> Account:
         """Return what the engine stored in the group, joined to the shares."""
@@ -384,9 +387,14 @@ class Cache:
         if self.room.frozen:
             raise Unavailable("engines are coming back after a restart, what they read is not known yet: try again")
         only = self._by_id.get(namespace)
-        return self.room.clear(
+        cleared = self.room.clear(
             [each for each in self.shares.accounts if only is None or each.group.namespace == only.number]
         )
+        if self.watcher is not None:
+            for each in self.namespaces.values() if only is None else [only]:
+                if not any(group.visible for group in each.groups):
+                    self.watcher.emptied(each)
+        return cleared
 
     def stats(self, now: float) -> dict[str, Any]:
         """Return what `status` shows; see report.py."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from kvcache_proto.endpoint import check_endpoint, default_endpoint
+from kvcache_proto.endpoint import SCHEME, check_endpoint, default_endpoint
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import ALIGN
 
@@ -173,6 +173,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "Let `http` be an address that other hosts reach: who reaches it reads all figures; changes want the token."
         ),
     ] = False
+    events: Annotated[
+        str,
+        _doc("Where KV events are published, as vLLM does: `tcp://127.0.0.1:5557` or `ipc:///path`; empty is nowhere."),
+    ] = ""
+    events_replay: Annotated[str, _doc("Where lost KV events may be asked for; empty is nowhere.")] = ""
+    events_topic: Annotated[
+        str, _doc("Topic of a namespace's events; `{namespace}` stands for its id, `{model}` for its model.")
+    ] = "kvcache@{namespace}"
+    events_buffer: Annotated[int, _doc("Batches of events kept for a replay, and for a subscriber that is slow.")] = (
+        10_000
+    )
+    events_dialect: Annotated[
+        Literal["0.26", "0.24", "0.23"],
+        _doc("vLLM version, or the latest one before it, that those who read the events are made for."),
+    ] = "0.26"
+    events_hashes: Annotated[
+        Literal["int", "bytes"],
+        _doc("Form of block hashes: `int`, the last 64 bits, as vLLM's by default; `bytes` are whole."),
+    ] = "int"
+    events_anywhere: Annotated[
+        bool, _doc("Let `events` be an address that other hosts reach: who reaches it reads every block's hash.")
+    ] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severity that is logged.")] = "info"
     log_format: Annotated[Literal["text", "json"], _doc("Form of a log line.")] = "text"
 
@@ -195,9 +217,41 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 f"http {self.http!r}: other hosts may reach it; http_anywhere = true says that they shall"
             )
+        for name in ("events", "events_replay"):
+            _check_publisher(name, getattr(self, name), self.events_anywhere)
+        taken = [each for each in (self.endpoint, self.events, self.events_replay) if each and not each.endswith(":*")]
+        if len(set(taken)) < len(taken):
+            raise ConfigError(f"events {self.events!r}, events_replay {self.events_replay!r}: an endpoint each")
+        if self.events_replay and not self.events:
+            raise ConfigError(f"events_replay {self.events_replay!r}: there are no events to ask for")
+        if "{namespace}" not in self.events_topic:
+            raise ConfigError(f"events_topic {self.events_topic!r}: {{namespace}} in it keeps equal hashes apart")
+        _within("events_buffer", self.events_buffer, 1, 1 << 20)
         _within("attach_rate", self.attach_rate, 0.01, 1e6)
         for name in ("max_sessions", "max_namespaces", "max_leases"):
             _within(name, getattr(self, name), 1, 1 << 20)
+
+
+_PUBLISHER = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/]+)):(\d{1,5}|\*)")
+
+
+def _check_publisher(name: str, endpoint: str, anywhere: bool) -> None:
+    """Raise ConfigError unless it is empty, or an endpoint to bind: of this host alone, unless told otherwise."""
+    if not endpoint:
+        return
+    if endpoint.startswith(SCHEME):
+        check_endpoint(endpoint)
+        return
+    match = _PUBLISHER.fullmatch(endpoint)
+    host = match and (match[1] or match[2])
+    try:
+        if not match or not host or (match[3] != "*" and int(match[3]) > 65535):
+            raise ValueError
+        address = None if host == "*" else ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(f"{name} {endpoint!r}: tcp://127.0.0.1:5557, another address, or ipc:///path") from None
+    if not anywhere and (address is None or not address.is_loopback):
+        raise ConfigError(f"{name} {endpoint!r}: other hosts may reach it; events_anywhere = true says that they shall")
 
 
 def _within(name: str, value: float, least: float, most: float) -> None:

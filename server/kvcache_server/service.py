@@ -52,6 +52,7 @@ from kvcache_server.attendance import Attendance
 from kvcache_server.config import Config, format_size
 from kvcache_server.desk import Desk
 from kvcache_server.door import Door
+from kvcache_server.events import Events
 from kvcache_server.histogram import Histogram
 from kvcache_server.opening import Opened
 from kvcache_server.rates import Rate
@@ -103,12 +104,16 @@ class Service:
         self._told: dict[str, int] = {}
         self._http: Http | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._events: Events | None = None
         try:
             if config.http:
                 from kvcache_server.http import Http  # aiohttp takes memory that a daemon without it has a use for
 
                 self._http = Http(self._loop, config, self._desk, self._failed)
             self._router = self._bind()
+            if config.events:
+                self._events = Events(self._loop, self._context, config, self._cache)
+            self._changes = self._events.changes if self._events else []
             self._door = Door(
                 self._loop,
                 config.endpoint,
@@ -124,6 +129,8 @@ class Service:
         except BaseException:
             if self._http:
                 self._http.close()
+            if self._events is not None:
+                self._events.close()
             self._context.destroy(linger=0)
             self._loop.close()
             raise
@@ -174,6 +181,8 @@ class Service:
                 self._http.close()
             self._door.close()
             self._router.close()
+            if self._events is not None:
+                self._events.close()
             self._context.term()
             self._place.remove()  # ZeroMQ leaves it
             loop.close()
@@ -196,14 +205,22 @@ class Service:
             try:
                 identity = recv(_LAST)
             except zmq.Again:
+                if self._changes:
+                    self._publish()
                 return False
             frame: zmq.Frame = recv(_LAST, copy=False)
             if frame.more:
                 self._refuse_parts(identity)
             else:
                 self._answer(identity, frame.bytes)
+        if self._changes:
+            self._publish()
         self._loop.call_soon(self._drain)
         return True
+
+    def _publish(self) -> None:
+        assert self._events is not None
+        self._events.flush()
 
     def _answer(self, identity: bytes, frame: bytes) -> None:
         self._messages += 1
@@ -314,6 +331,8 @@ class Service:
             self._cache.tick(time.monotonic())
         except Exception as error:  # noqa: BLE001 - as in _answer
             self._failed(0, error)
+        if self._changes:  # by somebody who has sent no message
+            self._publish()
         self._unread.tidy()
         self._look_after_sockets()
         self._loop.call_later(TICK, self._tick)
@@ -375,4 +394,5 @@ class Service:
             "integrity": dict(self._desk.integrity),
             "log_level": logs.level(),
             "http": self._http.figures() if self._http else None,
+            "events": self._events.report() if self._events is not None else {},
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Protocol
 
 from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
 from kvcache_proto.errors import BadArgument, UnknownHandle
@@ -28,6 +29,14 @@ class Namespace:
         """Fall apart: nobody will ask for it again."""
         for group in self.groups:
             group.forget()
+
+
+class Watcher(Protocol):
+    """Wants to know what becomes of namespaces, beyond what becomes of each block."""
+
+    def made(self, namespace: Namespace) -> None: ...
+
+    def emptied(self, namespace: Namespace) -> None: ...
 
 
 class Engine:

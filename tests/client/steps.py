@@ -47,17 +47,17 @@ def new(name: str, blocks: list[int], computed: int) -> SimpleNamespace:
 class Rig:
     """An engine of one rank, whose steps a test writes out."""
 
-    def __init__(self, endpoint: str, name: str, dtype: Any = torch.uint8, **settings: Any) -> None:
+    def __init__(self, endpoint: str, name: str, dtype: Any = torch.uint8, tell: bool = False, **settings: Any) -> None:
         options = Settings(endpoint, **settings)
         sessions = [Session.open(endpoint, engine=name, label=label, deadline=5.0) for label in ("rank", "scheduler")]
         if dtype is torch.uint8:
             self.tensors = [torch.randint(0, 255, (BLOCKS, PAGE), dtype=dtype) for _ in range(LAYERS)]
         else:
             self.tensors = [torch.randn(BLOCKS, PAGE // dtype.itemsize).to(dtype) for _ in range(LAYERS)]
-        self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, LAYERS * PAGE, 1)
+        self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, LAYERS * PAGE, 1, tell=tell)
         self.worker.register({str(layer): tensor for layer, tensor in enumerate(self.tensors)}, BLOCKS)
         self.session = sessions[1]
-        self.scheduler = Scheduler(self.session, SPEC, options, BLOCK, 1)
+        self.scheduler = Scheduler(self.session, SPEC, options, BLOCK, 1, tell=tell)
         self.seen: set[str] = set()
 
     def block(self, number: int) -> bytes:

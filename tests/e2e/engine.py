@@ -42,6 +42,10 @@ class Engine:
                 "kv_role": "kv_both",
                 **connector,
             }
+        if "kv_events_config" in arguments:
+            from vllm.config import KVEventsConfig
+
+            arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
         begin = time.perf_counter()
         self.llm = LLM(**arguments)
         return {"seconds": time.perf_counter() - begin}

@@ -5,7 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+from follower import PATIENCE, Subscriber, sockets
+
+from kvcache_server.admin import Admin
 
 BLOCK, MAX_LEN = 32, 1024
 EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 7, MAX_LEN - 10]
@@ -13,12 +18,28 @@ EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 7, MAX_LEN - 10]
 
 @pytest.fixture(scope="module")
 def daemon(start_module_daemon: Any) -> Any:
-    return start_module_daemon(size="128MiB")
+    return start_module_daemon(size="128MiB", events="tcp://127.0.0.1:*", events_replay="tcp://127.0.0.1:*")
 
 
 @pytest.fixture(scope="module")
-def first(engines: Any, daemon: Any) -> Any:
-    return engines("first", daemon.endpoint)
+def socket() -> Any:
+    with sockets() as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def told(socket: Any, daemon: Any) -> Any:
+    """What the first engine publishes."""
+    sub = socket(zmq.SUB)
+    sub.setsockopt(zmq.SUBSCRIBE, b"")
+    sub.connect(f"ipc://{daemon.folder}/told")
+    return sub
+
+
+@pytest.fixture(scope="module")
+def first(engines: Any, daemon: Any, told: Any) -> Any:
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{daemon.folder}/told"}
+    return engines("first", daemon.endpoint, kv_events_config=config)
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +168,65 @@ def test_what_an_operator_reads(first: Any, second: Any) -> None:
     assert "loaded 31 blocks (992 tokens)" in second.log
     for engine in (first, second):
         assert "/kvcache_client/" not in engine.log, "a traceback of ours"
+
+
+def test_an_engine_tells_what_host_memory_has_of_its_blocks(
+    first: Any, second: Any, daemon: Any, told: Any, socket: Any, prompt: Any, reference: Any
+) -> None:
+    """Its events of medium CPU: saves, what lookups found of others, what they found no more. The daemon says alike."""
+    events = pytest.importorskip("vllm.distributed.kv_events")  # there; not with the warnings of torch's own imports
+    decoder = msgspec.msgpack.Decoder(events.KVEventBatch)
+    device: dict[Any, list[int]] = {}  # tokens by hash
+    host: dict[Any, list[int]] = {}
+    parents: dict[Any, Any] = {}
+    gone: set[Any] = set()
+
+    def hear(found: Any, what: str) -> None:
+        """Read until `found`; an engine tells of what has ended when it steps."""
+        until = time.monotonic() + PATIENCE
+        while not found():
+            assert time.monotonic() < until, f"{what} was not told"
+            first.generate(prompt(3), max_tokens=1)
+            while told.poll(20):
+                for event in decoder.decode(told.recv_multipart()[2]).events:
+                    known = host if getattr(event, "medium", "") == "CPU" else device
+                    if isinstance(event, events.BlockStored):
+                        assert event.block_size == BLOCK and event.group_idx == 0
+                        above = event.parent_block_hash
+                        for at, name in enumerate(event.block_hashes):
+                            known[name] = event.token_ids[at * BLOCK : (at + 1) * BLOCK]
+                            parents[name], above = above, name
+                    elif isinstance(event, events.BlockRemoved):
+                        gone.update(event.block_hashes if known is host else ())
+                        for name in event.block_hashes:
+                            known.pop(name, None)
+
+    def chain(of: dict[Any, list[int]], tokens: list[int]) -> list[Any]:
+        """The hashes of the full blocks of a prompt, from the root on."""
+        names: list[Any] = []
+        for at in range(0, len(tokens) // BLOCK * BLOCK, BLOCK):
+            above = names[-1] if names else None
+            names += [n for n, block in of.items() if block == tokens[at : at + BLOCK] and parents[n] == above]
+        return names
+
+    mine, others = prompt(5 * BLOCK + 7), prompt(3 * BLOCK + 1)
+    assert first.generate(mine) == reference([mine])
+    hear(lambda: len(chain(host, mine)) == 5, "its own save")
+    assert chain(host, mine) == chain(device, mine), "a router matches them"
+    assert second.generate(others) == reference([others])
+    wait_idle(daemon)
+    assert not chain(host, others)
+    assert first.generate(others) == reference([others])
+    hear(lambda: len(chain(host, others)) == 3, "what the other one has saved")
+    names = {*chain(host, mine), *chain(host, others)}
+    follower = Subscriber(socket, daemon.status()["daemon"]["events"])
+    follower.catch_up(b"")
+    (known,) = follower.known.values()
+    assert {(0, name) for name in names} <= known
+    wait_idle(daemon)
+    with Admin(daemon.endpoint) as admin:
+        assert admin.clear()
+    assert first.ask("reset")["reset"]
+    assert not gone
+    assert first.generate(mine) == reference([mine])
+    hear(lambda: gone >= names - {*chain(host, others)} and len(chain(host, mine)) == 5, "that it went and came again")

@@ -165,3 +165,41 @@ def test_each_setting_is_documented_once() -> None:
     assert [row.name for row in rows] == [field.name for field in msgspec.structs.fields(Config)]
     assert all(row.doc.endswith(".") and row.type and row.default for row in rows)
     assert reference().count("\n") == len(rows) + 2
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://127.1.2.3:*", "ipc:///run/kvcache/events", ""]
+)
+def test_events_go_where_this_host_alone_hears_them(endpoint: str) -> None:
+    assert load(environ=ENDPOINT, flags={"events": endpoint}).events == endpoint
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "tcp://10.0.0.7:5557"])
+def test_events_go_to_other_hosts_where_that_is_said(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="events_anywhere = true"):
+        load(environ=ENDPOINT, flags={"events": endpoint})
+    with pytest.raises(ConfigError, match="events_anywhere = true"):
+        load(environ=ENDPOINT, flags={"events": "tcp://127.0.0.1:1", "events_replay": endpoint})
+    assert load(environ=ENDPOINT, flags={"events": endpoint, "events_anywhere": "true"}).events == endpoint
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"events": "127.0.0.1:5557"},
+        {"events": "tcp://localhost:5557"},  # a name may mean several addresses; ZeroMQ binds none by it
+        {"events": "tcp://127.0.0.1"},
+        {"events": "tcp://127.0.0.1:65536"},
+        {"events": "udp://127.0.0.1:5557"},
+        {"events": "ipc://relative"},
+        {"events": ENDPOINT["KVCACHE_ENDPOINT"]},
+        {"events": "tcp://127.0.0.1:1", "events_replay": "tcp://127.0.0.1:1"},
+        {"events_replay": "tcp://127.0.0.1:1"},
+        {"events": "tcp://127.0.0.1:1", "events_topic": "all"},
+        {"events": "tcp://127.0.0.1:1", "events_buffer": "0"},
+        {"events": "tcp://127.0.0.1:1", "events_dialect": "0.22"},
+    ],
+)
+def test_events_that_cannot_be(flags: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"event|endpoint"):
+        load(environ=ENDPOINT, flags=flags)

@@ -1,0 +1,246 @@
+"""KV events on two ZeroMQ sockets, in the daemon's loop: one that publishes them, one that tells them again.
+
+Nothing waits for who listens. A subscriber that does not read loses batches once its queue is full, which is counted,
+and sees it by their numbers; what it has lost it may ask for. As elsewhere, a socket is drained after each send to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from kvcache_proto.endpoint import SCHEME
+from kvcache_proto.errors import NotPermitted
+from kvcache_server.cache import Cache
+from kvcache_server.config import Config
+from kvcache_server.sockets import Place, admit, private
+from kvcache_server.stream import Batch, Stream
+
+log = logging.getLogger(__name__)
+
+END = (-1).to_bytes(8, "big", signed=True)  # in place of a number: the replay has ended
+REPLAYS = 16  # at one time; more wait on their side
+TURN = 4  # batches of an announcement or a replay between two looks at messages: a millisecond
+PATIENCE = 5.0  # seconds for which a replay waits for its reader
+PAUSE = 0.01  # seconds between two looks at a reader that does not read
+QUEUE = 64  # batches of a replay that wait for its reader
+REQUEST_BYTES = 4096
+
+_NOW = int(zmq.NOBLOCK)
+
+
+class Events:
+    """The publisher: `flush` after each drain, `close` at the end."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, context: zmq.Context[zmq.Socket[bytes]], config: Config, cache: Cache
+    ) -> None:
+        """Bind `config.events`, and `config.events_replay` if there is one. Raises NotPermitted where it cannot."""
+        self._loop, self._config = loop, config
+        # Milliseconds, with room for a thousand batches in each: a daemon's numbers begin above its last one's.
+        first = time.time_ns() // 1_000_000 << 10
+        self._stream = Stream(
+            *(cache, config.events_topic, config.events_buffer, first, config.events_dialect, config.events_hashes)
+        )
+        self.changes = self._stream.changes
+        self._topic_in_replay = config.events_dialect == "0.26"
+        self._counts: Counter[str] = Counter()
+        self._subscriptions = 0
+        self._announcement: Iterator[Batch] | None = None
+        self._announced = False
+        self._replays: dict[bytes, _Replay] = {}
+        self._busy = False  # whether `_go_on` is to be called
+        self._places: list[Place] = []
+        self._sockets: list[zmq.Socket[bytes]] = []
+        try:
+            self._pub = self._bind(context, zmq.XPUB, config.events)
+            self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)  # tell of every subscription, and of its end
+            self._pub.setsockopt(zmq.XPUB_NODROP, 1)  # a queue that is full is an error here, and is counted
+            self._router = self._bind(context, zmq.ROUTER, config.events_replay) if config.events_replay else None
+        except BaseException:
+            self.close()
+            raise
+        loop.add_reader(int(self._pub.getsockopt(zmq.FD)), self._hear_subscriptions)
+        if self._router is not None:
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            loop.add_reader(int(self._router.getsockopt(zmq.FD)), self._hear_requests)
+        loop.call_soon(self._hear_requests)
+        loop.call_soon(self._hear_subscriptions)
+
+    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = context.socket(kind)
+        self._sockets.append(socket)
+        socket.setsockopt(zmq.LINGER, 100)
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
+        socket.setsockopt(zmq.SNDHWM, self._config.events_buffer if kind == zmq.XPUB else QUEUE)
+        socket.setsockopt(zmq.RCVHWM, 2 * REPLAYS)
+        try:
+            with private():
+                socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise NotPermitted(f"events endpoint {endpoint}: cannot be bound: {error}") from None
+        if endpoint.startswith(SCHEME):
+            self._places.append(Place(endpoint.removeprefix(SCHEME)))
+            admit(self._places[-1].path, self._config.allow_uids, self._config.allow_gids)
+        return socket
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        for place in self._places:
+            place.remove()
+
+    def report(self) -> dict[str, Any]:
+        """Return endpoints as they were bound, subscriptions, and counts of batches and replays."""
+        bound = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in self._sockets]
+        return {
+            "endpoint": bound[0],
+            "replay": bound[1] if len(bound) > 1 else "",
+            "subscriptions": self._subscriptions,
+            **{name: self._counts[name] for name in ("batches", "batches_lost", "replays", "replays_cut", "nonsense")},
+        }
+
+    # Publishing.
+
+    def flush(self) -> None:
+        """Publish what has changed; what is too much for one turn follows in the next ones."""
+        for batch in self._stream.batches(time.time()):
+            self._publish(batch)
+        self._hear_subscriptions()
+        if self.changes:
+            self._soon()
+
+    def _publish(self, batch: Batch) -> None:
+        frames = (batch.topic, batch.number.to_bytes(8, "big"), batch.payload)
+        self._counts["batches"] += 1
+        try:
+            self._pub.send_multipart(frames, _NOW)
+        except zmq.Again:
+            self._counts["batches_lost"] += 1  # by one subscriber at least; the others get it
+            self._pub.setsockopt(zmq.XPUB_NODROP, 0)
+            self._pub.send_multipart(frames, _NOW)
+            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+
+    def _hear_subscriptions(self) -> None:
+        while True:
+            try:
+                heard = self._pub.recv(_NOW)
+            except zmq.Again:
+                return
+            if heard[:1] == b"\x01":
+                self._subscriptions += 1
+                if not self._announced:
+                    self._announced = True
+                    self._announcement = self._stream.announce(time.time())
+                    self._soon()
+            elif heard[:1] == b"\x00":
+                self._subscriptions -= 1
+            else:
+                self._counts["nonsense"] += 1
+
+    # Telling again.
+
+    def _hear_requests(self) -> None:
+        while self._router is not None and len(self._replays) < REPLAYS:
+            try:
+                frames = self._router.recv_multipart(_NOW)
+            except zmq.Again:
+                return
+            # A REQ puts an empty frame before the number; what follows it, vLLM's have nothing, is a topic.
+            if len(frames) not in (3, 4) or frames[1] or len(frames[2]) != 8:
+                self._counts["nonsense"] += 1
+                continue
+            start, prefix = int.from_bytes(frames[2], "big"), b"".join(frames[3:])
+            batches = self._stream.replay(start, prefix, time.time())
+            self._replays[frames[0]] = _Replay(frames[0], batches, time.monotonic())
+            self._counts["replays"] += 1
+            self._soon()
+
+    def _replay_on(self, replay: _Replay, now: float) -> bool:
+        """Send some of it. Returns whether there is more. Raises zmq.ZMQError where nobody is there to read it."""
+        assert self._router is not None
+        for _ in range(TURN):
+            batch = replay.next()
+            frames = [batch.topic, batch.number.to_bytes(8, "big"), batch.payload] if batch else [b"", END, b""]
+            if not self._topic_in_replay:
+                del frames[0]
+            self._router.send_multipart([replay.reader, b"", *frames], _NOW)
+            replay.sent(now)
+            if batch is None:
+                return False
+        return True
+
+    # Both, a little at a time.
+
+    def _soon(self, delay: float = 0.0) -> None:
+        if not self._busy:
+            self._busy = True
+            self._loop.call_later(delay, self._go_on)
+
+    def _go_on(self) -> None:
+        self._busy = False
+        if self.changes:
+            self.flush()
+        now, idle = time.monotonic(), False
+        if self._announcement is not None:
+            self._announce_on(self._announcement)
+            for replay in self._replays.values():
+                replay.at = now  # it waits, or it would end in the midst of the announcement
+        else:
+            idle = not self._replay_all(now)
+        self._hear_requests()
+        self._hear_subscriptions()
+        if self.changes or self._announcement is not None or self._replays:
+            self._soon(PAUSE if idle else 0.0)
+
+    def _announce_on(self, announcement: Iterator[Batch]) -> None:
+        for _ in range(TURN):
+            batch = next(announcement, None)
+            if batch is None:
+                self._announcement = None
+                return
+            self._publish(batch)
+
+    def _replay_all(self, now: float) -> bool:
+        """Take each replay further. Returns whether any came further."""
+        came_further = False
+        for replay in list(self._replays.values()):
+            try:
+                more = self._replay_on(replay, now)
+                came_further = True
+            except zmq.Again:
+                more = now - replay.at < PATIENCE
+                self._counts["replays_cut"] += not more
+            except zmq.ZMQError:
+                more = False
+                self._counts["replays_cut"] += 1
+            if not more:
+                del self._replays[replay.reader]
+        return came_further
+
+
+class _Replay:
+    """One reader's, and how far it has come."""
+
+    def __init__(self, reader: bytes, batches: Iterator[Batch], now: float) -> None:
+        self.reader = reader
+        self.at = now  # when it was read last
+        self._batches = batches
+        self._unsent: list[Batch | None] = []
+
+    def next(self) -> Batch | None:
+        """Return the batch to be sent, the same one until it is sent; None is the end."""
+        if not self._unsent:
+            self._unsent.append(next(self._batches, None))
+        return self._unsent[0]
+
+    def sent(self, now: float) -> None:
+        self._unsent.clear()
+        self.at = now

@@ -1,0 +1,131 @@
+"""What one engine tells of host memory: its own saves, what its lookups found, and what they found no more."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcache_client import events as module
+from kvcache_client.events import Events, Heard, Removed, Stored
+from kvcache_proto.types import Verdict
+from kvcache_server.admin import Admin
+
+REGION = b"r" * 16
+VISIBLE, HIDDEN, PARTIAL, FAILED = Verdict.VISIBLE, Verdict.HIDDEN, Verdict.PARTIAL, Verdict.FAILED
+
+
+def a_request(name: str, blocks: int) -> Any:
+    """With blocks of four tokens."""
+    hashes = [f"{name}{number}".encode().rjust(32, b".") for number in range(blocks)]
+    return SimpleNamespace(block_hashes=hashes, all_token_ids=list(range(4 * blocks)))
+
+
+def ship(events: Events, request: Any, slots: range, reservation: int = 1) -> None:
+    for position, slot in enumerate(slots):
+        events.shipped(REGION, reservation, position, request, slot)
+
+
+def test_a_save_is_told_with_all_blocks_of_the_engine_and_their_tokens() -> None:
+    events, request = Events(4, 2), a_request("a", 7)
+    ship(events, request, range(1, 3))
+    assert events.take() == []
+    events.settled(Heard(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))
+    assert events.take() == [Stored(request.block_hashes[1], request.block_hashes[2:6], list(range(8, 24)))]
+    assert events.take() == []
+
+
+def test_of_several_ranks_the_last_one_tells_and_what_fails_is_not_told() -> None:
+    events, request = Events(4, 1), a_request("a", 3)
+    ship(events, request, range(3))
+    events.settled(Heard(REGION, 1, [0, 1, 2], [PARTIAL, PARTIAL, FAILED]))
+    assert events.take() == []
+    events.settled(Heard(REGION, 1, [0, 1, 2], [VISIBLE, FAILED, FAILED]))
+    assert events.take() == [Stored(None, request.block_hashes[:1], [0, 1, 2, 3])]
+    events.settled(Heard(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))  # told and done
+    assert events.take() == []
+
+
+def test_what_waits_for_its_parent_is_told_with_it() -> None:
+    events, request = Events(4, 1), a_request("a", 3)
+    ship(events, request, range(3))
+    events.settled(Heard(REGION, 1, [2, 1], [HIDDEN, HIDDEN]))
+    assert events.take() == []
+    events.settled(Heard(REGION, 1, [0], [VISIBLE]))
+    assert events.take() == [Stored(None, request.block_hashes, list(range(12)))]
+
+
+def test_a_lookup_tells_what_it_found_and_what_it_found_no_more() -> None:
+    events, request = Events(4, 2), a_request("a", 9)
+    names = request.block_hashes
+    events.looked_up(request, 3, 4)  # another engine's
+    events.looked_up(request, 3, 4)
+    assert events.take() == [Stored(None, names[:6], list(range(24)))]
+    events.looked_up(request, 1, 4)
+    assert events.take() == [Removed(names[2:6])]
+    events.looked_up(request, 4, 4)
+    assert events.take() == [Stored(names[1], names[2:8], list(range(8, 32)))]
+
+
+def test_after_a_reset_nothing_is_there_and_late_verdicts_are_of_the_past() -> None:
+    events, request = Events(4, 1), a_request("a", 4)
+    events.looked_up(request, 2, 2)
+    ship(events, request, range(2, 4))
+    events.take()
+    events.reset()
+    events.settled(Heard(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))
+    assert events.take() == [Removed(request.block_hashes[:2])]
+
+
+def test_no_more_is_claimed_than_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REMEMBERED", 3)
+    events, request = Events(4, 1), a_request("a", 5)
+    events.looked_up(request, 5, 5)
+    known: list[bytes] = []
+    for event in events.take():
+        if isinstance(event, Stored):
+            known += event.hashes
+        else:
+            known = [name for name in known if name not in event.hashes]
+    assert known == request.block_hashes[2:]
+    ship(events, request, range(5), reservation=2)  # and never settled
+    assert len(events._shipped) == 3
+
+
+def test_a_real_rank_and_a_real_daemon(daemon: Any) -> None:
+    steps = pytest.importorskip("steps", reason="needs torch, as ranks do", exc_type=ImportError)
+    rig = steps.Rig(daemon.endpoint, "one", tell=True)
+    other = steps.Rig(daemon.endpoint, "two", tell=True)
+    events = rig.scheduler.events
+
+    def told(count: int) -> list[Stored | Removed]:
+        """What is told once `count` verdicts have come."""
+        until, heard = time.monotonic() + steps.PATIENCE, 0
+        while heard < count:
+            assert time.monotonic() < until, "the verdicts did not come"
+            for each in rig.worker.take_verdicts():
+                heard += len(each.verdicts)
+                events.settled(each)
+            time.sleep(0.001)
+        return list(events.take())
+
+    try:
+        request = steps.Request("r", 3 * steps.BLOCK + 1, all_token_ids=list(range(3 * steps.BLOCK + 1)))
+        assert rig.scheduler.matched_tokens(request, 0) == (0, False)
+        rig.run(request, [3, 1, 4, 5])
+        assert told(3) == [Stored(None, request.block_hashes, list(range(3 * steps.BLOCK)))]
+        again = steps.Request("s", 3 * steps.BLOCK + 1, request.block_hashes, all_token_ids=request.all_token_ids)
+        assert other.scheduler.matched_tokens(again, 0)[0]
+        assert other.scheduler.events.take() == [Stored(None, request.block_hashes, list(range(3 * steps.BLOCK)))]
+        other.scheduler.finished(again)
+        with Admin(daemon.endpoint) as admin:
+            daemon.wait_status(lambda s: not s["pool"]["pinned_bytes"], "no lease")
+            assert admin.clear() == 3
+        third = steps.Request("t", 3 * steps.BLOCK + 1, request.block_hashes, all_token_ids=request.all_token_ids)
+        assert rig.scheduler.matched_tokens(third, 0) == (0, False)
+        assert events.take() == [Removed(request.block_hashes)]
+    finally:
+        rig.close()
+        other.close()

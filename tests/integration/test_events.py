@@ -1,0 +1,260 @@
+"""KV events of a real daemon, read by sockets as routers read vLLM's, and decoded by vLLM's own classes."""
+
+from __future__ import annotations
+
+import random
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from follower import END, PATIENCE, Known, MakeSocket, Subscriber, maps, sockets
+
+from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_proto.types import Finding
+from kvcache_server.admin import Admin
+
+SMALL = NamespaceSpec(model="small", groups=[GroupSpec(16, 64 << 10)])
+LARGE = NamespaceSpec(model="large", groups=[GroupSpec(32, 192 << 10)])
+TINY = NamespaceSpec(model="tiny", groups=[GroupSpec(16, 1024)])
+
+
+def run_of(name: str, count: int) -> list[bytes]:
+    return [f"{name}{number}".encode().rjust(32, b".") for number in range(count)]
+
+
+def topic_of(spec: NamespaceSpec) -> bytes:
+    return b"kvcache@" + spec.id.encode()
+
+
+def as_int(name: bytes) -> int:
+    return int.from_bytes(name[-8:], "big")
+
+
+@pytest.fixture
+def socket() -> Iterator[MakeSocket]:
+    """`socket(kind)` makes one, which is closed after the test."""
+    with sockets() as make:
+        yield make
+
+
+@pytest.fixture
+def start(start_daemon: Any) -> Any:
+    """A daemon that publishes, and what it says of that."""
+
+    def begin(**flags: Any) -> tuple[Any, dict[str, Any]]:
+        folder = flags.pop("folder", "")
+        where = {"events": "tcp://127.0.0.1:*", "events_replay": "tcp://127.0.0.1:*"}
+        if folder:
+            where = {"events": f"ipc://{folder}/events", "events_replay": f"ipc://{folder}/again"}
+        daemon = start_daemon(**where | flags)
+        return daemon, daemon.status()["daemon"]["events"]
+
+    return begin
+
+
+def wait_subscribed(daemon: Any) -> None:
+    daemon.wait_status(lambda s: s["daemon"]["events"]["subscriptions"], "the subscription")
+
+
+def found(namespace: Any, chains: list[list[bytes]]) -> Known:
+    """What lookups find of the chains."""
+    known: Known = set()
+    for chain in chains:
+        with namespace.acquire(chain, pin=False) as lease:
+            known |= {(0, as_int(name)) for name in chain[: lease.hits]}
+    return known
+
+
+def test_vllm_s_own_classes_read_them(start: Any, socket: MakeSocket) -> None:
+    events = pytest.importorskip("vllm.distributed.kv_events", reason="needs vLLM's classes", exc_type=ImportError)
+    from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+    daemon, report = start()
+    decoder = msgspec.msgpack.Decoder(events.KVEventBatch)
+    heard: list[Any] = []
+
+    def decode(payload: bytes) -> list[dict[str, Any]]:
+        batch = decoder.decode(payload)
+        assert batch.ts > 1e9 and batch.data_parallel_rank is None
+        heard.extend(batch.events)
+        return maps(payload)
+
+    subscriber = Subscriber(socket, report, topic_of(SMALL), decode)
+    wait_subscribed(daemon)
+    hashes = run_of("a", 5)
+    names = [maybe_convert_block_hash(BlockHash(name)) for name in hashes]
+    with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+        namespace = session.attach(SMALL, (0,))
+        namespace.reserve(hashes[:3]).commit()
+        subscriber.read_until(lambda: len(heard) == 2, "the first run")
+        namespace.reserve(hashes[3:], parent=hashes[2]).commit()
+        subscriber.read_until(lambda: len(heard) == 3, "the second one")
+        with Admin(daemon.endpoint) as admin:
+            assert admin.clear() == 5
+        subscriber.read_until(lambda: len(heard) == 4, "that it is gone")
+    shape = {"token_ids": [], "block_size": 16, "lora_id": None, "medium": events.MEDIUM_CPU, "lora_name": None}
+    assert heard == [
+        events.AllBlocksCleared(),
+        events.BlockStored(block_hashes=names[:3], parent_block_hash=None, group_idx=0, **shape),
+        events.BlockStored(block_hashes=names[3:], parent_block_hash=names[2], group_idx=0, **shape),
+        events.AllBlocksCleared(),
+    ]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_who_follows_holds_what_lookups_find_across_a_restart(
+    start: Any, socket: MakeSocket, short_folder: Path, seed: int
+) -> None:
+    """Saves, evictions, distrust, clears and a kill -9 of the daemon; one subscriber hears all, one comes late."""
+    draw = random.Random(seed)
+    flags = {"folder": short_folder, "keep": "true", "size": "8MiB", "events_buffer": 20}
+    daemon, report = start(**flags)
+    early = Subscriber(socket, report)
+    wait_subscribed(daemon)
+    chains = [run_of(f"{letter}.", 6) for letter in "abcdefghijklmnopqrstuvwxyz"]
+    with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+        spaces = {topic_of(spec): session.attach(spec, (0,)) for spec in (SMALL, LARGE)}
+        for life in range(2):
+            for _ in range(120):
+                namespace, chain = draw.choice(list(spaces.values())), draw.choice(chains)
+                what = draw.random()
+                if what < 0.9:
+                    namespace.reserve(chain[: draw.randint(1, 6)]).commit()
+                elif what < 0.98:
+                    with namespace.acquire(chain) as lease:
+                        if lease.hits:
+                            bad = lease.packed[:24] if draw.random() < 0.5 else lease.packed[-24:]
+                            told: list[Any] = []
+                            namespace.distrust(bad, 0, Finding.CORRUPT, session.region.id, told.append)
+                            daemon.wait_status(lambda s, told=told: bool(told), "the answer")
+                else:
+                    with Admin(daemon.endpoint) as admin:
+                        admin.clear(draw.choice(["", namespace.spec.id]))
+            expected = {topic: found(space, chains) for topic, space in spaces.items()}
+            assert all(expected.values())
+            early.read_until(lambda expected=expected: early.known == expected, "all that is there")
+            late = Subscriber(socket, report)
+            for topic in expected:
+                late.catch_up(topic)
+            assert late.known == expected
+            if life:
+                break
+            daemon.kill()
+            daemon, report = start(endpoint=daemon.endpoint, **flags)
+            daemon.wait_status(lambda s: session.up and not s["grace"], "the session")
+            assert {topic: found(space, chains) for topic, space in spaces.items()} == expected
+    assert daemon.status()["counters"]["blocks_evicted"]
+
+
+def test_who_does_not_read_loses_batches_and_finds_them_again(start: Any, socket: MakeSocket) -> None:
+    daemon, report = start(events_buffer=4, events_hashes="bytes", events_replay="tcp://127.0.0.1:*")
+    lazy = Subscriber(socket, report, RCVHWM=1, RCVBUF=4096)
+    wait_subscribed(daemon)
+    with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+        namespace = session.attach(TINY, (0,))
+        number = 0
+        while not daemon.status()["daemon"]["events"]["batches_lost"]:
+            assert number < 1000, "nothing is ever lost"
+            for _ in range(10):
+                hashes = run_of(f"{number}.", 1000)
+                namespace.reserve(hashes).commit()
+                number += 1
+        with namespace.acquire(hashes, pin=False) as lease:
+            assert lease.hits == 1000, "the daemon was not held up"
+        blocks = daemon.status()["pool"]["blocks"]
+        lazy.read_until(lambda: bool(lazy.gaps), "the gap")
+        lazy.catch_up(topic_of(TINY))
+    (known,) = lazy.known.values()
+    assert len(known) == blocks
+    assert {(0, name) for name in hashes} <= known
+
+
+def test_one_namespace_of_two_is_heard_without_gaps(start: Any, socket: MakeSocket) -> None:
+    daemon, report = start(events_topic="kv@{namespace}@{model}")
+    topic = f"kv@{SMALL.id}@small".encode()
+    subscriber = Subscriber(socket, report, topic)
+    wait_subscribed(daemon)
+    with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+        spaces = [session.attach(spec, (0,)) for spec in (SMALL, LARGE)]
+        for letter in "abcd":
+            for namespace in spaces:
+                namespace.reserve(run_of(letter, 2)).commit()
+    expected = {(0, as_int(name)) for letter in "abcd" for name in run_of(letter, 2)}
+    subscriber.read_until(lambda: subscriber.known == {topic: expected}, "its own blocks")
+    assert not subscriber.gaps
+
+
+@pytest.mark.parametrize("dialect", ["0.23", "0.24"])
+def test_a_replay_as_older_subscribers_know_it(start: Any, socket: MakeSocket, dialect: str) -> None:
+    daemon, report = start(events_dialect=dialect)
+    with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+        session.attach(SMALL, (0,)).reserve(run_of("a", 2)).commit()
+    dealer = socket(zmq.DEALER)
+    dealer.connect(report["replay"])
+    dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+    events = []
+    while True:
+        assert dealer.poll(PATIENCE * 1000)
+        empty, number, payload = dealer.recv_multipart()
+        assert not empty
+        if not payload:
+            break
+        events += msgspec.msgpack.decode(payload)[1]
+    assert number == END
+    kinds = [event[0] if dialect == "0.23" else event["type"] for event in events]
+    # What there is, and then all that is kept.
+    assert kinds == ["AllBlocksCleared", "BlockStored", "AllBlocksCleared", "BlockStored"]
+
+
+def test_requests_that_make_no_sense_are_counted_and_others_served(start: Any, socket: MakeSocket) -> None:
+    daemon, report = start()
+    nonsense = [[b""], [b"", b"short"], [b"x", bytes(8)], [b"", bytes(8), b"", b""], [b"", bytes(9)]]
+    dealer = socket(zmq.DEALER)
+    dealer.connect(report["replay"])
+    for frames in nonsense:
+        dealer.send_multipart(frames)
+    sub = socket(zmq.XSUB)
+    sub.connect(report["endpoint"])
+    sub.send(b"hello")
+    daemon.wait_status(lambda s: s["daemon"]["events"]["nonsense"] == len(nonsense) + 1, "the count")
+    Subscriber(socket, report).catch_up(b"")
+    assert daemon.status()["daemon"]["events"]["replays"] == 1
+
+
+def test_who_asks_and_leaves_is_forgotten(start: Any, socket: MakeSocket) -> None:
+    daemon, report = start()
+    with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+        namespace = session.attach(TINY, (0,))
+        for number in range(30):
+            namespace.reserve(run_of(f"{number}.", 1000)).commit()
+        asked = socket(zmq.DEALER)
+        asked.setsockopt(zmq.RCVHWM, 1)
+        asked.setsockopt(zmq.LINGER, 1000)
+        asked.connect(report["replay"])
+        asked.send_multipart([b"", bytes(8)])
+        daemon.wait_status(lambda s: s["daemon"]["events"]["replays"] == 1, "the request")
+        asked.close()
+        late = Subscriber(socket, report)
+        late.catch_up(topic_of(TINY))
+        assert len(late.known[topic_of(TINY)]) == daemon.status()["pool"]["blocks"]
+
+
+def test_the_sockets_are_for_owner_and_group_and_go_with_the_daemon(start: Any, short_folder: Path) -> None:
+    daemon, report = start(folder=short_folder)
+    paths = [Path(report[name].removeprefix("ipc://")) for name in ("endpoint", "replay")]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o660, 0o660]
+    assert daemon.stop() == 0
+    assert not any(path.exists() for path in paths)
+
+
+def test_an_endpoint_that_cannot_be_bound(start: Any, start_daemon: Any, short_folder: Path) -> None:
+    _, report = start()
+    daemon = start_daemon(
+        wait=False, endpoint=f"ipc://{short_folder}/other.sock", events=report["endpoint"], events_replay=None
+    )
+    assert daemon.process.wait(PATIENCE) == 6
+    assert "cannot be bound" in daemon.log
