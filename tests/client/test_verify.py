@@ -356,7 +356,7 @@ def test_a_daemon_that_was_killed_leaves_the_sums_to_the_next(start_daemon: Any,
 def test_the_file_of_the_sums_is_the_daemons_own(daemon: Any) -> None:
     path = daemon.folder / "kv.sums"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.stat().st_size < (64 << 20) // 400
+    assert path.stat().st_blocks * 512 < (64 << 20) // 400  # nobody has verified
 
 
 def test_without_room_for_sums_the_daemon_serves_and_says_so(start_daemon: Any, short_folder: Any) -> None:
