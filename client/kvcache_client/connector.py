@@ -35,6 +35,7 @@ from kvcache_client.namespace import (
 from kvcache_client.plan import NOTHING, StepPlan
 from kvcache_client.scheduler import Scheduler
 from kvcache_client.settings import Settings, blocks_per_slot, parse_settings
+from kvcache_client.stats import CacheMetrics, CacheStats, Feed
 from kvcache_client.worker import Worker
 from kvcache_proto.errors import ConfigError, KVCacheError
 
@@ -91,6 +92,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: Worker | None = None
         events = getattr(vllm_config, "kv_events_config", None)
         self._tell = events is not None and events.enable_kv_cache_events
+        self._feed: Feed | None = None  # for vLLM's metrics
         in_scheduler = role == KVConnectorRole.SCHEDULER
         if in_scheduler:
             for note in notes:
@@ -132,6 +134,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             logger.error("this engine runs without the KV cache server: %s", error)
             session.close()
             return None
+        self._feed = Feed(lambda: session.counters, lambda: scheduler.counters, up=lambda: session.up)
         group = spec.groups[0]
         if not session.up:  # the session has said so
             return scheduler
@@ -143,8 +146,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _open_worker(self, settings: Settings, spec: NamespaceSpec, engine: str, per_slot: int) -> Worker:
         rank = tensor_parallel_rank()
-        return Worker(
-            _open_session(settings, engine, f"rank {rank}"),
+        session = _open_session(settings, engine, f"rank {rank}")
+        worker = Worker(
+            session,
             spec,
             settings,
             shards(self._vllm_config, self._kv_cache_config),
@@ -154,6 +158,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             has_experts(self._vllm_config),
             self._tell,
         )
+        self._feed = Feed(lambda: session.counters, lambda: worker.counters)
+        return worker
 
     # Both sides.
 
@@ -161,6 +167,17 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A cache: a save that is dropped is a miss later on."""
         return False
+
+    def get_kv_connector_stats(self) -> CacheStats | None:
+        return self._feed.take() if self._feed is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CacheStats:
+        return CacheStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> CacheMetrics:
+        return CacheMetrics(*arguments, **named)
 
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):

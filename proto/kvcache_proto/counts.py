@@ -5,7 +5,7 @@ So that a client cannot make the daemon's metrics grow by names of its own.
 
 from __future__ import annotations
 
-from kvcache_proto.types import Refusal
+from kvcache_proto.types import Refusal, Verdict
 
 OTHER = "other"
 MAX_NAMES = 256  # in one message
@@ -30,10 +30,13 @@ _SAVES = """
     settles_unanswered stale_attaches stale_detaches stale_settles stale_tells refused_unavailable
 """
 _COPIES = """
-    blocks_verified canary_checked canary_failed canary_lost canary_requests canary_skipped distrusts_unsaid
-    drains_cut_short load_blocks_failed load_us loaded_bytes loads_fail loads_failed loads_of_another_region
-    loads_of_odd_places save_us saved_bytes sums_failed
+    blocks_corrupt blocks_verified canary_checked canary_failed canary_lost canary_mismatches canary_requests
+    canary_skipped distrusts_unsaid drains_cut_short load_blocks_failed load_us loaded_bytes loads_fail loads_failed
+    loads_of_another_region loads_of_odd_places save_us saved_bytes sums_failed
 """
 _REFUSED = [f"{what}_{why.name.lower()}" for what in ("refused", "saves") for why in Refusal]
+_VERDICTS = [f"verdict_{verdict.name.lower()}" for verdict in Verdict]
 
-CLIENT_COUNTS = frozenset([*_CONNECTION.split(), *_LOOKUPS.split(), *_SAVES.split(), *_COPIES.split(), *_REFUSED])
+CLIENT_COUNTS = frozenset(
+    [*_CONNECTION.split(), *_LOOKUPS.split(), *_SAVES.split(), *_COPIES.split(), *_REFUSED, *_VERDICTS]
+)

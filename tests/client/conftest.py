@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_proto.counts import CLIENT_COUNTS
 
 PATIENCE = 30.0
 
@@ -51,6 +52,7 @@ def connect(daemon: Any) -> Iterator[Callable[..., Session]]:
     yield make
     for session in sessions:
         session.close()
+        assert session.counters.keys() <= CLIENT_COUNTS, "a count that the daemon does not know by name"
 
 
 @pytest.fixture
