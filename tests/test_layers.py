@@ -35,7 +35,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"recovery"},
         {"config", "logs", "admin", "doctor.child"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
-        {"opening"},
+        {"opening", "notify", "reload"},
         {"attendance"},
         {"service", "bench", "demo_engine", "doctor.endpoint", "doctor.host"},
         {"lifecycle"},
