@@ -46,7 +46,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"desk"},
         {"http"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
-        {"opening"},
+        {"opening", "notify", "reload"},
         {"attendance", "events"},
         {"service", "bench", "demo_engine", "doctor.endpoint", "doctor.host"},
         {"lifecycle"},

@@ -49,14 +49,14 @@ class Cache:
         self.geometry = geometry
         self.sums: Sums | None = None  # given by who has a place for them
         self.watcher: Watcher | None = None
-        self.limits = limits or Limits()
+        limits = limits or Limits()
         self.life = life
         self.rows = RegionRows(buffer, geometry)
         if life == 1:
             self.rows.format()
         # A fresh region starts at random generations: a reference into an older one matches nothing here.
         self.pool = Pool(self.rows, seed & ((1 << 63) - 1))
-        self.shares = Shares(self.pool.capacity, self.limits.namespace_floor)
+        self.shares = Shares(self.pool.capacity, limits.namespace_floor)
         self.namespaces: dict[int, Namespace] = {}
         self.engines: dict[str, Engine] = {}
         self.sessions: dict[int, Session] = {}
@@ -66,15 +66,15 @@ class Cache:
         self.refusals: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
         self.told: Counter[str] = Counter()  # what clients have counted, those that are gone among them
-        self.room = Room(self.pool, self.shares, self.limits.namespace_ceiling, self.counters)
+        self.room = Room(self.pool, self.shares, limits.namespace_ceiling, self.counters)
         self.writing = Writing(
-            *(self.pool, self.room, self.limits, self.engines, self._held, journal, self.counters, self.refusals)
+            *(self.pool, self.room, limits, self.engines, self._held, journal, self.counters, self.refusals)
         )
         self.writing.last_reservation = self._last_lease = life << LIFE_SHIFT
         self.last_namespace = self.last_engine = self.last_session = 0
         self._journal = journal
         self._by_id: dict[str, Namespace] = {}
-        self._pin_quota = int(self.limits.pin_quota * self.pool.capacity)
+        self.bound(limits)
         self._handlers: dict[type, Any] = {
             m.Acquire: self._acquire,
             m.Release: self._release,
@@ -90,6 +90,14 @@ class Cache:
             m.Fence: self._fence,
             m.Tell: self._tell,
         }
+
+    def bound(self, limits: Limits) -> None:
+        """Go by `limits` from now on. What exceeds them stays, and nothing is added to it."""
+        self.limits = limits
+        self.writing.bound(limits)
+        self.room.bound(limits.namespace_ceiling)
+        self.shares.bound(limits.namespace_floor)
+        self._pin_quota = int(limits.pin_quota * self.pool.capacity)
 
     def handle(self, session: int, request: m.Request, now: float) -> m.Reply | None:
         """Answer one request of an open session; Release has no answer.

@@ -80,7 +80,8 @@ def serve(path: str | None, fresh: bool, **flags: Any) -> None:
 
     config = load(path, flags=flags)
     logs.set_up(config.log_level, config.log_format)
-    lifecycle.serve(config, fresh, _progress_bar() if sys.stderr.isatty() and config.log_format == "text" else None)
+    bar = _progress_bar() if sys.stderr.isatty() and config.log_format == "text" else None
+    lifecycle.serve(config, lambda: load(path, flags=flags), fresh, bar)
 
 
 _flags(serve)

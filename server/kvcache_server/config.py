@@ -18,6 +18,7 @@ import msgspec
 from kvcache_proto.endpoint import SCHEME, check_endpoint, default_endpoint
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import ALIGN
+from kvcache_server.limits import Limits
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -113,8 +114,9 @@ def format_size(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _doc(text: str, *, size: bool = False) -> msgspec.Meta:
-    return msgspec.Meta(description=text, extra={"size": size})
+def _doc(text: str, *, size: bool = False, live: bool = False) -> msgspec.Meta:
+    """A setting's description; `live` ones change on SIGHUP, others want a restart."""
+    return msgspec.Meta(description=text, extra={"size": size, "live": live})
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,33 +139,41 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _doc("Leave the region in memory at the end, for the next daemon to find its blocks; false removes it."),
     ] = True
     allow_uids: Annotated[
-        tuple[int, ...], _doc("Users, names or numbers, besides the daemon's own, whose processes may attach.")
+        tuple[int, ...],
+        _doc("Users, names or numbers, besides the daemon's own, whose processes may attach.", live=True),
     ] = ()
     allow_gids: Annotated[
-        tuple[int, ...], _doc("Groups, names or numbers, besides the sockets' own, whose processes may attach.")
+        tuple[int, ...],
+        _doc("Groups, names or numbers, besides the sockets' own, whose processes may attach.", live=True),
     ] = ()
     attach_rate: Annotated[
-        float, _doc("Handshakes a second of one user; after a rest, as many at once as `max_sessions`.")
+        float, _doc("Handshakes a second of one user; after a rest, as many at once as `max_sessions`.", live=True)
     ] = 100.0
-    pin_quota: Annotated[float, _doc("Share of the region that the leases of one engine may hold.")] = 0.25
+    pin_quota: Annotated[float, _doc("Share of the region that the leases of one engine may hold.", live=True)] = 0.25
     write_quota: Annotated[
-        float, _doc("Share of the region that the unsettled saves of one engine may hold; one block always may.")
+        float,
+        _doc("Share of the region that the unsettled saves of one engine may hold; one block always may.", live=True),
     ] = 0.5
-    namespace_floor: Annotated[float, _doc("Share of the region that others cannot evict from a namespace.")] = 0.0
-    namespace_ceiling: Annotated[float, _doc("Share of the region that one namespace may fill.")] = 1.0
+    namespace_floor: Annotated[
+        float, _doc("Share of the region that others cannot evict from a namespace.", live=True)
+    ] = 0.0
+    namespace_ceiling: Annotated[float, _doc("Share of the region that one namespace may fill.", live=True)] = 1.0
     supersede_after: Annotated[
-        float, _doc("Seconds after which an unsettled reservation may be overtaken by another writer.")
+        float, _doc("Seconds after which an unsettled reservation may be overtaken by another writer.", live=True)
     ] = 2.0
     quarantine: Annotated[
-        float, _doc("Seconds for which slots of a dead writer are kept back: its device may still be copying.")
+        float,
+        _doc("Seconds for which slots of a dead writer are kept back: its device may still be copying.", live=True),
     ] = 10.0
     grace: Annotated[
         float,
-        _doc("Seconds after a restart in which nothing is evicted while engines come back."),
+        _doc("Seconds after a restart in which nothing is evicted while engines come back.", live=True),
     ] = 10.0
-    max_sessions: Annotated[int, _doc("Sessions at one time.")] = 1024
-    max_namespaces: Annotated[int, _doc("Namespaces known at one time.")] = 1024
-    max_leases: Annotated[int, _doc("Leases that one session may hold; past it a lookup hits nothing.")] = 4096
+    max_sessions: Annotated[int, _doc("Sessions at one time.", live=True)] = 1024
+    max_namespaces: Annotated[int, _doc("Namespaces known at one time.", live=True)] = 1024
+    max_leases: Annotated[int, _doc("Leases that one session may hold; past it a lookup hits nothing.", live=True)] = (
+        4096
+    )
     http: Annotated[
         str, _doc("Address and port of health, metrics and API, as in `127.0.0.1:9464` or `[::1]:9464`; empty is none.")
     ] = ""
@@ -195,8 +205,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     events_anywhere: Annotated[
         bool, _doc("Let `events` be an address that other hosts reach: who reaches it reads every block's hash.")
     ] = False
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severity that is logged.")] = "info"
-    log_format: Annotated[Literal["text", "json"], _doc("Form of a log line.")] = "text"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _doc("Least severity that is logged.", live=True)
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], _doc("Form of a log line.", live=True)] = "text"
 
     def __post_init__(self) -> None:
         if not self.endpoint:
@@ -230,6 +242,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _within("attach_rate", self.attach_rate, 0.01, 1e6)
         for name in ("max_sessions", "max_namespaces", "max_leases"):
             _within(name, getattr(self, name), 1, 1 << 20)
+
+    def limits(self) -> Limits:
+        return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
 
 
 _PUBLISHER = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/]+)):(\d{1,5}|\*)")
@@ -268,6 +283,7 @@ class Setting(NamedTuple):
     doc: str
     choices: tuple[str, ...]
     is_size: bool
+    is_live: bool
 
 
 def settings() -> list[Setting]:
@@ -289,14 +305,17 @@ def settings() -> list[Setting]:
         else:
             shown = list(field.default) if isinstance(field.default, tuple) else field.default
             default = f"`{str(shown).lower() if kind is bool else shown}`" if shown != "" else "none"
-        rows.append(Setting(field.name, label, default, str(meta.description), choices, is_size))
+        rows.append(Setting(field.name, label, default, str(meta.description), choices, is_size, meta.extra["live"]))
     return rows
 
 
 def reference() -> str:
     """Return the reference table in Markdown, made from the struct."""
-    lines = ["| setting | type | default | what it does |", "| --- | --- | --- | --- |"]
-    lines += [f"| `{row.name}` | {row.type} | {row.default} | {row.doc} |" for row in settings()]
+    lines = ["| setting | type | default | what it does | SIGHUP |", "| --- | --- | --- | --- | --- |"]
+    lines += [
+        f"| `{row.name}` | {row.type} | {row.default} | {row.doc} | {'yes' if row.is_live else ''} |"
+        for row in settings()
+    ]
     return "\n".join(lines) + "\n"
 
 

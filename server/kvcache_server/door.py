@@ -164,15 +164,19 @@ class Door:
         self._left = leave
         self._visitors: set[Visitor] = set()
         self.refused: dict[str, int] = {}
-        self._rate = rate
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
         path = door_path(endpoint)
         self._listener = _listen(path, endpoint)
         self.place = Place(path)
-        admit(path, allow_uids, allow_gids)
-        self._uids = {os.geteuid(), *allow_uids}
-        self._gids = {os.stat(path).st_gid, *allow_gids}
+        self.let_in(allow_uids, allow_gids, rate)
         loop.add_reader(self._listener, self._accept)
+
+    def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...], rate: Rate | None) -> None:
+        """Let these attach from now on, and nobody else; who is attached stays."""
+        admit(self.place.path, uids, gids)
+        self._uids = {os.geteuid(), *uids}
+        self._gids = {os.stat(self.place.path).st_gid, *gids}
+        self._rate = rate
 
     # New visitors.
 

@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 
 from kvcache_proto import __version__
+from kvcache_proto.errors import KVCacheError
 from kvcache_server.config import Config, format_size
 from kvcache_server.door import EndpointLock
 from kvcache_server.memory import Progress
+from kvcache_server.notify import Manager
 from kvcache_server.opening import open_cache
-from kvcache_server.service import STOP_SIGNALS, Service
+from kvcache_server.service import SIGNALS, STOP_SIGNALS, Service
 
 log = logging.getLogger(__name__)
 
 
-def serve(config: Config, fresh: bool = False, progress: Progress | None = None) -> None:
+def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progress: Progress | None = None) -> None:
     """Be the daemon: take the endpoint, find or make the region, open the door, serve until told to stop.
 
-    `fresh` discards what the last daemon left. Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it
-    cannot start.
+    `read()` returns the configuration as it is by now, for SIGHUP; `fresh` discards what the last daemon left. Raises
+    ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
     """
+    faulthandler.enable()  # a watchdog ends a loop that hangs by SIGABRT: say where it hung
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # until the loop runs
     for signum in STOP_SIGNALS:
         signal.signal(signum, _stop_starting)
     _raise_descriptor_limit()
+    manager = Manager(os.environ)
+    try:
+        _serve(config, read, fresh, progress, manager)
+    except KVCacheError as error:
+        manager.failed(error)
+        raise
+    finally:
+        manager.close()
+
+
+def _serve(
+    config: Config, read: Callable[[], Config], fresh: bool, progress: Progress | None, manager: Manager
+) -> None:
     # A signal between the making of the lock's file and the block that removes it would leave it behind.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -36,13 +56,13 @@ def serve(config: Config, fresh: bool = False, progress: Progress | None = None)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         began = time.monotonic()
-        opened = open_cache(config, fresh, progress)
+        opened = open_cache(config, fresh, manager.preparing(progress))
         region = opened.region
         try:
             for note in region.notes:
                 log.warning("%s", note)
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the loop runs
-            service = Service(config, opened)
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the loop runs
+            service = Service(config, opened, manager, read)
             log.info(
                 "kvcache-server %s ready at %s: %s in %s, %s, after %.1f s",
                 __version__,

@@ -56,7 +56,7 @@ def open_cache(config: Config, fresh: bool = False, progress: Progress | None = 
     `fresh` discards what the last one left. Raises RegionError where that cannot be trusted, and what `create_region`
     raises.
     """
-    limits = Limits(**{name: getattr(config, name) for name in Limits.__struct_fields__})
+    limits = config.limits()
     files = SessionFiles(_beside(config.endpoint, ".sessions"))
     last = None if fresh or not config.keep else _last(config)
     if last is None:

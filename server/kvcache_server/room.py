@@ -23,12 +23,15 @@ class Room:
     def __init__(self, pool: Pool, shares: Shares, namespace_ceiling: float, counters: Counter[str]) -> None:
         self._pool = pool
         self._shares = shares
-        self._namespace_ceiling = int(namespace_ceiling * pool.capacity) if namespace_ceiling < 1 else 0
         self._counters = counters
         self.evictions: Counter[str] = Counter()  # blocks by cause
         self.evicted_unread = 0  # of them, those that no lookup had found
         self.ages = Ages()
         self.frozen = False  # nothing is evicted while leases of an earlier life may not be restated yet
+        self.bound(namespace_ceiling)
+
+    def bound(self, namespace_ceiling: float) -> None:
+        self._namespace_ceiling = int(namespace_ceiling * self._pool.capacity) if namespace_ceiling < 1 else 0
 
     def make(
         self, account: Account, parent: Block, held: Callable[[], Iterable[Block]]

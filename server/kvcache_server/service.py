@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -54,8 +55,9 @@ from kvcache_server.desk import Desk
 from kvcache_server.door import Door
 from kvcache_server.events import Events
 from kvcache_server.histogram import Histogram
+from kvcache_server.notify import Manager
 from kvcache_server.opening import Opened
-from kvcache_server.rates import Rate
+from kvcache_server.reload import Settings, rate_of
 from kvcache_server.sockets import Place, admit, private
 from kvcache_server.unread import Unread
 
@@ -76,6 +78,7 @@ UNREAD_BYTES = 8 << 20  # of long replies, a peer
 YOUNG_OBJECTS = 10_000
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LAST = int(zmq.NOBLOCK)
@@ -84,9 +87,13 @@ _LAST = int(zmq.NOBLOCK)
 class Service:
     """Serves one cache at one endpoint until it is told to stop."""
 
-    def __init__(self, config: Config, opened: Opened) -> None:
-        """Bind the ROUTER and open the door; the endpoint's lock is held by the caller. Raises as Door does."""
+    def __init__(self, config: Config, opened: Opened, manager: Manager, read: Callable[[], Config]) -> None:
+        """Bind the ROUTER and open the door; the endpoint's lock is held by the caller. Raises as Door does.
+
+        `manager` hears how it goes; `read()` reads the configuration again.
+        """
         self._config = config
+        self._manager = manager
         self._cache = opened.cache
         self._region = region = opened.region
         self._loop = uvloop.new_event_loop()
@@ -123,8 +130,7 @@ class Service:
                 self._attendance.leave,
                 allow_uids=config.allow_uids,
                 allow_gids=config.allow_gids,
-                # At once, all that may be there: after a restart of the daemon they come back together.
-                rate=Rate(config.attach_rate, max(config.max_sessions, config.attach_rate)),
+                rate=rate_of(config),
             )
         except BaseException:
             if self._http:
@@ -134,6 +140,7 @@ class Service:
             self._context.destroy(linger=0)
             self._loop.close()
             raise
+        self._settings = Settings(config, read, self._cache, self._door, self._place)
         self._recv = self._router.recv
         # The method below pyzmq's front, which looks at options that none of our frames has: 0.2 us a frame.
         self._send = zmq.backend.Socket.send.__get__(self._router)
@@ -159,7 +166,7 @@ class Service:
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions go on with the next daemon.
 
-        The caller has blocked the two signals; one that has come meanwhile counts. Raises EndpointLost, after the same
+        The caller has blocked these and SIGHUP; one that has come meanwhile counts. Raises EndpointLost, after the same
         tidying, where somebody has removed a socket of ours.
         """
         loop = self._loop
@@ -176,7 +183,8 @@ class Service:
             self._drain()
             loop.run_forever()
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a second one must not cut the tidying short
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a second one must not cut the tidying short
+            self._manager.stopping()
             if self._http:
                 self._http.close()
             self._door.close()
@@ -193,8 +201,25 @@ class Service:
         """Take signals from now on: before the loop runs, its handlers would lose them."""
         for signum in STOP_SIGNALS:
             self._loop.add_signal_handler(signum, self._loop.stop)
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         self._loop.add_signal_handler(signal.SIGUSR1, self._desk.check)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self._manager.ready(self._state())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def _reload(self) -> None:
+        if os.isatty(0):  # its terminal has gone
+            self._loop.stop()
+            return
+        self._manager.reloading()
+        try:
+            self._settings.read_again()
+        finally:
+            self._manager.ready(self._state())
+
+    def _state(self) -> str:
+        """Return the line that the service manager shows."""
+        used = sum(account.bytes for account in self._cache.shares.accounts)
+        return f"{format_size(used)} of {format_size(self._cache.pool.capacity)} used, {len(self._attendance)} sessions"
 
     # Messages.
 
@@ -335,6 +360,7 @@ class Service:
             self._publish()
         self._unread.tidy()
         self._look_after_sockets()
+        self._manager.tick(time.monotonic())
         self._loop.call_later(TICK, self._tick)
 
     def _look_after_sockets(self) -> None:
@@ -348,6 +374,7 @@ class Service:
     def _summarise(self) -> None:
         """Log one line of what happened since the last one, if anything did."""
         self._loop.call_later(SUMMARY, self._summarise)
+        self._manager.status(self._state())
         if self._messages == self._told.get("messages", 0):
             return
         stats = self._cache.stats(time.monotonic())

@@ -36,11 +36,13 @@ def private() -> Iterator[None]:
 def admit(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
     """Let owner and group of the socket at `path` connect, and those users and groups.
 
-    Where the file system has no access control lists, everybody may connect: the door still refuses whom the lists do
-    not name, and the ROUTER answers nobody without a token; a warning says so.
+    Nobody else, whoever was let in before. Where the file system has no access control lists, everybody may connect:
+    the door still refuses whom the lists do not name, and the ROUTER answers nobody without a token; a warning says so.
     """
     uids, gids = sorted(set(uids)), sorted(set(gids))
     if not uids and not gids:
+        with contextlib.suppress(OSError):  # there is none, as a rule
+            os.removexattr(path, _ACL)
         os.chmod(path, 0o660)
         return
     entries = [(_OWNER, _READ_WRITE, _NOBODY), *((_USER, _READ_WRITE, uid) for uid in uids)]

@@ -42,9 +42,13 @@ class Writing:
         self.crews: dict[tuple[int, ...], int] = {}
         self.last_reservation = self.last_crew = 0
         self._pool, self._rows, self._room = pool, pool.rows, room
-        self._limits, self._engines, self._held, self._journal = limits, engines, held, journal
+        self._engines, self._held, self._journal = engines, held, journal
         self._counters, self._refusals = counters, refusals
-        self._quota = int(limits.write_quota * pool.capacity)
+        self.bound(limits)
+
+    def bound(self, limits: Limits) -> None:
+        self.limits = limits
+        self._quota = int(limits.write_quota * self._pool.capacity)
 
     # Reserve.
 
@@ -136,7 +140,7 @@ class Writing:
         rival = group.pending.get(block_hash)
         if rival is not None and (
             rival.ready
-            or now - rival.reservation.created < self._limits.supersede_after
+            or now - rival.reservation.created < self.limits.supersede_after
             or parent.is_below(rival.block)  # no chain of hashes asks for this, and its children would form a circle
         ):
             return Refusal.IN_FLIGHT, rival.block
@@ -231,7 +235,7 @@ class Writing:
             written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
             for grant in list(reservation.grants):
                 if dead := written & ~grant.settled:
-                    grant.tainted_until = now + self._limits.quarantine
+                    grant.tainted_until = now + self.limits.quarantine
                     self._counters["shards_dead"] += dead.bit_count()
                     self._settle_shards(grant, dead, Verdict.FAILED)
 

@@ -1,0 +1,68 @@
+"""The settings in force. On SIGHUP the configuration is read again; what can change while the daemon serves does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from kvcache_proto.errors import ConfigError
+from kvcache_server import logs
+from kvcache_server.cache import Cache
+from kvcache_server.config import Config, settings
+from kvcache_server.door import Door
+from kvcache_server.rates import Rate
+from kvcache_server.sockets import Place, admit
+
+log = logging.getLogger(__name__)
+
+_LOUDEST_FIRST = ("debug", "info", "warning", "error")
+
+
+class Settings:
+    """What the daemon goes by: `config` is what it was started with, and what it has changed since."""
+
+    def __init__(self, config: Config, read: Callable[[], Config], cache: Cache, door: Door, router: Place) -> None:
+        self.config = config
+        self._read, self._cache, self._door, self._router = read, cache, door, router
+
+    def read_again(self) -> None:
+        """Apply what has changed, and say in one line what was done, and what waits for a restart.
+
+        A configuration that cannot be used changes nothing; the line says why.
+        """
+        try:
+            wanted = self._read()
+        except ConfigError as error:
+            log.error("the configuration is not read again, and nothing has changed: %s", error)
+            return
+        old = self.config
+        changed = [row for row in settings() if getattr(wanted, row.name) != getattr(old, row.name)]
+        live = {row.name: getattr(wanted, row.name) for row in changed if row.is_live}
+        waiting = [row.name for row in changed if not row.is_live]
+        self.config = config = msgspec.structs.replace(old, **live)
+        self._cache.bound(config.limits())
+        if {"allow_uids", "allow_gids", "attach_rate", "max_sessions"} & live.keys():
+            self._door.let_in(config.allow_uids, config.allow_gids, rate_of(config))
+            admit(self._router.path, config.allow_uids, config.allow_gids)
+        # The line itself goes to the louder of the two logs.
+        logs.set_up(min(old.log_level, config.log_level, key=_LOUDEST_FIRST.index), config.log_format)
+        applied = ", ".join(f"{name} {_shown(getattr(old, name))} -> {_shown(value)}" for name, value in live.items())
+        log.log(
+            logging.WARNING if waiting else logging.INFO,
+            "read the configuration again: %s%s",
+            applied or "nothing to apply",
+            f"; needs a restart: {', '.join(waiting)}" if waiting else "",
+            extra={"fields": {"event": "reload", "applied": list(live), "needs_restart": waiting}},
+        )
+        logs.set_up(config.log_level, config.log_format)
+
+
+def rate_of(config: Config) -> Rate:
+    """Return how often a user may shake hands: at once, all that may be there, for they come back together."""
+    return Rate(config.attach_rate, max(config.max_sessions, config.attach_rate))
+
+
+def _shown(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,198 @@
+"""SIGHUP: what can change while the daemon serves does, the rest is named, and a broken file changes nothing."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manager import an_ear
+
+from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.errors import NotPermitted
+from kvcache_proto.region import plan_geometry
+from kvcache_server.admin import Admin
+from kvcache_server.cache import Cache
+from kvcache_server.config import Config, settings
+from kvcache_server.limits import Limits
+
+ACL = "system.posix_acl_access"
+SPEC = NamespaceSpec(model="llama", groups=[GroupSpec(16, (1 << 20,))])
+
+
+@pytest.fixture
+def configured(start_daemon: Any, short_folder: Path) -> tuple[Any, Callable[[str], str]]:
+    """A daemon with a file, and `reload(text)`, which gives it a new one and returns the log's line about it."""
+    file = short_folder / "kv.toml"
+    file.write_text('max_sessions = 4\nsize = "64MiB"\n')
+    daemon = start_daemon(config=file, size=None)
+
+    def reload(text: str) -> str:
+        file.write_text(text)
+        before = daemon.log.count("read the configuration again") + daemon.log.count("is not read again")
+        daemon.process.send_signal(signal.SIGHUP)
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            lines = [line for line in daemon.log.splitlines() if "read the configuration again" in line]
+            lines += [line for line in daemon.log.splitlines() if "is not read again" in line]
+            if len(lines) > before:
+                return str(max(lines))  # they begin with the time
+            time.sleep(0.02)
+        raise AssertionError(f"no line about a reload:\n{daemon.log}")
+
+    return daemon, reload
+
+
+def test_limits_change_while_sessions_are_open(configured: Any) -> None:
+    daemon, reload = configured
+    with Session.connect(daemon.endpoint, engine="early") as early:
+        line = reload('max_sessions = 1\nmax_namespaces = 1\nsize = "64MiB"')
+        assert line.endswith("INFO read the configuration again: max_sessions 4 -> 1, max_namespaces 1024 -> 1")
+        with pytest.raises(NotPermitted, match="max_sessions is 1"):
+            Admin(daemon.endpoint)
+        namespace = early.attach(SPEC, shards=(0,))  # who was there goes on
+        namespace.reserve([b"a" * 32], parent=None).commit()
+        reload('max_sessions = 9\npin_quota = 0.01\nsize = "64MiB"')  # 0.6 MiB: less than a block
+        assert not namespace.acquire([b"a" * 32]).hits
+        reload('max_sessions = 9\nsize = "64MiB"')
+        with namespace.acquire([b"a" * 32]) as lease:
+            assert lease.hits == 1
+    daemon.check_integrity()
+
+
+def test_a_ceiling_that_comes_late(configured: Any) -> None:
+    daemon, reload = configured
+    with Session.connect(daemon.endpoint, engine="early") as early:
+        namespace = early.attach(SPEC, shards=(0,))
+        hashes = [bytes([n]) * 32 for n in range(32)]
+        namespace.reserve(hashes, parent=None).commit()
+        reload('namespace_ceiling = 0.25\nsize = "64MiB"')
+        assert daemon.status()["pool"]["blocks"] == 32  # what is there stays
+        namespace.reserve([b"more" * 8], parent=None).commit()
+        status = daemon.status()
+        assert (status["pool"]["blocks"], status["counters"]["blocks_evicted"]) == (32, 1)  # and does not grow
+
+
+def test_what_needs_a_restart_is_named(configured: Any) -> None:
+    daemon, reload = configured
+    line = reload('size = "128MiB"\nkeep = true\nregion_dir = "/tmp"\nmax_sessions = 5\n')
+    # --keep and --region-dir were flags, which beat the file: nothing of them has changed.
+    assert line.endswith("WARNING read the configuration again: max_sessions 4 -> 5; needs a restart: size")
+    assert daemon.status()["pool"]["bytes"] == 64 << 20
+    assert reload('size = "64MiB"\nmax_sessions = 5\n').endswith("INFO read the configuration again: nothing to apply")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_sessions = ", "kv.toml:1: not TOML"),
+        ("max_sessions = 1\nmax_sesions = 2", "kv.toml: unknown setting 'max_sesions'; did you mean 'max_sessions'?"),
+        ("max_sessions = 1\npin_quota = 7", "pin_quota 7.0: 0 to 1"),
+        ("max_sessions = 1\nnamespace_floor = 0.5\nnamespace_ceiling = 0.4", "at most namespace_ceiling"),
+    ],
+)
+def test_a_broken_file_changes_nothing(configured: Any, text: str, told: str) -> None:
+    daemon, reload = configured
+    line = reload(text)
+    assert "ERROR the configuration is not read again, and nothing has changed: " in line and told in line
+    with Admin(daemon.endpoint), Admin(daemon.endpoint):  # more than one session
+        pass
+
+
+def test_the_log_changes_its_level_and_its_form(configured: Any) -> None:
+    daemon, reload = configured
+    assert "log_level info -> error" in reload('log_level = "error"\nsize = "64MiB"\nmax_sessions = 4')
+    said = daemon.log
+    with Session.connect(daemon.endpoint, engine="unseen"):
+        assert daemon.log == said
+    line = reload('log_level = "debug"\nlog_format = "json"\nsize = "64MiB"\nmax_sessions = 4')
+    assert '"applied":["log_level","log_format"],"needs_restart":[]' in line
+    with Session.connect(daemon.endpoint, engine="seen"):
+        assert '"engine":"seen"' in daemon.log
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_users_are_let_in_and_shut_out(configured: Any) -> None:
+    daemon, reload = configured
+    daemon.folder.chmod(0o755)
+    sockets = door_path(daemon.endpoint), socket_path(daemon.endpoint)
+    assert knock_as(65_432, sockets[0]) == "Permission denied"
+    reload('allow_uids = [65432]\nsize = "64MiB"')
+    assert knock_as(65_432, sockets[0]) == "let in"
+    assert all(ACL in os.listxattr(path) for path in sockets)
+    reload('allow_gids = [65433]\nsize = "64MiB"')
+    assert knock_as(65_432, sockets[0]) == "Permission denied"
+    reload('size = "64MiB"')
+    assert [(os.listxattr(path), os.stat(path).st_mode & 0o777) for path in sockets] == [([], 0o660)] * 2
+
+
+KNOCK = """
+import os, socket, sys
+os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
+try:
+    socket.socket(socket.AF_UNIX).connect(sys.argv[2])
+    print("let in")
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def knock_as(uid: int, path: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-c", KNOCK, str(uid), path]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_slower_door(configured: Any) -> None:
+    daemon, reload = configured
+    reload('attach_rate = 0.01\nmax_sessions = 1\nsize = "64MiB"')
+    with Admin(daemon.endpoint):
+        pass
+    with socket.socket(socket.AF_UNIX) as again:
+        again.settimeout(10)
+        again.connect(door_path(daemon.endpoint))
+        again.sendall(struct.pack("<I", 5))
+        assert b"attach_rate allows" in again.recv(4096)
+    reload('size = "64MiB"')  # or nobody could ask for its status
+
+
+def test_a_terminal_that_hangs_up_ends_its_daemon(short_folder: Path) -> None:
+    ours, its = pty.openpty()
+    ear = an_ear(short_folder)
+    command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", f"ipc://{short_folder}/kv.sock"]
+    command += ["--size", "64MiB", "--lock", "never", "--keep", "false"]
+    with (short_folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=its, stdout=log, stderr=log, env=os.environ | ear.environ())
+    os.close(its)
+    try:
+        ear.wait_ready()
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(30) == 0, (short_folder / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        ear.close()
+    assert "stopped" in (short_folder / "log").read_text()
+
+
+def test_every_limit_is_live() -> None:
+    assert set(Limits.__struct_fields__) <= {row.name for row in settings() if row.is_live}
+
+
+def test_the_state_machine_goes_by_new_limits_at_once() -> None:
+    geometry = plan_geometry(bytes(16), 16 << 20)
+    cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry)
+    wanted = Config(endpoint="ipc:///x/kv.sock", supersede_after=0.5, write_quota=0.25, namespace_floor=0.125).limits()
+    cache.bound(wanted)
+    assert (cache.limits, cache.writing.limits) == (wanted, wanted)
+    cache.check_integrity()
