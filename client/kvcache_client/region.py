@@ -30,6 +30,7 @@ class Region:
         address: where `buffer` begins in this process; page-aligned.
         bytes: its length.
         rows: the reader of its header and rows.
+        holes: (offset, bytes) of what the daemon had given back to the host as this was mapped: nothing lies there.
     """
 
     def __init__(self, descriptor: int, geometry: PoolGeometry) -> None:
@@ -50,6 +51,10 @@ class Region:
             self.buffer, dtype=_EXTENT, count=geometry.extents, offset=EXTENT_ROWS
         )
         self.address = int(self._words.ctypes.data)
+        begin, size = geometry.data_offset, geometry.extent_bytes
+        self.holes = [
+            (begin + extent * size, size) for extent in range(geometry.extents) if self.rows.is_retired(extent)
+        ]
 
     def offsets(self, packed: bytes) -> npt.NDArray[np.uint64]:
         """Return where in the region each slot of `packed`, REF_BYTES a reference, begins."""

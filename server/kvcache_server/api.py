@@ -38,6 +38,8 @@ class Pool(msgspec.Struct):
 
     region_id: str
     bytes: Count
+    wanted_bytes: Annotated[Count, _doc("what a resize makes of it, little by little")]
+    given_back_bytes: Annotated[Count, _doc("of the region, by resizes")]
     used_bytes: Count
     extents: Count
     extent_bytes: Count
@@ -158,6 +160,18 @@ class Cleared(msgspec.Struct):
     blocks: Count
 
 
+class Resize(msgspec.Struct, forbid_unknown_fields=True):
+    """How small the pool shall be. It never grows while the daemon runs."""
+
+    bytes: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+
+
+class Resized(msgspec.Struct):
+    """What the pool will have, in whole extents, once nobody reads or writes what has to go."""
+
+    bytes: Count
+
+
 class LogLevel(msgspec.Struct, forbid_unknown_fields=True):
     """The least severity that is to be logged."""
 
@@ -224,6 +238,15 @@ ROUTES = (
         Cleared,
         Clear,
         (400, 404, 503),
+    ),
+    Route(
+        "resize",
+        "POST",
+        "/api/v1/resize",
+        "Make the pool smaller, and give the memory back to the host, until the region's end.",
+        Resized,
+        Resize,
+        (400,),
     ),
     Route(
         "log_level",

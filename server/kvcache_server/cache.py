@@ -63,6 +63,7 @@ class Cache:
         self.absent: dict[int, Engine] = {}  # sessions without a door whose processes may live
         self.awaited: set[int] = set()  # sessions of the last life that have not restated what they hold
         self.grace_until = 0.0
+        self.wanted = 0  # bytes of the pool after a resize; 0: as it is
         self.refusals: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
         self.told: Counter[str] = Counter()  # what clients have counted, those that are gone among them
@@ -96,8 +97,34 @@ class Cache:
         self.limits = limits
         self.writing.bound(limits)
         self.room.bound(limits.namespace_ceiling)
-        self.shares.bound(limits.namespace_floor)
+        self.shares.bound(self.pool.capacity, limits.namespace_floor)
         self._pin_quota = int(limits.pin_quota * self.pool.capacity)
+
+    def resize(self, size: int) -> int:
+        """Make the pool smaller, by `shrink`, to the whole extents in `size` bytes; return how many bytes that is.
+
+        Raises ClientError where that is none, or more than there is.
+        """
+        extents = size // self.pool.extent_bytes
+        if not 1 <= extents * self.pool.extent_bytes <= self.pool.capacity:
+            raise ClientError(
+                f"{size} bytes: {self.pool.extent_bytes}, an extent, to {self.pool.capacity}, what there is; "
+                "only another region, of a daemon that is started anew, is larger"
+            )
+        self.wanted = extents * self.pool.extent_bytes
+        return self.wanted
+
+    def shrink(self) -> int | None:
+        """Give up one extent on the way to the size that was asked for; return its number, whose memory may go now.
+
+        None where the size is reached, or all extents are being read or written: try again later. O(blocks of one).
+        """
+        if not self.wanted or self.wanted >= self.pool.capacity:
+            return None
+        extent = self.room.give_up(self._held())
+        if extent is not None:
+            self.bound(self.limits)
+        return extent
 
     def handle(self, session: int, request: m.Request, now: float) -> m.Reply | None:
         """Answer one request of an open session; Release has no answer.

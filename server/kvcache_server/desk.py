@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcache_server import logs
 from kvcache_server.cache import Cache
+from kvcache_server.config import format_size
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,12 @@ class Desk:
     def fenced_off(self, session: int, who: str) -> None:
         log.warning("session %d was fenced off by %s", session, who)
         self._sweep()
+
+    def resize(self, size: int, who: str) -> int:
+        """Make the pool smaller, little by little; return how many bytes it will have. Raises ClientError."""
+        before, wanted = self._cache.pool.capacity, self._cache.resize(size)
+        log.warning("the pool shrinks from %s to %s, asked by %s", format_size(before), format_size(wanted), who)
+        return wanted
 
     def set_log_level(self, level: str, who: str) -> str:
         """Log from `level` on, and return the level until now."""

@@ -208,6 +208,9 @@ class Http:
         body = await _body(request, api.Clear)
         return _response(api.Cleared(self._desk.clear(body.namespace, _who(request))))
 
+    async def _resize(self, request: web.Request) -> web.Response:
+        return _response(api.Resized(self._desk.resize((await _body(request, api.Resize)).bytes, _who(request))))
+
     async def _log_level(self, request: web.Request) -> web.Response:
         level = (await _body(request, api.LogLevel)).level
         return _response(

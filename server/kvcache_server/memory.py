@@ -17,7 +17,7 @@ import os
 import resource
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -33,6 +33,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 CHUNK = 32 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MAX_THREADS = 16
+_PUNCH_HOLE = 0x01 | 0x02  # of fallocate: and the file keeps its size
 RAISE_MEMLOCK = "raise it (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock=-1 in docker), or give CAP_IPC_LOCK"
 
 # Called through ctypes, which lets go of the GIL; `mmap.madvise` keeps it, and the threads would take turns.
@@ -40,6 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 
 
 class Region:
@@ -55,17 +57,31 @@ class Region:
         self._lock_fd = lock_fd
         self._mapping = mapping
 
-    def lock_later(self, lock: str) -> None:
-        """Lock the pages, which are all there, into memory on a thread of its own; `lock` is as for `create_region`."""
+    def lock_later(self, lock: str, holes: Collection[int] = ()) -> None:
+        """Lock the pages, which are all there, into memory on a thread of its own; `lock` is as for `create_region`.
+
+        `holes` are extents whose memory was given back.
+        """
 
         def work() -> None:
-            why_not = _populate(self._mapping, self.fd, lock, lambda done, total: None)
+            g = self.geometry
+            skipped = [(g.data_offset + index * g.extent_bytes, g.extent_bytes) for index in sorted(holes)]
+            why_not = _populate(self._mapping, self.fd, lock, lambda done, total: None, skipped)
             self.locked = lock != "never" and not why_not
             if why_not:
                 log.warning("the region is not locked into memory: %s", why_not)
 
         self._locker = threading.Thread(target=work, name="lock-region", daemon=True)
         self._locker.start()
+
+    def give_back(self, extent: int) -> None:
+        """Give the extent's memory back to the host; who touches it, takes it again. May take some 10 ms.
+
+        Pages that a device has locked go when it lets go of them.
+        """
+        g = self.geometry
+        if _libc.fallocate(self.fd, _PUNCH_HOLE, g.data_offset + extent * g.extent_bytes, g.extent_bytes):
+            log.warning("extent %d is not given back: %s", extent, os.strerror(ctypes.get_errno()))
 
     def close(self, keep: bool = False) -> None:
         """Let go of it and, without `keep`, remove the file; who has it mapped keeps the mapping. Calling it again does
@@ -308,16 +324,18 @@ def group_room() -> Iterator[int]:
                 break
 
 
-def _populate(mapping: mmap.mmap, fd: int, lock: str, progress: Progress) -> str:
-    """Make every page present, by several threads, and lock them. Returns why they are not locked, or nothing."""
+def _populate(mapping: mmap.mmap, fd: int, lock: str, progress: Progress, holes: Sequence[tuple[int, int]] = ()) -> str:
+    """Make every page present, by several threads, and lock them. Returns why they are not locked, or nothing.
+
+    `holes`, each an offset and bytes, in their order, are left out.
+    """
     total = len(mapping)
     holder = ctypes.c_char.from_buffer(mapping)
     start = ctypes.addressof(holder)
     why_not: list[str] = []
     stop = threading.Event()
 
-    def fill(offset: int) -> int:
-        length = min(CHUNK, total - offset)
+    def fill(offset: int, length: int) -> int:
         if stop.is_set():
             return 0
         if _libc.madvise(start + offset, length, MADV_POPULATE_WRITE):
@@ -340,7 +358,7 @@ def _populate(mapping: mmap.mmap, fd: int, lock: str, progress: Progress) -> str
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="prefault") as pool:
             try:
-                for filled in as_completed([pool.submit(fill, offset) for offset in range(0, total, CHUNK)]):
+                for filled in as_completed([pool.submit(fill, *each) for each in _chunks(total, holes)]):
                     done += filled.result()
                     progress(done, total)
             finally:
@@ -350,6 +368,15 @@ def _populate(mapping: mmap.mmap, fd: int, lock: str, progress: Progress) -> str
     finally:
         del holder  # the mapping cannot be closed while it is pointed into
     return why_not[0] if why_not else ""
+
+
+def _chunks(total: int, holes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield offset and bytes of what is to be filled together."""
+    at = 0
+    for begin, size in (*holes, (total, 0)):
+        for offset in range(at, begin, CHUNK):
+            yield offset, min(CHUNK, begin - offset)
+        at = begin + size
 
 
 def _explain(error: int, offset: int, total: int) -> None:

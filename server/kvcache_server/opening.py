@@ -84,7 +84,15 @@ def open_cache(config: Config, fresh: bool = False, progress: Progress | None = 
         *(len(returning), found["reservations_recovered"]),
         extra={"fields": {"event": "recovered", **found}},
     )
-    region.lock_later(config.lock)
+    retired = cache.pool.retired
+    for extent in retired:  # its memory is there yet where the last daemon was killed before it could give it back
+        region.give_back(extent)
+    if retired:
+        log.warning(
+            "the region was made smaller while it was in use: %s of %s; `serve --fresh` begins with all of it",
+            *(format_size(cache.pool.capacity), format_size(region.geometry.extents * region.geometry.extent_bytes)),
+        )
+    region.lock_later(config.lock, retired)
     cache.sums = open_sums(_beside(config.endpoint, ".sums"), region.geometry, book.life)
     return Opened(region, state, files, cache, returning)
 

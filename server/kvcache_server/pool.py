@@ -54,13 +54,14 @@ class Pool:
         self.tick = 0
         self._geometry = rows.geometry
         self.generation = generation
+        self.retired: set[int] = set()  # extents whose memory is the host's again
         self._uncut = list(range(self._geometry.extents - 1, -1, -1))
         self._roomy: dict[int, list[Extent]] = {}  # by slot size: extents that may have a vacant slot
         self.extents: dict[int, Extent] = {}
 
     @property
     def capacity(self) -> int:
-        return self._geometry.extents * self._geometry.extent_bytes
+        return (self._geometry.extents - len(self.retired)) * self._geometry.extent_bytes
 
     @property
     def extent_bytes(self) -> int:
@@ -154,6 +155,16 @@ class Pool:
         del self.extents[extent.index]
         self._uncut.append(extent.index)
 
+    def retire(self) -> int | None:
+        """Give an extent up for good that nobody has cut, the last one of the region; None where all are cut."""
+        if not self._uncut:
+            return None
+        index = max(self._uncut)
+        self._uncut.remove(index)
+        self.rows.retire(index)
+        self.retired.add(index)
+        return index
+
     def locate(self, block: Block) -> tuple[Extent, int]:
         """Return the extent and the slot that `block` lives in."""
         offset = int.from_bytes(block.ref[:8], "little")
@@ -184,7 +195,9 @@ class Pool:
     def resume(self, generation: int) -> None:
         """With all extents adopted and filled, go on after the last generation that an earlier daemon gave."""
         self.generation = generation
-        self._uncut = [index for index in range(self._geometry.extents - 1, -1, -1) if index not in self.extents]
+        vacant = [index for index in range(self._geometry.extents - 1, -1, -1) if index not in self.extents]
+        self._uncut = [index for index in vacant if not self.rows.is_retired(index)]
+        self.retired = set(vacant) - set(self._uncut)
         for extent in self.extents.values():
             blocks = extent.blocks
             extent.vacant = [slot for slot in range(len(blocks) - 1, -1, -1) if blocks[slot] is None]

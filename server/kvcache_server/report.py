@@ -24,6 +24,8 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
         "pool": {
             "region_id": cache.geometry.region_id.hex(),
             "bytes": cache.pool.capacity,
+            "wanted_bytes": cache.wanted or cache.pool.capacity,
+            "given_back_bytes": len(cache.pool.retired) * cache.pool.extent_bytes,
             "used_bytes": sum(account.bytes for account in cache.shares.accounts),
             "extents": cache.geometry.extents,
             "extent_bytes": cache.geometry.extent_bytes,

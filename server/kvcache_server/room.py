@@ -11,10 +11,11 @@ from kvcache_server.index import Account, Block
 from kvcache_server.pool import Extent, Pool
 from kvcache_server.shares import Shares
 
-# Why a block was evicted: for another one; the engine's ceiling; its namespace's; slots of another size.
-ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT = EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut")
+# Why a block was evicted: for another one; the engine's ceiling; its namespace's; slots of another size; a resize.
+EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "resize")
+ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT, RESIZE = EVICTED_FOR
 
-_RECUT_LOOKS = 8  # extents weighed before one is cut anew: each costs a walk of all below its blocks
+_LOOKS = 8  # of the coldest extents and of the latest: each costs a walk of all below its blocks
 
 
 class Room:
@@ -108,23 +109,33 @@ class Room:
             return True
         return any(self.evict(each, NAMESPACE_CEILING) for each in mine)
 
+    def give_up(self, held: Iterable[Block]) -> int | None:
+        """Give up an extent for good, the coldest where all are in use; None where each one is read or written."""
+        index = self._pool.retire()
+        if index is not None or self.frozen or not self._empty(self._pool.extents.values(), held, RESIZE):
+            return index
+        return self._pool.retire()
+
     def _recut(self, slot_bytes: int, held: Iterable[Block]) -> bool:
         """Empty the coldest extent of that slot size that nobody reads from or writes to; False where there is none."""
+        mine = [extent for extent in self._pool.extents.values() if extent.slot_bytes == slot_bytes]
+        done = self._empty(mine, held, RECUT)
+        self._counters["extents_recut"] += done
+        return done
+
+    def _empty(self, extents: Iterable[Extent], held: Iterable[Block], cause: str) -> bool:
         kept = self._extents_above(held)
-        candidates = [
-            extent
-            for extent in self._pool.extents.values()
-            if extent.slot_bytes == slot_bytes and not extent.busy and extent.index not in kept
-        ]
+        candidates = [extent for extent in extents if not extent.busy and extent.index not in kept]
         if not candidates:
             return False
+        # The coldest, and the latest cut: of a chain in many extents, the first one takes all others along.
         candidates.sort(key=lambda extent: extent.newest)
-        extent = min(candidates[:_RECUT_LOOKS], key=_last_use)
+        looks = candidates if len(candidates) <= 2 * _LOOKS else candidates[:_LOOKS] + candidates[-_LOOKS:]
+        extent = min(looks, key=_loss)
         for block in extent.blocks:
             if block is not None:
                 for each in block.subtree()[::-1]:
-                    self._evicted(each, RECUT)
-        self._counters["extents_recut"] += 1
+                    self._evicted(each, cause)
         self._pool.uncut_extent(extent)
         return True
 
@@ -141,6 +152,7 @@ class Room:
         return found
 
 
-def _last_use(extent: Extent) -> int:
-    """Return the latest tick of the extent's blocks and all below them."""
-    return max((each.tick for block in extent.blocks if block for each in block.subtree()), default=0)
+def _loss(extent: Extent) -> tuple[int, int]:
+    """Return the latest tick of the extent's blocks and all below them, and how many these are, twins and all."""
+    ticks = [each.tick for block in extent.blocks if block for each in block.subtree()]
+    return max(ticks, default=0), len(ticks)

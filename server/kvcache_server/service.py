@@ -14,6 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK = 0.25
+SHRINK_SECONDS = 0.01  # of a tick
 SUMMARY = 10.0
 BATCH = 64  # messages between two looks at timers and door
 MAX_WIRE = 2 * MAX_FRAME  # up to here a frame is told that it is too long; beyond, ZeroMQ cuts its sender off
@@ -356,12 +358,19 @@ class Service:
             self._cache.tick(time.monotonic())
         except Exception as error:  # noqa: BLE001 - as in _answer
             self._failed(0, error)
+        self._shrink()
         if self._changes:  # by somebody who has sent no message
             self._publish()
         self._unread.tidy()
         self._look_after_sockets()
         self._manager.tick(time.monotonic())
         self._loop.call_later(TICK, self._tick)
+
+    def _shrink(self) -> None:
+        """Go on with a resize, for so long that engines hardly wait."""
+        until = time.monotonic() + SHRINK_SECONDS
+        while time.monotonic() < until and (extent := self._cache.shrink()) is not None:
+            Thread(target=self._region.give_back, args=(extent,), name="give-back", daemon=True).start()
 
     def _look_after_sockets(self) -> None:
         """Stop where a socket's file has gone: nobody finds us then, and who starts us again makes it anew."""

@@ -19,15 +19,14 @@ _REFRESH = 1 / 256  # of the capacity that changes hands between two looks at th
 
 class Shares:
     def __init__(self, capacity: int, namespace_floor: float) -> None:
-        self._capacity = capacity
         self._accounts: list[Account] = []
         self._over: list[tuple[float, Account]] = []
         self._turned_over = 0
         self._since_look = 0
-        self.bound(namespace_floor)
+        self.bound(capacity, namespace_floor)
 
-    def bound(self, namespace_floor: float) -> None:
-        self._namespace_floor = namespace_floor
+    def bound(self, capacity: int, namespace_floor: float) -> None:
+        self._capacity, self._namespace_floor = capacity, namespace_floor
         self._stale = True
 
     @property

@@ -56,7 +56,7 @@ POINTS: dict[str, tuple[Where, ...]] = {
         _in("pool", "give_back"),
     ),
     "recut": (
-        _in("room", "_recut"),
+        _in("room", "_recut", "_empty"),
         _in("pool", "uncut_extent", "_cut", "_empty_extent"),
         Where("kvcache_proto/region", frozenset({"cut"})),
     ),

@@ -27,6 +27,7 @@ class Memory(Protocol):
         buffer: all of it, writable.
         address: where it begins in this process; page-aligned.
         bytes: its length.
+        holes: (offset, bytes) of parts that hold nothing, and that take memory if they are touched.
     """
 
     @property
@@ -35,6 +36,8 @@ class Memory(Protocol):
     def address(self) -> int: ...
     @property
     def bytes(self) -> int: ...
+    @property
+    def holes(self) -> Sequence[tuple[int, int]]: ...
 
 
 class Scratch:
@@ -45,6 +48,7 @@ class Scratch:
         self.words = np.frombuffer(self.buffer, np.uint8)
         self.address = int(self.words.ctypes.data)
         self.bytes = size
+        self.holes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -31,13 +31,19 @@ _REST_WANTED, _REST, _LONGEST_REST = 3.0, 20.0, 0.25
 
 
 class _Locked:
-    """One mapping: which of its chunks are locked, how many bytes that is, and how many `copies` use it."""
+    """One mapping: which of its chunks are locked, how many bytes that is, and how many `copies` use it.
+
+    Chunks that lie in a hole are left alone: to lock them takes memory that the daemon has given back.
+    """
 
     def __init__(self, region: Memory, chunk: int) -> None:
         self.region, self.chunk = region, chunk
         self.chunks: npt.NDArray[np.bool_] = np.zeros(-(-region.bytes // chunk), np.bool_)
         self.bytes = self.copies = 0
-        self.over = False
+        self.left = self.chunks.copy()
+        for begin, size in region.holes:
+            self.left[-(-begin // chunk) : (begin + size) // chunk] = True
+        self.over = bool(self.left.all())
         self.wanted: dict[int, None] = {}  # in the order in which copies have asked
         self._next = 0
 
@@ -60,9 +66,14 @@ class _Locked:
             del self.wanted[number]
             if not self.chunks[number]:
                 return number, True
-        while self.chunks[self._next]:
+        while self.chunks[self._next] or self.left[self._next]:
             self._next += 1
         return self._next, False
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is nothing more to lock."""
+        return bool((self.chunks | self.left).all())
 
     def place(self, number: int) -> tuple[int, int]:
         """Return the address and the bytes of a chunk."""
@@ -177,7 +188,7 @@ class Registration:
         with self._changed:
             locked.chunks[number] = True
             locked.bytes += size
-            locked.over = locked.bytes == locked.region.bytes
+            locked.over = locked.whole
         self._rest(time.perf_counter() - begin, wanted)
 
     def _unlock_chunk(self, locked: _Locked) -> bool:

@@ -65,7 +65,7 @@ class Device:
 
 
 def region(chunks: int, address: int = 1 << 30) -> Any:
-    return SimpleNamespace(address=address, bytes=chunks * CHUNK)
+    return SimpleNamespace(address=address, bytes=chunks * CHUNK, holes=[])
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -121,6 +121,16 @@ def test_a_copy_that_breaks_its_thread_fails_alone(device: Device, caplog: pytes
     assert [job.error for job in ended] == ["MemoryError: no room"] * 3
     assert "a copy has failed" in caplog.text
     lane.close()
+
+
+def test_what_the_daemon_has_given_back_is_not_locked(device: Device) -> None:
+    locked, memory = Registration(device, CHUNK), region(8)  # type: ignore[arg-type]
+    memory.holes = [(2 * CHUNK - 4096, 3 * CHUNK), (7 * CHUNK, CHUNK)]
+    locked.register(memory)
+    wait_until(lambda: locked.progress() == (True, 5 * CHUNK))
+    assert {address - memory.address for _, address in device.locks} == {n * CHUNK for n in (0, 1, 4, 5, 6)}
+    locked.close()
+    assert len(device.locks) == 10
 
 
 def test_a_region_that_replaces_another_does_not_wait_for_all_of_it(

@@ -1,0 +1,91 @@
+"""A pool that is made smaller while it is used."""
+
+from __future__ import annotations
+
+import pytest
+from small_cache import KIB, MIB, Engine, chain, make_cache
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import ClientError
+from kvcache_proto.region import RegionRows
+from kvcache_proto.types import Refusal
+
+
+def shrink(cache) -> list[int]:
+    given_up = []
+    while (extent := cache.shrink()) is not None:
+        given_up.append(extent)
+        cache.check_integrity()
+    return given_up
+
+
+def test_what_nobody_has_cut_goes_first_and_then_what_is_coldest():
+    cache = make_cache(extents=5)
+    engine = Engine(cache, "one", block_bytes=512 * KIB)
+    for name in "abc":  # an extent each
+        engine.store(chain(name, 3))
+    assert engine.hits(chain("a", 3)) == 3
+    assert cache.resize(5 * MIB) == 4 * MIB
+    assert shrink(cache) == [4, 3, 1]
+    assert [engine.hits(chain(name, 3)) for name in "abc"] == [3, 0, 3]
+    assert cache.stats(0.0)["pool"]["bytes"] == 4 * MIB
+    assert cache.stats(0.0)["pool"]["given_back_bytes"] == 6 * MIB
+    assert cache.stats(0.0)["evictions"] == {"resize": 3}
+
+
+def test_what_is_read_or_written_stays_until_that_has_ended():
+    cache = make_cache(extents=3)
+    engine = Engine(cache, "one", block_bytes=512 * KIB)
+    engine.store(chain("a", 3))
+    lease = engine.acquire(chain("a", 2)).lease
+    reserved = engine.reserve(chain("b", 3))
+    engine.store(chain("c", 3))
+    cache.resize(2 * MIB)
+    assert shrink(cache) == [2]
+    assert (engine.hits(chain("a", 3)), engine.hits(chain("c", 3))) == (3, 0)
+    engine.settle(reserved)
+    assert shrink(cache) == [1]
+    engine.ask(m.Release(1, b"", [lease]))
+    assert shrink(cache) == []
+    assert engine.hits(chain("a", 3)) == 3
+    assert engine.store(chain("d", 4)) == [Refusal.GRANTED] * 3 + [Refusal.NO_SPACE]
+
+
+def test_a_chain_loses_its_end():
+    cache = make_cache(extents=40)
+    engine = Engine(cache, "one", block_bytes=512 * KIB)
+    engine.store(chain("a", 120))
+    cache.resize(20 * 2 * MIB)
+    shrink(cache)
+    assert engine.hits(chain("a", 120)) == 60
+
+
+def test_quotas_follow_the_size():
+    cache = make_cache(extents=4, write_quota=0.5)
+    engine = Engine(cache, "one", block_bytes=512 * KIB)
+    assert [Refusal(answer) for answer in engine.reserve(chain("a", 9)).answers].count(Refusal.GRANTED) == 8
+    cache = make_cache(extents=4, write_quota=0.5)
+    engine = Engine(cache, "one", block_bytes=512 * KIB)
+    cache.resize(4 * MIB)
+    shrink(cache)
+    assert [Refusal(answer) for answer in engine.reserve(chain("a", 9)).answers].count(Refusal.GRANTED) == 4
+
+
+def test_who_maps_the_region_sees_what_was_given_back():
+    cache = make_cache(extents=4)
+    cache.resize(2 * MIB)
+    shrink(cache)
+    rows = RegionRows(cache.rows.buffer, cache.geometry)
+    assert [rows.is_retired(extent) for extent in range(4)] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("size", [0, 2 * MIB - 1, 8 * MIB + 2 * MIB, -1])
+def test_it_does_not_grow_nor_vanish(size: int):
+    cache = make_cache(extents=4)
+    with pytest.raises(ClientError, match="another region"):
+        cache.resize(size)
+    assert shrink(cache) == []
+    cache.resize(4 * MIB)
+    shrink(cache)
+    with pytest.raises(ClientError):
+        cache.resize(6 * MIB)
