@@ -100,6 +100,9 @@ def figures(config: Any, model: Any, case: dict[str, Any]) -> dict[str, Any]:
         "longest_in_small": kv_cache_utils._estimate_max_model_len_from_groups(config, groups, small - per_block),
         "limit": limit,
         "in_flight": config.max_in_flight_tokens,
+        "state_bytes": max(
+            (each.state_content_size_bytes for each in specs.values() if kind(each) == "MambaSpec"), default=0
+        ),
         "weights": sum(each.numel() * each.element_size() for each in model.parameters()),
         "declined": why_not(config, cache),
         "shards": shards(config, cache).number,

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvcache_proto.errors import ConfigError
 from kvcache_server.plan.device import device
 from kvcache_server.plan.figures import KV_ITEMS, declined
 from kvcache_server.plan.models import Attention, Latent, State, read_model
-from kvcache_server.plan.pages import Group, Pages, pages, shards
+from kvcache_server.plan.pages import Group, Pages, page, pages, shards
 from kvcache_server.plan.weights import weight_bytes
 
 HERE = Path(__file__).parent
@@ -44,8 +45,11 @@ CASES = [
     *(Case("gemma-3-1b", 1, "auto", hybrid=False), Case("deepseek-v3", 1, "auto"), Case("deepseek-v3", 8, "fp8")),
     *(Case("gpt-oss-20b", 1, "auto"), Case("gpt-oss-20b", 2, "fp8"), Case("gpt-oss-20b", 2, "auto", hybrid=False)),
     *(Case("jamba-v0.1", 1, "auto"), Case("jamba-v0.1", 2, "fp8"), Case("granite-4.0-h-small", 2, "auto")),
+    *(Case("gpt-oss-uneven", 1, "auto"), Case("granite-4.0-h-small", 4, "fp8"), Case("nemotron-h-8b", 8, "fp8")),
     *(Case("nemotron-h-8b", 2, "auto"), Case("qwen3-next-80b", 1, "auto"), Case("qwen3-next-80b", 4, "fp8")),
 ]
+REFUSED = [Case("phi-4", 4, "auto"), Case("llama-3-8b", 3, "auto"), Case("nemotron-h-8b", 16, "auto")]
+UNEVEN = {"num_hidden_layers": 25, "layer_types": [*["sliding_attention", "full_attention"] * 12, "sliding_attention"]}
 KINDS = {
     "full": "FullAttentionSpec",
     "sliding": "SlidingWindowSpec",
@@ -56,7 +60,11 @@ KINDS = {
 
 def plain(name: str) -> dict[str, Any]:
     """The model without its quantisation, whose kernels this host need not have; the KV cache is the same."""
-    config: dict[str, Any] = json.loads((MODELS / f"{name}.json").read_text())
+    known, uneven, _ = name.partition("uneven")
+    config: dict[str, Any] = json.loads(
+        (MODELS / f"{known}20b.json" if uneven else MODELS / f"{name}.json").read_text()
+    )
+    config |= UNEVEN if uneven else {}
     config.pop("quantization_config", None)
     return config
 
@@ -65,7 +73,7 @@ def plain(name: str) -> dict[str, Any]:
 def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("models")
     asked = []
-    for case in CASES:
+    for case in CASES + REFUSED:
         (folder / case.model).mkdir(exist_ok=True)
         (folder / case.model / "config.json").write_text(json.dumps(plain(case.model)))
         asked.append({**case._asdict(), "model": str(folder / case.model), "memory": MEMORY, "lengths": LENGTHS})
@@ -80,8 +88,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, Any]
         timeout=1500,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(CASES), run.stderr[-4000:]
-    return dict(zip(CASES, lines, strict=True))
+    assert len(lines) == len(CASES + REFUSED), run.stderr[-4000:]
+    return dict(zip(CASES + REFUSED, lines, strict=True))
 
 
 def ours(case: Case, found: dict[str, Any]) -> Pages:
@@ -107,6 +115,9 @@ def test_pages_groups_and_requests_are_those_of_vllm(case: Case, truth: dict[Cas
     assert sorted((group.layers, kind(group), group.block_tokens, group.page) for group in mine.groups) == theirs
     assert mine.block_bytes == found["bytes_per_block"]
     assert [mine.blocks_of(length) for length in LENGTHS] == found["needed"]
+    model, item = read_model(plain(case.model)), KV_ITEMS["bf16"]
+    states = [page(layer, 0, case.tp, item, model) for layer in model.layers if isinstance(layer, State)]
+    assert max(states, default=0) == found["state_bytes"]
     whole = device(mine, MEMORY, found["limit"], LENGTHS[-1])
     assert whole.blocks == found["blocks"]
     small = device(mine, MEMORY // 64, found["limit"], LENGTHS[-1])
@@ -133,3 +144,11 @@ def test_the_weights_are_estimated_to_a_few_percent(case: Case, truth: dict[Case
     model = read_model(plain(case.model), case.model)
     estimate = weight_bytes(model, plain(case.model), case.tp)
     assert estimate == pytest.approx(truth[case]["weights"], rel=0.03)
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_ranks_that_vllm_refuses_are_refused(case: Case, truth: dict[Case, dict[str, Any]]) -> None:
+    assert "Error" in truth[case]["error"]
+    with pytest.raises(ConfigError, match=f"--tp {case.tp}"):
+        shards(read_model(plain(case.model), case.model), case.tp)

@@ -120,12 +120,31 @@ def test_the_index_lies_between_private_caches_and_the_optimum() -> None:
     assert shared == sorted(shared)
 
 
+def test_private_caches_are_daemons_of_a_part_of_the_memory_that_see_a_part_of_the_trace() -> None:
+    requests, setup = conversations(9, 600), Setup(engines=3, block_bytes=MIB)
+    (row,) = replay(requests, [size := 120 * MIB], setup, time.perf_counter, lambda line: None)["rows"]
+    hits = 0
+    for engine in range(3):
+        mine = requests[engine::3]
+        alone = Shadow(room(size // 3, MIB), 512, 1)
+        hits += play([alone], mine, [list(map(block_hash, each.blocks)) for each in mine], [0] * len(mine), int)[0]
+    assert row["private"] == hits / sum(len(each.blocks) for each in requests)
+    assert 3 * row["private_blocks"] == pytest.approx(row["blocks"], rel=0.1)
+
+
 def test_the_shadow_is_the_daemons_index_and_stays_whole() -> None:
     requests = conversations(3, 400)
-    place = room(64 * MIB, MIB)
+    place = room(256 * MIB, MIB)
     shadow = Shadow(place, 512, 2)
-    play([shadow, shadow], requests, [list(map(block_hash, each.blocks)) for each in requests], [0, 1] * 200, int)
-    shadow.cache.check_integrity()
+    ((group,),) = [namespace.groups for namespace in shadow.cache.namespaces.values()]
+    for begin in range(0, len(requests), 10):
+        some = requests[begin : begin + 10]
+        play([shadow, shadow], some, [list(map(block_hash, each.blocks)) for each in some], [0, 1] * 5, int)
+        shadow.cache.check_integrity()
+        for request in requests[: begin + 10]:  # of each prompt a beginning is there, or nothing
+            there = [block_hash(block) in group.visible for block in request.blocks]
+            assert there == sorted(there, reverse=True)
+    assert shadow.cache.stats(0.0)["pool"]["pinned_bytes"] == 0
     assert shadow.cache.stats(0.0)["pool"]["blocks"] == place.slots
     assert shadow.cache.counters["blocks_evicted"] > 0
 
