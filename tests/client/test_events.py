@@ -37,6 +37,16 @@ def test_a_save_is_told_with_all_blocks_of_the_engine_and_their_tokens() -> None
     assert events.take() == []
 
 
+def test_runs_that_do_not_follow_each_other_stay_apart() -> None:
+    events, one, two = Events(4, 1), a_request("a", 2), a_request("b", 1)
+    events.looked_up(one, 2, 2)
+    events.looked_up(two, 1, 1)
+    assert events.take() == [
+        Stored(None, one.block_hashes, list(range(8))),
+        Stored(None, two.block_hashes, list(range(4))),
+    ]
+
+
 def test_of_several_ranks_the_last_one_tells_and_what_fails_is_not_told() -> None:
     events, request = Events(4, 1), a_request("a", 3)
     ship(events, request, range(3))
