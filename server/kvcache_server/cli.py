@@ -30,7 +30,7 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (NotPermitted, 6, "no permission"),
     (EndpointLost, 7, "somebody removed its sockets"),
 )
-_LATER = {name: f"kvcache_server.{name}" for name in ("bench", "demo", "doctor", "plan", "replay")}
+_LATER = {name: f"kvcache_server.{name}" for name in ("bench", "demo", "doctor", "plan", "replay", "top")}
 
 
 class Commands(click.Group):
@@ -113,6 +113,7 @@ _endpoint_option = click.option(
 def status(endpoint: str | None, as_json: bool) -> None:
     """Say what the daemon holds and who is attached."""
     from kvcache_server.admin import Admin
+    from kvcache_server.describe import describe
 
     with Admin(endpoint or default_endpoint(), "status") as admin:
         stats = admin.stats()
@@ -164,78 +165,6 @@ def discard(path: str | None, endpoint: str | None, region_dir: str | None) -> N
         click.echo("discarded" if remove(config) else f"nothing is there of a daemon at {config.endpoint}")
     finally:
         lock.release()
-
-
-def describe(stats: dict[str, Any]) -> str:
-    """Return the figures of `status` for people."""
-    daemon, pool = stats["daemon"], stats["pool"]
-    age = _age(daemon["uptime_s"])
-    lines = [
-        f"kvcache-server {daemon['version']}, pid {daemon['pid']}, {daemon['endpoint']}, up {age}",
-        f"pool        {format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used, "
-        f"{pool['blocks']:,} blocks, {pool['blocks_writing']:,} being written, "
-        f"{format_size(pool['pinned_bytes'])} pinned, {pool['slots_quarantined']:,} slots in quarantine",
-        "refusals    " + _counts(stats["refusals"]),
-        "errors      " + _counts(daemon["errors"] | daemon["drops"] | daemon["door_refused"]),
-        "",
-    ]
-    lines += _table(
-        ("namespace", "model", "blocks", "size", "lookups", "hits", "asked", "ratio"),
-        [
-            (
-                space["id"],
-                space["model"],
-                f"{space['blocks']:,}",
-                format_size(space["bytes"]),
-                f"{space['lookups']:,}",
-                f"{space['hit_blocks']:,}",
-                f"{space['requested_blocks']:,}",
-                f"{space['hit_blocks'] / space['requested_blocks']:.1%}" if space["requested_blocks"] else "-",
-            )
-            for space in stats["namespaces"]
-        ],
-    )
-    lines.append("")
-    lines += _table(
-        ("session", "engine", "label", "age", "leases", "reservations"),
-        [
-            (
-                str(session["id"]),
-                session["engine"],
-                session["label"],
-                _age(session["age_s"]),
-                str(session["leases"]),
-                str(session["reservations"]),
-            )
-            for session in stats["sessions"]
-        ],
-    )
-    if stats.get("away"):  # 0.1.0 has no such key
-        lines.append("")
-        lines += _table(
-            ("away", "engine", "reservations"),
-            [(str(each["id"]), each["engine"], str(each["reservations"])) for each in stats["away"]],
-        )
-    return "\n".join(lines)
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()) if count) or "none"
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    if not rows:
-        return [f"no {head[0]}s"]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows)]
-    return ["  ".join(cells).rstrip() for cells in padded]
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def main() -> None:

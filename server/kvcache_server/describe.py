@@ -1,0 +1,125 @@
+"""The daemon's figures for people: what `status` prints, and what `top` is made of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvcache_server.config import format_size
+
+
+def describe(stats: dict[str, Any]) -> str:
+    """Return the figures of `status` for people; those of a daemon of 0.1.0, too."""
+    daemon = stats["daemon"]
+    spaces = stats["namespaces"]
+    hits, asked = (sum(space[key] for space in spaces) for key in ("hit_blocks", "requested_blocks"))
+    lines = [
+        heading(stats),
+        f"pool        {occupied(stats['pool'])}",
+        f"            {blocks(stats['pool'])}",
+        f"hits        {ratio(hits, asked)} of {asked:,} blocks asked for, {format_size(loaded(spaces))} loaded",
+        "refusals    " + counts(stats["refusals"]),
+        "errors      " + counts(daemon["errors"] | daemon["drops"] | daemon["door_refused"]),
+    ]
+    if stats.get("grace"):
+        lines.append("grace       sessions of the last daemon are awaited, and nothing is evicted meanwhile")
+    lines.append("")
+    lines += table(
+        ("namespace", "model", "blocks", "size", "lookups", "hits", "asked", "ratio"),
+        [
+            (
+                *(space["id"], space["model"], f"{space['blocks']:,}", format_size(space["bytes"])),
+                *(f"{space['lookups']:,}", f"{space['hit_blocks']:,}", f"{space['requested_blocks']:,}"),
+                ratio(space["hit_blocks"], space["requested_blocks"]),
+            )
+            for space in sorted(spaces, key=lambda space: -space["bytes"])
+        ],
+        left=2,
+    )
+    return "\n".join([*lines, "", *sessions(stats["sessions"]), *away(stats)])
+
+
+def heading(stats: dict[str, Any]) -> str:
+    """Return which daemon it is."""
+    daemon = stats["daemon"]
+    age = duration(daemon["uptime_s"])
+    return f"kvcache-server {daemon['version']}, pid {daemon['pid']}, {daemon['endpoint']}, up {age}"
+
+
+def occupied(pool: dict[str, Any]) -> str:
+    """Return how full the pool is."""
+    share = pool["used_bytes"] / pool["bytes"]
+    return f"{format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used ({share:.0%})"
+
+
+def blocks(pool: dict[str, Any]) -> str:
+    """Return what is in the pool, and what of it cannot be evicted."""
+    return (
+        f"{pool['blocks']:,} blocks, {pool['blocks_writing']:,} being written, "
+        f"{format_size(pool['pinned_bytes'])} pinned, {pool['slots_quarantined']:,} slots in quarantine"
+    )
+
+
+def loaded(spaces: Iterable[dict[str, Any]]) -> int:
+    """Return the bytes of the blocks that lookups found."""
+    # A daemon that does not tell them has namespaces of one group alone.
+    return sum(space.get("hit_bytes", space["hit_blocks"] * space["block_bytes"][0]) for space in spaces)
+
+
+def sessions(listed: Iterable[dict[str, Any]]) -> list[str]:
+    """Return a table of who is attached, an engine's sessions together."""
+    return table(
+        ("session", "engine", "label", "age", "leases", "reservations"),
+        [
+            (
+                *(str(session["id"]), session["engine"], session["label"], duration(session["age_s"])),
+                *(f"{session['leases']:,}", f"{session['reservations']:,}"),
+            )
+            for session in sorted(listed, key=lambda session: (session["engine"], session["id"]))
+        ],
+        left=3,
+    )
+
+
+def away(stats: dict[str, Any]) -> list[str]:
+    """Return a table of who is away, behind an empty line; nothing where nobody is."""
+    rows = [
+        (str(each["id"]), each["engine"], f"{each['reservations']:,}")
+        for each in stats.get("away", ())  # 0.1.0 has no such key
+    ]
+    return ["", *table(("away", "engine", "reservations"), rows, left=2)] if rows else []
+
+
+def ratio(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def counts(named: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(named.items()) if count) or "none"
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return aligned lines; `left` columns are names, the others figures."""
+    if not rows:
+        return [f"no {head[0]}s"]
+    printable = [[_printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *printable, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *printable)
+    ]
+
+
+def _printable(text: str) -> str:
+    """Names are what clients say: none of them commands the terminal."""
+    return "".join(each if each.isprintable() else "?" for each in text)

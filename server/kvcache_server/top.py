@@ -1,0 +1,238 @@
+"""`kvcache-server top`: what the daemon does now, once a second, over the Stats message: it works where HTTP is off.
+
+A frame is made of two reports and what lies between them; the screen writes each at once over the last one, so that
+nothing flickers, also over a slow line. Where the output is no terminal, frames follow one another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, NamedTuple, TextIO
+
+import click
+
+from kvcache_proto.endpoint import default_endpoint
+from kvcache_proto.errors import BadToken, KVCacheError, Unavailable
+from kvcache_proto.types import Refusal
+from kvcache_server import describe as words
+from kvcache_server.admin import ENGINE as OPERATOR
+from kvcache_server.admin import Admin
+from kvcache_server.config import format_size
+
+BAR = 40
+_NOT_NEEDED = {Refusal.PRESENT.name.lower(), Refusal.IN_FLIGHT.name.lower()}
+
+
+class Line(NamedTuple):
+    """One line of a frame."""
+
+    text: str
+    bold: bool = False
+
+
+class Sample(NamedTuple):
+    """One report of the daemon, and when it came."""
+
+    stats: dict[str, Any]
+    at: float
+
+
+def frame(before: Sample, after: Sample) -> list[Line]:
+    """Return what is to be shown of `after`, with rates since `before`, of the same daemon."""
+    stats, pool = after.stats, after.stats["pool"]
+    filled = round(BAR * pool["used_bytes"] / pool["bytes"])
+    return [
+        Line(words.heading(stats), True),
+        Line(f"pool  [{'#' * filled:.<{BAR}}] {words.occupied(pool)}"),
+        Line(f"      {words.blocks(pool)}" + ("; in grace: nothing is evicted" if stats.get("grace") else "")),
+        Line(""),
+        *_traffic(before, after),
+        Line(""),
+        *_headed(_namespaces(before, after)),
+        Line(""),
+        *_headed(_sessions(stats)),
+        *map(Line, words.away(stats)),
+    ]
+
+
+def _headed(table: list[str]) -> list[Line]:
+    return [Line(text, not at) for at, text in enumerate(table)]
+
+
+def _traffic(before: Sample, after: Sample) -> list[Line]:
+    seconds = max(after.at - before.at, 1e-9)
+
+    def gained(name: str) -> tuple[int, int]:
+        total = after.stats["counters"].get(name, 0)
+        return total - before.stats["counters"].get(name, 0), total
+
+    def row(name: str, gain: float, total: float, size: tuple[float, float] | None, more: str = "") -> tuple[str, ...]:
+        sizes = (f"{format_size(size[0] / seconds)}/s", format_size(size[1])) if size else ("", "")
+        return name, f"{gain / seconds:,.0f}", sizes[0], f"{total:,}", sizes[1], more
+
+    asked, found = gained("blocks_requested"), gained("blocks_hit")
+    saved, evicted = gained("blocks_committed"), gained("blocks_evicted")
+    refusals = {reason: count for reason, count in after.stats["refusals"].items() if reason not in _NOT_NEEDED}
+    refused = sum(refusals.values())
+    until = sum(count for reason, count in before.stats["refusals"].items() if reason not in _NOT_NEEDED)
+    rows = [
+        row("asked for", *asked, None),
+        row("loaded", *found, _bytes(before, after, _loaded)),
+        row("saved", *saved, _bytes(before, after, _saved)),
+        row("evicted", *evicted, None),
+        row("refused", refused - until, refused, None, words.counts(refusals) if refused else ""),
+    ]
+    hits = f"hits  now {words.ratio(found[0], asked[0])}, overall {words.ratio(found[1], asked[1])}"
+    head = ("blocks", "a second", "", "in all", "", "")
+    return [Line(hits, True), *_headed(words.table(head, rows, left=1))]
+
+
+def _bytes(before: Sample, after: Sample, of: Callable[[dict[str, Any]], int | None]) -> tuple[float, float] | None:
+    """Return the bytes since `before` and in all, `of` each namespace; None where this daemon does not tell."""
+    now, earlier = ({space["id"]: of(space) or 0 for space in each.stats["namespaces"]} for each in (after, before))
+    if any(of(space) is None for space in after.stats["namespaces"]):
+        return None
+    return sum(size - earlier.get(name, 0) for name, size in now.items()), sum(now.values())
+
+
+def _loaded(space: dict[str, Any]) -> int:
+    return words.loaded([space])
+
+
+def _saved(space: dict[str, Any]) -> int | None:
+    size: int | None = space.get("saved_bytes")
+    return size
+
+
+def _namespaces(before: Sample, after: Sample) -> list[str]:
+    earlier = {space["id"]: space for space in before.stats["namespaces"]}
+    rows = []
+    for space in sorted(after.stats["namespaces"], key=lambda space: -space["bytes"]):
+        last = earlier.get(space["id"], {})
+        hits, asked = (space[key] - last.get(key, 0) for key in ("hit_blocks", "requested_blocks"))
+        rows.append(
+            (
+                *(space["id"], space["model"], f"{space['blocks']:,}", format_size(space["bytes"])),
+                *(words.ratio(hits, asked), words.ratio(space["hit_blocks"], space["requested_blocks"])),
+            )
+        )
+    return words.table(("namespace", "model", "blocks", "size", "hits now", "overall"), rows, left=2)
+
+
+def _sessions(stats: dict[str, Any]) -> list[str]:
+    engines = [session for session in stats["sessions"] if session["engine"] != OPERATOR]
+    others = len(stats["sessions"]) - len(engines)
+    return [*words.sessions(engines), *([f"and {others} of operators"] if others else [])]
+
+
+# The terminal.
+
+
+class Screen:
+    """Shows frames: in place on a terminal, one after the other elsewhere."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self.is_terminal = out.isatty()
+
+    def show(self, lines: list[Line]) -> None:
+        """Write one frame, cut to the terminal. One write: what stands there is never half of it."""
+        if not self.is_terminal:
+            self._out.write("\n".join(line.text for line in lines) + "\n")
+            self._out.flush()
+            return
+        columns, rows = os.get_terminal_size(self._out.fileno())
+        columns -= 1  # in the last one, some terminals erase what was just written
+        if len(lines) > rows:
+            lines = [*lines[: rows - 1], Line(f"and {len(lines) - rows + 1} lines more: a higher window shows them")]
+        shown = [f"\x1b[1m{line.text[:columns]}\x1b[m" if line.bold else line.text[:columns] for line in lines]
+        self._out.write("\x1b[H" + "\x1b[K\n".join(shown) + "\x1b[K\x1b[J")
+        self._out.flush()
+
+
+@contextlib.contextmanager
+def _full_screen(screen: Screen) -> Iterator[None]:
+    """Have another screen, without a cursor, and keys one by one; what was there comes back."""
+    if not screen.is_terminal:
+        yield
+        return
+    keys = sys.stdin.fileno() if sys.stdin.isatty() else None
+    before = termios.tcgetattr(keys) if keys is not None else None
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
+    try:
+        if keys is not None:
+            tty.setcbreak(keys)
+        sys.stdout.write("\x1b[?1049h\x1b[?25l")
+        yield
+    finally:
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+        if keys is not None and before is not None:
+            termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def _quits(seconds: float) -> bool:
+    """Wait so long, or until somebody wants to leave; return whether."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if not sys.stdin.isatty():
+            time.sleep(left)
+        elif select.select([sys.stdin], [], [], left)[0] and b"q" in os.read(sys.stdin.fileno(), 64).lower():
+            return True
+    return False
+
+
+def samples(endpoint: str) -> Generator[Sample | KVCacheError, None, None]:
+    """Yield a report each time it is asked, or why there is none; find the next daemon by itself."""
+    admin: Admin | None = None
+    try:
+        while True:
+            try:
+                admin = admin or Admin(endpoint, "top")
+                yield Sample(admin.stats(), time.monotonic())
+            except (Unavailable, BadToken) as error:  # another daemon has come, and does not know us
+                if admin is not None:
+                    admin.close()
+                    admin = None
+                yield error
+    finally:
+        if admin is not None:
+            admin.close()
+
+
+@click.command(name="top")
+@click.option("--endpoint", metavar="ENDPOINT", help="Where the daemon is; else $KVCACHE_ENDPOINT, else the default.")
+@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Seconds.")
+@click.option("--once", is_flag=True, help="One frame, after one interval, and no more.")
+def command(endpoint: str | None, interval: float, once: bool) -> None:
+    """Show what the daemon does, as it does it; q ends it."""
+    screen = Screen(sys.stdout)
+    if once:
+        screen.is_terminal = False
+    reports = samples(endpoint or default_endpoint())
+    with contextlib.closing(reports), contextlib.suppress(KeyboardInterrupt):
+        first = next(reports)
+        if isinstance(first, KVCacheError):
+            raise first  # nothing to wait for, said in one line
+        with _full_screen(screen):
+            if not once:
+                screen.show(frame(first, first))
+            last: Sample | None = first
+            while not _quits(interval):
+                now = next(reports)
+                if isinstance(now, KVCacheError):
+                    screen.show([Line(f"{now}: waiting for the next one", True)])
+                    last = None
+                    continue
+                screen.show(frame(last or now, now))
+                last = now
+                if once:
+                    return
