@@ -17,6 +17,7 @@ UNWANTED := torchvision torchaudio torchcodec triton
 # torch_npu breaks torch elsewhere. tests/npu_rig/README.md says what is simulated.
 TORCH_NPU := torch-npu==2.13.0
 NPU_RUN := env --unset=ASCEND_HOME_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0
+APT = $(SUDO) apt-get --yes --quiet=2
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo -n)
 
 .PHONY: help demo test test-npu bench lint format clean
@@ -31,7 +32,7 @@ help:
 demo: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server demo $(ARGS)
 
-test: lint
+test: lint $(VENV)/promtool
 	@$(VENV)/bin/python -m pytest $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-npu)
 
@@ -76,6 +77,15 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@$(VENV)/bin/pip uninstall --quiet --yes $(UNWANTED) 2>/dev/null || true
 	@touch $@
 
+# promtool checks metrics and alerts. It is taken out of Debian's package: that, installed, would start a server here.
+$(VENV)/promtool: $(VENV)/torch
+	@command -v promtool >/dev/null || { echo "fetching promtool (19 MB)"; cd $(VENV) && rm -f prometheus_*.deb; \
+	  { apt-get download --quiet=2 prometheus || { $(APT) update && apt-get download --quiet=2 prometheus; }; } && \
+	  dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xO ./usr/bin/promtool >bin/promtool && \
+	  chmod +x bin/promtool && rm prometheus_*.deb; } || { \
+	  echo "no promtool here, and apt-get cannot fetch it: put it into the PATH"; rm -f $(VENV)/bin/promtool; exit 1; }
+	@touch $@
+
 $(NPU)/installed: $(NPU)/torch pyproject.toml
 	@echo "installing $(TORCH_NPU) and the test tools (about 200 MB, once)"
 	@$(NPU)/bin/pip install $(QUIETLY) "$(TORCH_NPU)" pyyaml pytest pytest-timeout hypothesis --editable . || { \
@@ -83,7 +93,6 @@ $(NPU)/installed: $(NPU)/torch pyproject.toml
 	  echo "make test ARGS=tests runs all else"; exit 1; }
 	@touch $@
 
-APT := $(SUDO) apt-get --yes --quiet=2
 $(NPU)/rig/built: $(NPU)/installed $(wildcard tests/npu_rig/*.* tests/npu_rig/cann/*)
 	@command -v g++ >/dev/null || { echo "installing g++, which builds the simulated NPU"; \
 	  $(APT) install g++ || { $(APT) update && $(APT) install g++; }; } || { \

@@ -26,6 +26,8 @@ _POOL_STATES = ("ready", "writing", "quarantined", "free", "overhead")
 _DEDUPLICATED = {Refusal.PRESENT.name.lower(): "cached", Refusal.IN_FLIGHT.name.lower(): "in_flight"}
 # Named although they have not happened yet: the first time is a rise from 0, which an alert sees.
 _REFUSED = (*(each.name.lower() for each in Refusal if each > Refusal.IN_FLIGHT), "leases")
+_DROPS = ("peer_gone", "peer_slow")
+_TURNED_AWAY = ("attach_rate", "bad_frame", "not_permitted", "unavailable", "version_mismatch")
 _FINDINGS = {Finding.CORRUPT: "blocks_corrupt", Finding.DIFFERENT: "canary_mismatches"}
 # What has a metric of its own, in another form.
 _TOLD = {"blocks_evicted", "blocks_cleared", "blocks_distrusted", "extents_recut", "blocks_recovered"}
@@ -65,8 +67,17 @@ def _daemon(stats: Mapping[str, Any], daemon: Mapping[str, Any]) -> Iterator[Met
     yield _gauge("region_locked", "1 where the region is locked into memory", int(daemon["locked"]))
     yield _counter("messages", "Messages received", daemon["messages"])
     yield _counter("errors", "Requests answered with an error", {"internal": 0} | daemon["errors"], "code")
-    yield _counter("dropped_replies", "Replies that could not be delivered", daemon["drops"], "reason")
-    yield _counter("door_refusals", "Handshakes refused", daemon["door_refused"], "reason")
+    drops = dict.fromkeys(_DROPS, 0) | daemon["drops"]
+    yield _counter("dropped_replies", "Replies that could not be delivered", drops, "reason")
+    refused = dict.fromkeys(_TURNED_AWAY, 0) | daemon["door_refused"]
+    yield _counter("door_refusals", "Handshakes refused", refused, "reason")
+    if http := daemon.get("http"):
+        yield _counter("http_answers", "Answers over HTTP, by status", http["answers"], "status")
+        yield _counter("http_cuts", "Connections over HTTP that were cut, by reason", http["cuts"], "reason")
+    if events := daemon.get("events"):
+        yield _gauge("event_subscriptions", "Subscriptions to KV events", events["subscriptions"])
+        yield _counter("event_batches", "Batches of KV events published", events["batches"])
+        yield _counter("event_batches_lost", "Batches that some subscriber did not get", events["batches_lost"])
     checks = daemon["integrity"]
     yield _counter("integrity_checks", "Checks of all that must always hold", checks["checks"])
     yield _counter("integrity_failures", "Integrity checks that found something broken", checks["failures"])

@@ -176,6 +176,9 @@ def test_what_has_not_happened_yet_is_0_so_that_the_first_time_is_a_rise(daemon:
         'evicted_blocks_total{cause="recut"}',
         'wrong_blocks_total{finding="corrupt"}',
         'errors_total{code="internal"}',
+        'dropped_replies_total{reason="peer_slow"}',
+        'door_refusals_total{reason="not_permitted"}',
+        'engine_events_total{event="breaker_opened"}',
         "integrity_failures_total",
         "restarts_total",
     ):
