@@ -49,6 +49,12 @@ class Pool(msgspec.Struct):
     blocks_hidden: Annotated[Count, _doc("whole, and waiting for their parent")]
     slots_quarantined: Count
     pinned_bytes: Annotated[Count, _doc("under leases of engines")]
+    ready_bytes: Annotated[Count, _doc("this and the next four are the whole pool")]
+    writing_bytes: Count
+    quarantined_bytes: Count
+    free_bytes: Count
+    overhead_bytes: Annotated[Count, _doc("rows, and the ends of extents")]
+    largest_free_bytes: Annotated[Count, _doc("the largest block that fits without an eviction")]
 
 
 class Namespace(msgspec.Struct):
@@ -62,6 +68,12 @@ class Namespace(msgspec.Struct):
     lookups: Count
     requested_blocks: Count
     hit_blocks: Count
+    hit_bytes: Count
+    lost_blocks: Annotated[
+        Count, _doc("asked for after they were evicted: more memory would have hit them; an estimate")
+    ]
+    saved_blocks: Count
+    saved_bytes: Count
     blocks: Count
     bytes: Count
     engines: Annotated[dict[str, Count], _doc("bytes that each engine stored")]
@@ -77,6 +89,7 @@ class Session(msgspec.Struct):
     leases: Count
     reservations: Count
     namespaces: Annotated[dict[str, list[Count]], _doc("shards that it writes, by namespace")]
+    breaker: Annotated[str, _doc("its client's: whether it asks the daemon at all")]
 
 
 class Away(msgspec.Struct):
@@ -130,6 +143,9 @@ class Status(msgspec.Struct):
     sessions: list[Session]
     away: list[Away]
     grace: Annotated[bool, _doc("sessions of the last daemon are awaited, and nothing is evicted")]
+    life: Annotated[Count, _doc("daemons that this region has had")]
+    evictions: Annotated[dict[str, Count], _doc("blocks, by cause")]
+    evicted_unread: Annotated[Count, _doc("of them, those that no lookup had found")]
     refusals: Annotated[dict[str, Count], _doc("blocks that were not granted or not given, by reason")]
     counters: dict[str, Count]
     daemon: Daemon
@@ -227,6 +243,7 @@ _WHY = {
 ROUTES = (
     Route("healthz", "GET", "/healthz", "Whether the loop answers.", Alive),
     Route("readyz", "GET", "/readyz", "Whether engines find a whole cache.", Ready, None, (503,)),
+    Route("metrics", "GET", "/metrics", "The figures as Prometheus reads them.", str),
     Route("status", "GET", "/api/v1/status", "All figures.", Status),
     Route("namespaces", "GET", "/api/v1/namespaces", "What is cached, by namespace.", Namespaces),
     Route("sessions", "GET", "/api/v1/sessions", "Who is attached, and who is away.", Sessions),
@@ -278,7 +295,8 @@ ROUTES = (
 
 def openapi(version: str) -> dict[str, Any]:
     """Return the description of the API of the daemon of that version."""
-    structs = list(dict.fromkeys([*(each for route in ROUTES for each in (route.answer, route.body) if each), Error]))
+    bodies = [each for route in ROUTES for each in (route.answer, route.body) if each and each is not str]
+    structs = list(dict.fromkeys([*bodies, Error]))
     refs, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     ref_of = dict(zip(structs, refs, strict=True))
     paths: dict[str, Any] = {}
@@ -301,23 +319,28 @@ def openapi(version: str) -> dict[str, Any]:
 
 
 def _operation(route: Route, ref_of: dict[type, Any]) -> dict[str, Any]:
-    answers = {200: (str(route.answer.__doc__), route.answer)}
+    answers = {200: ("Text." if route.answer is str else str(route.answer.__doc__), route.answer)}
     answers |= {status: (_WHY[status], Error) for status in (*route.errors, *((401, 403) if route.changes else ()))}
     responses: dict[str, Any] = {
-        str(status): {"description": text, "content": {"application/json": {"schema": ref_of[struct]}}}
+        str(status): {"description": text, "content": _content(struct, ref_of)}
         for status, (text, struct) in sorted(answers.items())
     }
     responses["default"] = {
         "description": "Anything else that is wrong.",
-        "content": {"application/json": {"schema": ref_of[Error]}},
+        "content": _content(Error, ref_of),
     }
     operation: dict[str, Any] = {"operationId": route.name, "summary": route.summary, "responses": responses}
     if "{id}" in route.path:
         schema = {"type": "integer", "minimum": 1, "maximum": (1 << 63) - 1}
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": schema}]
     if route.body:
-        content = {"application/json": {"schema": ref_of[route.body]}}
-        operation["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = {"required": True, "content": _content(route.body, ref_of)}
     if route.changes:
         operation["security"] = [{"token": []}]
     return operation
+
+
+def _content(kind: type, ref_of: dict[type, Any]) -> dict[str, Any]:
+    if kind is str:
+        return {"text/plain": {"schema": {"type": "string"}}}
+    return {"application/json": {"schema": ref_of[kind]}}

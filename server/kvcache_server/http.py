@@ -98,7 +98,6 @@ class Http:
             handler = getattr(self, "_" + route.name)
             app.router.add_route(route.method, route.path, self._guarded(handler) if route.changes else handler)
         app.router.add_get("/openapi.json", self._openapi, allow_head=False)
-        app.router.add_get("/metrics", self._metrics, allow_head=False)
         return app
 
     def _quiet(self) -> logging.Logger:

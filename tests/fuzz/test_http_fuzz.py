@@ -27,7 +27,7 @@ def answers(address: str) -> Counter[str]:
         return Counter(json.load(response)["daemon"]["http"]["answers"])
 
 
-@pytest.mark.timeout(60 + 3 * EXAMPLES)
+@pytest.mark.timeout(300 + 3 * EXAMPLES)
 @pytest.mark.parametrize("with_token", [True, False], ids=["with the token", "without"])
 def test_every_answer_is_as_described(start_daemon: Any, tmp_path: Path, with_token: bool) -> None:
     daemon = start_daemon(http="127.0.0.1:0")
@@ -36,7 +36,8 @@ def test_every_answer_is_as_described(start_daemon: Any, tmp_path: Path, with_to
     with Admin(daemon.endpoint, "rank 0", engine="qwen") as engine:
         engine.ask(m.Attach(0, b"", SPEC, (0,)))
         command = [Path(sys.executable).with_name("schemathesis"), "run", f"{address}/openapi.json", "--no-color"]
-        limits = ["--max-examples", str(EXAMPLES), "--seed", "1", "--request-timeout", "20", "--workers", "1"]
+        limits = ["--max-examples", str(EXAMPLES), "--seed", "1", "--request-timeout", "60", "--workers", "1"]
+        limits += ["--suppress-health-check", "all"]  # how long it takes is no finding: the host may be busy
         ran = subprocess.run(
             [*command, *limits, *(token if with_token else [])],
             cwd=tmp_path,
