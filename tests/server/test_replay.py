@@ -146,7 +146,7 @@ def test_the_shadow_is_the_daemons_index_and_stays_whole() -> None:
             assert there == sorted(there, reverse=True)
     assert shadow.cache.stats(0.0)["pool"]["pinned_bytes"] == 0
     assert shadow.cache.stats(0.0)["pool"]["blocks"] == place.slots
-    assert shadow.cache.counters["blocks_evicted"] > 0
+    assert shadow.cache.stats(0.0)["counters"]["blocks_evicted"] > 0
 
 
 def test_a_region_of_terabytes_takes_the_memory_of_its_rows() -> None:

@@ -105,7 +105,7 @@ def replay(
                 "optimum": optimum(requests, whole.slots) / asked,
                 "lookup_p50_us": statistics.median(times) * 1e6,
                 "lookup_p99_us": sorted(times)[int(len(times) * 0.99)] * 1e6,
-                "evicted": shared.cache.counters["blocks_evicted"],
+                "evicted": shared.cache.stats(0.0)["counters"]["blocks_evicted"],
             }
         )
     return {

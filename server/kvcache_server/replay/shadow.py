@@ -17,6 +17,8 @@ from kvcache_server.cache import Cache
 from kvcache_server.limits import Limits
 from kvcache_server.plan.host import Room
 
+STEP_TOKENS = 8192  # that an engine computes, and saves, at once
+
 
 def block_hash(block: int | str) -> bytes:
     """Return the hash of a block of a trace, spread as real ones are."""
@@ -40,6 +42,7 @@ class Shadow:
 
     def __init__(self, room: Room, block_tokens: int, engines: int, limits: Limits | None = None) -> None:
         self.engines = engines
+        self._step = max(1, STEP_TOKENS // block_tokens)
         self.cache = Cache(sparse_region(room.geometry), room.geometry, limits, seed=1)
         spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes),))
         self._sessions = [self.cache.open_session(f"engine {number}", "", 0.0) for number in range(engines)]
@@ -56,12 +59,12 @@ class Shadow:
         assert isinstance(found, m.Acquired)
         if found.lease:
             handle(session, m.Release(1, b"", [found.lease]), now)
-        rest = hashes[found.hits :]
-        if rest:
-            run = m.Run(rest, hashes[found.hits - 1] if found.hits else None)
+        for begin in range(found.hits, len(hashes), self._step):
+            run = m.Run(hashes[begin : begin + self._step], hashes[begin - 1] if begin else None)
             reserved = handle(session, m.Reserve(1, b"", self._namespace, [run]), now)
             assert isinstance(reserved, m.Reserved)
-            if reserved.reservation:
-                region = self.cache.geometry.region_id
-                handle(session, m.Settle(1, b"", region, reserved.reservation, (0,), Outcome.COMMITTED), now)
+            if not reserved.reservation:
+                break
+            region = self.cache.geometry.region_id
+            handle(session, m.Settle(1, b"", region, reserved.reservation, (0,), Outcome.COMMITTED), now)
         return found.hits, seconds
