@@ -113,6 +113,8 @@ def _for_host(root: Path, program: str | None, instance: str, size: str | None, 
         ),
         Piece(config, _sized(_replaced(_text("kvcache.toml"), "/run/kvcache/", f"/run/{folder}/"), size), kept=True),
     ]
+    if instance:  # a port of its own: the operator's choice
+        pieces[-1] = pieces[-1]._replace(text=_replaced(pieces[-1].text, '\nhttp = "', '\n# http = "'))
     commands = [
         ["systemd-sysusers", f"--root={root}", "kvcache.conf"],
         ["systemd-tmpfiles", "--create", f"--root={root}", f"{folder}.conf"],

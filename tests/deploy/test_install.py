@@ -110,6 +110,7 @@ def test_an_instance_and_huge_pages(tmp_path: Path, program: Path) -> None:
     install(tmp_path, program)
     said = install(tmp_path, program, "--instance", "red", "--huge-pages")
     assert 'endpoint = "ipc:///run/kvcache-red/kvcache.sock"' in (tmp_path / "etc/kvcache/red.toml").read_text()
+    assert '\n# http = "' in (tmp_path / "etc/kvcache/red.toml").read_text()
     assert (tmp_path / "run/kvcache-red").is_dir()
     assert os.path.lexists(tmp_path / "etc/systemd/system/multi-user.target.wants/kvcache-server@red.service")
     mount = (tmp_path / "etc/systemd/system/run-kvregion.mount").read_text()

@@ -99,6 +99,13 @@ def test_it_is_ready_when_systemd_says_so(machine: Nest) -> None:
     assert (status["NoNewPrivs"], status["Seccomp"], status["CapBnd"].strip("0")) == ("1", "2", "")
 
 
+def test_its_http_answers_this_host(machine: Nest) -> None:
+    ask = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
+    python = machine.run("sed", "s/-m kvcache_server/-c/", PROGRAM)
+    write(machine, "/run/nest/bin/ask", python)
+    assert "kvcache_" in machine.run("sh", "/run/nest/bin/ask", ask)
+
+
 def test_to_install_again_changes_nothing(machine: Nest) -> None:
     said = machine.run(*INSTALL)
     done = dict(line.split()[1::-1] for line in said.splitlines() if line.split()[1].startswith("/"))
