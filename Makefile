@@ -32,7 +32,7 @@ help:
 demo: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server demo $(ARGS)
 
-test: lint $(VENV)/promtool
+test: lint $(VENV)/promtool $(VENV)/units
 	@$(VENV)/bin/python -m pytest $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-npu)
 
@@ -91,6 +91,13 @@ $(NPU)/installed: $(NPU)/torch pyproject.toml
 	@$(NPU)/bin/pip install $(QUIETLY) "$(TORCH_NPU)" pyyaml pytest pytest-timeout hypothesis --editable . || { \
 	  echo "no simulated NPU here: $(TORCH_NPU) has wheels for Linux on x86-64 and aarch64 alone"; \
 	  echo "make test ARGS=tests runs all else"; exit 1; }
+	@touch $@
+
+# systemd-analyze looks through the units, and as root the tests run them under a systemd of their own.
+$(VENV)/units: $(VENV)/installed
+	@command -v systemd-analyze >/dev/null || { echo "installing systemd, whose tools check the units"; \
+	  $(APT) install systemd || { $(APT) update && $(APT) install systemd; }; } || \
+	  echo "no systemd here: the tests of the units are skipped"
 	@touch $@
 
 $(NPU)/rig/built: $(NPU)/installed $(wildcard tests/npu_rig/*.* tests/npu_rig/cann/*)

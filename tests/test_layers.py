@@ -48,7 +48,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening", "notify", "reload"},
         {"attendance", "events"},
-        {"service", "bench", "top", "demo_engine", "doctor.endpoint", "doctor.host"},
+        {"service", "bench", "top", "demo_engine", "install", "doctor.endpoint", "doctor.host"},
         {"lifecycle"},
         {"demo", "doctor"},
         {"cli"},

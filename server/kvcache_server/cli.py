@@ -31,6 +31,7 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (EndpointLost, 7, "somebody removed its sockets"),
 )
 _LATER = {name: f"kvcache_server.{name}" for name in ("bench", "demo", "doctor", "plan", "replay", "top")}
+_LATER["install-service"] = "kvcache_server.install"
 
 
 class Commands(click.Group):

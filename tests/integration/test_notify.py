@@ -63,7 +63,7 @@ def test_a_life(start_daemon: Any, ear: Ear) -> None:
 def test_how_it_goes(start_daemon: Any, ear: Ear) -> None:
     daemon = start_daemon(wait=False, env=ear.environ())
     ear.wait_ready()
-    with Session.connect(daemon.endpoint, engine="writer") as session:
+    with Session.connect(daemon.endpoint, engine="writer", deadline=20.0) as session:
         namespace = session.attach(NamespaceSpec(model="llama", groups=[GroupSpec(16, (1 << 20,))]), shards=(0,))
         namespace.reserve([bytes([n]) * 32 for n in range(3)], parent=None).commit()
         ear.wait(lambda message: message.get("STATUS") == "3.0 MiB of 64.0 MiB used, 1 sessions")

@@ -55,7 +55,7 @@ def configured(start_daemon: Any, short_folder: Path) -> tuple[Any, Callable[[st
 
 def test_limits_change_while_sessions_are_open(configured: Any) -> None:
     daemon, reload = configured
-    with Session.connect(daemon.endpoint, engine="early") as early:
+    with Session.connect(daemon.endpoint, engine="early", deadline=20.0) as early:
         line = reload('max_sessions = 1\nmax_namespaces = 1\nsize = "64MiB"')
         assert line.endswith("INFO read the configuration again: max_sessions 4 -> 1, max_namespaces 1024 -> 1")
         with pytest.raises(NotPermitted, match="max_sessions is 1"):
@@ -72,7 +72,7 @@ def test_limits_change_while_sessions_are_open(configured: Any) -> None:
 
 def test_a_ceiling_that_comes_late(configured: Any) -> None:
     daemon, reload = configured
-    with Session.connect(daemon.endpoint, engine="early") as early:
+    with Session.connect(daemon.endpoint, engine="early", deadline=20.0) as early:
         namespace = early.attach(SPEC, shards=(0,))
         hashes = [bytes([n]) * 32 for n in range(32)]
         namespace.reserve(hashes, parent=None).commit()
@@ -113,11 +113,11 @@ def test_the_log_changes_its_level_and_its_form(configured: Any) -> None:
     daemon, reload = configured
     assert "log_level info -> error" in reload('log_level = "error"\nsize = "64MiB"\nmax_sessions = 4')
     said = daemon.log
-    with Session.connect(daemon.endpoint, engine="unseen"):
+    with Session.connect(daemon.endpoint, engine="unseen", deadline=20.0):
         assert daemon.log == said
     line = reload('log_level = "debug"\nlog_format = "json"\nsize = "64MiB"\nmax_sessions = 4')
     assert '"applied":["log_level","log_format"],"needs_restart":[]' in line
-    with Session.connect(daemon.endpoint, engine="seen"):
+    with Session.connect(daemon.endpoint, engine="seen", deadline=20.0):
         assert '"engine":"seen"' in daemon.log
 
 

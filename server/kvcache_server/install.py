@@ -1,0 +1,244 @@
+"""`kvcache-server install-service`: the units of deploy/systemd put where systemd looks for them, and enabled.
+
+The units are written as they are, but for the path of this program, the instance and the size; what an operator has
+changed in the configuration stays. To run it again changes nothing that is well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from kvcache_proto.errors import ConfigError, NotPermitted
+from kvcache_server.config import parse_size
+
+_HERE = Path(__file__).resolve()
+# Beside this module in an installed package, else in the source tree.
+FOLDERS = (_HERE.parent / "systemd", _HERE.parents[2] / "deploy" / "systemd")
+PROGRAM = "/usr/local/bin/kvcache-server"  # as the units name it
+HOMES = ("/home", "/root", "/run/user")  # what ProtectHome=yes hides
+_INSTANCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")
+
+
+class Piece(NamedTuple):
+    """A file to be written; one that is `kept` is the operator's once it is there."""
+
+    path: Path
+    text: str
+    kept: bool = False
+
+
+class Plan(NamedTuple):
+    pieces: list[Piece]
+    commands: list[list[str]]
+    notes: list[str]
+
+
+@click.command()
+@click.option("--user", is_flag=True, help="A service of this user's own, in place of one of the host.")
+@click.option(
+    "--instance", default="", metavar="NAME", help="One more daemon: kvcache-server@NAME, with its own sockets."
+)
+@click.option("--size", metavar="SIZE", help="Host memory for blocks, into a new configuration.  [default: 4GiB]")
+@click.option(
+    "--huge-pages", is_flag=True, help="Have the region on huge pages of 2 MiB, which the host must set aside."
+)
+@click.option("--program", metavar="PATH", help="Where the units find kvcache-server.  [default: this one]")
+@click.option("--root", default="/", metavar="DIR", help="Install below DIR: an image, or to look at the result.")
+@click.option("--enable/--no-enable", default=True, help="Have it start with the host, or with the user's manager.")
+@click.option("--dry-run", is_flag=True, help="Print what would be written and run, and change nothing.")
+def command(
+    user: bool,
+    instance: str,
+    size: str | None,
+    huge_pages: bool,
+    program: str | None,
+    root: str,
+    enable: bool,
+    dry_run: bool,
+) -> None:
+    """Write systemd's units of the daemon and enable them. A configuration that is there already is kept."""
+    if instance and (not _INSTANCE.fullmatch(instance) or instance == "kvcache"):
+        raise ConfigError(f"instance {instance!r}: letters, digits, _ . -, at most 32 of them, and not kvcache")
+    if user and (instance or huge_pages):
+        raise ConfigError("--user goes with neither --instance nor --huge-pages: the mount is the host's")
+    if size is not None and parse_size(size) < 1:
+        raise ConfigError(f"size {size}: at least 1 byte")
+    base = Path(os.path.abspath(root))
+    plan = (
+        _for_user(base, program, size, enable) if user else _for_host(base, program, instance, size, huge_pages, enable)
+    )
+    for piece in plan.pieces:
+        click.echo(f"{_put(piece, dry_run):<12} {piece.path}")
+        if dry_run:
+            click.echo("".join(f"    {line}\n" for line in piece.text.splitlines()), nl=False)
+    for line in plan.commands:
+        click.echo(f"{'would run' if dry_run else 'running':<12} {' '.join(line)}")
+        if not dry_run:
+            _run(line)
+    for note in plan.notes:
+        click.echo(note)
+
+
+def _for_host(root: Path, program: str | None, instance: str, size: str | None, huge_pages: bool, enable: bool) -> Plan:
+    name = instance or "kvcache"
+    unit = f"kvcache-server@{instance}.service" if instance else "kvcache-server.service"
+    units, config = root / "etc/systemd/system", root / f"etc/kvcache/{name}.toml"
+    if program is None:
+        _check_open(program := _program())
+    mount = _text("run-kvregion.mount")
+    if huge_pages:
+        mount = _replaced(
+            mount, "What=tmpfs", "What=hugetlbfs", "Type=tmpfs", "Type=hugetlbfs", "size=90%", "pagesize=2M"
+        )
+    pieces = [Piece(units / "run-kvregion.mount", mount, kept=not huge_pages)]
+    for each in ("kvcache-server.service", "kvcache-server@.service"):
+        text = _replaced(_text(each), PROGRAM, program)
+        if program.startswith(tuple(f"{home}/" for home in HOMES)):
+            text = _replaced(text, "ProtectHome=yes", "ProtectHome=read-only")
+        pieces.append(Piece(units / each, text))
+    folder = f"kvcache-{instance}" if instance else "kvcache"
+    pieces += [
+        Piece(root / "etc/sysusers.d/kvcache.conf", _text("sysusers.conf")),
+        Piece(
+            root / f"etc/tmpfiles.d/{folder}.conf", _replaced(_text("tmpfiles.conf"), "/run/kvcache", f"/run/{folder}")
+        ),
+        Piece(config, _sized(_replaced(_text("kvcache.toml"), "/run/kvcache/", f"/run/{folder}/"), size), kept=True),
+    ]
+    if instance:  # a port of its own: the operator's choice
+        pieces[-1] = pieces[-1]._replace(text=_replaced(pieces[-1].text, '\nhttp = "', '\n# http = "'))
+    commands = [
+        ["systemd-sysusers", f"--root={root}", "kvcache.conf"],
+        ["systemd-tmpfiles", "--create", f"--root={root}", f"{folder}.conf"],
+    ]
+    commands += _systemctl(root, [], unit, enable)
+    notes = [*_notes(config, size), f"An engine's unit to begin with: {_folder() / 'vllm@.service'}"]
+    if huge_pages:
+        notes.append(
+            "Set the huge pages aside, some more than the size: sysctl vm.nr_hugepages, in /etc/sysctl.d for good"
+        )
+    if _runs(root):
+        notes.append(f"systemctl start {unit}  # and then: systemctl status {unit}, kvcache-server status")
+    return Plan(pieces, commands, notes)
+
+
+def _for_user(root: Path, program: str | None, size: str | None, enable: bool) -> Plan:
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    folder = root / home.lstrip("/")
+    unit = "kvcache-server.service"
+    config = folder / "kvcache/kvcache.toml"
+    pieces = [
+        Piece(folder / "systemd/user" / unit, _replaced(_text(f"user/{unit}"), PROGRAM, program or _program())),
+        Piece(config, _sized(_text("user/kvcache.toml"), size), kept=True),
+    ]
+    if _runs(root):
+        commands = [["loginctl", "enable-linger"], *_systemctl(root, ["--user"], unit, enable)]
+    else:  # nobody to ask, and `systemctl --user` knows no root
+        wants = folder / "systemd/user/default.target.wants"
+        commands = [["mkdir", "-p", str(wants)], ["ln", "-sfn", f"../{unit}", str(wants / unit)]] if enable else []
+    notes = _notes(config, size)
+    if _runs(root):
+        notes.append(
+            f"systemctl --user start {unit}  # and then: systemctl --user status {unit}, kvcache-server status"
+        )
+    else:
+        notes.append("The user must linger, or the service does not start: loginctl enable-linger")
+    return Plan(pieces, commands, notes)
+
+
+def _runs(root: Path) -> bool:
+    """Whether `root` is the host that systemd runs on."""
+    return root == Path("/") and os.path.isdir("/run/systemd/system")
+
+
+def _systemctl(root: Path, whose: list[str], unit: str, enable: bool) -> list[list[str]]:
+    running = _runs(root)
+    lines = [["systemctl", *whose, "daemon-reload"]] if running else []
+    if enable:
+        lines.append(["systemctl", *whose, *([] if running else [f"--root={root}"]), "enable", unit])
+    return lines
+
+
+def _folder() -> Path:
+    for folder in FOLDERS:
+        if (folder / "kvcache-server.service").exists():
+            return folder
+    raise ConfigError(f"the units are not in this installation: none of {', '.join(map(str, FOLDERS))}")
+
+
+def _text(name: str) -> str:
+    return (_folder() / name).read_text()
+
+
+def _replaced(text: str, *pairs: str) -> str:
+    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+        assert old in text, f"the unit has no {old!r}"
+        text = text.replace(old, new)
+    return text
+
+
+def _sized(text: str, size: str | None) -> str:
+    return _replaced(text, 'size = "4GiB"', f'size = "{size}"') if size else text
+
+
+def _notes(config: Path, size: str | None) -> list[str]:
+    if size and config.exists() and f'size = "{size}"' not in config.read_text():
+        return [f"{config} was there already and is kept: set its size by hand"]
+    return []
+
+
+def _program() -> str:
+    """Return the path of this program. Raises ConfigError where it is not installed."""
+    beside = Path(sys.executable).parent / "kvcache-server"
+    found = str(beside) if beside.exists() else shutil.which("kvcache-server")
+    if found is None:
+        raise ConfigError(f"no kvcache-server beside {sys.executable} or on the PATH: name it with --program")
+    return found
+
+
+def _check_open(program: str) -> None:
+    """Raise ConfigError where the daemon's user could not run `program`, or its interpreter."""
+    for path in (program, os.path.realpath(program), os.path.realpath(sys.executable)):
+        for folder in Path(path).parents:
+            if not folder.stat().st_mode & stat.S_IXOTH:
+                raise ConfigError(
+                    f"{path} lies where the user kvcache cannot go, for {folder} is closed to others: install the "
+                    "package elsewhere, in /opt/kvcache say, or name another with --program"
+                )
+
+
+def _put(piece: Piece, dry_run: bool) -> str:
+    """Write it, as a whole or not at all, and return what became of it."""
+    there = piece.path.read_text() if piece.path.exists() else None
+    if there == piece.text:
+        return "unchanged"
+    if there is not None and piece.kept:
+        return "kept"
+    if dry_run:
+        return "would write"
+    try:
+        piece.path.parent.mkdir(parents=True, exist_ok=True)
+        new = piece.path.with_name(f".{piece.path.name}.new")
+        new.write_text(piece.text)
+        new.chmod(0o644)
+        new.replace(piece.path)
+    except PermissionError:
+        raise NotPermitted(f"{piece.path} may not be written: run this as root, or with --user") from None
+    return "wrote"
+
+
+def _run(line: list[str]) -> None:
+    try:
+        subprocess.run(line, check=True)
+    except FileNotFoundError:
+        raise ConfigError(f"no {line[0]} here: is this a host with systemd?") from None
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"`{' '.join(line)}` ended with {error.returncode}") from None

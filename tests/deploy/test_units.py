@@ -1,0 +1,266 @@
+"""The units under a real systemd: installed on a clean machine, started, reloaded, killed, hung, stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from nest import PROGRAM, Nest
+
+UNIT = "kvcache-server.service"
+CONFIG = "/etc/kvcache/kvcache.toml"
+INSTALL = (PROGRAM, "install-service", "--program", PROGRAM)
+AS = ("setpriv", "--clear-groups", "--reuid")  # a user, and "--regid", a group
+
+
+@pytest.fixture(scope="module")
+def machine(host: Nest) -> Nest:
+    """A host with the service installed by the documented commands, and running."""
+    host.run(*INSTALL, "--size", "64MiB")
+    host.run("systemctl", "start", UNIT)
+    return host
+
+
+@pytest.fixture
+def service(machine: Nest) -> Iterator[Nest]:
+    """The service, running, as it was installed; a test may do to it what it likes."""
+    yield machine
+    config = machine.run("cat", CONFIG)
+    assert "64MiB" in config
+    machine.run("systemctl", "reset-failed", UNIT, check=False)  # nor is it known where it was stopped
+    machine.run("systemctl", "start", UNIT)
+
+
+def stats(host: Nest) -> Any:
+    return json.loads(host.run(PROGRAM, "status", "--json"))
+
+
+def write(host: Nest, path: str, text: str) -> None:
+    host.run("sh", "-c", 'mkdir -p "$(dirname "$0")" && printf "%s" "$1" > "$0"', path, text)
+
+
+class Engine:
+    """An engine in a mount namespace of its own, as a container: it sees the folder at another place, and no region."""
+
+    def __init__(self, host: Nest) -> None:
+        inside = (
+            "mount --make-rprivate / && mkdir -p /run/nest/mnt && mount --bind /run/kvcache /run/nest/mnt && "
+            "mount -t tmpfs tmpfs /run/kvcache && mount -t tmpfs tmpfs /run/kvregion && "
+            "sed 's/-m kvcache_server/-u/' /run/nest/bin/kvcache-server > /run/nest/bin/python && "
+            'exec setpriv --clear-groups --reuid nobody --regid kvcache sh /run/nest/bin/python "$@"'
+        )
+        script = "/run/nest/tree/tests/deploy/engine.py"
+        command = ["unshare", "--mount", "sh", "-c", inside, "sh", script, "ipc:///run/nest/mnt/kvcache.sock"]
+        self._process = subprocess.Popen(
+            host.command(*command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        assert self.said() == "saved 8", host.log
+
+    def said(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def look(self, wanted: int = 8) -> str:
+        """Have it look for its blocks until it finds so many."""
+        assert self._process.stdin is not None
+        print(wanted, file=self._process.stdin)
+        return self.said()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def engine(service: Nest) -> Iterator[Engine]:
+    service.run(PROGRAM, "clear")
+    engine = Engine(service)
+    yield engine
+    engine.close()
+
+
+def test_it_is_ready_when_systemd_says_so(machine: Nest) -> None:
+    assert machine.show(UNIT, "ActiveState") == "active"
+    assert machine.show(UNIT, "StatusText") == "0 B of 64.0 MiB used, 0 sessions"
+    assert machine.show(UNIT, "UnitFileState") == "enabled"
+    assert machine.show(UNIT, "NeedDaemonReload") == "no"
+    daemon = stats(machine)["daemon"]  # root may ask
+    assert str(daemon["pid"]) == machine.show(UNIT, "MainPID")
+    assert daemon["region"].startswith("/run/kvregion/")
+    assert machine.run("stat", "-f", "-c", "%T", "/run/kvregion").strip() == "tmpfs"
+    assert machine.run("stat", "-c", "%a %U", "/run/kvregion").strip() == "700 kvcache"
+    assert machine.run("stat", "-c", "%a %U %G", "/run/kvcache").strip() == "2755 kvcache kvcache"
+    status = dict(line.split(":\t") for line in machine.run("cat", f"/proc/{daemon['pid']}/status").splitlines())
+    assert (status["NoNewPrivs"], status["Seccomp"], status["CapBnd"].strip("0")) == ("1", "2", "")
+
+
+def test_its_http_answers_this_host(machine: Nest) -> None:
+    ask = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
+    python = machine.run("sed", "s/-m kvcache_server/-c/", PROGRAM)
+    write(machine, "/run/nest/bin/ask", python)
+    assert "kvcache_" in machine.run("sh", "/run/nest/bin/ask", ask)
+
+
+def test_to_install_again_changes_nothing(machine: Nest) -> None:
+    said = machine.run(*INSTALL)
+    done = dict(line.split()[1::-1] for line in said.splitlines() if line.split()[1].startswith("/"))
+    assert {path for path, what in done.items() if what != "unchanged"} == {CONFIG}
+    assert done[CONFIG] == "kept"  # the size in it is the operator's
+    assert machine.show(UNIT, "NeedDaemonReload") == "no"
+
+
+@pytest.mark.parametrize(("group", "code"), [("kvcache", 0), ("nogroup", 6)])
+def test_the_group_may_attach_and_nobody_else(machine: Nest, group: str, code: int) -> None:
+    who = (*AS, "games", "--regid", group)
+    done = subprocess.run(
+        machine.command("env", "KVCACHE_ENDPOINT=ipc:///run/kvcache/kvcache.sock", *who, PROGRAM, "status"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+
+
+def test_reload(service: Nest) -> None:
+    config = service.run("cat", CONFIG)
+    try:
+        write(service, CONFIG, config + "max_sessions = 7\nallow_gids = []\n")  # the last one twice
+        service.run("systemctl", "reload", UNIT)
+        service.wait_log("not read again, and nothing has changed")  # systemd 252 does not wait for the daemon
+        write(service, CONFIG, config.replace('["root"]', '["root", "games"]') + "max_sessions = 7\n")
+        service.run("systemctl", "reload", UNIT)
+        service.wait_log("max_sessions 1024 -> 7")
+        test_the_group_may_attach_and_nobody_else(service, "nogroup", 0)  # an access control list, in the sandbox
+    finally:
+        write(service, CONFIG, config)
+        service.run("systemctl", "reload", UNIT)
+    service.wait_log("max_sessions 7 -> 1024")
+    service.wait(UNIT, "ActiveState", "active")
+
+
+def test_an_engine_goes_on_after_a_restart(service: Nest, engine: Engine) -> None:
+    folder = service.run("stat", "-c", "%i", "/run/kvcache")
+    session = [each["id"] for each in stats(service)["sessions"]]
+    before = service.show(UNIT, "MainPID")
+    service.run("systemctl", "restart", UNIT)
+    assert service.show(UNIT, "MainPID") != before
+    assert engine.look() == "found 8"
+    assert [each["id"] for each in stats(service)["sessions"]] == session  # re-attached, not anew
+    service.run("systemctl", "stop", UNIT)
+    assert engine.look(0) == "found 0"  # it runs on, without hits
+    assert service.run("stat", "-c", "%i", "/run/kvcache") == folder
+    service.run("systemctl", "start", UNIT)
+    assert engine.look() == "found 8"
+
+
+def test_a_killed_daemon_comes_back(service: Nest, engine: Engine) -> None:
+    restarts = int(service.show(UNIT, "NRestarts"))
+    service.run("systemctl", "kill", "--signal=KILL", UNIT)
+    assert engine.look() == "found 8"
+    service.wait(UNIT, "NRestarts", str(restarts + 1))
+    service.wait(UNIT, "ActiveState", "active")
+
+
+def test_a_daemon_that_hangs_is_restarted(service: Nest, engine: Engine) -> None:
+    drop_in = f"/etc/systemd/system/{UNIT}.d/watchdog.conf"
+    write(service, drop_in, "[Service]\nWatchdogSec=2\n")
+    try:
+        service.run("systemctl", "daemon-reload")
+        service.run("systemctl", "restart", UNIT)
+        assert engine.look() == "found 8"
+        hung = service.show(UNIT, "MainPID")
+        service.run("kill", "-STOP", hung)
+        service.wait(UNIT, "NRestarts", "1")
+        service.wait(UNIT, "ActiveState", "active")
+        assert service.show(UNIT, "MainPID") != hung
+        assert "Fatal Python error: Aborted" in service.log  # where it hung
+        assert engine.look() == "found 8"
+    finally:
+        service.run("rm", drop_in)
+        service.run("systemctl", "daemon-reload")
+
+
+def test_a_broken_configuration_is_not_tried_again(service: Nest) -> None:
+    config = service.run("cat", CONFIG)
+    try:
+        write(service, CONFIG, config + "max_sesions = 7\n")
+        service.run("systemctl", "restart", UNIT, check=False)
+        assert service.show(UNIT, "ActiveState") == "failed"
+        assert service.show(UNIT, "ExecMainStatus") == "2"
+        assert service.show(UNIT, "NRestarts") == "0"
+        assert "did you mean 'max_sessions'?" in service.log
+    finally:
+        write(service, CONFIG, config)
+
+
+def test_a_second_daemon_is_an_instance(service: Nest) -> None:
+    service.run(*INSTALL, "--instance", "red", "--size", "32MiB")
+    service.run("systemctl", "start", "kvcache-server@red.service")
+    red = service.run(PROGRAM, "status", "--endpoint", "ipc:///run/kvcache-red/kvcache.sock")
+    assert "32.0 MiB" in red
+    assert stats(service)["pool"]["bytes"] == 64 << 20
+    service.run("systemctl", "stop", "kvcache-server@red.service")
+
+
+def test_the_daemon_s_memory_is_freed_by_its_user(service: Nest) -> None:
+    region = stats(service)["daemon"]["region"]
+    service.run("systemctl", "stop", UNIT)
+    service.run("test", "-f", region)
+    asked = ("setpriv", "--init-groups", "--reuid", "kvcache", "--regid", "kvcache", PROGRAM, "discard")
+    assert service.run(*asked, "--config", CONFIG).strip() == "discarded"
+    service.run("test", "!", "-e", region)
+
+
+@pytest.fixture
+def ann(machine: Nest) -> Iterator[tuple[str, ...]]:
+    """The beginning of a command line of a user's, whose own systemd runs."""
+    machine.run("useradd", "--create-home", "--home-dir", "/run/nest/ann", "--uid", "4321", "ann")
+    machine.run("install", "-d", "-m", "700", "-o", "ann", "/run/user/4321")
+    who = ("setpriv", "--init-groups", "--reuid", "ann", "--regid", "ann")
+    who += ("env", "-i", "PATH=/run/nest/bin:/usr/bin:/bin", "HOME=/run/nest/ann", "XDG_RUNTIME_DIR=/run/user/4321")
+    # What logind does when it is asked for lingering; there is none here.
+    write(
+        machine,
+        "/run/nest/bin/loginctl",
+        '#!/bin/sh\ntest "$*" = enable-linger && touch "/var/lib/systemd/linger/ann"\n',
+    )
+    machine.run("chmod", "755", "/run/nest/bin/loginctl")
+    machine.run("install", "-d", "-m", "777", "/var/lib/systemd/linger")
+    unit = """
+        [Service]
+        Type=notify
+        User=ann
+        Environment=HOME=/run/nest/ann XDG_RUNTIME_DIR=/run/user/4321
+        Environment=SYSTEMD_UNIT_PATH=/run/nest/ann/.config/systemd/user:/run/nest/units
+        ExecStart=/lib/systemd/systemd --user --unit=basic.target --log-target=console
+        Delegate=yes
+        KillSignal=SIGKILL
+    """
+    write(machine, "/run/nest/units/ann.service", "\n".join(line.strip() for line in unit.splitlines()))
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", "ann.service")
+    yield who
+    machine.run("systemctl", "stop", "ann.service")
+
+
+def test_a_user_s_own(machine: Nest, ann: tuple[str, ...]) -> None:
+    machine.run(*ann, *INSTALL, "--user", "--size", "64MiB")
+    machine.run("rm", "/var/lib/systemd/linger/ann")
+    machine.run(*ann, "systemctl", "--user", "start", UNIT, check=False)
+    show = (*ann, "systemctl", "--user", "show", "--value", UNIT, "--property")
+    assert machine.run(*show, "AssertResult").strip() == "no"  # its region would go with the last logout
+    assert machine.run(*show, "ActiveState").strip() == "inactive"
+
+    assert "enable-linger" in machine.run(*ann, *INSTALL, "--user")
+    machine.run(*ann, "systemctl", "--user", "start", UNIT)
+    assert machine.run(*show, "StatusText").strip() == "0 B of 64.0 MiB used, 0 sessions"
+    assert machine.run(*show, "UnitFileState").strip() == "enabled"
+    assert "64.0 MiB" in machine.run(*ann, PROGRAM, "status")  # by the endpoint that is the default
+    machine.run(*ann, "systemctl", "--user", "reload", UNIT)
+    machine.run(*ann, "systemctl", "--user", "stop", UNIT)
+    machine.run("test", "-d", "/run/user/4321/kvcache")
+    assert machine.run(*ann, PROGRAM, "discard").strip() == "discarded"
