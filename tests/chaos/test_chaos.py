@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import daemon_that_dies
 
 HERE = Path(__file__).parent
 SHORT = ("--clients", 3, "--pace", 0.2, "--lives", 1)
@@ -47,7 +44,7 @@ def test_nothing_is_lost_and_no_byte_is_wrong(themes: tuple[str, ...], must_have
 
 
 def test_the_points_are_in_the_code_yet() -> None:
-    for point, places in daemon_that_dies.POINTS.items():
+    for point, places in runpy.run_path(str(HERE / "daemon_that_dies.py"))["POINTS"].items():
         for where in places:
             package, name = where.module.split("/")
             (file,) = HERE.parents[1].glob(f"*/{package}/{name}.py")
