@@ -27,6 +27,13 @@ FOREIGN = {
     "spec_module_path": _NOT_HERE,
     "kv_connector_module_path": "it stands beside kv_connector_extra_config, not inside",
     "kv_offload_backend": _NOT_HERE,
+    "canonical_layout": _NOT_HERE,
+    "backpressure": _NOT_HERE,
+    "enable_telemetry": _NOT_HERE,
+    "max_tracker_size": _NOT_HERE,
+    "cache_policy_module_path": _NOT_HERE,
+    "self_describing_kv_events": "the daemon's `events`, or vLLM's --kv-events-config",
+    "use_layerwise": "whole blocks are copied, beside the forward pass",
     "eviction_policy": "the daemon evicts least recently used leaves; there is nothing to choose",
     "store_threshold": "every full block is saved; `save: prompt` leaves out what was generated",
     "offload_prompt_only": "`save: prompt`",
@@ -35,8 +42,10 @@ FOREIGN = {
     "lazy_offload": "saves are eager and beside the forward pass",
     "load_async": "loads are always asynchronous",
     "lookup_async": "`deadline_ms` bounds every lookup",
-    "disk_path": "there are no tiers below host memory",
-    "secondary_tiers": "there are no tiers below host memory",
+    **dict.fromkeys(
+        ("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache", "secondary_tiers"),
+        "there are no tiers below host memory",
+    ),
     "num_workers": _NOT_HERE,
 }
 _FOREIGN_PREFIXES = ("lmcache", "mooncake", "mooncake_store")

@@ -46,8 +46,9 @@ class Settings:
         if {"allow_uids", "allow_gids", "attach_rate", "max_sessions"} & live.keys():
             self._door.let_in(config.allow_uids, config.allow_gids, rate_of(config))
             admit(self._router.path, config.allow_uids, config.allow_gids)
-        # The line itself goes to the louder of the two logs.
-        logs.set_up(min(old.log_level, config.log_level, key=_LOUDEST_FIRST.index), config.log_format)
+        log_changes = {"log_level", "log_format"} & live.keys()  # else, what was set at run time stays
+        if log_changes:  # the line itself goes to the louder of the two
+            logs.set_up(min(logs.level(), config.log_level, key=_LOUDEST_FIRST.index), config.log_format)
         applied = ", ".join(f"{name} {_shown(getattr(old, name))} -> {_shown(value)}" for name, value in live.items())
         log.log(
             logging.WARNING if waiting else logging.INFO,
@@ -56,7 +57,8 @@ class Settings:
             f"; needs a restart: {', '.join(waiting)}" if waiting else "",
             extra={"fields": {"event": "reload", "applied": list(live), "needs_restart": waiting}},
         )
-        logs.set_up(config.log_level, config.log_format)
+        if log_changes:
+            logs.set_up(config.log_level, config.log_format)
 
 
 def rate_of(config: Config) -> Rate:

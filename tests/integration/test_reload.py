@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,24 @@ def test_the_log_changes_its_level_and_its_form(configured: Any) -> None:
     assert '"applied":["log_level","log_format"],"needs_restart":[]' in line
     with Session.connect(daemon.endpoint, engine="seen", deadline=20.0):
         assert '"engine":"seen"' in daemon.log
+
+
+def test_a_level_that_was_set_at_run_time_stays(start_daemon: Any, short_folder: Path) -> None:
+    file = short_folder / "kv.toml"
+    file.write_text("")
+    daemon = start_daemon(config=file, http="127.0.0.1:0")
+    asked = urllib.request.Request(
+        daemon.status()["daemon"]["http"]["address"] + "/api/v1/log-level",
+        data=b'{"level": "debug"}',
+        headers={"Authorization": f"Bearer {(short_folder / 'kv.token').read_text().strip()}"},
+    )
+    urllib.request.urlopen(asked, timeout=30).close()
+    file.write_text("max_sessions = 7\n")
+    daemon.process.send_signal(signal.SIGHUP)
+    while "max_sessions 1024 -> 7" not in daemon.log:
+        assert daemon.process.poll() is None
+        time.sleep(0.02)
+    assert daemon.status()["daemon"]["log_level"] == "debug"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
