@@ -126,9 +126,9 @@ def test_a_wheel_has_the_suite_where_it_is_looked_for() -> None:
     toml = pytest.importorskip("tomllib", reason="tomllib is Python 3.11's")
     root = Path(__file__).parents[2]
     wheel = toml.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    ((source, target),) = wheel["force-include"].items()
+    target = str(conformance.FOLDERS[0].relative_to(root / "client"))
+    (source,) = (source for source, place in wheel["force-include"].items() if place == target)
     assert root / source == conformance.FOLDERS[1] == conformance.find_suite()
-    assert conformance.FOLDERS[0].relative_to(root / "client") == Path(target)
 
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the suite wants torch")
