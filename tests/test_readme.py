@@ -1,42 +1,110 @@
-"""What the README says of the code is what the code says."""
+"""What the pages say of the code is what the code says."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from kvcache_client import settings as connector
 from kvcache_client.settings import Settings
 from kvcache_proto import __version__
-from kvcache_server.cli import commands
+from kvcache_server.cli import EXIT_CODES, commands
 from kvcache_server.config import reference
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "server/README.md", "client/README.md")}
+PAGES |= {name: (ROOT / name).read_text() for name in ("tests/README.md", "tests/bench/README.md")}
+SERVER = PAGES["server/README.md"]
+
+
+def section(page: str, heading: str) -> str:
+    return PAGES[page].split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of a page's tables, without heads and rules."""
+    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
 def test_the_daemon_s_settings() -> None:
-    table = re.search(r"<!-- settings:[^\n]*\n(.*?)<!-- end of settings -->", README, re.DOTALL)
+    table = re.search(r"<!-- settings:[^\n]*\n(.*?)<!-- end of settings -->", SERVER, re.DOTALL)
     assert table is not None
     assert table[1] == reference()
 
 
-def test_the_connector_s_settings() -> None:
-    table = README.split("## Configuration of the connector")[1].split("##")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(Settings.__struct_fields__)
+def test_the_daemon_s_commands() -> None:
+    listed = {re.match(r"`([\w-]+)", row[0])[1] for row in rows(section("server/README.md", "Commands"))[1:]}  # type: ignore[index]
+    asked = [sys.executable, "-m", "kvcache_server", "--help"]
+    shown = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+    there = re.findall(r"^  ([a-z][\w-]*)  ", shown.split("Commands:\n")[1].split("\n\n")[0], re.MULTILINE)
+    assert listed == set(there)
+
+
+def test_the_daemon_s_exit_codes() -> None:
+    listed = {int(row[0]): row[1] for row in rows(section("server/README.md", "Exit codes"))[1:]}
+    assert set(listed) == {0, 1} | {code for _, code, _ in EXIT_CODES}
+    assert all(listed[code].startswith(why) for _, code, why in EXIT_CODES)
+
+
+def test_the_daemon_s_files(start_daemon: Any) -> None:
+    """A daemon's folder holds what the page lists, and keeps what the page says outlives it."""
+    listed = rows(section("server/README.md", "Files"))[1:]
+    names = {row[0].strip("`").rstrip("/"): row[3] for row in listed}
+    daemon = start_daemon(http="127.0.0.1:0", keep="true")
+    folder = Path(daemon.endpoint.removeprefix("ipc://")).parent
+
+    def found() -> set[str]:
+        return {path.name.replace("kv.", "kvcache.") for path in folder.iterdir() if path.name.startswith("kv.")}
+
+    assert found() == set(names)
+    daemon.stop()
+    assert found() == {name for name, outlives in names.items() if outlives == "yes"}
+
+
+@pytest.mark.parametrize("key", Settings.__struct_fields__)
+def test_the_connector_s_settings(key: str) -> None:
+    table = {row[0].strip("`"): row[1:] for row in rows(section("client/README.md", "Settings of the connector"))[1:]}
+    assert list(table) == list(Settings.__struct_fields__)
+    default, what = table[key]
+    value = getattr(Settings(), key)
+    if key == "block_size":
+        value = connector.BLOCK_TOKENS  # what 0 stands for
+    if value != "":
+        assert default.replace("`", "").split(" ")[0].rstrip(":") == (value if isinstance(value, str) else f"{value:g}")
+    choices = {"save": connector.SAVE_MODES, "verify": connector.VERIFY_MODES}
+    choices["kv_load_failure_policy"] = connector.FAILURE_POLICIES
+    assert all(f"`{choice}`" in what for choice in choices.get(key, ()))
 
 
 def test_every_command_is_one() -> None:
     known = set(commands.list_commands(None))  # type: ignore[arg-type]
-    for page in (README, (ROOT / "tests" / "README.md").read_text()):
-        assert set(re.findall(r"kvcache-server (\w+)", page)) <= known
+    for page in PAGES.values():
+        assert set(re.findall(r"kvcache-server ([a-z][\w-]*)", page)) <= known
 
 
-def test_every_file_that_is_named_is_there() -> None:
-    for folder, page in ((ROOT, README), (ROOT / "tests", (ROOT / "tests" / "README.md").read_text())):
-        named = set(re.findall(r"\]\(([\w/.]+)\)", page))
-        assert all((folder / name).exists() for name in named), named
-        scripts = set(re.findall(r"python (tests/[\w/]+\.py)", page))
-        assert all((ROOT / name).exists() for name in scripts), scripts
+@pytest.mark.parametrize("name", PAGES)
+def test_every_file_that_is_named_is_there(name: str) -> None:
+    folder, page = (ROOT / name).parent, PAGES[name]
+    for target, heading in re.findall(r"\]\(([\w/.]*)(?:#([\w-]+))?\)", page):
+        file = folder / target if target else ROOT / name
+        assert file.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, heading
+    scripts = set(re.findall(r"python (tests/[\w/]+\.py)", page))
+    assert all((ROOT / script).exists() for script in scripts), scripts
+
+
+def test_the_figures_of_the_readme_are_among_those_that_were_measured() -> None:
+    measured = rows(PAGES["tests/bench/README.md"])
+    shown = rows(section("README.md", "Figures"))
+    assert shown and all(row in measured for row in shown)
 
 
 def test_the_changes_begin_with_this_version() -> None:

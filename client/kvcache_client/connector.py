@@ -76,7 +76,7 @@ _EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
 
 
 class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
-    """Loads from and saves to the daemon of this host. See README for `kv_connector_extra_config`."""
+    """Loads from and saves to the daemon of this host. Of `kv_connector_extra_config` see client/README.md."""
 
     if CacheHitSource is not None:
         _cache_hit_source = CacheHitSource.HOST

@@ -376,7 +376,7 @@ def describe(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@click.command(name="bench", help=__doc__)
+@click.command(name="bench", help=__doc__, short_help="Measure the daemon beside a bare ZeroMQ echo.")
 @click.option("--blocks", default=1_000_000, show_default=True, help="Blocks to index.")
 @click.option("--rounds", default=200, show_default=True, help=f"Turns of {BURST} lookups each.")
 @click.option("--seconds", default=5.0, show_default=True, help="Of the clients together, and of idling.")

@@ -297,7 +297,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-@click.command(name="demo", help=__doc__)
+@click.command(name="demo", help=__doc__, short_help="Let two vLLM engines on this machine share one cache.")
 @click.option("--model", help="A model to use in place of a small random Llama: a folder or a name on the hub.")
 @click.option("--prompts", default=2, show_default=True, help="Prompts that each engine computes first.")
 @click.option("--tokens", default=6000, show_default=True, help="Tokens a prompt.")

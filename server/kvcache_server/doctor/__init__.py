@@ -59,7 +59,7 @@ def examine(section: str, config: Config) -> Iterator[Finding]:
             )
 
 
-@click.command(name="doctor", help=__doc__)
+@click.command(name="doctor", help=__doc__, short_help="Say whether this host can run the cache, and how fast.")
 @click.argument("sections", nargs=-1, type=click.Choice([*SECTIONS]), metavar="[SECTION]...")
 @click.option("--endpoint", metavar="ENDPOINT", help="Where the daemon is; else as `serve` would have it.")
 @click.option("--config", "path", metavar="FILE", help="The daemon's TOML file: its endpoint, size and folder count.")
