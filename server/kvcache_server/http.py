@@ -250,9 +250,16 @@ def _who(request: web.Request) -> str:
 async def _body(request: web.Request, kind: type[_Body]) -> _Body:
     """Return what was sent. Raises BadArgument."""
     try:
-        return msgspec.json.decode(await request.read(), type=kind)
+        sent = msgspec.json.decode(await request.read())
+        if isinstance(sent, dict):  # to JSON Schema, and so to clients, 4.0 is an integer
+            sent = {key: int(each) if _is_whole(each) else each for key, each in sent.items()}
+        return msgspec.convert(sent, kind)
     except msgspec.MsgspecError as error:
         raise BadArgument(f"the body: {error}") from None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def _response(answer: object) -> web.Response:

@@ -16,7 +16,6 @@ import pytest
 from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_server.admin import Admin
-from kvcache_server.api import ROUTES
 
 EXAMPLES = int(os.environ.get("KVCACHE_HTTP_EXAMPLES", "20"))  # of each kind of request; 300 make 6,000 calls in all
 SPEC = NamespaceSpec("llama", (GroupSpec(16, 4096),), {"dtype": "bfloat16", "ключ": "значение"})
@@ -48,7 +47,7 @@ def test_every_answer_is_as_described(start_daemon: Any, tmp_path: Path, with_to
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = answers(address)
     print(f"{sum(found.values()):,} answers: {dict(found)}")
-    assert sum(found.values()) >= len(ROUTES) * EXAMPLES, found
+    assert sum(found.values()) >= 7 * EXAMPLES, found  # a request that cannot vary is made less often
     assert not [status for status in found if status.startswith("5")], found
     assert daemon.status()["daemon"]["errors"] == {}
     if not with_token:
