@@ -52,7 +52,7 @@ class EndpointLock:
         folder = os.path.dirname(self.path)
         try:
             os.makedirs(folder, mode=0o755, exist_ok=True)
-            _check_folder(folder)
+            check_folder(folder)
             self._fd = self._take()
         except PermissionError as error:
             raise NotPermitted(
@@ -87,7 +87,7 @@ class EndpointLock:
         os.close(self._fd)
 
 
-def _check_folder(folder: str) -> None:
+def check_folder(folder: str) -> None:
     """Raise NotPermitted where others could replace what lies in `folder`."""
     found = os.stat(folder)
     if found.st_uid not in (0, os.geteuid()) and not found.st_mode & stat.S_ISVTX:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
 from kvcache_proto.region import ALIGN, MAX_EXTENTS, found_geometry, plan_geometry
@@ -244,15 +245,11 @@ def _lock_file(path: str) -> int | None:
 
 def check_room(directory: str, needed: int) -> str:
     """Return the kind of the mount. Raises RegionError where it or the host has less than `needed` bytes."""
-    kind, mount = filesystem(directory), os.statvfs(directory)
-    room = mount.f_bavail * mount.f_frsize
+    kind, room = filesystem(directory), free_room(directory)
     if kind == "hugetlbfs":
-        page = mount.f_frsize
+        page = os.statvfs(directory).f_frsize
         if page > ALIGN:
             raise ConfigError(f"region_dir {directory}: pages of {format_size(page)}, mount it with pagesize=2M")
-        # The mount tells of its own limit alone, and of none, 0 blocks, where it has none; the pages are the host's.
-        free = _free_huge_pages(page) * page
-        room = min(room, free) if mount.f_blocks else free
         if needed > room:
             raise RegionError(
                 f"the region needs {format_size(needed)}; {directory} has {format_size(room)} of huge pages free: set "
@@ -273,21 +270,45 @@ def check_room(directory: str, needed: int) -> str:
     return kind
 
 
+def free_room(directory: str) -> int:
+    """Return the bytes that the mount of `directory` has left."""
+    mount = os.statvfs(directory)
+    room = mount.f_bavail * mount.f_frsize
+    if filesystem(directory) != "hugetlbfs":
+        return room
+    # The mount tells of its own limit alone, and of none, 0 blocks, where it has none; the pages are the host's.
+    free = _free_huge_pages(mount.f_frsize) * mount.f_frsize
+    return min(room, free) if mount.f_blocks else free
+
+
 def _free_huge_pages(page: int) -> int:
     folder = Path(f"/sys/kernel/mm/hugepages/hugepages-{page >> 10}kB")
     return int((folder / "free_hugepages").read_text()) - int((folder / "resv_hugepages").read_text())
 
 
-def filesystem(directory: str) -> str:
-    """Return the type of the mount that holds `directory`, as /proc/mounts names it."""
-    real, best, kind = os.path.realpath(directory), "", "unknown"
+class Mount(NamedTuple):
+    """A mount as /proc/mounts has it."""
+
+    point: str
+    kind: str
+    options: tuple[str, ...]
+
+
+def mount_of(directory: str) -> Mount:
+    """Return the mount that holds `directory`."""
+    real, best = os.path.realpath(directory), Mount("", "unknown", ())
     for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, found, *_ = line.split()
+        _, point, kind, options, *_ = line.split()
         point = point.replace("\\040", " ")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, found
-    return kind
+        if inside and len(point) >= len(best.point):
+            best = Mount(point, kind, tuple(options.split(",")))
+    return best
+
+
+def filesystem(directory: str) -> str:
+    """Return the type of the mount that holds `directory`."""
+    return mount_of(directory).kind
 
 
 def available_memory() -> int:

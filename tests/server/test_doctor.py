@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -14,12 +15,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 from kvcache_proto.findings import Finding
 from kvcache_server import doctor
 from kvcache_server.config import Config
 from kvcache_server.doctor.child import ask
-from kvcache_server.doctor.software import within
+from kvcache_server.doctor.host import tmpfs_page
+from kvcache_server.doctor.software import OURS, within
 from kvcache_server.doctor.table import describe, summary
+from kvcache_server.memory import Mount
 
 NOBODY = (
     "import os, resource, sys, kvcache_server.cli, kvcache_server.doctor;"
@@ -79,11 +87,11 @@ def path_with(tmp_path: Path) -> Any:
 def test_host_and_software_are_told_with_their_figures() -> None:
     found = report("host", "software")
     assert found.code == 0, found
-    for name in ("system", "cores", "memory", "page size", "huge pages", "shmem huge pages", "locked memory"):
+    for name in ("system", "cores", "memory", "page size", "huge pages", "region's pages", "locked memory"):
         assert found.verdict(name) in ("ok", "slow")
     assert found.findings["page size"]["values"]["bytes"] == resource.getpagesize()
     assert found.findings["memory"]["values"]["bytes"] >= found.findings["memory"]["values"]["available_bytes"]
-    for name in ("pyzmq", "msgspec", "uvloop", "numpy"):
+    for name in OURS:
         assert found.verdict(name) == "ok"
 
 
@@ -97,13 +105,130 @@ def test_a_low_limit_on_locked_memory_and_no_daemon_yet(short_folder: Path) -> N
     assert "ulimit -l" in found.findings["locked memory"]["cure"]
     assert found.verdict("daemon") == "untested"
     assert "kvcache-server serve --endpoint" in found.findings["daemon"]["cure"]
+    assert found.verdict("endpoint's folder") == ("untested" if os.getuid() == 0 else "ok")
     strict = report("host", nobody=True, XDG_RUNTIME_DIR=str(short_folder), KVCACHE_LOCK="always")
     assert (strict.code, strict.verdict("locked memory")) == (1, "failed")
     roomy = report("host", nobody=True, XDG_RUNTIME_DIR=str(short_folder), KVCACHE_SIZE="32KiB")
     assert roomy.verdict("locked memory") == "ok"
 
 
+MOUNTED = ["unshare", "--mount", "sh", "-ec", 'mount -t "$1" -o "$2" kv "$3"; shift 3; exec "$@"', "sh"]
+only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount, or be somebody else")
+
+
+def mounted(kind: str, options: str, folder: Path, *command: str) -> str:
+    """What `command` prints where `folder` is such a mount, which goes with it."""
+    done = subprocess.run(
+        [*MOUNTED, kind, options, str(folder), *command], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout, done.stderr
+    return done.stdout
+
+
+def host_finding(name: str, kind: str, options: str, folder: Path, size: str) -> dict[str, Any]:
+    """What `doctor host` says of `name` with such a mount as region_dir."""
+    doctor = [sys.executable, "-m", "kvcache_server", "doctor", "--json", "host"]
+    environ = ["env", f"KVCACHE_REGION_DIR={folder}", f"KVCACHE_SIZE={size}"]
+    findings = json.loads(mounted(kind, options, folder, *environ, *doctor))["sections"]["host"]
+    return next(finding for finding in findings if finding["name"] == name)
+
+
+@only_root
+def test_pages_of_a_region_on_a_tmpfs(short_folder: Path) -> None:
+    """A large region on small pages costs page tables in each process; what is told to help, helps."""
+    small = host_finding("region's pages", "tmpfs", "size=64M,huge=never", short_folder, "512GiB")
+    assert (small["verdict"], small["values"]["bytes"]) == ("slow", resource.getpagesize())
+    assert "1.0 GiB of page tables" in small["figure"]
+    assert f"mount -o remount,huge=always {short_folder}" in small["cure"]
+    assert host_finding("region's pages", "tmpfs", "size=64M,huge=never", short_folder, "4GiB")["verdict"] == "ok"
+    advised = host_finding("region's pages", "tmpfs", "size=64M,huge=advise", short_folder, "512GiB")
+    assert advised["verdict"] == "slow"
+    huge = host_finding("region's pages", "tmpfs", "size=64M,huge=always", short_folder, "512GiB")
+    assert (huge["verdict"], huge["values"]["bytes"]) == ("ok", 2 << 20)
+
+
+_MAPPED = """
+import re, sys
+from kvcache_server.memory import create_region
+region = create_region(sys.argv[1], 32 << 20, socket_path=sys.argv[1] + "/kv.sock", lock="never")
+mapping = open("/proc/self/smaps").read().split(region.path)[1]
+print(re.search(r"ShmemPmdMapped: +([0-9]+) kB", mapping)[1])
+region.close()
+"""
+
+
+@only_root
+@pytest.mark.parametrize("option", ["huge=always", "huge=within_size", "huge=advise", "huge=never"])
+def test_those_pages_are_what_a_region_gets(short_folder: Path, option: str) -> None:
+    shown = mounted("tmpfs", f"size=64M,{option}", short_folder, sys.executable, "-c", _MAPPED, str(short_folder))
+    shmem_enabled = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    page, _ = tmpfs_page(Mount("", "tmpfs", (option,)), shmem_enabled)
+    assert (int(shown) > 0) is (page == 2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "shmem_enabled", "page"),
+    [
+        (("rw",), "always within_size advise [never] deny force", 4096),
+        (("rw", "huge=always"), "always within_size advise [never] deny force", 2 << 20),
+        (("rw", "huge=within_size"), "[always] within_size advise never deny force", 2 << 20),
+        (("rw", "huge=always"), "always within_size advise never [deny] force", 4096),
+        (("rw",), "always within_size advise never deny [force]", 2 << 20),
+        (("rw", "huge=always"), "", 4096),  # a kernel without
+    ],
+)
+def test_who_decides_on_a_tmpfs_s_pages(options: tuple[str, ...], shmem_enabled: str, page: int) -> None:
+    small = resource.getpagesize()
+    assert tmpfs_page(Mount("/dev/shm", "tmpfs", options), shmem_enabled)[0] == (small if page == 4096 else page)
+
+
+@only_root
+@pytest.mark.skipif(not Path("/sys/kernel/mm/hugepages/hugepages-2048kB").exists(), reason="no pages of 2 MiB")
+def test_a_hugetlbfs_s_room_is_the_pages_that_the_host_has_free(short_folder: Path) -> None:
+    """A mount tells of its own limit alone, and of none where it has none."""
+    found = host_finding(str(short_folder), "hugetlbfs", "pagesize=2M", short_folder, "512GiB")
+    free = int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
+    assert found["values"]["free_bytes"] == free * (2 << 20)
+    assert found["figure"].startswith("hugetlbfs, ") and " of " not in found["figure"]
+    limited = host_finding(str(short_folder), "hugetlbfs", "pagesize=2M,size=8M", short_folder, "512GiB")
+    assert limited["values"]["free_bytes"] == min(free * (2 << 20), 8 << 20)
+    pages = host_finding("region's pages", "hugetlbfs", "pagesize=2M", short_folder, "512GiB")
+    assert (pages["verdict"], pages["values"]["bytes"]) == ("ok", 2 << 20)
+
+
+@only_root
+@pytest.mark.skipif(not Path("/sys/kernel/mm/hugepages/hugepages-1048576kB").exists(), reason="no pages of 1 GiB")
+def test_a_hugetlbfs_whose_pages_are_too_large(short_folder: Path) -> None:
+    found = host_finding("region's pages", "hugetlbfs", "pagesize=1G", short_folder, "4GiB")
+    assert (found["verdict"], found["cure"]) == ("failed", "mount it with pagesize=2M")
+
+
 # Software.
+
+
+def test_each_package_that_this_one_wants_is_looked_at() -> None:
+    wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.split("[><=;]", row)[0] for row in wanted if ";" not in row} == set(OURS)
+
+
+@pytest.mark.parametrize(
+    ("version", "seed", "verdict", "told"),
+    [
+        ("0.23.0", None, "slow", "vLLM 0.23.0 draws one"),
+        ("0.31.2", None, "slow", "vLLM 0.31.2 draws one"),
+        ("0.31.2", "0", "ok", "PYTHONHASHSEED=0: shares with engines that have the same"),
+        ("0.32.0", None, "ok", "shares with all that have none"),
+        ("0.33.1", "7", "ok", "PYTHONHASHSEED=7: shares with engines that have the same"),
+    ],
+)
+def test_the_hash_seed(tmp_path: Path, path_with: Any, version: str, seed: str | None, verdict: str, told: str) -> None:
+    package = tmp_path / f"vllm-{version}.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    found = report("software", PYTHONPATH=path_with(), **({"PYTHONHASHSEED": seed} if seed else {}))
+    assert found.verdict("hash seed") == verdict
+    assert told in found.findings["hash seed"]["figure"]
+    assert ("PYTHONHASHSEED=0" in found.findings["hash seed"].get("cure", "")) is (verdict == "slow")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +290,7 @@ def test_a_daemon_that_serves(daemon: Any) -> None:
     assert daemon.status()["namespaces"] == before["namespaces"]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+@only_root
 def test_a_daemon_that_this_user_may_not_use(daemon: Any) -> None:
     daemon.folder.chmod(0o755)
     found = report("endpoint", "--endpoint", daemon.endpoint, nobody=True)
@@ -198,6 +323,39 @@ def test_where_no_daemon_is_its_region_must_fit(short_folder: Path, environ: dic
     assert (found.code, found.verdict("room for a region")) == (1, "failed")
     assert told in found.findings["room for a region"]["figure"]
     assert not list(short_folder.iterdir())
+
+
+def test_the_folder_of_an_endpoint_yet_to_come(short_folder: Path) -> None:
+    """What the doctor says of it is what `serve` meets."""
+    short_folder.chmod(0o755)
+    locked = short_folder / "locked"
+    locked.mkdir(mode=0o755)
+    own = report("endpoint", "--endpoint", f"ipc://{short_folder}/new/kv.sock")
+    assert own.verdict("endpoint's folder") == "ok" and not (short_folder / "new").exists()
+    assert (
+        "mode 0755"
+        in report("endpoint", "--endpoint", f"ipc://{locked}/kv.sock").findings["endpoint's folder"]["figure"]
+    )
+    (short_folder / "file").touch()
+    file = report("endpoint", "--endpoint", f"ipc://{short_folder}/file/kv.sock")
+    assert (file.code, file.verdict("endpoint's folder")) == (1, "failed")
+
+
+@only_root
+def test_the_folder_of_an_endpoint_where_this_user_may_not_serve(short_folder: Path) -> None:
+    short_folder.chmod(0o755)
+    for endpoint in (f"ipc://{short_folder}/kv.sock", f"ipc://{short_folder}/new/kv.sock"):
+        found = report("endpoint", "--endpoint", endpoint, nobody=True)
+        assert (found.code, found.verdict("endpoint's folder")) == (1, "failed")
+        assert f"uid 65534 may not write in {short_folder}" in found.findings["endpoint's folder"]["figure"]
+        assert "install -d -o USER" in found.findings["endpoint's folder"]["cure"]
+    foreign = short_folder / "foreign"
+    foreign.mkdir()
+    os.chown(foreign, 12345, -1)
+    foreign.chmod(0o777)
+    found = report("endpoint", "--endpoint", f"ipc://{foreign}/kv.sock", nobody=True)
+    assert found.verdict("endpoint's folder") == "failed"
+    assert "uid 12345, who could take the endpoint over" in found.findings["endpoint's folder"]["figure"]
 
 
 # Devices: torch is where their runtimes are met; those here are broken, or for hardware that this host has not.

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import stat
 import statistics
 import time
 from collections.abc import Iterator
 
-from kvcache_proto.endpoint import default_endpoint
-from kvcache_proto.errors import KVCacheError, RegionError, Unavailable
-from kvcache_proto.findings import Finding
+from kvcache_proto import __version__
+from kvcache_proto.endpoint import default_endpoint, socket_path
+from kvcache_proto.errors import KVCacheError, NotPermitted, RegionError, Unavailable
+from kvcache_proto.findings import Finding, Verdict
 from kvcache_proto.region import plan_geometry
 from kvcache_server.admin import Admin
 from kvcache_server.config import Config, format_size
 from kvcache_server.doctor.child import ask
+from kvcache_server.door import check_folder
 from kvcache_server.memory import check_room
 
 PINGS = 200
@@ -30,14 +33,17 @@ def daemon(config: Config) -> Iterator[Finding]:
         # Nobody has asked for that endpoint: perhaps this host has no daemon yet.
         wanted = config.endpoint != default_endpoint({key: os.environ[key] for key in os.environ.keys() - _NAMED})
         here = wanted or os.path.exists(config.endpoint.removeprefix("ipc://"))
-        yield Finding("daemon", "failed" if here else "untested", *_parted(error))
+        verdict: Verdict = "failed" if here else "untested"
+        yield Finding("daemon", verdict, *_parted(error))
+        yield _folder(config, verdict)
         yield _room(config)
         return
     except KVCacheError as error:
         yield Finding("daemon", "failed", str(error))
         return
     facts, pool = stats["daemon"], stats["pool"]
-    yield Finding("daemon", "ok", f"kvcache-server {facts['version']}, pid {facts['pid']}, {config.endpoint}")
+    other = "" if facts["version"] == __version__ else f"; here is {__version__}, and they understand each other"
+    yield Finding("daemon", "ok", f"kvcache-server {facts['version']}, pid {facts['pid']}, {config.endpoint}{other}")
     yield Finding("attach", "ok", f"uid {os.geteuid()}, gid {os.getegid()} may")
     used = f"{format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used"
     yield Finding("region", "ok", used, values={"bytes": size, "used_bytes": pool["used_bytes"]})
@@ -67,6 +73,28 @@ def _parted(error: KVCacheError) -> tuple[str, str]:
     """Return the message and the cure in it."""
     what, _, cure = str(error).partition(": ")
     return what, cure
+
+
+def _folder(config: Config, bad: Verdict) -> Finding:
+    """Whether a daemon of this user's could make its sockets; it makes the folder itself where it may."""
+    folder, name = os.path.dirname(socket_path(config.endpoint)), "endpoint's folder"
+    above = folder
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    cure = f"have it made for this user (install -d -o USER -g GROUP {folder}), or choose another --endpoint"
+    if not os.path.isdir(above):
+        return Finding(name, bad, f"{above} is not a folder", "choose another --endpoint")
+    if not os.access(above, os.W_OK | os.X_OK):
+        return Finding(name, bad, f"uid {os.geteuid()} may not write in {above}", cure)
+    if above != folder:
+        return Finding(name, "ok", f"{folder} is made by `serve`")
+    try:
+        check_folder(folder)
+    except NotPermitted as error:
+        return Finding(name, bad, str(error), cure)
+    found = os.stat(folder)
+    figure = f"{folder}, mode {stat.S_IMODE(found.st_mode):04o}: uid {os.geteuid()} and group {found.st_gid} may attach"
+    return Finding(name, "ok", figure)
 
 
 def _room(config: Config) -> Finding:

@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvcache_proto.findings import Finding, Verdict
+from kvcache_proto.region import ALIGN
 from kvcache_server.config import Config, format_size
-from kvcache_server.memory import RAISE_MEMLOCK, available_memory, filesystem, group_room
+from kvcache_server.memory import RAISE_MEMLOCK, Mount, available_memory, free_room, group_room, mount_of
 
 _CAP_IPC_LOCK = 14
+_HUGE = 2 << 20
+_ENTRY = 8  # bytes of a page's entry in the page tables
+_LARGE_TABLES = 128 << 20
 _SWEET_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
 
 
@@ -52,9 +56,45 @@ def pages(config: Config) -> Iterator[Finding]:
     shown = ", ".join(f"{free} free of {count} of {size}" for free, count, size in counts) or "none"
     where = ", ".join(mounts) or "nowhere"
     yield Finding("huge pages", "ok", f"{shown}; hugetlbfs mounted {where}")
-    chosen = _read(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
-    choice = chosen[chosen.find("[") + 1 : chosen.find("]")] if "[" in chosen else "unknown"
-    yield Finding("shmem huge pages", "ok", f"shmem_enabled is {choice}")
+    if os.path.isdir(config.region_dir):
+        yield _region_pages(config)
+
+
+def _region_pages(config: Config) -> Finding:
+    """Each process that maps the region has an entry for every page of it."""
+    name, mount = "region's pages", mount_of(config.region_dir)
+    if mount.kind == "hugetlbfs":
+        page, why = os.statvfs(config.region_dir).f_frsize, "hugetlbfs"
+    else:
+        page, why = tmpfs_page(mount, _read(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")))
+    figure, values = f"{format_size(page)} ({why})", {"bytes": page}
+    if page > ALIGN:
+        return Finding(name, "failed", figure, "mount it with pagesize=2M", values=values)
+    tables = config.size // page * _ENTRY
+    if tables < _LARGE_TABLES:
+        return Finding(name, "ok", figure, values=values)
+    figure += f": {format_size(tables)} of page tables in the daemon and in each rank that has mapped all of it"
+    cure = (
+        f"mount -o remount,huge=always {mount.point}" if mount.kind == "tmpfs" else "take a tmpfs mounted huge=always"
+    )
+    if "shmem_enabled" in why:
+        cure = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled, and " + cure
+    return Finding(name, "slow", figure, f"{cure}; or a hugetlbfs: --region-dir", values=values)
+
+
+def tmpfs_page(mount: Mount, shmem_enabled: str) -> tuple[int, str]:
+    """Return the size of the pages that a region on `mount` gets, and what decides that.
+
+    `shmem_enabled` is the kernel's file, with the choice in brackets: of its words, these two overrule the mount.
+    """
+    chosen = shmem_enabled[shmem_enabled.find("[") + 1 : shmem_enabled.find("]")]
+    if mount.kind != "tmpfs" or not shmem_enabled:
+        return mmap.PAGESIZE, mount.kind
+    if chosen in ("deny", "force"):
+        return (_HUGE if chosen == "force" else mmap.PAGESIZE), f"tmpfs; shmem_enabled is {chosen}"
+    huge = next((option for option in mount.options if option.startswith("huge=")), "huge=never")
+    # The file has its size before its pages. Of `advise` nothing comes: the daemon does not advise.
+    return (_HUGE if huge in ("huge=always", "huge=within_size") else mmap.PAGESIZE), f"tmpfs, {huge}"
 
 
 def locked_memory(config: Config) -> Iterator[Finding]:
@@ -78,9 +118,9 @@ def shared_memory(config: Config) -> Iterator[Finding]:
     if not os.path.isdir(folder):
         yield Finding(folder, "slow", "not there", "the daemon wants a tmpfs or a hugetlbfs: --region-dir")
         return
-    mount, kind = os.statvfs(folder), filesystem(folder)
-    room = mount.f_bavail * mount.f_frsize
-    figure = f"{kind}, {format_size(room)} free of {format_size(mount.f_blocks * mount.f_frsize)}"
+    mount, kind, room = os.statvfs(folder), mount_of(folder).kind, free_room(folder)
+    limit = mount.f_blocks * mount.f_frsize
+    figure = f"{kind}, {format_size(room)} free" + (f" of {format_size(limit)}" if limit else "")
     yield Finding(folder, "ok", figure, values={"free_bytes": room})
 
 

