@@ -26,13 +26,14 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "api", "histogram", "limits", "lost", "rates", "sockets", "sums", "unread"},
+        {"", "doctor.table", "api", "histogram", "limits", "lost", "misses", "rates", "sockets", "sums"}
+        | {"traffic", "unread"},
         {"ghosts"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
         {"leases"},
         {"sessions", "room"},
-        {"report", "writing", "distrust", "metrics"},
+        {"report", "reasons", "writing", "distrust", "metrics"},
         {"cache"},
         {"recovery", "stream"},
         {"config", "logs", "admin", "doctor.child", "plan.models", "plan.host", "replay.trace"}
@@ -48,7 +49,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening", "notify", "reload"},
         {"attendance", "events"},
-        {"service", "bench", "top", "demo_engine", "install", "doctor.endpoint", "doctor.host"},
+        {"service", "bench", "record", "top", "why", "demo_engine", "install", "doctor.endpoint", "doctor.host"},
         {"lifecycle"},
         {"demo", "doctor"},
         {"cli"},
@@ -56,7 +57,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache_client": [
         {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"}
-        | {"noise", "sums"},
+        | {"noise", "notes", "sums"},
         {"devices", "slots", "channel", "door", "engine", "tally", "events"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
         {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},
@@ -79,12 +80,12 @@ PURE = {
     "kvcache_server": {
         *("ages", "ghosts", "histogram", "lost"),
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
-        *("cache", "journal", "writing", "recovery", "sums", "distrust", "stream"),
+        *("cache", "journal", "writing", "recovery", "sums", "distrust", "stream", "misses", "reasons", "traffic"),
         *("plan.models", "plan.host", "plan.pages", "plan.weights", "plan.device", "plan.figures"),
         *("doctor.table", "api", "replay.bounds"),
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}
-    | {"noise", "sums", "events"},
+    | {"noise", "notes", "sums", "events"},
 }
 # Sockets, clocks, threads, mappings, logs, devices: what a pure module gets as an argument or does without.
 WORLD = {

@@ -17,7 +17,9 @@ from kvcache_proto.messages import (
     Distrust,
     Distrusted,
     Error,
+    Note,
     Release,
+    Remark,
     Reply,
     Reserve,
     Reserved,
@@ -25,7 +27,7 @@ from kvcache_proto.messages import (
     Settle,
     Settled,
 )
-from kvcache_proto.types import MAX_HASHES, Finding, GroupSpec, NamespaceSpec, Outcome, Verdict
+from kvcache_proto.types import MAX_HASHES, MAX_NAME, Finding, GroupSpec, NamespaceSpec, Outcome, Verdict
 
 if TYPE_CHECKING:
     from kvcache_client.link import Link
@@ -64,13 +66,23 @@ class Namespace:
 
     # Lookups.
 
-    def acquire(self, hashes: Sequence[bytes], group: int = 0, pin: bool = True, verify: bool = False) -> Lease:
+    def acquire(
+        self,
+        hashes: Sequence[bytes],
+        group: int = 0,
+        pin: bool = True,
+        verify: bool = False,
+        request: str = "",
+        tokens: int = 0,
+        salted: bool = False,
+    ) -> Lease:
         """Return the longest cached prefix of `hashes`, n chained hashes in prompt order, under a lease.
 
         With `pin` False nothing is pinned, and the slots may be given to others at any time. With `verify` the lease
-        has the checksums of its blocks, as far as their writers made any. Where the daemon does not
-        answer within the session's deadline the lease is empty and `failed`. One round trip. Raises BadArgument for
-        what the protocol does not allow.
+        has the checksums of its blocks, as far as their writers made any. `request` is for whom it is, of so many
+        `tokens`, `salted` where the hashes have a salt in them: it is the name by which one asks the daemon why there
+        was no hit. Where the daemon does not answer within the session's deadline the lease is empty and `failed`. One
+        round trip. Raises BadArgument for what the protocol does not allow.
         """
         spec = self._check(hashes, group)
         link, number = self._link()
@@ -78,8 +90,8 @@ class Namespace:
             return self._no_lease(spec, "lookups_down")
         if not hashes:
             return Lease(self.session, link, spec)
-        request = Acquire(0, b"", number, _listed(hashes), group, pin, verify)
-        reply = self.session.call(link, request, lambda late: self._return_lease(link, late))
+        asked = Acquire(0, b"", number, _listed(hashes), group, pin, verify, request[:MAX_NAME], tokens, salted)
+        reply = self.session.call(link, asked, lambda late: self._return_lease(link, late))
         if reply is None:
             return self._no_lease(spec, "lookups_unanswered")
         if not isinstance(reply, Acquired):
@@ -313,6 +325,13 @@ class Namespace:
             link, Distrust(0, b"", region_id, packed, shard, int(finding)), "distrusts_unsaid", answered
         ):
             then([])
+
+    def remark(self, notes: list[Note], group: int = 0) -> bool:
+        """Tell the daemon what it cannot know of some requests; never waits. Returns whether it was sent."""
+        link, number = self._link()
+        if link is None or link.door.welcome.version < 2:
+            return False
+        return self.session.post(link, Remark(0, b"", number, notes, group), "notes_unsaid")
 
     # What all of them share.
 

@@ -8,6 +8,7 @@ step waits for the daemon, and no block is kept from the engine for our sake.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcache_client.events import Events
@@ -58,10 +59,12 @@ class Saves:
         tally: Tally,
         verify: str = "off",
         events: Events | None = None,
+        lost: Callable[[str, Sequence[bytes]], None] = lambda request, hashes: None,
     ) -> None:
-        """`verify` says of which blocks the ranks take a checksum; `events` hears of what they are told to save."""
+        """`verify` says of which blocks the ranks take a checksum; `events` hears of what they are told to save, `lost`
+        of what others got too early."""
         self._block, self._per_slot, self._prompt_only, self._tally = engine_block, blocks_per_slot, prompt_only, tally
-        self._verify, self._events = verify, events
+        self._verify, self._events, self._lost = verify, events, lost
         self._next: list[_Asked] = []
         self._sent: list[_Sent] = []
         self._sources: set[int] = set()  # device blocks that were saved from and not given to anybody since
@@ -87,6 +90,21 @@ class Saves:
         run = Run(list(hashes[first:full]), hashes[first - 1] if first else None)
         self._next.append(_Asked(state, first, run, blocks, full - first))
         state.saved = full
+
+    def unsaved(self, state: Tracked, computed: int, up: bool, now: float) -> tuple[str, Sequence[bytes]]:
+        """Return why blocks of a request that ends were not asked for, and their hashes; "" where all were."""
+        request = state.request
+        full = full_slots(len(request.block_hashes), computed, self._block, self._per_slot)
+        if full <= state.saved or state.excluded or state.loading:
+            return "", ()
+        hashes = slot_hashes(request.block_hashes, self._per_slot)[state.saved : full]
+        if state.barred:
+            return "weights", hashes
+        if state.retry_at and now < state.retry_at:
+            return "paused", hashes
+        if not up:
+            return "down", hashes
+        return ("save_prompt" if self._prompt_only else ""), hashes
 
     def send(self, namespace: Namespace) -> None:
         """Send one `Reserve` for all that was noted: a batch that fills its blocks in one step asks once."""
@@ -206,6 +224,7 @@ class Saves:
         """Cut `asked` before the first block that somebody else has got: those after it would hang in the air."""
         for at, block in enumerate(asked.blocks[: asked.whole * self._per_slot] if gone else ()):
             if block in gone:
+                self._lost(asked.state.id, asked.run.hashes[at // self._per_slot : asked.whole])
                 asked.whole = at // self._per_slot
                 asked.state.saved = min(asked.state.saved, asked.first + asked.whole)
                 return

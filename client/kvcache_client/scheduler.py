@@ -13,6 +13,7 @@ from kvcache_client import Lease, Session
 from kvcache_client.canaries import Canaries
 from kvcache_client.events import Events
 from kvcache_client.namespace import with_weights
+from kvcache_client.notes import Notes
 from kvcache_client.plan import NOTHING, LoadJob, StepPlan, cut_load, hit_limit, slot_hashes
 from kvcache_client.saves import Saves
 from kvcache_client.settings import Settings
@@ -27,6 +28,7 @@ logger = logging.getLogger("vllm.kvcache.scheduler")
 PENDING_WAIT = 0.05  # seconds that a request waits, once, for blocks that are being written
 QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give back what the engine may pin
 LOOKUP_AGE = 0.1  # seconds after which a lookup that found less than all is asked anew
+NAME_EVERY = 1.0  # seconds between two lookups of a request that bear its name
 IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is given back
 FAILED_LOADS = 3  # in a row, and no hit is offered for LOAD_PAUSE seconds
 LOAD_PAUSE = 10.0
@@ -77,8 +79,10 @@ class Scheduler:
         self._tally = Tally(logger)
         self._verify, self._shards = settings.verify, spec.shards
         self.events = Events(engine_block, blocks_per_slot) if tell else None
+        self._notes = Notes()
         self._saves = Saves(
-            *(engine_block, blocks_per_slot, settings.save == "prompt", self._tally, settings.verify, self.events)
+            *(engine_block, blocks_per_slot, settings.save == "prompt", self._tally, settings.verify, self.events),
+            self._lost,
         )
         session.telling.count_too(self._tally.snapshot)
         self._canaries = Canaries(settings.canary_every, spec.groups[0].block_bytes, blocks_per_slot)
@@ -101,7 +105,8 @@ class Scheduler:
             state.barred = False
         reason = self._no_lookup(state, computed)
         if reason:
-            self._tally.add(reason)
+            self._tally.add(f"lookups_declined_{reason}" if reason != "not_wanted" else "lookups_not_wanted")
+            self._note(state, reason)
             self._forget_lookup(state)
             return 0, False
         limit = min(hit_limit(request.num_tokens, self._slot_tokens), len(request.block_hashes) // self._per_slot)
@@ -118,11 +123,13 @@ class Scheduler:
         if lookup is None or (lookup.hits < min(limit, lookup.wanted) and now - lookup.at > LOOKUP_AGE):
             if self._spent > self._session.deadline:
                 self._tally.add("lookups_over_budget")
+                self._note(state, "over_budget")
                 self._forget_lookup(state)
                 return 0, False
             lookup = self._look_up(state, limit, now)
             self._spent += time.monotonic() - now
         if self._worth_waiting(state, lookup, start, now):
+            state.waits = True
             self._forget_lookup(state)
             return None, False
         lookup.asked, state.start = self._step, start
@@ -132,41 +139,58 @@ class Scheduler:
             return 0, False
         if self._canaries.choose(state, lookup.lease, min(lookup.hits, limit), start):
             self._tally.add("canary_requests")
+            self._note(state, "canary")
             self._forget_lookup(state)
             return 0, False
         return tokens, True
 
     def _no_lookup(self, state: Tracked, computed: int) -> str:
         if not self._loading:
-            return "lookups_not_wanted"
+            return "not_wanted"
         if state.excluded:
-            return f"lookups_declined_{state.excluded}"
+            return state.excluded
         if state.barred:
-            return "lookups_declined_weights"
+            return "weights"
         if state.load_failed:
-            return "lookups_declined_load_failed"
+            return "load_failed"
         if computed % self._block:
-            return "lookups_declined_unaligned"
+            return "unaligned"
         if getattr(state.request, "skip_reading_prefix_cache", False):
-            return "lookups_declined_by_request"
+            return "by_request"
         if self._no_loads_until and time.monotonic() < self._no_loads_until:
-            return "lookups_declined_loads_fail"
+            return "loads_fail"
         if not self._session.up:
-            return "lookups_declined_down"
+            return "down"
         return ""
 
     def _look_up(self, state: Tracked, limit: int, now: float) -> Lookup:
+        request, waited, state.waits = state.request, state.waits, False
+        # A request that waits to be scheduled is looked up again and again: the daemon hears of it now and then.
+        named = waited or not state.named_at or now - state.named_at > NAME_EVERY
         self._forget_lookup(state)
-        hashes = slot_hashes(state.request.block_hashes, self._per_slot)[:limit]
+        hashes = slot_hashes(request.block_hashes, self._per_slot)[:limit]
         try:
-            lease = self._namespace.acquire(hashes, verify=self._verify != "off")
+            lease = self._namespace.acquire(
+                hashes,
+                verify=self._verify != "off",
+                request=request.request_id if named else "",
+                tokens=request.num_prompt_tokens,
+                salted=bool(getattr(request, "cache_salt", None)),
+            )
         except KVCacheError as error:
             self._tally.warn("lookups_refused", f"lookups are refused: {error}")
+            self._note(state, "refused")
             lease = self._namespace.acquire(())
-        if not lease.failed:
+        if named:
+            state.named_at = now
+        if lease.failed:
+            self._note(state, "deadline" if self._namespace.attached else "down")
+        else:
             state.saved = lease.hits + lease.pending
             if self.events is not None and not lease.withheld:
                 self.events.looked_up(state.request, lease.hits, limit)
+            if waited and lease.hits == len(hashes):
+                self._note(state, "came")
         state.lookup = Lookup(lease, limit, max(0, lease.hits - self._volatile), now)
         state.lookup.sums = pick_sums(self._verify, hashes, lease.sums, self._shards)
         if lease.id:
@@ -241,6 +265,7 @@ class Scheduler:
                 state.loading = False
                 if ended.failed:
                     state.load_failed, state.saved = True, 0
+                    self._note(state, "load_failed")
             self._judge(ended.failed)
 
     def _judge(self, failed: bool) -> None:
@@ -258,6 +283,8 @@ class Scheduler:
         """Return what the ranks do in the step that `output` describes. Called once a schedule."""
         self._step += 1
         self._spent = 0.0
+        if self._notes.entries:
+            self._tell()
         if not (self._requests or self._saves.waiting or self._canaries.waiting or self._finished or self._announce):
             return NOTHING
         given = self._note_blocks(output)
@@ -336,6 +363,32 @@ class Scheduler:
         if self._saving and self._session.up:
             self._saves.ask(state, request.num_computed_tokens)
             self._saves.send(self._namespace)
+        if self._saving:
+            up, now = self._session.up, time.monotonic()
+            why, hashes = self._saves.unsaved(state, request.num_computed_tokens, up, now)
+            if why:
+                self._remember(request.request_id, why, hashes)
+        if self._notes.entries:
+            self._tell()
+
+    # What the daemon is told, for who asks why.
+
+    def _note(self, state: Tracked, cause: str) -> None:
+        if state.noted != cause:  # it is asked for again and again
+            state.noted = cause
+            self._remember(state.id, cause)
+
+    def _lost(self, request: str, hashes: Sequence[bytes]) -> None:
+        self._remember(request, "given_away", hashes)
+
+    def _remember(self, request: str, cause: str, hashes: Sequence[bytes] = ()) -> None:
+        self._tally.add("notes_dropped", self._notes.add(request, cause, time.monotonic(), hashes))
+
+    def _tell(self) -> None:
+        if self._session.up and self._namespace.attached:
+            notes = self._notes.take(time.monotonic())
+            if not self._namespace.remark(notes):
+                self._tally.add("notes_unsaid", len(notes))
 
     # The rest.
 

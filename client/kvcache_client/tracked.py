@@ -34,6 +34,9 @@ class Tracked:
     lookup: Lookup | None = None
     start: int = 0  # device blocks that the engine had itself when it asked last
     told: bool = False  # whether its line was logged
+    noted: str = ""  # what the daemon was told of it last
+    named_at: float = 0.0  # when a lookup last had its name; 0: none had
+    waits: bool = False  # for what its last lookup found on its way, or kept back
     loading: bool = False
     load_failed: bool = False
     barred: bool = False  # it has KV of other weights

@@ -6,14 +6,16 @@ A field is never removed or reordered; a new one goes last and has a default.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from kvcache_proto.types import NamespaceSpec, PoolGeometry
+from kvcache_proto.types import MAX_NAME, NamespaceSpec, PoolGeometry
 
 PROTOCOL_VERSION = 2
 OLDEST_VERSION = 1
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # remembered by the daemon, and so bounded as it is read
 
 
 # The door: one Hello, one Welcome or Error, then silence until one side ends.
@@ -62,7 +64,11 @@ class Detach(msgspec.Struct, tag="detach", array_like=True):
 
 
 class Acquire(msgspec.Struct, tag="acquire", array_like=True):
-    """Ask for the longest cached prefix of `hashes`; with `pin`, under a lease; with `verify`, and their checksums."""
+    """Ask for the longest cached prefix of `hashes`; with `pin`, under a lease; with `verify`, and their checksums.
+
+    `request` is the engine's name for whom it asks, `tokens` the length of that one's prompt, `salted` whether its
+    hashes have a salt in them: for who asks later why there was no hit. A lookup without a name is not remembered.
+    """
 
     id: int
     token: bytes
@@ -71,6 +77,9 @@ class Acquire(msgspec.Struct, tag="acquire", array_like=True):
     group: int = 0
     pin: bool = True
     verify: bool = False
+    request: Name = ""
+    tokens: int = 0
+    salted: bool = False
 
 
 class Release(msgspec.Struct, tag="release", array_like=True):
@@ -132,6 +141,28 @@ class Distrust(msgspec.Struct, tag="distrust", array_like=True):
     finding: int
 
 
+class Note(msgspec.Struct, array_like=True):
+    """What an engine alone knows: why it asked nothing for `request`, or did not save the blocks `hashes` of it.
+
+    `cause` is a word of small letters and underscores, `age_ms` how long ago that was.
+    """
+
+    request: Name
+    cause: Name
+    age_ms: int = 0
+    hashes: list[bytes] = []
+
+
+class Remark(msgspec.Struct, tag="remark", array_like=True):
+    """Notes on requests, for who asks later why there was no hit. It has no reply: what cannot be used is counted."""
+
+    id: int
+    token: bytes
+    namespace: int
+    notes: list[Note]
+    group: int = 0
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True):
     id: int
     token: bytes
@@ -181,6 +212,22 @@ class Tell(msgspec.Struct, tag="tell", array_like=True):
     token: bytes
     breaker: int
     counts: dict[str, int] = {}
+
+
+class Why(msgspec.Struct, tag="why", array_like=True):
+    """Ask why an engine's request, named in full or in a part that no other one has, had no hit."""
+
+    id: int
+    token: bytes
+    request: Name
+
+
+class Watch(msgspec.Struct, tag="watch", array_like=True):
+    """Ask for the lookups from number `since` on; 0 is from now on. They are kept only for who goes on asking."""
+
+    id: int
+    token: bytes
+    since: int = 0
 
 
 # Replies.
@@ -267,6 +314,37 @@ class Fenced(msgspec.Struct, tag="fenced", array_like=True):
     reservations: int
 
 
+class Explained(msgspec.Struct, tag="explained", array_like=True):
+    """For people and programs; keys are added at will, and none is taken away."""
+
+    id: int
+    answer: dict[str, Any]
+
+
+class Seen(msgspec.Struct, array_like=True):
+    """One lookup: when, by a clock that only grows, for whom, and what it asked for and found."""
+
+    at_ms: int
+    engine: str
+    request: str
+    namespace: int
+    group: int
+    block_tokens: int
+    tokens: int
+    hits: int
+    hashes: list[bytes]
+
+
+class Watched(msgspec.Struct, tag="watched", array_like=True):
+    """`next` is what to ask for next, `lost` lookups before these ones came too fast to be kept. `more` are here."""
+
+    id: int
+    next: int
+    lost: int
+    more: bool
+    lookups: list[Seen]
+
+
 class Error(msgspec.Struct, tag="error", array_like=True):
     """`code` names a class of errors.py; `id` is 0 where the request could not be read."""
 
@@ -276,7 +354,36 @@ class Error(msgspec.Struct, tag="error", array_like=True):
 
 
 Request = (
-    Attach | Detach | Acquire | Release | Reserve | Settle | Distrust | Ping | Stats | Clear | Restate | Fence | Tell
+    Attach
+    | Detach
+    | Acquire
+    | Release
+    | Reserve
+    | Settle
+    | Distrust
+    | Ping
+    | Stats
+    | Clear
+    | Restate
+    | Fence
+    | Tell
+    | Remark
+    | Why
+    | Watch
 )
-Reply = Attached | Acquired | Reserved | Settled | Distrusted | Pong | Report | Cleared | Restated | Fenced | Error
+Reply = (
+    Attached
+    | Acquired
+    | Reserved
+    | Settled
+    | Distrusted
+    | Pong
+    | Report
+    | Cleared
+    | Restated
+    | Fenced
+    | Explained
+    | Watched
+    | Error
+)
 DoorMessage = Hello | Welcome | Error

@@ -14,17 +14,19 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, Unavailable, UnknownHandle
 from kvcache_proto.region import RegionRows, slot_size
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, REF_BYTES, PoolGeometry, SlotRef, check_hashes
-from kvcache_server import report
+from kvcache_server import reasons, report
 from kvcache_server.distrust import distrust
 from kvcache_server.index import Account, Block, Group
 from kvcache_server.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade, Record, SessionEnded
 from kvcache_server.leases import Lease
 from kvcache_server.limits import Limits
+from kvcache_server.misses import Lookup, Misses
 from kvcache_server.pool import Pool
 from kvcache_server.room import Room
 from kvcache_server.sessions import Engine, Namespace, Session, Watcher
 from kvcache_server.shares import Shares
 from kvcache_server.sums import Sums
+from kvcache_server.traffic import Traffic
 from kvcache_server.writing import Writing
 
 LIFE_SHIFT = 40  # numbers of leases and reservations begin with the daemon's life: none comes again
@@ -67,9 +69,12 @@ class Cache:
         self.refusals: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
         self.told: Counter[str] = Counter()  # what clients have counted, those that are gone among them
-        self.room = Room(self.pool, self.shares, limits.namespace_ceiling, self.counters)
+        self.misses = Misses()
+        self.traffic = Traffic()
+        self.room = Room(self.pool, self.shares, limits.namespace_ceiling, self.counters, self.misses)
         self.writing = Writing(
-            *(self.pool, self.room, limits, self.engines, self._held, journal, self.counters, self.refusals)
+            *(self.pool, self.room, limits, self.engines, self._held, journal, self.counters, self.refusals),
+            self.misses,
         )
         self.writing.last_reservation = self._last_lease = life << LIFE_SHIFT
         self.last_namespace = self.last_engine = self.last_session = 0
@@ -90,6 +95,9 @@ class Cache:
             m.Restate: self._restate,
             m.Fence: self._fence,
             m.Tell: self._tell,
+            m.Remark: self._remark,
+            m.Why: self._why,
+            m.Watch: self._watch,
         }
 
     def bound(self, limits: Limits) -> None:
@@ -114,13 +122,14 @@ class Cache:
         self.wanted = extents * self.pool.extent_bytes
         return self.wanted
 
-    def shrink(self) -> int | None:
+    def shrink(self, now: float) -> int | None:
         """Give up one extent on the way to the size that was asked for; return its number, whose memory may go now.
 
         None where the size is reached, or all extents are being read or written: try again later. O(blocks of one).
         """
         if not self.wanted or self.wanted >= self.pool.capacity:
             return None
+        self.misses.acting(now, "", 0)
         extent = self.room.give_up(self._held())
         if extent is not None:
             self.bound(self.limits)
@@ -186,6 +195,7 @@ class Cache:
         engine = self.absent.pop(session)
         engine.absent.discard(session)
         self.awaited.discard(session)
+        self.misses.acting(now, engine.name, 0)
         self.writing.writer_gone(engine, session, now)
         self.writing.disband(session)
         self._journal(SessionEnded(session))
@@ -215,6 +225,7 @@ class Cache:
             self.room.frozen = False
         self.writing.tick(now)
         self.room.ages.tick(self.pool.generation, now)
+        self.traffic.tick(now)
 
     def await_sessions(self, sessions: dict[int, Engine], now: float) -> None:
         """Evict nothing until `sessions`, of the last life, have restated what they hold, or the grace is over."""
@@ -227,6 +238,7 @@ class Cache:
 
     def _restate(self, session: Session, request: m.Restate, now: float) -> m.Restated:
         """Take back what a resumed session holds: its leases, and of its reservations those that it has heard of."""
+        self.misses.acting(now, session.engine.name, 0)
         for reservation in list(session.engine.reservations.values()):
             if reservation.owner == session.id and reservation.id > request.heard:
                 self.writing.abandon(reservation)
@@ -298,6 +310,7 @@ class Cache:
         self.namespaces[namespace.number] = self._by_id[namespace.id] = namespace
         if self.watcher is not None:
             self.watcher.made(namespace)
+        self.misses.know(namespace.number, namespace.spec)
 
     def account(self, engine: Engine, group: Group) -> Account:
         """Return what the engine stored in the group, joined to the shares."""
@@ -379,12 +392,15 @@ class Cache:
 
     def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved:
         _, group = session.group(request.namespace, request.group)
+        self.misses.acting(now, session.engine.name, request.namespace)
         return self.writing.reserve(session, request, self.account(session.engine, group), now)
 
     def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled:
+        self.misses.acting(now, session.engine.name, 0)
         return self.writing.settle(session, request, self.sums)
 
     def _distrust(self, session: Session, request: m.Distrust, now: float) -> m.Distrusted:
+        self.misses.acting(now, session.engine.name, 0)
         return distrust(self, session, request)
 
     def _held(self) -> Iterator[Block]:
@@ -396,6 +412,32 @@ class Cache:
             for group in namespace.groups:
                 for grant in group.pending.values():
                     yield grant.block
+
+    # Questions.
+
+    def _remark(self, session: Session, request: m.Remark, now: float) -> None:
+        reasons.take(self, session, request, now)
+
+    def _why(self, session: Session, request: m.Why, now: float) -> m.Explained:
+        return m.Explained(request.id, reasons.explain(self, request.request, now))
+
+    def _watch(self, session: Session, request: m.Watch, now: float) -> m.Watched:
+        return self.traffic.since(request, now)
+
+    def remember(self, session: int, request: m.Acquire, reply: m.Acquired, frame: bytes, now: float) -> None:
+        """Note a lookup that was just answered, for who asks later. `frame` is the request as it came.
+
+        After the answer has left: nobody waits for this.
+        """
+        asker = self.sessions[session]
+        if self.traffic.on:
+            _, group = asker.group(request.namespace, request.group)
+            self.traffic.note(now, asker.engine.name, request, group.spec.block_tokens, reply.hits)
+        if request.request and reply.hits < len(request.hashes):
+            cause, blocks = reasons.kept_back(asker, request, reply, self.limits)
+            self.misses.missed(
+                Lookup(now, asker.engine.name, request.request, frame, reply.hits, cause, blocks, self.pool.generation)
+            )
 
     # Admin.
 
@@ -410,10 +452,10 @@ class Cache:
         return m.Report(request.id, self.stats(now))
 
     def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared:
-        return m.Cleared(request.id, self.clear(request.namespace))
+        return m.Cleared(request.id, self.clear(request.namespace, session.engine.name, now))
 
-    def clear(self, namespace: str = "") -> int:
-        """Forget what may be forgotten of the namespace with that id, or of all; return how many blocks.
+    def clear(self, namespace: str, by: str, now: float) -> int:
+        """Forget what may be forgotten of the namespace with that id, or of all for ""; return how many blocks.
 
         Raises ClientError where there is none, Unavailable during the grace.
         """
@@ -422,6 +464,7 @@ class Cache:
         if self.room.frozen:
             raise Unavailable("engines are coming back after a restart, what they read is not known yet: try again")
         only = self._by_id.get(namespace)
+        self.misses.acting(now, by, 0)
         cleared = self.room.clear(
             [each for each in self.shares.accounts if only is None or each.group.namespace == only.number]
         )

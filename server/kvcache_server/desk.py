@@ -36,7 +36,7 @@ class Desk:
 
         Raises ClientError where there is no such namespace, Unavailable during the grace.
         """
-        blocks = self._cache.clear(namespace)
+        blocks = self._cache.clear(namespace, who, time.monotonic())
         self.cleared(namespace, blocks, who)
         return blocks
 

@@ -38,7 +38,7 @@ def distrust(cache: Cache, session: Session, request: Distrust) -> Distrusted:
         writers.append(_writer(cache, block, request.shard))
         if block.account.group.trusts(block):  # else somebody else was faster
             cache.counters[_COUNTERS[Finding(request.finding)]] += 1
-            forgotten += _forget(cache, block)
+            forgotten += _forget(cache, block, Finding(request.finding).name.lower())
     return Distrusted(request.id, forgotten, writers)
 
 
@@ -53,7 +53,7 @@ def _writer(cache: Cache, block: Block, shard: int) -> tuple[str, int]:
     return block.account.engine, row.body.owner
 
 
-def _forget(cache: Cache, block: Block) -> int:
+def _forget(cache: Cache, block: Block, cause: str) -> int:
     """Let no lookup find the block, nor any below it; return how many it found before.
 
     What is being written below it is orphaned. What is leased, or may be as long as engines of before a restart are
@@ -70,6 +70,7 @@ def _forget(cache: Cache, block: Block) -> int:
     forgotten = [each for each in below if group.trusts(each)]
     for each in forgotten:  # the block first: the next daemon shall find none of them, and this one least of all
         del group.visible[each.hash]
+        cache.misses.left(each.hash + group.tag, cause)
         each.tick = 1  # before all others
         cache.rows.set_state(cache.pool.row(*cache.pool.locate(each)), FREE)
     for each in below[::-1]:

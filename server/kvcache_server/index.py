@@ -139,17 +139,23 @@ class Account:
         return None
 
 
+def tag(namespace: int, group: int) -> bytes:
+    """Return what makes a hash of the group a name that no other group of the daemon has."""
+    return namespace.to_bytes(4, "little") + bytes([group])
+
+
 class Group:
     """The cached blocks of one KV cache group of a namespace, by hash."""
 
     __slots__ = (
         *("ghosts", "hash_bytes", "hit_blocks", "namespace", "number", "pending", "root", "saved_blocks"),
-        *("slot_bytes", "spec", "sum_offsets", "visible"),
+        *("slot_bytes", "spec", "sum_offsets", "tag", "visible"),
     )
 
     def __init__(self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, capacity: int) -> None:
         self.namespace = namespace
         self.number = number
+        self.tag = tag(namespace, number)
         self.spec = spec
         self.hash_bytes = hash_bytes
         self.slot_bytes = slot_size(spec.block_bytes)

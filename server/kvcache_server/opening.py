@@ -58,9 +58,11 @@ def open_cache(config: Config, fresh: bool = False, progress: Progress | None = 
     """
     limits = config.limits()
     files = SessionFiles(_beside(config.endpoint, ".sessions"))
-    last = None if fresh or not config.keep else _last(config)
-    if last is None:
-        return _begin(config, limits, files, progress)
+    last = ("fresh" if fresh else "not_kept") if fresh or not config.keep else _last(config)
+    if isinstance(last, str):
+        opened = _begin(config, limits, files, progress)
+        opened.cache.misses.began(time.monotonic(), last)
+        return opened
     region, book = last
     began = time.monotonic()
     try:
@@ -77,6 +79,7 @@ def open_cache(config: Config, fresh: bool = False, progress: Progress | None = 
         raise
     finally:
         gc.enable()
+    cache.misses.began(time.monotonic(), "")
     found = cache.counters
     log.info(
         "found %s blocks of the last daemon in %s after %.2f s; %d of its sessions live, %d saves are under way",
@@ -118,11 +121,11 @@ def _begin(config: Config, limits: Limits, files: SessionFiles, progress: Progre
     return Opened(region, state, files, cache, {})
 
 
-def _last(config: Config) -> tuple[Region, Book] | None:
-    """Return what the last daemon left, None where there is nothing, or what this configuration has no use for."""
+def _last(config: Config) -> tuple[Region, Book] | str:
+    """Return what the last daemon left; where there is nothing, or nothing that this one has a use for, why."""
     region = reopen_region(config.region_dir, socket_path=socket_path(config.endpoint))
     if region is None:
-        return None
+        return "first"
     try:
         wanted = plan_geometry(region.geometry.region_id, config.size, config.extent_size)
         if wanted != region.geometry:
@@ -131,12 +134,12 @@ def _last(config: Config) -> tuple[Region, Book] | None:
                 format_size(region.geometry.region_bytes),
             )
             region.close(keep=True)
-            return None
+            return "resized"
         book = StateFile.read(_beside(config.endpoint, ".state"))
         if book is None:
             log.warning("%s is there without its state file: it is discarded", region.path)
             region.close(keep=True)
-            return None
+            return "no_state"
         if book.region != region.geometry.region_id:
             raise RegionError("the state file belongs to another region")
         return region, book

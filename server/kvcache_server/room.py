@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvcache_proto.types import Refusal
 from kvcache_server.ages import Ages
 from kvcache_server.index import Account, Block
+from kvcache_server.misses import Misses
 from kvcache_server.pool import Extent, Pool
 from kvcache_server.shares import Shares
 
@@ -21,10 +22,13 @@ _LOOKS = 8  # of the coldest extents and of the latest: each costs a walk of all
 class Room:
     """Evicts from who is most above its share; `namespace_ceiling` is a part of the pool."""
 
-    def __init__(self, pool: Pool, shares: Shares, namespace_ceiling: float, counters: Counter[str]) -> None:
+    def __init__(
+        self, pool: Pool, shares: Shares, namespace_ceiling: float, counters: Counter[str], misses: Misses
+    ) -> None:
         self._pool = pool
         self._shares = shares
         self._counters = counters
+        self._misses = misses
         self.evictions: Counter[str] = Counter()  # blocks by cause
         self.evicted_unread = 0  # of them, those that no lookup had found
         self.ages = Ages()
@@ -77,7 +81,9 @@ class Room:
             before = cleared
             for account in accounts:
                 while (block := account.pop_coldest()) is not None:
-                    cleared += self._forget(block)[0]
+                    if self._forget(block)[0]:
+                        self._misses.left(block.hash + block.account.group.tag, "cleared")
+                        cleared += 1
         self._counters["blocks_cleared"] += cleared
         return cleared
 
@@ -86,6 +92,7 @@ class Room:
         found, read = self._forget(block)
         if found:
             group.ghosts.add(block.hash, block.account)
+            self._misses.left(block.hash + group.tag, cause)
             self.ages.evicted(block)
             self.evictions[cause] += 1
             if not read:

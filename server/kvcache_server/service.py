@@ -33,6 +33,7 @@ from kvcache_proto.errors import (
     ServerError,
 )
 from kvcache_proto.messages import (
+    Acquire,
     Acquired,
     Cleared,
     Detach,
@@ -41,6 +42,7 @@ from kvcache_proto.messages import (
     Error,
     Fenced,
     Release,
+    Remark,
     Reply,
     Report,
     Request,
@@ -278,7 +280,7 @@ class Service:
                 packed = self._failed(number, error)
             else:
                 self._errors[BadToken.code] += 1
-                if type(request) in (Release, Detach, Tell):
+                if type(request) in (Release, Detach, Tell, Remark):
                     return
                 packed = encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
         except KVCacheError as error:
@@ -299,6 +301,18 @@ class Service:
             self._drops["peer_slow" if error.errno == zmq.EAGAIN else "peer_gone"] += 1
             if reply is not None:
                 self._undo(session, reply)
+        if (
+            type(reply) is Acquired
+            and type(request) is Acquire
+            and (reply.hits < len(request.hashes) or self._cache.traffic.on)
+        ):
+            self._remember(session, request, reply, frame, now)
+
+    def _remember(self, session: int, request: Acquire, reply: Acquired, frame: bytes, now: float) -> None:
+        try:
+            self._cache.remember(session, request, reply, frame, now)
+        except Exception as error:  # noqa: BLE001 - as in _answer
+            self._failed(0, error)
 
     def _tell_of_distrust(self, session: int, request: Distrust, reply: Distrusted) -> None:
         if not reply.blocks:
@@ -369,7 +383,7 @@ class Service:
     def _shrink(self) -> None:
         """Go on with a resize, for so long that engines hardly wait."""
         until = time.monotonic() + SHRINK_SECONDS
-        while time.monotonic() < until and (extent := self._cache.shrink()) is not None:
+        while time.monotonic() < until and (extent := self._cache.shrink(time.monotonic())) is not None:
             Thread(target=self._region.give_back, args=(extent,), name="give-back", daemon=True).start()
 
     def _look_after_sockets(self) -> None:

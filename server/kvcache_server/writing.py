@@ -18,6 +18,7 @@ from kvcache_server.index import GONE, HIDDEN, Account, Block, Group
 from kvcache_server.journal import CrewMade, Record
 from kvcache_server.leases import Grant, Quarantine, Reservation
 from kvcache_server.limits import Limits
+from kvcache_server.misses import Misses
 from kvcache_server.pool import Pool
 from kvcache_server.room import Room
 from kvcache_server.sessions import Engine, Namespace, Session
@@ -37,13 +38,14 @@ class Writing:
         journal: Callable[[Record], None],
         counters: Counter[str],
         refusals: Counter[str],
+        misses: Misses,
     ) -> None:
         self.quarantine = Quarantine()
         self.crews: dict[tuple[int, ...], int] = {}
         self.last_reservation = self.last_crew = 0
         self._pool, self._rows, self._room = pool, pool.rows, room
         self._engines, self._held, self._journal = engines, held, journal
-        self._counters, self._refusals = counters, refusals
+        self._counters, self._refusals, self._misses = counters, refusals, misses
         self.bound(limits)
 
     def bound(self, limits: Limits) -> None:
@@ -73,6 +75,8 @@ class Writing:
         for refusal, count in Counter(answers).items():
             if refusal:
                 self._refusals[Refusal(refusal).name.lower()] += count
+        if max(answers, default=0) > Refusal.IN_FLIGHT:
+            self._note_refused(request.runs, account, answers)
         granted = reservation.grants
         self._counters["blocks_reserved"] += len(granted)
         if not granted:
@@ -81,6 +85,20 @@ class Writing:
         session.engine.reservations[reservation.id] = reservation
         slots = b"".join([grant.block.ref for grant in granted])
         return m.Reserved(request.id, reservation.id, bytes(answers), slots)
+
+    def _note_refused(self, runs: Sequence[m.Run], account: Account, answers: bytearray) -> None:
+        size = account.group.slot_bytes
+        quota = "refused_namespace_ceiling"
+        if account.ceiling and account.bytes + size > account.ceiling:
+            quota = "refused_own_ceiling"
+        if self._engines[account.engine].writing + size > self._quota:
+            quota = "refused_write_quota"
+        causes = {Refusal.NO_PARENT: "no_parent", Refusal.QUOTA: quota}
+        causes[Refusal.NO_SPACE] = "grace" if self._room.frozen else "no_space"
+        names = (each for run in runs for each in run.hashes)
+        for name, answer in zip(names, answers, strict=True):
+            if answer > Refusal.IN_FLIGHT:
+                self._misses.left(name + account.group.tag, causes[Refusal(answer)])
 
     @staticmethod
     def _writers(session: Session, namespace: Namespace) -> tuple[int, ...]:
@@ -212,12 +230,13 @@ class Writing:
         if sums is not None and request.outcome == Outcome.COMMITTED:
             _note_sums(sums, [grants[position] for position in positions], request)
         verdict = Verdict.VISIBLE if request.outcome == Outcome.COMMITTED else Verdict.FAILED
+        cause = "write_failed" if request.outcome == Outcome.FAILED else "not_started"
         self._counters[f"shards_{Outcome(request.outcome).name.lower()}"] += len(positions) * shards.bit_count()
         return m.Settled(
             request.id,
             bytes(
                 [
-                    self._settle_shards(grants[position], shards & ~grants[position].settled, verdict)
+                    self._settle_shards(grants[position], shards & ~grants[position].settled, verdict, cause)
                     for position in positions
                 ]
             ),
@@ -227,7 +246,7 @@ class Writing:
         """Settle as never started what is unsettled: nobody was told that it was granted."""
         for grant in list(reservation.grants):
             if not grant.whole:
-                self._settle_shards(grant, reservation.all_shards & ~grant.settled, Verdict.FAILED)
+                self._settle_shards(grant, reservation.all_shards & ~grant.settled, Verdict.FAILED, "not_started")
 
     def writer_gone(self, engine: Engine, session: int, now: float) -> None:
         """Settle as dead the shards that `session`, which has ended, might be writing; they go into quarantine."""
@@ -237,7 +256,7 @@ class Writing:
                 if dead := written & ~grant.settled:
                     grant.tainted_until = now + self.limits.quarantine
                     self._counters["shards_dead"] += dead.bit_count()
-                    self._settle_shards(grant, dead, Verdict.FAILED)
+                    self._settle_shards(grant, dead, Verdict.FAILED, "writer_died")
 
     def tick(self, now: float) -> None:
         """Free the slots whose quarantine is over."""
@@ -245,8 +264,11 @@ class Writing:
             extent.busy -= 1
             self._pool.give_back(extent, slot)
 
-    def _settle_shards(self, grant: Grant, shards: int, verdict: Verdict) -> Verdict:
-        """Settle those shards of one grant; with the last one the grant becomes READY or is given back."""
+    def _settle_shards(self, grant: Grant, shards: int, verdict: Verdict, cause: str) -> Verdict:
+        """Settle those shards of one grant; with the last one the grant becomes READY or is given back.
+
+        `cause` is why they failed, if they did.
+        """
         if not shards:
             self._counters["settled_twice"] += 1
             if grant.fate is not None or not grant.whole:
@@ -255,7 +277,7 @@ class Writing:
         group, reservation = grant.reservation.group, grant.reservation
         if verdict is Verdict.FAILED and grant.fate is None:
             # Whatever waits below it can never be reached by way of it.
-            self.doom(grant)
+            self.doom(grant, cause)
         grant.settled |= shards
         row = self._pool.row(grant.extent, grant.slot)
         self._rows.set_settled(row, grant.settled)
@@ -283,7 +305,7 @@ class Writing:
         group.show(grant.block)
         return Verdict.VISIBLE
 
-    def doom(self, grant: Grant) -> None:
+    def doom(self, grant: Grant, cause: str = "orphaned") -> None:
         """A block that hangs in the tree will not become visible: take it, and all below it, out of the index."""
         group = grant.reservation.group
         parent = grant.block.parent
@@ -292,6 +314,7 @@ class Writing:
             block.unlink()
             block.pins = GONE
             each.fate = Verdict.FAILED if each is grant else Verdict.ORPHANED
+            self._misses.left(block.hash + group.tag, cause if each is grant else "orphaned")
             if each.ready:
                 # Its writers have all settled: nobody will come back for it.
                 self._counters["blocks_unreachable"] += 1  # not as orphaned: it is counted as committed already

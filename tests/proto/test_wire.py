@@ -66,8 +66,11 @@ REQUESTS = [
         messages.Attach(2, TOKEN, TWO_SHARDS),
         f"96 a6617474616368 02 {T} 94 a16d 91 93 20 92 cd0100 cd0200 a466756c6c 80 20 90 00",
     ),
-    (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"98 a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3 c2"),
-    (messages.Acquire(3, TOKEN, 1, [], 0, pin=False, verify=True), f"98 a761637175697265 03 {T} 01 90 00 c2 c3"),
+    (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"9b a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3 c2 a0 00 c2"),
+    (
+        messages.Acquire(3, TOKEN, 1, [], 0, pin=False, verify=True, request="cmpl-7", tokens=300, salted=True),
+        f"9b a761637175697265 03 {T} 01 90 00 c2 c3 a6636d706c2d37 cd012c c3",
+    ),
     (messages.Release(4, TOKEN, [9]), f"94 a772656c65617365 04 {T} 91 09"),
     (messages.Detach(5, TOKEN, 1), f"94 a6646574616368 05 {T} 01"),
     (
@@ -93,6 +96,12 @@ REQUESTS = [
     ),
     (messages.Fence(9, TOKEN, 12), f"94 a566656e6365 09 {T} 0c"),
     (messages.Tell(9, TOKEN, 1, {"probes": 300}), f"95 a474656c6c 09 {T} 01 81 a670726f626573 cd012c"),
+    (
+        messages.Remark(10, TOKEN, 1, [messages.Note("r1", "down", 1500), messages.Note("r2", "paused", 0, [H1])]),
+        f"96 a672656d61726b 0a {T} 01 92 94 a27231 a4646f776e cd05dc 90 94 a27232 a6706175736564 00 91 {H1x} 00",
+    ),
+    (messages.Why(11, TOKEN, "cmpl-7"), f"94 a3776879 0b {T} a6636d706c2d37"),
+    (messages.Watch(12, TOKEN, 5), f"94 a57761746368 0c {T} 05"),
 ]
 
 REPLIES = [
@@ -113,6 +122,11 @@ REPLIES = [
     (messages.Cleared(9, 2), "93 a7636c6561726564 09 02"),
     (messages.Restated(1, [9]), "93 a87265737461746564 01 91 09"),
     (messages.Fenced(9, 4), "93 a666656e636564 09 04"),
+    (messages.Explained(11, {"asked": "r1"}), "93 a96578706c61696e6564 0b 81 a561736b6564 a27231"),
+    (
+        messages.Watched(12, 6, 1, True, [messages.Seen(1500, "e1", "r1", 1, 0, 16, 300, 1, [H1, H2])]),
+        f"96 a777617463686564 0c 06 01 c3 91 99 cd05dc a26531 a27231 01 00 10 cd012c 01 92 {H1x} {H2x}",
+    ),
     (messages.Error(0, "bad_frame", "x"), "94 a56572726f72 00 a96261645f6672616d65 a178"),
 ]
 
@@ -176,6 +190,7 @@ NO_MESSAGE = [
     ("82 a2696407 a5746f6b656e c400", "a map"),
     (f"97 a761637175697265 03 {T} 01 91 a8686173682d303031 00 c3", "a hash that is a string"),
     (f"97 a761637175697265 03 {T} 01 91 {H1x} 00 01", "a flag that is a number"),
+    (f"94 a3776879 0b {T} da0101 {'61' * 257}", "a name that is too long to be remembered"),
     ("93 a4706f6e67 07 c2", "a reply"),
     ("95 a568656c6c6f 01 a26531 a57363686564 a0", "a message of the door"),
     ("93 a470696e67 cfffffffffffffffff", "half a ping"),

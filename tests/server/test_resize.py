@@ -13,7 +13,7 @@ from kvcache_proto.types import Refusal
 
 def shrink(cache) -> list[int]:
     given_up = []
-    while (extent := cache.shrink()) is not None:
+    while (extent := cache.shrink(0.0)) is not None:
         given_up.append(extent)
         cache.check_integrity()
     return given_up

@@ -1,0 +1,134 @@
+"""What is remembered for who asks later why there was no hit. Pure; reasons.py makes an answer of it.
+
+A lookup that misses leaves the frame in which it came. A block that leaves, or is not let in, leaves its name and an
+Occasion, which all that one message caused have in common. Everything is bounded, and says what it has forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from kvcache_proto.types import NamespaceSpec
+
+LOOKUPS = 16 << 20  # bytes of the lookups that are remembered, each of which counts for EACH more
+EACH = 512
+GENERATIONS, GENERATION = 8, 1 << 14  # blocks that left: so many dicts of so many names, the oldest of which goes whole
+NOTES = 4096
+SPACES = 1024
+
+
+class Lookup(msgspec.Struct, gc=False, frozen=True):
+    """A lookup that missed something.
+
+    `frame` is the request as it came: what it asked for is decoded again when somebody wants to know, for to keep
+    some dozen objects costs more than to keep one. After its `hits`, that many `blocks` were kept back for `cause`;
+    `generation` is that of the last slot that was given away before.
+    """
+
+    at: float
+    engine: str
+    request: str
+    frame: bytes
+    hits: int
+    cause: str
+    blocks: int
+    generation: int
+
+
+class Occasion(msgspec.Struct, gc=False, frozen=True):
+    """When, why and for whom blocks left, or were not let in; `namespace` is the number of who asked for it."""
+
+    at: float
+    cause: str
+    engine: str
+    namespace: int
+
+
+class Told(NamedTuple):
+    """An engine's note about one of its requests; `blocks` is how many were not saved."""
+
+    at: float
+    engine: str
+    request: str
+    cause: str
+    blocks: int
+
+
+class Misses:
+    """Lookups that missed, what engines told, blocks that left, and namespaces that were."""
+
+    def __init__(self) -> None:
+        self.lookups: deque[Lookup] = deque()
+        self.told: deque[Told] = deque(maxlen=NOTES)
+        self.spaces: dict[int, NamespaceSpec] = {}
+        self.began_at = 0.0
+        self.began_how = ""
+        self._held = 0
+        self._names: deque[dict[bytes, Occasion]] = deque([{}], GENERATIONS)
+        self._since: deque[float] = deque([0.0], GENERATIONS)
+        self._young = self._names[-1]
+        self._at, self._engine, self._namespace = 0.0, "", 0
+        self._occasion: Occasion | None = None
+
+    def began(self, now: float, how: str) -> None:
+        """Note that the daemon begins, and `how` it came to be empty: "" where it found what the last one had."""
+        self.began_at = self._since[0] = now
+        self.began_how = how
+
+    # Lookups.
+
+    def missed(self, lookup: Lookup) -> None:
+        """Remember a lookup."""
+        self.lookups.append(lookup)
+        self._held += len(lookup.frame) + EACH
+        while self._held > LOOKUPS:
+            self._held -= len(self.lookups.popleft().frame) + EACH
+
+    # Blocks.
+
+    def acting(self, now: float, engine: str, namespace: int) -> None:
+        """Let whatever leaves from now on leave for that engine's sake."""
+        self._at, self._engine, self._namespace, self._occasion = now, engine, namespace, None
+
+    def left(self, name: bytes, cause: str) -> None:
+        """Remember that the block has left, or was not let in. `name` is its hash and its group's tag."""
+        occasion = self._occasion
+        if occasion is None or occasion.cause != cause:
+            occasion = self._occasion = Occasion(self._at, cause, self._engine, self._namespace)
+        self._young[name] = occasion
+        if len(self._young) >= GENERATION:
+            self._young = {}
+            self._names.append(self._young)
+            self._since.append(self._at)
+
+    def find(self, name: bytes, before: float) -> Occasion | None:
+        """Return the last occasion on which the block left, or was not let in, not after `before`."""
+        for names in reversed(self._names):
+            occasion = names.get(name)
+            if occasion is not None and occasion.at <= before:
+                return occasion
+        return None
+
+    @property
+    def departures(self) -> int:
+        return sum(map(len, self._names))
+
+    @property
+    def since(self) -> float:
+        """From when on the blocks that left are remembered."""
+        return self._since[0]
+
+    # The rest.
+
+    def tell(self, told: Iterable[Told]) -> None:
+        self.told.extend(told)
+
+    def know(self, number: int, spec: NamespaceSpec) -> None:
+        """Remember a namespace, after it has gone, too."""
+        self.spaces[number] = spec
+        if len(self.spaces) > SPACES:
+            del self.spaces[min(self.spaces)]

@@ -1,0 +1,277 @@
+"""Why a request had no hit, made of what misses.py remembers when somebody asks. Pure.
+
+An answer is a list of runs of blocks, each with one cause and the facts that go with it. What left or was not let in is
+remembered by its name. A block that nothing is known of was never stored here, as far back as the memory reaches: then
+it is looked for in other namespaces, whose identities tell what keeps the two apart, and else the last hit says where
+the tokens part from what is cached.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from kvcache_proto.codec import decode_request
+from kvcache_proto.errors import BadArgument, ClientError
+from kvcache_proto.messages import Acquire, Acquired, Remark
+from kvcache_proto.types import NamespaceSpec, check_hashes
+from kvcache_server.index import Group, tag
+from kvcache_server.limits import Limits
+from kvcache_server.misses import Lookup, Told
+from kvcache_server.room import EVICTED_FOR
+from kvcache_server.sessions import Session
+
+if TYPE_CHECKING:
+    from kvcache_server.cache import Cache
+
+MOST_BLOCKS = 8192  # of one lookup that are looked at, from the first miss on
+OTHERS = 16  # namespaces that are looked into, the most similar ones first
+LATEST = 10
+LATELY = 3600.0  # seconds for which a daemon that threw blocks away when it began is to blame for what it has not
+HASHING = ("seed", "hash", "vllm", "block")  # facts of an identity by which equal tokens have other hashes
+_WORD = re.compile(r"[a-z_]{1,64}")
+_OLDEST = 1 << 53  # milliseconds that a note may be old
+
+
+def take(cache: Cache, session: Session, request: Remark, now: float) -> None:
+    """Take an engine's notes. What cannot be used is counted: nobody waits for an answer."""
+    try:
+        namespace, group = session.group(request.namespace, request.group)
+        check_hashes([each for note in request.notes for each in note.hashes], group.hash_bytes)
+        if not all(_WORD.fullmatch(note.cause) and 0 <= note.age_ms < _OLDEST for note in request.notes):
+            raise BadArgument("a cause is a word of small letters, an age is not negative")
+    except ClientError:
+        cache.counters["notes_refused"] += len(request.notes)
+        return
+    for note in request.notes:
+        at = now - note.age_ms / 1000
+        cache.misses.acting(at, session.engine.name, namespace.number)
+        for each in note.hashes:
+            cache.misses.left(each + group.tag, note.cause)
+        cache.misses.told.append(Told(at, session.engine.name, note.request, note.cause, len(note.hashes)))
+
+
+def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limits) -> tuple[str, int]:
+    """Return why, and how many, blocks were there and were not given, ("", 0) where none were."""
+    if reply.pending:
+        return "pending", reply.pending
+    if reply.withheld:
+        return ("leases" if len(session.leases) >= limits.max_leases else "quota"), reply.withheld
+    if not reply.hits and session.engine.writers[request.namespace] is None:
+        _, group = session.group(request.namespace, request.group)
+        return "ranks_missing", len(group.prefix(request.hashes))
+    return "", 0
+
+
+def explain(cache: Cache, text: str, now: float) -> dict[str, Any]:
+    """Return what is known of the misses of the request that `text` names, in full or in a part. O(hashes asked)."""
+    misses = cache.misses
+    known = dict.fromkeys(lookup.request for lookup in misses.lookups)
+    known.update(dict.fromkeys(note.request for note in misses.told))
+    found = [text] if text in known else [each for each in known if text and text in each]
+    answer: dict[str, Any] = {
+        "asked": text,
+        "matches": found[-LATEST:],
+        "matched": len(found),
+        "explained": [],
+        "latest": list(known)[-LATEST:][::-1],
+        "remembered": {
+            "lookups": len(misses.lookups),
+            "lookups_since_s": round(now - misses.lookups[0].at, 1) if misses.lookups else 0.0,
+            "departures": misses.departures,
+            "departures_since_s": round(now - misses.since, 1),
+            "began_s": round(now - misses.began_at, 1),
+            "began_empty": misses.began_how,
+        },
+    }
+    if len(found) == 1:
+        engines = dict.fromkeys(lookup.engine for lookup in misses.lookups if lookup.request == found[0])
+        engines.update(dict.fromkeys(note.engine for note in misses.told if note.request == found[0]))
+        answer["explained"] = [_request(cache, engine, found[0], now) for engine in engines]
+    return answer
+
+
+def _request(cache: Cache, engine: str, name: str, now: float) -> dict[str, Any]:
+    """Return what became of one engine's request: of its last lookup, and what the engine told."""
+    lookups = [each for each in cache.misses.lookups if each.engine == engine and each.request == name]
+    notes = [note for note in cache.misses.told if note.engine == engine and note.request == name]
+    told: dict[str, Any] = {
+        "request": name,
+        "engine": engine,
+        "notes": [{"cause": note.cause, "age_s": round(now - note.at, 3), "blocks": note.blocks} for note in notes],
+        "lookups": len(lookups),
+        "runs": [],
+    }
+    if not lookups:
+        return told
+    last = lookups[-1]
+    asked = decode_request(last.frame)
+    assert isinstance(asked, Acquire)
+    spec = cache.misses.spaces.get(asked.namespace)
+    told |= {
+        "age_s": round(now - last.at, 3),
+        "namespace": spec.id if spec else "",
+        "model": spec.model if spec else "",
+        "block_tokens": spec.groups[asked.group].block_tokens if spec else 0,
+        "tokens": asked.tokens,
+        "blocks": len(asked.hashes),
+        "hits": last.hits,
+        "runs": _Walk(cache, last, asked).runs(),
+    }
+    return told
+
+
+class _Walk:
+    """The blocks of one lookup, one after the other."""
+
+    def __init__(self, cache: Cache, lookup: Lookup, asked: Acquire) -> None:
+        self._cache, self._misses = cache, cache.misses
+        self._lookup, self._asked, self._at, self._generation = lookup, asked, lookup.at, lookup.generation
+        self._tag = tag(asked.namespace, asked.group)
+        space = cache.namespaces.get(asked.namespace)
+        self._group: Group | None = space.groups[asked.group] if space else None
+        self._runs: list[dict[str, Any]] = []
+        self._others = self._similar()
+
+    def runs(self) -> list[dict[str, Any]]:
+        hashes = self._asked.hashes
+        at, cause, blocks = self._lookup.hits, self._lookup.cause, self._lookup.blocks
+        self._add(0, at, "hit")
+        self._add(at, blocks, cause, self._writer(at) if cause == "pending" else {})
+        at += blocks
+        end = min(len(hashes), at + MOST_BLOCKS)
+        missed = [self._missed(hashes[place]) for place in range(at, end)]
+        self._bridge(missed)
+        for place, known in enumerate(missed, at):
+            self._add(place, 1, *(known or self._unknown(place)))
+        self._add(end, len(hashes) - end, "unexamined")
+        for run in self._runs:
+            if run["cause"] != "hit" and self._group is not None:
+                visible = self._group.visible
+                run["cached_now"] = sum(each in visible for each in hashes[run["first"] : run["last"] + 1])
+        return self._runs
+
+    def _add(self, first: int, count: int, cause: str, facts: dict[str, Any] | None = None) -> None:
+        """Let the last run go on, where it has the same cause and facts; else begin one."""
+        if not count:
+            return
+        facts = facts or {}
+        ages = facts.pop("ages", None)
+        last = self._runs[-1] if self._runs else None
+        if last is None or last["cause"] != cause or any(last.get(key) != value for key, value in facts.items()):
+            last = {"first": first, "cause": cause, **facts}
+            self._runs.append(last)
+        last["last"] = first + count - 1
+        if ages is not None:
+            old = last.get("ages_s", [ages, ages])
+            last["ages_s"] = [min(old[0], ages), max(old[1], ages)]
+
+    def _missed(self, block: bytes) -> tuple[str, dict[str, Any]] | None:
+        """Return why a block was not there, None where nothing is known of it."""
+        occasion = self._misses.find(block + self._tag, self._at)
+        if occasion is not None:
+            facts: dict[str, Any] = {"engine": occasion.engine, "ages": round(self._at - occasion.at, 3)}
+            spec = self._misses.spaces.get(occasion.namespace)
+            if spec is not None and occasion.namespace != self._asked.namespace:
+                facts |= {"namespace": spec.id, "model": spec.model}
+            return occasion.cause, facts
+        for number, spec in self._others:
+            if self._held(number, block):
+                return "elsewhere", self._apart(number, spec)
+        return None
+
+    def _held(self, number: int, block: bytes) -> bool:
+        """Return whether another namespace held the block at the time of the lookup, or before."""
+        for at in range(len(self._misses.spaces[number].groups)):
+            space = self._cache.namespaces.get(number)
+            there = space.groups[at].visible.get(block) if space else None
+            if there is not None and there.generation <= self._generation:
+                return True
+            occasion = self._misses.find(block + tag(number, at), self._at)
+            if occasion is not None and occasion.cause in _LEFT:
+                return True
+        return False
+
+    def _bridge(self, missed: list[tuple[str, dict[str, Any]] | None]) -> None:
+        """Blocks of another length share some hashes: those between them are elsewhere, too."""
+        following: tuple[str, dict[str, Any]] | None = None
+        for place in range(len(missed) - 1, -1, -1):
+            known = missed[place]
+            if known is None and following is not None:
+                missed[place] = following[0], dict(following[1])
+            else:
+                block = known is not None and any(field[0] == "block" for field in known[1].get("fields", ()))
+                following = known if block else None
+
+    def _unknown(self, place: int) -> tuple[str, dict[str, Any]]:
+        """Return the cause for a block that nobody is known to have stored."""
+        last = self._runs[-1] if self._runs else None
+        if last is not None and last["cause"] in UNKNOWN:
+            return last["cause"], {key: value for key, value in last.items() if key in ("fields", "namespace", "model")}
+        if last is not None and last["cause"] != "hit":
+            return "new", {}
+        if place == 0:
+            if self._asked.salted:
+                return "salted", {}
+            for number, spec in self._others:
+                fields = self._apart(number, spec)
+                if self._holds(number) and any(field[0] in HASHING for field in fields["fields"]):
+                    return "other_hashes", fields
+        if self._parts(place):
+            return "diverged", {}
+        if self._misses.began_how not in ("", "first") and self._at - self._misses.began_at < LATELY:
+            return "began_empty", {}
+        return "new", {}
+
+    def _parts(self, place: int) -> bool:
+        """Return whether something else went on, at the time of the lookup, where this block would have."""
+        if self._group is None:
+            return False
+        above = self._group.root if not place else self._group.visible.get(self._asked.hashes[place - 1])
+        mine = self._asked.hashes[place]
+        return above is not None and any(
+            child.visible and child.hash != mine and child.generation <= self._generation for child in above.children()
+        )
+
+    def _similar(self) -> list[tuple[int, NamespaceSpec]]:
+        """Return the other namespaces, those of the fewest differences first."""
+        mine = self._misses.spaces.get(self._asked.namespace)
+        if mine is None:
+            return []
+        others = [
+            (len(_differences(mine, spec)), -number, spec)
+            for number, spec in self._misses.spaces.items()
+            if number != self._asked.namespace and spec.hash_bytes == mine.hash_bytes
+        ]
+        return [(-number, spec) for _, number, spec in sorted(others, key=lambda each: each[:2])[:OTHERS]]
+
+    def _apart(self, number: int, spec: NamespaceSpec) -> dict[str, Any]:
+        mine = self._misses.spaces[self._asked.namespace]
+        return {"namespace": spec.id, "model": spec.model, "fields": _differences(mine, spec)}
+
+    def _holds(self, number: int) -> bool:
+        mine, other = self._misses.spaces[self._asked.namespace], self._cache.namespaces.get(number)
+        return other is not None and other.spec.model == mine.model and any(group.visible for group in other.groups)
+
+    def _writer(self, place: int) -> dict[str, Any]:
+        """Return who was writing the block, as far as that can be told now."""
+        if self._group is None:
+            return {}
+        name = self._asked.hashes[place]
+        grant, block = self._group.pending.get(name), self._group.visible.get(name)
+        account = grant.block.account if grant is not None else block.account if block is not None else None
+        return {"engine": account.engine} if account is not None else {}
+
+
+# Causes of a block that was there once; the others are of blocks that never were.
+_LEFT = {*EVICTED_FOR, "cleared", "corrupt", "different"}
+UNKNOWN = {"new", "diverged", "salted", "other_hashes", "began_empty"}
+
+
+def _differences(here: NamespaceSpec, there: NamespaceSpec) -> list[list[str]]:
+    """Return [field, here, there] for each fact in which two namespaces differ."""
+    facts = [{"model": spec.model, **spec.identity} for spec in (here, there)]
+    keys = [*facts[0], *(key for key in facts[1] if key not in facts[0])]
+    return [
+        [key, facts[0].get(key, ""), facts[1].get(key, "")] for key in keys if facts[0].get(key) != facts[1].get(key)
+    ]

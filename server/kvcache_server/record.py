@@ -1,0 +1,93 @@
+"""`kvcache-server record`: writes live lookups down as a trace, which `kvcache-server replay` plays again.
+
+One line a request, in the format of Mooncake's traces: `timestamp` in ms from the first one on, `input_length` and
+`output_length` in tokens, `hash_ids` a number a block in the order of the prompt. Equal numbers are equal blocks, of
+one namespace; they count from 0 in the order in which the blocks were first seen, and say nothing of what is in them.
+`engine` is a number, too.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from typing import IO, Any
+
+import click
+
+from kvcache_proto import messages as m
+from kvcache_proto.endpoint import default_endpoint
+from kvcache_server.admin import Admin
+
+EVERY = 0.25  # seconds between two questions
+RECENT = 1 << 16  # requests whose further lookups are left out
+
+
+class Recorder:
+    """Turns lookups into lines of a trace. A request that is looked up again is one request."""
+
+    def __init__(self) -> None:
+        self.lookups = self.blocks = self.hits = 0
+        self._numbers: dict[tuple[int, int, bytes], int] = {}
+        self._engines: dict[str, int] = {}
+        self._recent: dict[tuple[str, str], None] = {}
+        self._first: int | None = None
+
+    def lines(self, lookups: list[m.Seen]) -> Iterator[dict[str, Any]]:
+        """Yield a line for each lookup of a new request that asked for a block."""
+        for seen in lookups:
+            name = seen.engine, seen.request
+            if not seen.hashes or (seen.request and name in self._recent):
+                continue
+            self._recent[name] = None
+            if len(self._recent) > RECENT:
+                self._recent = dict.fromkeys(list(self._recent)[RECENT // 2 :])
+            self._first = seen.at_ms if self._first is None else self._first
+            self.lookups += 1
+            self.blocks += len(seen.hashes)
+            self.hits += seen.hits
+            yield {
+                "timestamp": seen.at_ms - self._first,
+                "input_length": seen.tokens or len(seen.hashes) * seen.block_tokens,
+                "output_length": 0,
+                "engine": self._engines.setdefault(seen.engine, len(self._engines)),
+                "hash_ids": [self._number(seen, each) for each in seen.hashes],
+            }
+
+    def _number(self, seen: m.Seen, block: bytes) -> int:
+        return self._numbers.setdefault((seen.namespace, seen.group, block), len(self._numbers))
+
+
+def record(admin: Admin, out: IO[str], seconds: float, stopped: Any = lambda: False) -> tuple[Recorder, int]:
+    """Write what comes within `seconds` (0: until `stopped`); return the recorder and how many lookups were lost."""
+    recorder, lost, until = Recorder(), 0, time.monotonic() + seconds
+    since = admin.ask(m.Watch(0, b"")).next
+    while True:
+        ending = stopped() or (seconds and time.monotonic() >= until)
+        more = True
+        while more:
+            watched = admin.ask(m.Watch(0, b"", since))
+            since, more, lost = watched.next, watched.more, lost + watched.lost
+            for line in recorder.lines(watched.lookups):
+                out.write(json.dumps(line) + "\n")
+        out.flush()
+        if ending:
+            return recorder, lost
+        time.sleep(min(EVERY, max(0.0, until - time.monotonic())) if seconds else EVERY)
+
+
+@click.command(name="record", help=__doc__)
+@click.argument("out", type=click.File("w"))
+@click.option("--seconds", default=0.0, metavar="N", help="How long; else until Ctrl-C.")
+@click.option("--endpoint", metavar="ENDPOINT", help="Where the daemon is; else $KVCACHE_ENDPOINT, else the default.")
+def command(out: IO[str], seconds: float, endpoint: str | None) -> None:
+    ends: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda signum, frame: ends.append(signum))
+    with Admin(endpoint or default_endpoint(), "record") as admin:
+        recorder, lost = record(admin, out, seconds, lambda: bool(ends))
+    share = f", {recorder.hits / recorder.blocks:.1%} of them hit" if recorder.blocks else ""
+    click.echo(
+        f"recorded {recorder.lookups:,} requests, {recorder.blocks:,} blocks{share}; {lost:,} lookups lost", err=True
+    )

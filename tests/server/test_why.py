@@ -1,0 +1,569 @@
+"""Why there was no hit: misses with injected causes, on the real state machine, each of which is named rightly."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvcache_proto import messages as m
+from kvcache_proto.codec import decode_request, encode
+from kvcache_proto.region import plan_geometry
+from kvcache_proto.types import Finding, GroupSpec, NamespaceSpec, Outcome, Refusal
+from kvcache_server import misses
+from kvcache_server.cache import Cache
+from kvcache_server.limits import Limits
+from kvcache_server.why import CAUSES, NOTES, describe
+
+KIB, MIB = 1 << 10, 1 << 20
+IDENTITY = {"dtype": "bfloat16", "weights": "", "shards": "1", "block": "16x8", "seed": "0", "layout": "NHD"}
+OTHERWISE = {"dtype": "float16", "weights": "v2", "shards": "2", "layout": "HND"}
+BLOCK = 64 * KIB
+
+
+class World:
+    """A small cache, and the truth about it: which blocks left, and what was done when they did."""
+
+    def __init__(self, seed: int = 0, extents: int = 8, **limits: Any) -> None:
+        geometry = plan_geometry(b"r" * 16, extents * 2 * MIB, 2 * MIB)
+        options = {"pin_quota": 1.0, "supersede_after": 2.0, **limits}
+        self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**options), seed=11)
+        self.draw = random.Random(seed)
+        self.now, self.requests = 100.0, 0
+        self.cache.misses.began(0.0, "first")
+
+    def tick(self, seconds: float = 0.01) -> None:
+        self.now += seconds
+        self.cache.tick(self.now)
+
+    def chain(self, length: int) -> list[bytes]:
+        return [self.draw.randbytes(16) for _ in range(length)]
+
+    def visible(self) -> dict[tuple[int, bytes], None]:
+        spaces = self.cache.namespaces.values()
+        return {(space.number, each): None for space in spaces for each in space.groups[0].visible}
+
+    def stored(self, engine: Engine) -> int:
+        (space,) = [each for each in self.cache.stats(self.now)["namespaces"] if each["id"] == engine.spec.id]
+        return int(space["engines"].get(engine.name, 0))
+
+    def why(self, request: str) -> dict[str, Any]:
+        answer = self.cache.handle(self.operator(), m.Why(1, b"", request), self.now).answer
+        describe(answer)  # whatever it is, it can be told
+        return answer
+
+    def operator(self) -> int:
+        for number, session in self.cache.sessions.items():
+            if session.engine.name == "operator":
+                return number
+        return self.cache.open_session("operator", "", self.now)
+
+
+class Engine:
+    def __init__(self, world: World, name: str, size: int = BLOCK, model: str = "m", ceiling: int = 0, **other: str):
+        self.world, self.cache, self.name = world, world.cache, name
+        self.session = self.cache.open_session(name, "", world.now)
+        self.spec = NamespaceSpec(model, (GroupSpec(128, size),), IDENTITY | other, 16)
+        self.number = self.ask(m.Attach(1, b"", self.spec, (0,), ceiling)).namespace
+
+    def ask(self, request: Any) -> Any:
+        self.world.tick()
+        return self.cache.handle(self.session, request, self.world.now)
+
+    def reserve(self, run: list[bytes], parent: bytes | None = None) -> m.Reserved:
+        return self.ask(m.Reserve(1, b"", self.number, [m.Run(run, parent)]))
+
+    def settle(self, reserved: m.Reserved, outcome: Outcome = Outcome.COMMITTED, at: tuple[int, ...] = ()) -> None:
+        region = self.cache.geometry.region_id
+        self.ask(m.Settle(1, b"", region, reserved.reservation, (0,), outcome, list(at)))
+
+    def store(self, run: list[bytes], parent: bytes | None = None) -> list[bytes]:
+        """Store a run; return it. It must fit."""
+        reserved = self.reserve(run, parent)
+        assert not any(answer > Refusal.IN_FLIGHT for answer in reserved.answers)
+        if reserved.reservation:
+            self.settle(reserved)
+        return run
+
+    def look_up(self, run: list[bytes], request: str = "", pin: bool = False, **facts: Any) -> tuple[str, m.Acquired]:
+        """Look up as the service does, frame and all; return the request's id and the answer."""
+        self.world.requests += 1
+        request = request or f"chatcmpl-{self.world.requests:08x}-0"
+        self.world.tick()
+        frame = encode(m.Acquire(1, b"t" * 16, self.number, run, pin=pin, request=request, tokens=9, **facts))
+        asked = decode_request(frame)
+        assert isinstance(asked, m.Acquire)
+        reply = self.cache.handle(self.session, asked, self.world.now)
+        assert isinstance(reply, m.Acquired)
+        if reply.hits < len(run):
+            self.cache.remember(self.session, asked, reply, frame, self.world.now)
+        return request, reply
+
+    def tell(self, cause: str, run: list[bytes], request: str = "told") -> None:
+        self.ask(m.Remark(1, b"", self.number, [m.Note(request, cause, 5, run)]))
+
+    def leave(self) -> None:
+        self.world.tick()
+        self.cache.end_session(self.session, self.world.now)
+
+
+def fill(engine: Engine) -> None:
+    """Store until something gives way."""
+    stored = len(engine.world.visible())
+    while len(engine.world.visible()) == stored:
+        engine.store(engine.world.chain(1))
+        stored += 1
+
+
+Expected = list[tuple[int, str, dict[str, Any]]]  # how many blocks, why, and facts among those told
+
+
+class Injector:
+    """Makes blocks miss in one way or another; each way returns who asked for what, and the true cause, run after run.
+
+    Who went is seen by looking before and after, not by asking who evicts.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world, self.draw = world, world.draw
+        self.a, self.b = Engine(world, "a"), Engine(world, "b")
+        self.bounded = Engine(world, "bounded", ceiling=6 * BLOCK)
+        self.others = {key: Engine(world, f"other {key}", **{key: value}) for key, value in OTHERWISE.items()}
+        self.large = Engine(world, "large", model="large")
+        self.mortals = 0
+
+    def head(self) -> list[bytes]:
+        """A prefix that is cached, of none to three blocks: what is missed below it is missed for its own cause."""
+        run = self.world.chain(self.draw.randrange(4))
+        return self.a.store(run) if run else run
+
+    def room(self) -> Any:
+        run = self.draw.choice([self.a, self.b]).store(self.world.chain(self.draw.randint(2, 6)))
+        mine = {(self.a.number, each) for each in run}
+        while mine <= self.world.visible().keys():
+            actor = self.draw.choice([self.a, self.b, *self.others.values()])
+            actor.store(self.world.chain(self.draw.randint(1, 2)))
+        kept = len(mine & self.world.visible().keys())
+        facts = {"engine": actor.name}
+        if actor in self.others.values():
+            facts["namespace"] = actor.spec.id
+        return self.a, run, [(kept, "hit", {}), (len(run) - kept, "room", facts)]
+
+    def own_ceiling(self) -> Any:
+        run = self.bounded.store(self.world.chain(3))
+        mine = {(self.bounded.number, each) for each in run}
+        while mine <= self.world.visible().keys():
+            full = self.world.stored(self.bounded) == 6 * BLOCK  # else it is the pool that is full
+            self.bounded.store(self.world.chain(1))
+        kept = len(mine & self.world.visible().keys())
+        return (
+            self.bounded,
+            run,
+            [(kept, "hit", {}), (3 - kept, "own_ceiling" if full else "room", {"engine": "bounded"})],
+        )
+
+    def cleared(self) -> Any:
+        run = self.a.store(self.world.chain(4))
+        self.world.tick()
+        self.world.cache.handle(self.world.operator(), m.Clear(1, b"", self.a.spec.id), self.world.now)
+        return self.b, run, [(4, "cleared", {"engine": "operator"})]
+
+    def distrusted(self) -> Any:
+        head = self.head()
+        run = self.a.store(self.world.chain(3), head[-1] if head else None)
+        finding = self.draw.choice(list(Finding))
+        slots = self.a.ask(m.Acquire(1, b"", self.a.number, [*head, *run], pin=False)).slots
+        region = self.world.cache.geometry.region_id
+        self.b.ask(m.Distrust(1, b"", region, slots[24 * len(head) :][:24], 0, finding))
+        return self.a, [*head, *run], [(len(head), "hit", {}), (3, finding.name.lower(), {"engine": "b"})]
+
+    def no_space(self) -> Any:
+        """Everything is leased: there is no room for the first, and no parent for the rest."""
+        leases = []
+        for space in self.world.cache.namespaces.values():
+            for block in list(space.groups[0].visible.values()):
+                if block.child is None:
+                    names = [each.hash for each in block.ancestors()][::-1]
+                    engine = next(e for e in self.engines() if e.number == space.number)
+                    leases.append((engine, engine.ask(m.Acquire(1, b"", space.number, names)).lease))
+        run: list[bytes] = []
+        answers = b""
+        while not any(answer > Refusal.IN_FLIGHT for answer in answers):  # until the last vacant slot is taken
+            part = self.world.chain(4)
+            reserved = self.b.reserve(part, run[-1] if run else None)
+            run, answers = run + part, answers + reserved.answers
+            if reserved.reservation:
+                self.b.settle(reserved)
+        for engine, lease in leases:
+            engine.ask(m.Release(1, b"", [lease]))
+        hits = answers.index(Refusal.NO_SPACE)
+        facts = {"engine": "b"}
+        rest = len(run) - hits - 1
+        return self.a, run, [(hits, "hit", {}), (1, "no_space", facts), (rest, "no_parent", facts)]
+
+    def engines(self) -> list[Engine]:
+        return [self.a, self.large, *self.others.values()]
+
+    def refused_own_ceiling(self) -> Any:
+        mine = self.world.chain(6)
+        self.bounded.store(mine[:2])
+        self.bounded.store(mine[2:], mine[1])
+        _, held = self.bounded.look_up(mine, pin=True)
+        assert held.hits == 6
+        run = self.world.chain(3)
+        self.bounded.reserve(run)
+        self.bounded.ask(m.Release(1, b"", [held.lease]))
+        facts = {"engine": "bounded"}
+        return self.b, run, [(1, "refused_own_ceiling", facts), (2, "no_parent", facts)]
+
+    def refused_write_quota(self) -> Any:
+        limit = int(self.world.cache.limits.write_quota * self.world.cache.pool.capacity) // BLOCK
+        run = self.world.chain(limit + 3)
+        reserved = self.b.reserve(run)
+        assert len(reserved.slots) // 24 == limit
+        self.b.settle(reserved)
+        facts = {"engine": "b"}
+        return self.a, run, [(limit, "hit", {}), (1, "refused_write_quota", facts), (2, "no_parent", facts)]
+
+    def writer_died(self) -> Any:
+        self.mortals += 1
+        head, mortal = self.head(), Engine(self.world, f"mortal {self.mortals}")
+        run = self.world.chain(3)
+        mortal.reserve(run, head[-1] if head else None)
+        self.a.store(self.world.chain(1))
+        mortal.leave()
+        self.world.tick(20.0)  # the quarantine is over: the pool stays as large as it was
+        facts = {"engine": mortal.name}
+        return self.a, [*head, *run], [(len(head), "hit", {}), (1, "writer_died", facts), (2, "orphaned", facts)]
+
+    def write_failed(self) -> Any:
+        head, run = self.head(), self.world.chain(4)
+        reserved = self.b.reserve(run, head[-1] if head else None)
+        self.b.settle(reserved, at=(0,))
+        self.b.settle(reserved, Outcome.FAILED, at=(1,))
+        self.b.settle(reserved, at=(2, 3))
+        facts = {"engine": "b"}
+        hits = len(head) + 1
+        return self.a, [*head, *run], [(hits, "hit", {}), (1, "write_failed", facts), (2, "orphaned", facts)]
+
+    def not_started(self) -> Any:
+        head, run = self.head(), self.world.chain(2)
+        self.b.settle(self.b.reserve(run, head[-1] if head else None), Outcome.NEVER_STARTED)
+        facts = {"engine": "b"}
+        return self.a, [*head, *run], [(len(head), "hit", {}), (1, "not_started", facts), (1, "orphaned", facts)]
+
+    def told(self) -> Any:
+        head, run = self.head(), self.world.chain(3)
+        cause = self.draw.choice(["save_prompt", "given_away", "paused", "weights", "down"])
+        self.b.tell(cause, run)
+        return self.a, [*head, *run], [(len(head), "hit", {}), (3, cause, {"engine": "b"})]
+
+    def elsewhere(self) -> Any:
+        field = self.draw.choice(list(OTHERWISE))
+        run = self.others[field].store(self.world.chain(3))
+        facts = {"namespace": self.others[field].spec.id, "fields": [[field, IDENTITY[field], OTHERWISE[field]]]}
+        return self.a, run, [(3, "elsewhere", facts)]
+
+    def another_model(self) -> Any:
+        run = self.large.store(self.world.chain(2))
+        return self.a, run, [(2, "elsewhere", {"fields": [["model", "m", "large"]], "model": "large"})]
+
+    def diverged(self) -> Any:
+        run = self.a.store(self.world.chain(4))
+        at = self.draw.randrange(4)
+        return self.b, run[:at] + self.world.chain(3), [(at, "hit", {}), (3, "diverged", {})]
+
+    def new(self) -> Any:
+        run = self.a.store(self.world.chain(2))
+        return self.b, run + self.world.chain(3), [(2, "hit", {}), (3, "new", {})]
+
+    def salted(self) -> Any:
+        return self.a, self.world.chain(3), [(3, "salted", {})]
+
+    def pending(self) -> Any:
+        head, run = self.head(), self.world.chain(3)
+        reserved = self.b.reserve(run, head[-1] if head else None)
+        self.undo = lambda: self.b.settle(reserved, Outcome.NEVER_STARTED)
+        tail = self.world.chain(1)
+        hit = (len(head), "hit", {})
+        return self.a, [*head, *run, *tail], [hit, (3, "pending", {"engine": "b"}), (1, "new", {})]
+
+    def undo(self) -> None:
+        """What a way leaves to be done once the lookup is over."""
+
+
+NOT_WAYS = {"head", "engines", "undo"}
+WAYS = [name for name in vars(Injector) if not name.startswith("_") and name not in NOT_WAYS]
+
+
+def runs_of(told: dict[str, Any]) -> list[tuple[int, str]]:
+    return [(run["last"] - run["first"] + 1, run["cause"]) for run in told["runs"]]
+
+
+def test_ten_thousand_misses_are_named_rightly() -> None:
+    world = World(3)
+    injector = Injector(world)
+    lasting = {"room", "own_ceiling", "cleared", "writer_died", "write_failed", "told"}
+    kept: list[tuple[str, list[tuple[int, str]]]] = []
+    named: Counter[str] = Counter()
+    wrong = []
+    while sum(named.values()) < 10_000:
+        way = world.draw.choice(WAYS)
+        engine, run, expected = getattr(injector, way)()
+        expected = [each for each in expected if each[0]]
+        request, _ = engine.look_up(run, salted=way == "salted")
+        (told,) = world.why(request)["explained"]
+        right = runs_of(told) == [each[:2] for each in expected] and all(
+            found.get(key) == value
+            for found, (_, _, facts) in zip(told["runs"], expected, strict=True)
+            for key, value in facts.items()
+        )
+        if not right:
+            wrong.append((way, expected, told["runs"]))
+        named.update({cause: count for count, cause, _ in expected if cause != "hit"})
+        if way in lasting:
+            kept.append((request, runs_of(told)))
+        injector.undo()
+        injector.undo = lambda: None  # type: ignore[method-assign]
+    assert not wrong, f"{len(wrong)} of {sum(named.values())}: {wrong[:3]}"
+    assert len(named) >= 20, named
+    assert named.keys() <= CAUSES.keys() | NOTES.keys()
+    # Much later, with the memory many times as full, what is said of what left is the same.
+    for request, before in kept[-200:]:
+        (told,) = world.why(request)["explained"]
+        assert runs_of(told) == before
+    world.cache.check_integrity()
+
+
+def causes(world: World, request: str) -> list[tuple[int, str]]:
+    (told,) = world.why(request)["explained"]
+    return runs_of(told)
+
+
+def test_blocks_of_another_size_cut_an_extent_anew() -> None:
+    world = World()
+    a = Engine(world, "a")
+    fill(a)
+    large, before = Engine(world, "large", 3 * BLOCK, "large"), world.visible()
+    large.store(world.chain(1))
+    gone = next(block for number, block in before if (number, block) not in world.visible())
+    request, _ = a.look_up([gone])
+    (told,) = world.why(request)["explained"]
+    (run,) = told["runs"]
+    assert (run["cause"], run["engine"], run["namespace"], run["model"]) == ("recut", "large", large.spec.id, "large")
+    assert f"engine large saved in namespace {large.spec.id} (large)" in describe(world.why(request))
+
+
+def test_a_pool_that_was_made_smaller() -> None:
+    world = World(extents=2)
+    a = Engine(world, "a")
+    runs = [a.store(world.chain(1)) for _ in range(60)]
+    assert len(world.visible()) == 60
+    world.cache.resize(2 * MIB)
+    while world.cache.shrink(world.now) is not None:
+        world.tick()
+    gone = [run for run in runs if (a.number, run[0]) not in world.visible()]
+    assert gone
+    for run in gone:
+        request, _ = a.look_up(run)
+        assert causes(world, request) == [(1, "resize")]
+    assert "an operator made the pool smaller" in describe(world.why(request))
+
+
+def test_a_namespace_at_its_ceiling() -> None:
+    world = World(namespace_ceiling=0.25, write_quota=1.0)
+    a, b = Engine(world, "a"), Engine(world, "b")
+    run = a.store(world.chain(2))
+    slots = 8 * 2 * MIB // 4 // BLOCK
+    while (a.number, run[1]) in world.visible():
+        b.store(world.chain(1))
+    request, _ = a.look_up(run)
+    assert causes(world, request) == [(1, "hit"), (1, "namespace_ceiling")]
+    held = b.look_up(b.store(world.chain(slots // 2)), pin=True)
+    assert held[1].lease
+    run = world.chain(slots)
+    a.settle(a.reserve(run))
+    request, found = a.look_up(run)
+    rest = slots - found.hits - 1
+    assert causes(world, request) == [(found.hits, "hit"), (1, "refused_namespace_ceiling"), (rest, "no_parent")]
+
+
+def test_what_is_cached_and_kept_back() -> None:
+    world = World(pin_quota=4 * BLOCK / (16 * MIB), max_leases=2)
+    a = Engine(world, "a")
+    run = a.store(world.chain(6))
+    request, found = a.look_up([*run, *world.chain(1)], pin=True)
+    assert found.withheld == 2
+    assert causes(world, request) == [(4, "hit"), (2, "quota"), (1, "new")]
+    a.ask(m.Release(1, b"", [found.lease]))
+    for _ in range(2):
+        a.look_up(run[:1], pin=True)
+    request, _ = a.look_up(run, pin=True)
+    assert causes(world, request) == [(6, "leases")]
+    rank = world.cache.open_session("two ranks", "", world.now)
+    spec = NamespaceSpec("m", (GroupSpec(128, (BLOCK // 2, BLOCK // 2)),), IDENTITY | {"shards": "2"}, 16)
+    number = world.cache.handle(rank, m.Attach(1, b"", spec, (0, 1)), world.now).namespace
+    b = Engine(world, "two ranks")
+    reserved = world.cache.handle(rank, m.Reserve(1, b"", number, [m.Run(run)]), world.now)
+    region = world.cache.geometry.region_id
+    world.cache.handle(rank, m.Settle(1, b"", region, reserved.reservation, (0, 1), 0), world.now)
+    world.cache.handle(b.session, m.Attach(1, b"", spec), world.now)
+    world.cache.handle(rank, m.Attach(1, b"", spec, (0,)), world.now)  # and the other rank is there no more
+    b.number = number
+    request, _ = b.look_up([*run, *world.chain(2)])
+    assert causes(world, request) == [(6, "ranks_missing"), (2, "new")]
+    assert "a rank of engine two ranks was not attached" in describe(world.why(request))
+
+
+def test_other_hashes_for_the_same_tokens() -> None:
+    """Nothing of another seed is ever found; blocks of another length have every second hash alike."""
+    world = World()
+    a, seeded = Engine(world, "a"), Engine(world, "b", seed="engine b")
+    seeded.store(world.chain(3))
+    request, _ = a.look_up(world.chain(4))
+    (told,) = world.why(request)["explained"]
+    assert runs_of(told) == [(4, "other_hashes")]
+    assert told["runs"][0]["fields"] == [["seed", "0", "engine b"]]
+    assert "seed is '0' here and 'engine b' there" in describe(world.why(request))
+    doubled = Engine(world, "c", block="16x16")
+    run = world.chain(6)
+    doubled.store(run[1::2])
+    request, _ = a.look_up([*run, *world.chain(1)])
+    (told,) = world.why(request)["explained"]
+    assert runs_of(told) == [(6, "elsewhere"), (1, "new")]
+    assert told["runs"][0]["fields"] == [["block", "16x8", "16x16"]]
+
+
+def test_a_namespace_that_held_it_once() -> None:
+    world = World()
+    a, other = Engine(world, "a"), Engine(world, "b", weights="v1")
+    run = other.store(world.chain(2))
+    other.ask(m.Clear(1, b"", other.spec.id))
+    other.leave()
+    assert other.number not in world.cache.namespaces
+    request, _ = a.look_up(run)
+    (told,) = world.why(request)["explained"]
+    assert runs_of(told) == [(2, "elsewhere")]
+    assert told["runs"][0]["fields"] == [["weights", "", "v1"]]
+
+
+def test_what_comes_after_the_lookup_does_not_explain_it() -> None:
+    world = World()
+    a, other = Engine(world, "a"), Engine(world, "b", weights="v1")
+    run = world.chain(3)
+    request, _ = a.look_up(run)
+    other.store(run)
+    a.store(run)
+    a.store(world.chain(1))  # from now on, other tokens go on where these would have
+    assert causes(world, request) == [(3, "new")]
+    assert "cached now" in describe(world.why(request))
+    a.ask(m.Clear(1, b""))
+    assert causes(world, request) == [(3, "new")]
+    request, _ = a.look_up(run)
+    assert causes(world, request) == [(3, "cleared")]
+
+
+def test_what_the_daemon_began_with() -> None:
+    world = World()
+    world.cache.misses.began(1.0, "resized")
+    a = Engine(world, "a")
+    run = world.chain(2)
+    request, _ = a.look_up(run)
+    assert causes(world, request) == [(2, "began_empty")]
+    assert "size or extent_size differed" in describe(world.why(request))
+    a.store(world.chain(2))
+    request, _ = a.look_up(run)
+    assert causes(world, request) == [(2, "diverged")]
+
+
+def test_nothing_is_evicted_for_a_save_in_the_grace_after_a_restart() -> None:
+    world = World()
+    a = Engine(world, "a")
+    fill(a)
+    world.cache.room.frozen, world.cache.awaited, world.cache.grace_until = True, {99}, world.now + 10
+    run = world.chain(2)
+    a.reserve(run)
+    request, _ = a.look_up(run)
+    assert causes(world, request) == [(1, "grace"), (1, "no_parent")]
+
+
+def test_notes_of_an_engine() -> None:
+    world = World()
+    a, b = Engine(world, "a"), Engine(world, "b")
+    a.ask(m.Remark(1, b"", a.number, [m.Note("cmpl-7-0-abcd", "down", 2000), m.Note("cmpl-8-0-abcd", "lora")]))
+    (told,) = world.why("cmpl-7")["explained"]
+    assert (told["engine"], told["runs"], [note["cause"] for note in told["notes"]]) == ("a", [], ["down"])
+    assert 2.0 <= told["notes"][0]["age_s"] < 2.1
+    assert "breaker open" in describe(world.why("cmpl-7"))
+    run = world.chain(2)
+    b.tell("save_prompt", run, "cmpl-9")
+    assert "2 blocks not saved" in describe(world.why("cmpl-9"))
+    b.store(run[:1])
+    b.tell("paused", run)
+    b.ask(m.Clear(1, b""))
+    request, _ = a.look_up(run)
+    assert causes(world, request) == [(1, "cleared"), (1, "paused")]
+    for bad in (m.Note("r", "Evil\n"), m.Note("r", "down", -1), m.Note("r", "down", 0, [b"short"])):
+        a.ask(m.Remark(1, b"", a.number, [bad]))
+    a.ask(m.Remark(1, b"", 77, [m.Note("r", "down")]))
+    assert world.cache.counters["notes_refused"] == 4
+    assert not world.why("r\0")["explained"]
+
+
+def test_a_request_is_found_by_a_part_of_its_name() -> None:
+    world = World()
+    a, b = Engine(world, "a"), Engine(world, "b")
+    for name in ("cmpl-aa-0-1f", "cmpl-ab-0-2e", "7", "17"):
+        a.look_up(world.chain(1), name)
+    for part, whole in (("cmpl-aa", "cmpl-aa-0-1f"), ("aa-0", "cmpl-aa-0-1f"), ("2e", "cmpl-ab-0-2e"), ("7", "7")):
+        assert [told["request"] for told in world.why(part)["explained"]] == [whole]
+    several = world.why("cmpl")
+    assert (several["matched"], several["matches"], several["explained"]) == (2, ["cmpl-aa-0-1f", "cmpl-ab-0-2e"], [])
+    b.look_up(world.chain(1), "7")  # engines number their requests alike
+    assert [told["engine"] for told in world.why("7")["explained"]] == ["a", "b"]
+    for unknown in ("no such", ""):
+        answer = world.why(unknown)
+        assert (answer["matched"], answer["latest"][:2]) == (0, ["17", "7"]) or answer["latest"][0] == "17"
+        assert "17" in describe(answer)
+    assert "7,340" not in describe(world.why("7"))
+
+
+def test_a_lookup_without_a_name_and_one_that_hits_all_leave_nothing() -> None:
+    world = World()
+    a = Engine(world, "a")
+    run = a.store(world.chain(2))
+    a.look_up(run, "full")
+    frame = encode(m.Acquire(1, b"", a.number, world.chain(1)))
+    asked = decode_request(frame)
+    assert isinstance(asked, m.Acquire)
+    world.cache.remember(a.session, asked, a.ask(asked), frame, world.now)
+    assert not world.cache.misses.lookups
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(misses, "LOOKUPS", 40_000)
+    monkeypatch.setattr(misses, "GENERATION", 50)
+    world = World()
+    a = Engine(world, "a")
+    first = a.store(world.chain(1))
+    a.ask(m.Clear(1, b""))
+    assert causes(world, a.look_up(first)[0]) == [(1, "cleared")]
+    long = [a.look_up(world.chain(100))[0] for _ in range(50)]
+    assert not world.why(long[0])["explained"]
+    assert world.why(long[-1])["explained"]
+    assert sum(len(each.frame) + misses.EACH for each in world.cache.misses.lookups) <= 40_000
+    for _ in range(misses.GENERATIONS * 50):
+        a.tell("paused", world.chain(1))
+    assert world.cache.misses.departures <= misses.GENERATIONS * 50
+    assert causes(world, a.look_up(first)[0]) == [(1, "new")]  # and yet it says how far back it knows
+    assert 0 < world.why(a.look_up(first)[0])["remembered"]["departures_since_s"] < world.now - 100.0
+    assert len(world.cache.misses.told) <= misses.NOTES
+
+
+def test_a_very_long_lookup_is_looked_at_in_part() -> None:
+    world = World()
+    a = Engine(world, "a")
+    request, _ = a.look_up(world.chain(9000))
+    assert causes(world, request) == [(8192, "new"), (808, "unexamined")]
