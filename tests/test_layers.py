@@ -26,7 +26,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "api", "histogram", "limits", "lost", "rates", "sockets", "sums", "unread"},
+        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "rates", "sockets", "sums", "unread"},
         {"ghosts"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
@@ -43,6 +43,12 @@ FLOORS: dict[str, list[set[str]]] = {
         {"plan"},
         {"replay.run"},
         {"replay"},
+        {"dashboard.envfile", "dashboard.history", "dashboard.host", "dashboard.relay"},
+        {"dashboard.settings"},
+        {"dashboard.files"},
+        {"dashboard.units"},
+        {"dashboard.serving"},
+        {"dashboard"},
         {"desk", "describe"},
         {"http"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
@@ -81,7 +87,8 @@ PURE = {
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
         *("cache", "journal", "writing", "recovery", "sums", "distrust", "stream"),
         *("plan.models", "plan.host", "plan.pages", "plan.weights", "plan.device", "plan.figures"),
-        *("doctor.table", "api", "replay.bounds"),
+        *("doctor.table", "api", "hosts", "replay.bounds"),
+        *("dashboard.envfile", "dashboard.history", "dashboard.settings"),
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}
     | {"noise", "sums", "events"},
@@ -104,6 +111,7 @@ FROM_ENGINE = {
     "kvcache_server": {
         "demo_engine": {"torch", "transformers", "vllm"},
         "replay.picture": {"matplotlib"},  # of an extra
+        "dashboard.host": {"psutil", "pynvml"},  # of an extra
     },
     "kvcache_client": {
         "devices.cuda": {"torch"},

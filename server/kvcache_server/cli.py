@@ -30,7 +30,7 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (NotPermitted, 6, "no permission"),
     (EndpointLost, 7, "somebody removed its sockets"),
 )
-_LATER = {name: f"kvcache_server.{name}" for name in ("bench", "demo", "doctor", "plan", "replay", "top")}
+_LATER = {name: f"kvcache_server.{name}" for name in ("bench", "dashboard", "demo", "doctor", "plan", "replay", "top")}
 
 
 class Commands(click.Group):
