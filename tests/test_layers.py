@@ -26,7 +26,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "api", "histogram", "limits", "lost", "misses", "rates", "sockets", "sums"}
+        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "misses", "rates", "sockets", "sums"}
         | {"traffic", "unread"},
         {"ghosts"},
         {"index", "journal"},
@@ -44,6 +44,12 @@ FLOORS: dict[str, list[set[str]]] = {
         {"plan"},
         {"replay.run"},
         {"replay"},
+        {"dashboard.envfile", "dashboard.history", "dashboard.host", "dashboard.relay"},
+        {"dashboard.settings"},
+        {"dashboard.files"},
+        {"dashboard.units"},
+        {"dashboard.serving"},
+        {"dashboard"},
         {"desk", "describe"},
         {"http"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
@@ -82,7 +88,8 @@ PURE = {
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
         *("cache", "journal", "writing", "recovery", "sums", "distrust", "stream", "misses", "reasons", "traffic"),
         *("plan.models", "plan.host", "plan.pages", "plan.weights", "plan.device", "plan.figures"),
-        *("doctor.table", "api", "replay.bounds"),
+        *("doctor.table", "api", "hosts", "replay.bounds"),
+        *("dashboard.envfile", "dashboard.history", "dashboard.settings"),
     },
     "kvcache_client": {"layout", "plan", "namespace", "settings", "replies", "devices.spans", "devices.tuning"}
     | {"noise", "notes", "sums", "events"},
@@ -105,6 +112,7 @@ FROM_ENGINE = {
     "kvcache_server": {
         "demo_engine": {"torch", "transformers", "vllm"},
         "replay.picture": {"matplotlib"},  # of an extra
+        "dashboard.host": {"psutil", "pynvml"},  # of an extra
     },
     "kvcache_client": {
         "devices.cuda": {"torch"},

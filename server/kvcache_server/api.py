@@ -216,8 +216,14 @@ class Checked(msgspec.Struct):
     seconds: float
 
 
+class Known(msgspec.Struct):
+    """The token is the right one."""
+
+    known: bool
+
+
 class Route(NamedTuple):
-    """One thing that can be asked; `{id}` in the path is a session's number. Who changes something needs the token."""
+    """One thing that can be asked; `{id}` in the path is a session's number. Who posts something needs the token."""
 
     name: str
     method: Literal["GET", "POST"]
@@ -283,6 +289,7 @@ ROUTES = (
         None,
         (400, 404),
     ),
+    Route("token", "POST", "/api/v1/token", "Say whether the token is right, and change nothing.", Known),
     Route(
         "check",
         "POST",

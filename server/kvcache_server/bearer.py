@@ -27,11 +27,16 @@ class Bearer:
         self._token = token.encode()
 
     def admits(self, authorization: str) -> bool:
-        """Whether that header bears the token; takes as long for a wrong one as for the right one."""
-        scheme, _, token = authorization.partition(" ")
-        # Both, always: the comparison must not say by its absence that the scheme was wrong, either.
-        same = secrets.compare_digest(token.strip().encode(errors="surrogateescape"), self._token)
-        return scheme.lower() == "bearer" and same
+        """Whether that header bears the token."""
+        return bears(authorization, self._token)
+
+
+def bears(authorization: str, token: bytes) -> bool:
+    """Whether that header bears that token; takes as long for a wrong one as for the right one."""
+    scheme, _, offered = authorization.partition(" ")
+    # Both, always: the comparison must not say by its absence that the scheme was wrong, either.
+    same = secrets.compare_digest(offered.strip().encode(errors="surrogateescape"), token)
+    return scheme.lower() == "bearer" and same
 
 
 def _make(path: str) -> str:

@@ -31,7 +31,8 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (EndpointLost, 7, "somebody removed its sockets"),
 )
 _LATER = {
-    name: f"kvcache_server.{name}" for name in ("bench", "demo", "doctor", "plan", "record", "replay", "top", "why")
+    name: f"kvcache_server.{name}"
+    for name in ("bench", "dashboard", "demo", "doctor", "plan", "record", "replay", "top", "why")
 }
 _LATER["install-service"] = "kvcache_server.install"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 import time
@@ -27,6 +26,7 @@ from kvcache_server import api, metrics
 from kvcache_server.bearer import Bearer
 from kvcache_server.config import Config, parse_address
 from kvcache_server.desk import Desk
+from kvcache_server.hosts import is_ours
 from kvcache_server.rates import Rate
 from kvcache_server.turnstile import Turnstile
 
@@ -140,15 +140,9 @@ class Http:
         return response
 
     def _check_host(self, request: web.Request) -> None:
-        """Refuse a name that is not ours: a page of anybody's could have it point here, and read what we answer."""
         host = request.headers.get("Host", "")
-        name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-        if name.lower() in self._names:
-            return
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            raise web.HTTPMisdirectedRequest(text=f"Host {host!r}: ask by address, or as localhost") from None
+        if not is_ours(host, self._names):
+            raise web.HTTPMisdirectedRequest(text=f"Host {host!r}: ask by address, or as localhost")
 
     def _guarded(self, handler: Handler) -> Handler:
         """Let `handler` be asked by who has the token alone."""
@@ -221,6 +215,9 @@ class Http:
         if not (text.isascii() and text.isdigit() and 0 < len(text) < 20 and int(text)):
             raise BadArgument(f"session {text[:40]!r}: its number, as the list of sessions has it")
         return _response(api.FencedOff(int(text), self._desk.fence_off(int(text), _who(request))))
+
+    async def _token(self, request: web.Request) -> web.Response:
+        return _response(api.Known(True))
 
     async def _check(self, request: web.Request) -> web.Response:
         began = time.perf_counter()

@@ -1,0 +1,66 @@
+"""`kvcache-server dashboard`: a web page over the daemon's HTTP API, by a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import click
+from aiohttp import web
+
+from kvcache_proto.errors import ConfigError
+from kvcache_server import logs
+from kvcache_server.config import parse_address
+from kvcache_server.dashboard.files import Folder
+from kvcache_server.dashboard.host import Host
+from kvcache_server.dashboard.relay import Relay
+from kvcache_server.dashboard.serving import Dashboard
+from kvcache_server.dashboard.units import Units
+
+
+@click.command()
+@click.option("--api", default="http://127.0.0.1:9464", show_default=True, help="The daemon's `http` address.")
+@click.option("--listen", default="127.0.0.1:9465", show_default=True, help="Address and port of the page; loopback.")
+@click.option(
+    "--token-file",
+    default="",
+    metavar="FILE",
+    help="Compare visitors' tokens with this file, so that engines can be managed while the daemon is away; else the "
+    "daemon is asked.",
+)
+@click.option("--manage", metavar="PATTERN", help="systemd units of engines, as in 'vllm@*', to list, start and edit.")
+@click.option("--env-folder", default="/etc/vllm", show_default=True, help="Where their environment files lie.")
+@click.option("--user", "of_user", is_flag=True, help="The units are those of the user's own systemd.")
+def command(api: str, listen: str, token_file: str, manage: str | None, env_folder: str, of_user: bool) -> None:
+    """Show the cache in a web page, live and over the last hour; with the daemon's token, act on it there."""
+    address, port = parse_address(listen)
+    if not address.is_loopback:
+        raise ConfigError(f"--listen {listen}: loopback alone; from elsewhere: ssh -L 9465:127.0.0.1:{port} HOST")
+    if token_file and not os.access(token_file, os.R_OK):
+        raise ConfigError(f"--token-file {token_file}: cannot be read")
+    folder = Folder(env_folder)
+    units = Units(manage, folder, of_user) if manage is not None else None
+    logs.set_up("info", "text")
+    dashboard = Dashboard(Relay(api), Host(), token_file, units, folder)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(dashboard.app(), str(address), port))
+
+
+async def _serve(app: web.Application, address: str, port: int) -> None:
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, address, port).start()
+        except OSError as error:
+            raise ConfigError(f"--listen {address}:{port}: {error.strerror}") from None
+        host = f"[{address}]" if ":" in address else address
+        click.echo(f"dashboard at http://{host}:{runner.addresses[0][1]}")
+        over = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, over.set)
+        await over.wait()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,77 @@
+"""What has happened lately: a bounded ring of what lies between two reports of the daemon. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+SECONDS = 3600  # of history
+EVERY = 2.0  # seconds between two looks
+
+
+class Point(NamedTuple):
+    """What happened in the `seconds` before `at` (seconds since 1970), and what was used then."""
+
+    at: float
+    seconds: float
+    requested_blocks: int
+    hit_blocks: int
+    lost_blocks: int
+    loaded_bytes: int
+    saved_bytes: int
+    evicted_blocks: int
+    used_bytes: int
+
+
+class History:
+    """The points of the last hour; each has a number, and the next one's is one more."""
+
+    def __init__(self, most: int = round(SECONDS / EVERY)) -> None:
+        self._points: deque[Point] = deque(maxlen=most)
+        self._made = 0
+        self._last: tuple[float, dict[str, Any]] | None = None
+
+    def add(self, at: float, report: dict[str, Any]) -> None:
+        """Take a report that came at `at`. The first one of a daemon makes no point: there is nothing before it."""
+        before, self._last = self._last, (at, report)
+        if before is None or at <= before[0] or _life(before[1]) != _life(report):
+            return
+        counters, earlier = report["counters"], before[1]["counters"]
+
+        def counted(name: str) -> int:
+            gained: int = counters.get(name, 0) - earlier.get(name, 0)
+            return gained
+
+        self._points.append(
+            Point(
+                at=round(at, 3),
+                seconds=round(at - before[0], 3),
+                requested_blocks=counted("blocks_requested"),
+                hit_blocks=counted("blocks_hit"),
+                lost_blocks=_gained(before[1], report, "lost_blocks"),
+                loaded_bytes=_gained(before[1], report, "hit_bytes"),
+                saved_bytes=_gained(before[1], report, "saved_bytes"),
+                evicted_blocks=counted("blocks_evicted"),
+                used_bytes=report["pool"]["used_bytes"],
+            )
+        )
+        self._made += 1
+
+    def since(self, number: int) -> dict[str, Any]:
+        """Return the points from `number` on that are still here, and the number that comes next."""
+        first = self._made - len(self._points)
+        if not first <= number <= self._made:
+            number = first
+        points = list(self._points)[number - first :]
+        return {"fields": Point._fields, "points": points, "next": self._made}
+
+
+def _life(report: dict[str, Any]) -> tuple[Any, ...]:
+    """Counters begin anew with the process."""
+    return report["daemon"]["pid"], report["life"], report["pool"]["region_id"]
+
+
+def _gained(before: dict[str, Any], report: dict[str, Any], name: str) -> int:
+    """Sum over namespaces: those that have gone since take nothing away; one that came is all new."""
+    earlier = {space["id"]: space[name] for space in before["namespaces"]}
+    return sum(max(0, space[name] - earlier.get(space["id"], 0)) for space in report["namespaces"])

@@ -1,0 +1,81 @@
+"""The host's own figures: processors, memory, file systems, device memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from kvcache_proto.errors import ConfigError
+
+
+class Host:
+    """Looks at this host. `figures` may block for some milliseconds: call it in a thread, one at a time."""
+
+    def __init__(self) -> None:
+        """Raises ConfigError where psutil is not installed."""
+        try:
+            import psutil
+        except ImportError:
+            raise ConfigError("the dashboard wants psutil: pip install 'kvcache-server[dashboard]'") from None
+        self._psutil = psutil
+        self._devices: list[tuple[str, Any]] | None = None
+        self._why_none = ""
+        psutil.cpu_percent()  # the next call tells what lies between
+
+    def figures(self, region: str) -> dict[str, Any]:
+        """Return what is used and what there is, in bytes; `region` is the path of the daemon's, "" where unknown."""
+        memory, swap = self._psutil.virtual_memory(), self._psutil.swap_memory()
+        return {
+            "cpu": {
+                "share": self._psutil.cpu_percent() / 100,
+                "cores": self._psutil.cpu_count() or 1,
+                "load": round(os.getloadavg()[0], 2),
+            },
+            "memory": {"used": memory.total - memory.available, "total": memory.total},
+            "swap": {"used": swap.used, "total": swap.total},
+            "disks": self._disks(region),
+            **self._device_memory(),
+        }
+
+    def _disks(self, region: str) -> list[dict[str, Any]]:
+        """The region's file system, and the root's."""
+        found = []
+        for name, path in (("region", os.path.dirname(region)), ("root", "/")):
+            try:
+                usage = self._psutil.disk_usage(path) if path else None
+            except OSError:  # the daemon sees another mount than we do
+                usage = None
+            if usage is not None:
+                found.append({"name": name, "path": path, "used": usage.used, "total": usage.total})
+        return found
+
+    def _device_memory(self) -> dict[str, Any]:
+        if self._devices is None:
+            self._devices = self._find()
+        if not self._devices:
+            return {"devices": [], "no_devices": self._why_none}
+        import pynvml
+
+        found = []
+        for name, handle in self._devices:
+            try:
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            except pynvml.NVMLError as error:
+                return {"devices": [], "no_devices": f"{name}: {error}"}
+            found.append({"name": name, "used": int(memory.used), "total": int(memory.total)})
+        return {"devices": found, "no_devices": ""}
+
+    def _find(self) -> list[tuple[str, Any]]:
+        """Ask NVIDIA's driver once: a host does not gain one while it runs."""
+        try:
+            import pynvml
+        except ImportError:
+            self._why_none = "nvidia-ml-py is not installed"
+            return []
+        try:
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(at) for at in range(pynvml.nvmlDeviceGetCount())]
+            return [(f"{at}: {pynvml.nvmlDeviceGetName(handle)}", handle) for at, handle in enumerate(handles)]
+        except pynvml.NVMLError as error:
+            self._why_none = f"no NVIDIA driver here ({error})"
+            return []

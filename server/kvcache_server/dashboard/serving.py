@@ -1,0 +1,279 @@
+"""The dashboard's own HTTP: one page, what it shows, and the actions that it passes on to the daemon.
+
+Reading is free to who reaches it, which is on loopback. Every action wants the daemon's token, from the visitor, and a
+header that no other site's page can send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from kvcache_proto.errors import BadArgument, ClientError, KVCacheError, NotPermitted, Unavailable
+from kvcache_server import api
+from kvcache_server.bearer import bears
+from kvcache_server.dashboard import settings
+from kvcache_server.dashboard.files import Changed, Folder
+from kvcache_server.dashboard.history import EVERY, History
+from kvcache_server.dashboard.host import Host
+from kvcache_server.dashboard.relay import Relay
+from kvcache_server.dashboard.units import NoSystemd, Units
+from kvcache_server.hosts import is_ours
+
+log = logging.getLogger(__name__)
+
+HEADER = "X-KVCache-Dashboard"  # a page of another site may not send it without asking, and is told nothing
+BODY = 64 << 10
+ACTIONS = ("clear", "resize", "log_level", "fence_off", "token")
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_ANSWER = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Server": "kvcache-server",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+_Body = TypeVar("_Body")
+
+
+class Edit(msgspec.Struct, forbid_unknown_fields=True):
+    """New values of an engine's fields; `version` is that of the file in which the old ones were read."""
+
+    version: str
+    values: dict[str, str]
+
+
+class Dashboard:
+    """What the page shows and does."""
+
+    def __init__(self, relay: Relay, host: Host, token_file: str, units: Units | None, folder: Folder) -> None:
+        """`token_file` is "" where the daemon alone knows the token."""
+        self._relay, self._host, self._token_file = relay, host, token_file
+        self._units, self._folder = units, folder
+        self._history = History()
+        self._began = time.time()
+        self._status: dict[str, Any] | None = None
+        self._away: tuple[float, str] | None = (self._began, "not asked yet")
+        self._answered = 0.0
+        self._figures: dict[str, Any] = {}
+        self._done = asyncio.Event()  # something was done: look at once
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._around], client_max_size=BODY)
+        for file in sorted(resources.files("kvcache_server.dashboard").joinpath("page").iterdir(), key=str):
+            kind = _TYPES[Path(file.name).suffix]
+            path = "/" if file.name == "index.html" else f"/{file.name}"
+            app.router.add_get(path, _static(file.read_bytes(), kind))
+        app.router.add_get("/data", self._data)
+        for route in api.ROUTES:
+            if route.name in ACTIONS:
+                path = route.path.replace("{id}", "{id:[0-9]{1,19}}")
+                app.router.add_post(path, _from_our_page(self._pass_on))
+        app.router.add_get("/engines", _from_our_page(self._engines))
+        app.router.add_put("/engines/{name}", _from_our_page(self._edit))
+        app.router.add_post("/engines/{name}/{verb}", _from_our_page(self._order))
+        app.cleanup_ctx.append(self._running)
+        return app
+
+    async def _running(self, app: web.Application) -> Any:
+        await self._relay.open()
+        task = asyncio.get_running_loop().create_task(self._look())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await self._relay.close()
+
+    # What is shown.
+
+    async def _look(self) -> None:
+        """Ask the daemon and the host every other second, whoever looks: the history is of the last hour."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            try:
+                status = await self._relay.status()
+                self._history.add(time.time(), status)
+            except Unavailable as error:
+                self._gone(str(error))
+            except (KeyError, TypeError) as error:  # another version's figures
+                self._gone(f"its figures are not known here: {error!r}")
+            else:
+                self._status, self._away, self._answered = status, None, time.time()
+            region = self._status["daemon"]["region"] if self._status else ""
+            self._figures = await asyncio.to_thread(self._host.figures, region)
+            due = max(due + EVERY, loop.time())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._done.wait(), due - loop.time())
+            self._done.clear()
+
+    def _gone(self, why: str) -> None:
+        self._away = (self._away[0] if self._away else time.time(), why)
+
+    async def _data(self, request: web.Request) -> web.Response:
+        since = request.query.get("since", "0")
+        number = int(since) if since.isascii() and since.isdigit() and len(since) < 16 else 0
+        return _json(
+            {
+                "now": time.time(),
+                "began": self._began,
+                "every": EVERY,
+                "api": self._relay.api,
+                "answered": self._answered,
+                "away": {"since": self._away[0], "why": self._away[1]} if self._away else None,
+                "status": self._status,
+                "history": self._history.since(number),
+                "host": self._figures,
+                "manages": self._units.pattern if self._units else "",
+            }
+        )
+
+    # What is done.
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        code, body = await self._relay.post(
+            request.path, await request.read(), request.headers.get("Authorization", "")
+        )
+        self._done.set()
+        return web.Response(status=code, body=body, content_type="application/json")
+
+    async def _permit(self, request: web.Request) -> None:
+        """Let pass who has the token; its file is asked where we were told of one, else the daemon."""
+        authorization = request.headers.get("Authorization", "")
+        if not authorization:
+            raise web.HTTPUnauthorized(text="engines want the daemon's token")
+        if self._token_file:
+            try:
+                token = Path(self._token_file).read_bytes().strip()
+            except OSError as error:
+                raise Unavailable(f"{self._token_file}: {error.strerror}") from None
+            known = bool(token) and bears(authorization, token)
+        else:
+            code, answer = await self._relay.post("/api/v1/token", b"", authorization)
+            if code not in (200, 401, 403):
+                raise Unavailable(f"the daemon answers {code}: {answer[:200].decode(errors='replace')}")
+            known = code == 200
+        if not known:
+            raise web.HTTPForbidden(text="this is not the token")
+
+    async def _permitted_units(self, request: web.Request) -> Units:
+        await self._permit(request)
+        if self._units is None:
+            raise web.HTTPNotFound(text="engines are managed with --manage, which was not given")
+        return self._units
+
+    async def _engines(self, request: web.Request) -> web.Response:
+        units = await self._permitted_units(request)
+        try:
+            found = await units.all()
+        except NoSystemd as error:
+            return _json({"pattern": units.pattern, "problem": str(error), "units": []})
+        engines = [unit._asdict() | await asyncio.to_thread(self._settings, unit.file) for unit in found]
+        return _json({"pattern": units.pattern, "problem": "", "units": engines})
+
+    def _settings(self, file: str) -> dict[str, Any]:
+        if not file:
+            return {"version": "", "fields": [], "problem": f"it has no environment file in {self._folder.path}"}
+        try:
+            text, version = self._folder.read(file)
+            return {"version": version, "fields": settings.read(text), "problem": ""}
+        except KVCacheError as error:
+            return {"version": "", "fields": [], "problem": str(error)}
+
+    async def _order(self, request: web.Request) -> web.Response:
+        units = await self._permitted_units(request)
+        name, verb = request.match_info["name"], request.match_info["verb"]
+        await units.order(name, verb)
+        log.warning("%s %s, asked by the token's bearer at %s", verb, name, request.remote)
+        return _json({"name": name, "verb": verb})
+
+    async def _edit(self, request: web.Request) -> web.Response:
+        units = await self._permitted_units(request)
+        edit = _decoded(await request.read(), Edit)
+        unit = await units.get(request.match_info["name"])
+        if not unit.file:
+            raise BadArgument(f"{unit.name} has no environment file in {self._folder.path}")
+        version = await asyncio.to_thread(self._folder.change, unit.file, edit.version, edit.values)
+        log.warning("%s changed, asked by the token's bearer at %s", self._folder.path / unit.file, request.remote)
+        return _json({"version": version})
+
+    # Around every request.
+
+    @web.middleware
+    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = request.headers.get("Host", "")
+        try:
+            if not is_ours(host, ("localhost",)):
+                raise web.HTTPMisdirectedRequest(text=f"Host {host!r}: ask by address, or as localhost")
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _error(error.status, error.reason.lower().replace(" ", "_"), error.text or error.reason)
+        except KVCacheError as error:
+            response = _error(_code(error), error.code, str(error))
+        except Exception as error:  # a defect of ours is answered and logged; the page goes on
+            log.exception("%s %s", request.method, request.path)
+            response = _error(500, "internal", f"{type(error).__name__}: {error}")
+        response.headers.update(_ANSWER)
+        return response
+
+
+def _static(body: bytes, kind: str) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, content_type=kind, charset=None if kind == "image/svg+xml" else "utf-8")
+
+    return handler
+
+
+def _from_our_page(handler: Callable[[web.Request], Awaitable[web.Response]]) -> Handler:
+    """Refuse what another site's page could have sent in the visitor's name."""
+
+    async def checked(request: web.Request) -> web.StreamResponse:
+        if request.headers.get(HEADER) != "1":
+            raise web.HTTPForbidden(text=f"actions want the header {HEADER}: 1")
+        return await handler(request)
+
+    return checked
+
+
+def _decoded(body: bytes, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise BadArgument(f"the body: {error}") from None
+
+
+def _json(answer: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+
+def _error(status: int, code: str, message: str) -> web.Response:
+    response = _json({"code": code, "message": message})
+    response.set_status(status)
+    return response
+
+
+def _code(error: KVCacheError) -> int:
+    if isinstance(error, Changed):
+        return 409
+    if isinstance(error, Unavailable | NoSystemd):
+        return 503
+    if isinstance(error, BadArgument):
+        return 400
+    if isinstance(error, NotPermitted):
+        return 500  # the dashboard's own lack of rights; 403 is for the visitor's
+    return 404 if isinstance(error, ClientError) else 500

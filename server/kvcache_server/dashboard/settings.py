@@ -1,0 +1,129 @@
+"""What of an engine can be edited, where it stands in its EnvironmentFile, and what may be written there. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kvcache_proto.errors import BadArgument
+from kvcache_server.dashboard import envfile
+
+CONNECTOR, TRANSFER, EXTRA = "KVCacheServerConnector", "KV_TRANSFER_CONFIG", "kv_connector_extra_config"
+# A name on the hub, or a path. It must not begin with a hyphen: it stands on a command line.
+_MODEL = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_.+@:/-]{0,254}")
+
+
+class Field(NamedTuple):
+    """One thing to edit: a variable, or a key within the connector's settings."""
+
+    name: str
+    label: str
+    help: str
+    kind: str  # text, int, choice
+    least: int = 0
+    most: int = 0
+    choices: tuple[str, ...] = ()
+    default: str = ""
+
+    def check(self, text: str) -> str:
+        """Return `text` as it may be written. Raises BadArgument."""
+        text = text.strip()
+        if self.kind == "int":
+            if not (re.fullmatch("[0-9]{1,10}", text) and self.least <= int(text) <= self.most):
+                raise BadArgument(f"{self.label} {text!r}: {self.least:,} to {self.most:,}")
+            return str(int(text))
+        if self.kind == "choice":
+            if text not in self.choices:
+                raise BadArgument(f"{self.label} {text!r}: one of {', '.join(self.choices)}")
+            return text
+        if not _MODEL.fullmatch(text) or ".." in text.split("/") or "//" in text:
+            raise BadArgument(f"{self.label} {text!r}: a name as in Qwen/Qwen3-8B, or an absolute path")
+        return text
+
+
+VARIABLES = (
+    Field("MODEL", "Model", "A name on the hub, or an absolute path.", "text"),
+    Field("MAX_MODEL_LEN", "Context length", "Tokens, prompt and answer together.", "int", 1, 100_000_000),
+)
+# The connector's own settings; empty leaves a key out, and its default holds.
+CACHE = (
+    Field("block_size", "Block size", "Tokens a cached block: a multiple of the engine's own.", "int", 1, 65536),
+    Field(
+        *("num_cpu_blocks", "Most cached blocks", "That this engine may store; 0 is no bound.", "int", 0, 1 << 31),
+        default="0",
+    ),
+    Field("deadline_ms", "Deadline", "Milliseconds that a lookup may take.", "int", 1, 10_000, default="50"),
+    Field("save", "Save", "All full blocks, or the prompt's.", "choice", choices=("all", "prompt"), default="all"),
+    Field(
+        *("verify", "Verify", "Blocks whose checksum is compared after a load.", "choice"),
+        choices=("off", "sample", "all"),
+        default="off",
+    ),
+    Field(
+        *("canary_every", "Canary", "One hit in so many is computed all the same; 0 is none.", "int", 0, 1 << 31),
+        default="10000",
+    ),
+)
+
+
+def read(text: str) -> list[dict[str, Any]]:
+    """Return the fields that this file can have, with their values. Raises BadArgument for a file that is not plain."""
+    found = {each.key: each.value for each in envfile.parse(text)}
+    fields = [field._asdict() | {"value": found[field.name]} for field in VARIABLES if field.name in found]
+    extra = _extra(found)
+    if extra is not None:
+        fields += [field._asdict() | {"value": _text(extra.get(field.name))} for field in CACHE]
+    return fields
+
+
+def change(text: str, values: Mapping[str, str]) -> str:
+    """Return `text` with these values of fields. Raises BadArgument, naming the field, and then nothing is changed."""
+    found = {each.key: each.value for each in envfile.parse(text)}
+    written: dict[str, str] = {}
+    left = dict(values)
+    for field in VARIABLES:
+        if field.name in left:
+            value = field.check(left.pop(field.name))
+            if value != found.get(field.name):
+                written[field.name] = value
+    config = _config(found)
+    extra = _extra(found)
+    for field in CACHE:
+        if field.name in left and extra is not None:
+            value = left.pop(field.name).strip()
+            if value == _text(extra.get(field.name)):
+                continue  # also one that these bounds would not let in: it was there
+            if not value:
+                extra.pop(field.name, None)
+            else:
+                extra[field.name] = int(field.check(value)) if field.kind == "int" else field.check(value)
+    if left:
+        raise BadArgument(f"{', '.join(sorted(left))}: nothing that can be edited here")
+    if extra is not None and extra != _extra(found):
+        written[TRANSFER] = json.dumps(config | {EXTRA: extra})
+    return envfile.edit(text, written) if written else text
+
+
+def _config(found: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        config = json.loads(found.get(TRANSFER, ""))
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _extra(found: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the connector's settings; None where the engine has another connector, or none that can be read."""
+    config = _config(found)
+    if config.get("kv_connector") != CONNECTOR:
+        return None
+    extra = config.get(EXTRA) or {}
+    return dict(extra) if isinstance(extra, dict) else None
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)

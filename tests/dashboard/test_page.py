@@ -1,0 +1,392 @@
+"""The dashboard in a real browser, over a real daemon with real traffic."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from dashboard_rig import ODD, free_port, status_of, traffic, wait
+
+from kvcache_client import Session
+
+MIB = 1 << 20
+
+
+class Scene(NamedTuple):
+    """A daemon that has something to show; nothing changes in it but by the test's own doing."""
+
+    daemon: Any
+    api: str
+    token: str
+
+    def status(self) -> dict[str, Any]:
+        return status_of(self.api)
+
+
+@pytest.fixture
+def scene(start_daemon: Any) -> Iterator[Scene]:
+    daemon = start_daemon(http="127.0.0.1:0", size="16MiB", extent_size="2MiB", pin_quota=1, write_quota=1)
+    with (
+        Session.connect(daemon.endpoint, engine="first", deadline=5.0) as session,
+        Session.connect(daemon.endpoint, engine="second", deadline=5.0) as other,
+    ):
+        traffic(session, "Qwen/Qwen3-8B", 150)
+        traffic(session, "Qwen/Qwen3-8B", 150, first=150)
+        traffic(session, "Qwen/Qwen3-8B", 150)  # lost blocks: more memory would have hit them
+        traffic(other, ODD, 40)
+        api = daemon.status()["daemon"]["http"]["address"]
+        yield Scene(daemon, api, (daemon.folder / "kv.token").read_text().strip())
+
+
+def loaded(page: Any) -> Any:
+    page.wait_for_selector("main:not(.loading)")
+    return page
+
+
+def tell_token(page: Any, token: str) -> None:
+    page.get_by_label("Token", exact=True).fill(token)
+    page.get_by_role("button", name="Use it").click()
+
+
+def give_token(page: Any, token: str) -> None:
+    page.locator("#token").click()
+    tell_token(page, token)
+    page.get_by_role("button", name="Forget token").wait_for()
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    return [" ".join(each.split()) for each in page.locator(selector).all_inner_texts()]
+
+
+def size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
+
+
+def ratio(part: int, whole: int) -> str:
+    return f"{math.floor(1000 * part / whole + 0.5) / 10:.1f} %" if whole else "–"
+
+
+def test_what_is_shown_is_what_the_api_says(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+    page = loaded(open_page(start_dashboard("--api", scene.api).url))
+    status = scene.status()
+    pool, spaces = status["pool"], sorted(status["namespaces"], key=lambda space: -space["bytes"])
+    hit, asked, lost = (
+        sum(space[key] for space in spaces) for key in ("hit_blocks", "requested_blocks", "lost_blocks")
+    )
+    assert hit and lost and status["evictions"], "nothing to see"
+    assert texts(page, ".tile .number")[1:] == [
+        *(ratio(hit, asked), ratio(min(hit + lost, asked), asked), ratio(pool["used_bytes"], pool["bytes"]), "2")
+    ]
+    assert texts(page, "#tile-all-more") == [f"{hit:,} of {asked:,} blocks"]
+    states = ("ready", "writing", "quarantined", "overhead", "free")
+    assert texts(page, "#pool-states-legend li") == [
+        f"{name} {size(pool[name + '_bytes'])} {ratio(pool[name + '_bytes'], pool['bytes'])}" for name in states
+    ]
+    assert texts(page, "#pool-spaces-legend li") == [
+        f"{space['model']} {size(space['bytes'])} {ratio(space['bytes'], pool['bytes'])}" for space in spaces
+    ]
+    assert texts(page, "#namespaces tr") == [
+        " ".join(
+            [
+                *(
+                    space["model"],
+                    space["id"],
+                    f"{space['blocks']:,}",
+                    size(space["bytes"]),
+                    f"{space['saved_blocks']:,}",
+                ),
+                *(f"{space['requested_blocks']:,}", ratio(space["hit_blocks"], space["requested_blocks"])),
+                ratio(
+                    min(space["hit_blocks"] + space["lost_blocks"], space["requested_blocks"]),
+                    space["requested_blocks"],
+                ),
+                "Clear…",
+            ]
+        )
+        for space in spaces
+    ]
+    assert [row.split()[0] for row in texts(page, "#sessions tr")] == ["first", "second"]
+    for cause, blocks in status["evictions"].items():
+        assert f"{cause.replace('_', ' ')} {blocks:,}" in " ".join(texts(page, "#evictions span")).replace("  ", " ")
+    assert size(pool["pinned_bytes"]) in texts(page, "#pool-facts")[0]
+    assert "memory" in texts(page, "#host")[0] and " of " in texts(page, "#host")[0]
+    assert "NVIDIA" in texts(page, "#host-more")[0] or "device" in texts(page, "#host")[0]
+
+
+def test_a_reload_shows_what_was_before_it(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+    dashboard = start_dashboard("--api", scene.api)
+    page = loaded(open_page(dashboard.url))
+    with Session.connect(scene.daemon.endpoint, engine="third", deadline=5.0) as session:
+        traffic(session, ODD, 30)
+    wait(lambda: page.locator("#tile-now").inner_text() not in ("–", "0.0 %"), "the traffic")
+    shown = page.locator("#tile-now").inner_text()
+    page.reload()
+    loaded(page)
+    assert page.locator("#tile-now").inner_text() == shown == "100.0 %"
+    assert page.locator("#chart-ratio path").count() == 2
+    assert "hit 100.0 %" in page.locator("#chart-ratio desc").text_content()
+    assert {each.get_attribute("role") for each in page.locator(".chart svg").all()} == {"img"}
+    assert page.locator("#chart-ratio text").all_text_contents()[:3] == ["0 %", "50 %", "100 %"]
+
+
+def test_actions_want_the_right_token_and_a_confirmation(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+    open_page.expected.append("status of 403")
+    page = loaded(open_page(start_dashboard("--api", scene.api).url))
+    before = scene.status()
+    page.get_by_role("button", name="Clear all…").click()
+    tell_token(page, "not-the-token-at-all")
+    page.get_by_text("The token is wrong.").wait_for()
+    tell_token(page, scene.token)
+    page.get_by_role("heading", name="Clear every namespace?").wait_for()  # goes on to what was wanted
+    page.get_by_role("button", name="Cancel").click()
+    assert scene.status()["pool"]["blocks"] == before["pool"]["blocks"] > 0
+
+    # One namespace, whose name is no markup.
+    page.locator("#namespaces tr", has_text=ODD).get_by_role("button").click()
+    page.get_by_role("heading", name=f"Clear {ODD}?").wait_for()
+    page.get_by_role("button", name="Clear", exact=True).click()
+    page.get_by_text("40 blocks were cleared.").wait_for()
+    cleared = {space["model"]: space["blocks"] for space in scene.status()["namespaces"]}
+    assert cleared[ODD] == 0 < cleared["Qwen/Qwen3-8B"]
+
+    page.get_by_role("button", name="Make smaller…").click()
+    page.get_by_label("New size").fill("lots")
+    page.get_by_role("button", name="Make smaller", exact=True).click()
+    page.get_by_text("A size, as in 12GiB or 512MiB.").wait_for()
+    page.get_by_label("New size").fill("9MiB")
+    page.get_by_role("button", name="Make smaller", exact=True).click()
+    page.get_by_text("The pool shrinks to 8.0 MiB.").wait_for()
+    wait(lambda: scene.status()["pool"]["bytes"] == 8 * MIB, "the smaller pool")
+    wait(lambda: page.locator("#tile-used-more").inner_text().endswith("of 8.0 MiB"), "the smaller pool on the page")
+
+    page.locator("#level").select_option("debug")
+    page.get_by_role("button", name="Change", exact=True).click()
+    page.get_by_text("The log begins at debug, instead of info.").wait_for()
+    assert scene.status()["daemon"]["log_level"] == "debug"
+    wait(lambda: page.locator("#level").input_value() == "debug", "the level on the page")
+
+    page.get_by_role("button", name="Clear all…").click()
+    page.get_by_role("button", name="Clear", exact=True).click()
+    wait(lambda: scene.status()["pool"]["blocks"] == 0, "the clearing")
+    page.get_by_role("button", name="Forget token").click()
+    page.get_by_role("button", name="Give token").wait_for()
+    assert "localStorage" not in "".join(
+        page.evaluate("[...Object.keys(localStorage), ...Object.keys(sessionStorage)]")
+    )
+    assert page.context.cookies() == []
+
+
+def test_a_daemon_that_goes_and_comes_back_with_a_session_to_fence_off(
+    start_daemon: Any, start_dashboard: Any, open_page: Any
+) -> None:
+    port = free_port()
+    flags = {"http": f"127.0.0.1:{port}", "keep": "true", "quarantine": 0.5, "grace": 3600}
+    daemon = start_daemon(**flags)
+    page = loaded(open_page(start_dashboard("--api", f"http://127.0.0.1:{port}").url))
+    code = (
+        "import sys, time; from kvcache_client import *\n"
+        "session = Session.connect(sys.argv[1], engine='stuck')\n"
+        "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
+        "namespace.reserve([bytes([n]) * 32 for n in range(9)])\n"
+        "print('reserved', flush=True); time.sleep(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, daemon.endpoint], stdout=subprocess.PIPE) as stuck:
+        try:
+            assert stuck.stdout is not None and stuck.stdout.readline() == b"reserved\n"
+            page.locator("#sessions tr", has_text="stuck").wait_for()
+            stuck.send_signal(signal.SIGSTOP)
+            daemon.kill()
+            page.get_by_text("daemon away").wait_for()
+            banner = page.locator("#banner").inner_text()
+            assert banner.startswith("The daemon has not answered since") and "What is shown is from" in banner
+            assert "stuck" in page.locator("#sessions").inner_text(), "the last values stay"
+            assert page.get_by_role("button", name="Clear all…").is_disabled()
+
+            start_daemon(endpoint=daemon.endpoint, **flags)
+            page.get_by_text("in grace").wait_for()
+            give_token(page, (daemon.folder / "kv.token").read_text().strip())
+            page.get_by_role("button", name="Fence off…").click()
+            page.get_by_text("other", exact=False).first.wait_for()
+            page.get_by_role("button", name="Fence off", exact=True).click()
+            page.get_by_text("is fenced off: 1 save ended.").wait_for()
+            assert status_of(f"http://127.0.0.1:{port}")["away"] == []
+            page.get_by_text("answering").wait_for()
+            assert page.locator("#banner").is_hidden()
+        finally:
+            stuck.kill()
+
+
+def test_a_dashboard_that_goes(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+    open_page.expected.append("ERR_CONNECTION_REFUSED")
+    dashboard = start_dashboard("--api", scene.api)
+    page = loaded(open_page(dashboard.url))
+    dashboard.process.terminate()
+    page.get_by_text("no dashboard").wait_for()
+    assert "Qwen/Qwen3-8B" in page.locator("#namespaces").inner_text()
+
+
+UNITS = {
+    "vllm@qwen.service": {
+        "Description": "vLLM engine qwen",
+        "ActiveState": "active",
+        "SubState": "running",
+        "MainPID": "4242",
+        "MemoryCurrent": str(3 << 30),
+    },
+    "vllm@llama.service": {"Description": "vLLM engine llama", "asleep": True},
+    "vllm@locked.service": {"Description": "vLLM engine locked", "refused": True},
+    "sshd.service": {"Description": "not ours", "ActiveState": "active", "SubState": "running"},
+}
+ENV = """# kept: a comment
+MODEL=Qwen/Qwen3-8B
+MAX_MODEL_LEN=32768
+
+KV_TRANSFER_CONFIG={"kv_connector": "KVCacheServerConnector", "kv_connector_extra_config": {"save": "prompt"}}
+HF_TOKEN='keep me'
+ARGS=--tensor-parallel-size 2
+"""
+
+
+@pytest.fixture
+def engines(tmp_path: Path, systemctl: Path) -> Callable[[], list[list[str]]]:
+    """Units and their environment files; call it for what systemctl was told to change."""
+    folder = tmp_path / "vllm"
+    folder.mkdir()
+    units = {name: dict(unit) for name, unit in UNITS.items()}
+    for name in ("qwen", "llama"):
+        (folder / f"{name}.env").write_text(ENV)
+        units[f"vllm@{name}.service"]["EnvironmentFiles"] = f"{folder}/{name}.env (ignore_errors=no)"
+    (systemctl / "units.json").write_text(json.dumps(units))
+
+    def orders() -> list[list[str]]:
+        calls = [json.loads(line) for line in (systemctl / "calls.jsonl").read_text().splitlines()]
+        return [
+            [each for each in call if not each.startswith("--no-")]
+            for call in calls
+            if "start" in str(call) or "stop" in call
+        ]
+
+    return lambda: [call for call in orders() if "show" not in call and "list-units" not in call]
+
+
+def test_engines_are_listed_ordered_and_edited(
+    scene: Scene, start_dashboard: Any, open_page: Any, engines: Any, systemctl: Path, tmp_path: Path
+) -> None:
+    open_page.expected += ["status of 400", "status of 409", "status of 503"]
+    flags = ("--api", scene.api, "--manage", "vllm@*", "--env-folder", str(tmp_path / "vllm"))
+    page = loaded(open_page(start_dashboard(*flags, path=f"{systemctl}:/usr/bin:/bin").url))
+    page.get_by_text("Engines are shown to who has the token.").wait_for()
+    give_token(page, scene.token)
+    page.locator(".engine").first.wait_for()
+    assert texts(page, ".engine .name") == ["vllm@llama.service", "vllm@locked.service", "vllm@qwen.service"]
+    qwen, llama, locked = (page.locator(".engine", has_text=f"engine {name}") for name in ("qwen", "llama", "locked"))
+    assert "pid 4242" in qwen.inner_text() and "3.0 GiB" in qwen.inner_text()
+    assert "no environment file" in locked.inner_text()
+
+    llama.get_by_role("button", name="Start", exact=True).click()
+    page.get_by_text("it loads its model, and takes device memory").wait_for()
+    assert engines() == []
+    page.locator("#dialog-yes").click()
+    llama.get_by_text("active, running").wait_for()
+    for verb in ("Restart", "Stop"):
+        qwen.get_by_role("button", name=verb, exact=True).click()
+        page.locator("#dialog-yes").click()
+        page.get_by_text(f"{verb.lower()} was ordered").wait_for()
+    qwen.get_by_text("inactive, dead").wait_for()
+    assert engines() == [
+        ["start", "--", "vllm@llama.service"],
+        ["restart", "--", "vllm@qwen.service"],
+        ["stop", "--", "vllm@qwen.service"],
+    ]
+    locked.get_by_role("button", name="Start", exact=True).click()
+    page.locator("#dialog-yes").click()
+    page.get_by_text("Failed to start vllm@locked.service: Access denied").wait_for()
+    page.get_by_role("button", name="Cancel").click()
+
+    file = tmp_path / "vllm" / "qwen.env"
+    assert qwen.get_by_label("Save").input_value() == "prompt"
+    qwen.get_by_label("Context length").fill("a lot")
+    qwen.get_by_role("button", name="Save…").click()
+    page.locator("#dialog-yes").click()
+    page.get_by_text("Context length 'a lot': 1 to 100,000,000").wait_for()
+    assert file.read_text() == ENV
+    page.get_by_role("button", name="Cancel").click()
+    qwen.get_by_label("Context length").fill("16384")
+    qwen.get_by_label("Model").fill("Qwen/Qwen3-32B")
+    qwen.get_by_label("Save").select_option("all")
+    qwen.get_by_label("Most cached blocks").fill("5000")
+    qwen.get_by_role("button", name="Save…").click()
+    page.get_by_text("Context length: 32768 → 16384").wait_for()
+    page.locator("#dialog-yes").click()
+    page.get_by_text("qwen.env is changed.").wait_for()
+    extra = '"kv_connector_extra_config": {"save": "all", "num_cpu_blocks": 5000}'
+    assert file.read_text() == ENV.replace("Qwen3-8B", "Qwen3-32B").replace("32768", "16384").replace(
+        '"kv_connector_extra_config": {"save": "prompt"}', extra
+    )
+    assert (tmp_path / "vllm" / "qwen.env.before").read_text() == ENV
+
+    # Somebody else's edit is not written over.
+    qwen.get_by_label("Context length").and_(page.locator("[value], input")).first.wait_for()
+    wait(lambda: qwen.get_by_label("Model").input_value() == "Qwen/Qwen3-32B", "the new values")
+    qwen.get_by_label("Context length").fill("1024")
+    qwen.get_by_role("button", name="Save…").click()
+    file.write_text(ENV)
+    page.locator("#dialog-yes").click()
+    page.get_by_text("has changed meanwhile").wait_for()
+    assert file.read_text() == ENV
+
+
+def test_without_systemd_it_says_so(scene: Scene, start_dashboard: Any, open_page: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    page = loaded(
+        open_page(start_dashboard("--api", scene.api, "--manage", "vllm@*", path=str(tmp_path / "empty")).url)
+    )
+    give_token(page, scene.token)
+    page.get_by_text("there is no systemctl here").wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_scrolls_sideways_on_a_small_phone(
+    scene: Scene, start_dashboard: Any, open_page: Any, engines: Any, systemctl: Path, tmp_path: Path, scheme: str
+) -> None:
+    flags = ("--api", scene.api, "--manage", "vllm@*", "--env-folder", str(tmp_path / "vllm"))
+    url = start_dashboard(*flags, path=f"{systemctl}:/usr/bin:/bin").url
+    page = loaded(open_page(url, width=360, has_touch=True, is_mobile=True, color_scheme=scheme))
+    give_token(page, scene.token)
+    page.locator(".engine").first.wait_for()
+    wide = """() => [document.documentElement.scrollWidth, ...[...document.querySelectorAll("body *")]
+        .filter((each) => each.getBoundingClientRect().right > 360.5 && each.offsetParent !== null)
+        .map((each) => each.id || each.className || each.tagName)]"""
+    assert page.evaluate(wide) == [360]
+    page.get_by_role("button", name="Make smaller…").tap()
+    page.get_by_label("New size").wait_for()
+    assert page.evaluate(wide) == [360]
+    backs = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    assert backs == {"light": "rgb(246, 247, 248)", "dark": "rgb(20, 24, 27)"}[scheme]
+
+
+def test_a_refresh_moves_nothing(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+    page = loaded(open_page(start_dashboard("--api", scene.api).url))
+    where = """() => JSON.stringify([...document.querySelectorAll("section, h2, table, .chart")]
+        .map((each) => each.getBoundingClientRect()))"""
+    page.locator("#chart-used path").wait_for(state="attached")
+    page.evaluate("document.querySelector('#namespaces button').focus()")
+    before = page.evaluate(where)
+    with Session.connect(scene.daemon.endpoint, engine="first", deadline=5.0) as session:
+        shown = page.locator("#tile-all-more").inner_text()
+        traffic(session, ODD, 25)
+    wait(lambda: page.locator("#tile-all-more").inner_text() != shown, "the traffic")
+    wait(lambda: page.locator("#sessions tr").count() == 2, "the end of the third session")
+    assert page.evaluate(where) == before
+    assert page.evaluate("document.activeElement.textContent") == "Clear…"
