@@ -97,13 +97,13 @@ class SlotRow(NamedTuple):
 def plan_geometry(region_id: bytes, size: int, extent_bytes: int = 0) -> PoolGeometry:
     """Return how a region is cut whose whole extents take at most `size` bytes; its header comes on top.
 
-    `extent_bytes` 0 chooses: 1/16 of the size, a power of two from 4 MiB to 256 MiB, and from 64 MiB on 2 MiB more: for
+    `extent_bytes` 0 chooses: 1/32 of the size, a power of two from 4 MiB to 256 MiB, and from 32 MiB on 2 MiB more: for
     the rows, without which one of sixteen blocks of 16 MiB would not fit. Raises RegionError where not one extent fits.
     """
     if extent_bytes == 0:
-        wanted = max(size // 16, 1)
+        wanted = max(size // 32, 1)
         extent_bytes = min(max(1 << (wanted - 1).bit_length(), 4 << 20), 256 << 20)
-        extent_bytes += ALIGN if extent_bytes >= 64 << 20 else 0
+        extent_bytes += ALIGN if extent_bytes >= 32 << 20 else 0
     if extent_bytes < ALIGN or extent_bytes % ALIGN:
         raise RegionError(f"extent of {extent_bytes} bytes: a multiple of {ALIGN}")
     extents = min(size // extent_bytes, MAX_EXTENTS)
@@ -224,10 +224,14 @@ class RegionRows:
         return slot_bytes, generation, rows, slots
 
     def retire(self, extent: int) -> None:
-        """Note that the extent's memory goes back to the host, for as long as the region lives."""
+        """Say that the extent's memory goes back to the host, for as long as the region lives."""
         at = (EXTENT_ROWS + extent * EXTENT_ROW) // WORD
         self._words[at + _E_RETIRED] = 1
         self._words[at + _E_SLOT_BYTES] = 0
+
+    def reinstate(self, extent: int) -> None:
+        """Take back a `retire` that no daemon has said: whoever has the region mapped may write there."""
+        self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_RETIRED] = 0
 
     def is_retired(self, extent: int) -> bool:
         return bool(self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_RETIRED])

@@ -17,7 +17,16 @@ from kvcache_proto.types import MAX_HASHES, MAX_NAME, REF_BYTES, PoolGeometry, S
 from kvcache_server import reasons, report
 from kvcache_server.distrust import distrust
 from kvcache_server.index import Account, Block, Group
-from kvcache_server.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade, Record, SessionEnded
+from kvcache_server.journal import (
+    EngineForgotten,
+    EngineMade,
+    ExtentRetired,
+    NamespaceForgotten,
+    NamespaceMade,
+    Record,
+    Resized,
+    SessionEnded,
+)
 from kvcache_server.leases import Lease
 from kvcache_server.limits import Limits
 from kvcache_server.misses import Lookup, Misses
@@ -120,6 +129,7 @@ class Cache:
                 "only another region, of a daemon that is started anew, is larger"
             )
         self.wanted = extents * self.pool.extent_bytes
+        self._journal(Resized(self.wanted))
         return self.wanted
 
     def shrink(self, now: float) -> int | None:
@@ -130,8 +140,10 @@ class Cache:
         if not self.wanted or self.wanted >= self.pool.capacity:
             return None
         self.misses.acting(now, "", 0)
-        extent = self.room.give_up(self._held())
+        extent = self.room.idle(self._held())
         if extent is not None:
+            self._journal(ExtentRetired(extent))
+            self.pool.retire(extent)
             self.bound(self.limits)
         return extent
 

@@ -78,8 +78,29 @@ class CrewMade(msgspec.Struct, tag="crew", array_like=True, frozen=True):
     writers: tuple[int, ...]
 
 
+class Resized(msgspec.Struct, tag="resized", array_like=True, frozen=True):
+    """The pool is to have so many bytes."""
+
+    bytes: int
+
+
+class ExtentRetired(msgspec.Struct, tag="extent-gone", array_like=True, frozen=True):
+    """The extent's memory is the host's again."""
+
+    index: int
+
+
 Record = (
-    Began | NamespaceMade | NamespaceForgotten | EngineMade | EngineForgotten | SessionOpened | SessionEnded | CrewMade
+    Began
+    | NamespaceMade
+    | NamespaceForgotten
+    | EngineMade
+    | EngineForgotten
+    | SessionOpened
+    | SessionEnded
+    | CrewMade
+    | Resized
+    | ExtentRetired
 )
 _decoder = msgspec.msgpack.Decoder(Record)
 _encoder = msgspec.msgpack.Encoder()
@@ -95,6 +116,8 @@ class Book:
         self.engines: dict[int, str] = {}
         self.sessions: dict[int, SessionOpened] = {}
         self.crews: dict[int, tuple[int, ...]] = {}
+        self.wanted = 0  # bytes of the pool after a resize; 0: all
+        self.retired: set[int] = set()
         self.last_namespace = self.last_engine = self.last_session = self.last_crew = 0
 
     def apply(self, record: Record) -> None:
@@ -126,6 +149,10 @@ class Book:
             case CrewMade():
                 self.crews[record.number] = record.writers
                 self.last_crew = max(self.last_crew, record.number)
+            case Resized():
+                self.wanted = record.bytes
+            case ExtentRetired():
+                self.retired.add(record.index)
 
     def records(self, daemon: str = "") -> Iterator[Record]:
         """Yield the fewest records that add up to this book."""
@@ -138,6 +165,9 @@ class Book:
         yield from self.sessions.values()
         for number, writers in self.crews.items():
             yield CrewMade(number, writers)
+        if self.wanted:
+            yield Resized(self.wanted)
+        yield from map(ExtentRetired, self.retired)
 
 
 def pack(record: Record) -> bytes:

@@ -56,6 +56,7 @@ class Region:
         self.locked = False
         self.notes: list[str] = []
         self._lock_fd = lock_fd
+        self._locker: threading.Thread | None = None
         self._mapping = mapping
 
     def lock_later(self, lock: str, holes: Collection[int] = ()) -> None:
@@ -74,6 +75,10 @@ class Region:
 
         self._locker = threading.Thread(target=work, name="lock-region", daemon=True)
         self._locker.start()
+
+    @property
+    def being_locked(self) -> bool:
+        return self._locker is not None and self._locker.is_alive()
 
     def give_back(self, extent: int) -> None:
         """Give the extent's memory back to the host; who touches it, takes it again. May take some 10 ms.

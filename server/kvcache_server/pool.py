@@ -6,6 +6,7 @@ that comes and goes does not pay for the cut each time, and is given to another 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvcache_proto.errors import BadArgument
@@ -155,15 +156,20 @@ class Pool:
         del self.extents[extent.index]
         self._uncut.append(extent.index)
 
-    def retire(self) -> int | None:
-        """Give an extent up for good that nobody has cut, the last one of the region; None where all are cut."""
+    def idle(self) -> int | None:
+        """Return an extent in which nothing is, the last one that nobody has cut if there is one, or None."""
         if not self._uncut:
-            return None
-        index = max(self._uncut)
+            empty = next((extent for extent in self.extents.values() if not extent.used), None)
+            if empty is None:
+                return None
+            self.uncut_extent(empty)
+        return max(self._uncut)
+
+    def retire(self, index: int) -> None:
+        """Give an idle extent up for good."""
         self._uncut.remove(index)
         self.rows.retire(index)
         self.retired.add(index)
-        return index
 
     def locate(self, block: Block) -> tuple[Extent, int]:
         """Return the extent and the slot that `block` lives in."""
@@ -192,12 +198,18 @@ class Pool:
         extent = self.extents[index] = Extent(index, start, slot_bytes, slots, rows, generation)
         return extent
 
-    def resume(self, generation: int) -> None:
-        """With all extents adopted and filled, go on after the last generation that an earlier daemon gave."""
+    def resume(self, generation: int, retired: Iterable[int] = ()) -> None:
+        """With all extents adopted and filled, go on after the last generation that an earlier daemon gave, without
+        those that it retired."""
         self.generation = generation
         vacant = [index for index in range(self._geometry.extents - 1, -1, -1) if index not in self.extents]
-        self._uncut = [index for index in vacant if not self.rows.is_retired(index)]
-        self.retired = set(vacant) - set(self._uncut)
+        self.retired = set(retired) & set(vacant)
+        self._uncut = [index for index in vacant if index not in self.retired]
+        for index in range(self._geometry.extents):
+            if index in self.retired:
+                self.rows.retire(index)
+            elif self.rows.is_retired(index):
+                self.rows.reinstate(index)
         for extent in self.extents.values():
             blocks = extent.blocks
             extent.vacant = [slot for slot in range(len(blocks) - 1, -1, -1) if blocks[slot] is None]

@@ -109,6 +109,7 @@ class _Recovery:
         self.engines = {engine.number: engine for engine in cache.engines.values()}
         self.groups: list[Group] = []
         self.reservations: dict[int, Reservation] = {}
+        self.reservers: dict[int, int] = {}  # the engine of each
         self.granted: dict[int, dict[int, Grant]] = {}  # by reservation and position
         self.blocks: dict[int, Block] = {}  # by position among the rows
 
@@ -122,7 +123,9 @@ class _Recovery:
         self._adopt_extents()
         self._show(visible)
         self._go_on(visible)
-        self.cache.pool.resume(self.last)
+        self.cache.pool.resume(self.last, self.book.retired)
+        self.cache.wanted = self.book.wanted
+        self.cache.bound(self.cache.limits)  # the pool may be smaller than the region
 
     # What the rows say.
 
@@ -410,7 +413,8 @@ class _Recovery:
         row = self.row[position]
         number, group = int(row["reservation"]), self.groups[self.code[position]]
         reservation = self.reservations.get(number)
-        if reservation is not None and reservation.group is not group:
+        engine = int(row["engine"])
+        if reservation is not None and (reservation.group is not group or self.reservers[number] != engine):
             # Only who writes where it must not makes such rows: this one waits for its writers to end.
             number = self.cache.writing.last_reservation = self.cache.writing.last_reservation + 1
             reservation = None
@@ -418,6 +422,7 @@ class _Recovery:
             reservation = Reservation(number, group, int(row["owner"]), self._writers(position), self.now)
             reservation.crew = int(row["crew"])
             self.reservations[number] = reservation
+            self.reservers[number] = engine
         extent = self.extents[self.extent[position]]
         extent.busy += 1
         grant = Grant(block, extent, int(self.slot[position]), reservation)

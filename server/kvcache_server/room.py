@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,7 +17,8 @@ from kvcache_server.shares import Shares
 EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "resize")
 ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT, RESIZE = EVICTED_FOR
 
-_LOOKS = 8  # of the coldest extents and of the latest: each costs a walk of all below its blocks
+_LOOKS = 8  # of the coldest extents and of the latest: each costs a walk of all below its blocks,
+_LOOK_BLOCKS = 4096  # or of so many: a look at 16 extents takes some 10 ms at most
 
 
 class Room:
@@ -116,12 +118,13 @@ class Room:
             return True
         return any(self.evict(each, NAMESPACE_CEILING) for each in mine)
 
-    def give_up(self, held: Iterable[Block]) -> int | None:
-        """Give up an extent for good, the coldest where all are in use; None where each one is read or written."""
-        index = self._pool.retire()
+    def idle(self, held: Iterable[Block]) -> int | None:
+        """Return an extent in which nothing is, the coldest one, emptied, where all are in use; None where each one is
+        read or written."""
+        index = self._pool.idle()
         if index is not None or self.frozen or not self._empty(self._pool.extents.values(), held, RESIZE):
             return index
-        return self._pool.retire()
+        return self._pool.idle()
 
     def _recut(self, slot_bytes: int, held: Iterable[Block]) -> bool:
         """Empty the coldest extent of that slot size that nobody reads from or writes to; False where there is none."""
@@ -138,7 +141,7 @@ class Room:
         # The coldest, and the latest cut: of a chain in many extents, the first one takes all others along.
         candidates.sort(key=lambda extent: extent.newest)
         looks = candidates if len(candidates) <= 2 * _LOOKS else candidates[:_LOOKS] + candidates[-_LOOKS:]
-        extent = min(looks, key=_loss)
+        extent = min(looks[::-1], key=_loss)
         for block in extent.blocks:
             if block is not None:
                 for each in block.subtree()[::-1]:
@@ -159,7 +162,21 @@ class Room:
         return found
 
 
-def _loss(extent: Extent) -> tuple[int, int]:
-    """Return the latest tick of the extent's blocks and all below them, and how many these are, twins and all."""
-    ticks = [each.tick for block in extent.blocks if block for each in block.subtree()]
-    return max(ticks, default=0), len(ticks)
+def _loss(extent: Extent) -> tuple[float, int]:
+    """Return the latest tick of the extent's blocks and all below them, and how many these are.
+
+    Past a bound, nobody looks on: such an extent goes last.
+    """
+    waiting = [block for block in extent.blocks if block is not None]
+    seen = set(map(id, waiting))
+    latest = 0
+    for block in waiting:
+        if block.tick > latest:
+            latest = block.tick
+        for child in block.children():
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+        if len(waiting) > _LOOK_BLOCKS:
+            return math.inf, 0
+    return latest, len(waiting)

@@ -382,6 +382,8 @@ class Service:
 
     def _shrink(self) -> None:
         """Go on with a resize, for so long that engines hardly wait."""
+        if self._region.being_locked:  # that would take again what is given back
+            return
         until = time.monotonic() + SHRINK_SECONDS
         while time.monotonic() < until and (extent := self._cache.shrink(time.monotonic())) is not None:
             Thread(target=self._region.give_back, args=(extent,), name="give-back", daemon=True).start()

@@ -193,7 +193,10 @@ class Writing:
         It is counted when its last shard is settled, as every ending is.
         """
         rival.fate = Verdict.SUPERSEDED
+        parent = rival.block.parent
         rival.block.unlink()
+        if parent is not None:
+            parent.account.enter(parent)  # the heir may hang elsewhere
         rival.block.pins = GONE
         for child in rival.block.children():
             child.unlink()

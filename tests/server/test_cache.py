@@ -471,3 +471,18 @@ def test_an_engine_that_changes_its_weights_often_keeps_its_room():
     cache.end_session(engine.session, 0.0)
     cache.tick(100.0)
     cache.check_integrity()
+
+
+def test_a_leaf_whose_child_was_superseded_elsewhere_may_go():
+    cache = make_cache(supersede_after=2.0)
+    engine = Engine(cache, "one")
+    engine.store(["p"])
+    first = engine.reserve(["x"], parent="p")
+    assert engine.ask(m.Clear(1, b"")).blocks == 0
+    engine.store(["q"])
+    engine.now = 3.0
+    second = engine.reserve(["x"], parent="q")
+    cache.check_integrity()
+    engine.settle(second)
+    engine.settle(first)
+    assert engine.ask(m.Clear(1, b"")).blocks == 3

@@ -287,3 +287,25 @@ def test_a_book_written_anew_says_the_same() -> None:
         again.apply(record)
     assert vars(again) == vars(book)
     assert SLOT_ROW == 128
+
+
+def test_a_row_forged_in_another_engine_s_name_costs_that_one_nothing() -> None:
+    host = Host()
+    attacker, victim = Client(host, "attacker", SMALL), Client(host, "victim", SMALL)
+    victim.reserve(["v"])
+    mine = attacker.reserve(["a", "b"])
+    rows = host.cache.rows
+    extent, slot = host.cache.pool.locate(host.cache.namespaces[1].groups[0].pending[digest("b")].block)
+    at = host.cache.pool.row(extent, slot)
+    row = rows.read_row(at)
+    assert row is not None
+    body = row.body._replace(engine=host.cache.engines["victim"].number)
+    rows.open_row(at, row.generation, row.tick, row.parent, body)
+    cache = host.restart()
+    cache.check_integrity()
+    written = cache.engines["victim"].writing
+    attacker.come_back()
+    attacker.settle(mine.reservation)
+    cache.check_integrity()
+    assert cache.engines["victim"].writing == written
+    assert cache.engines["attacker"].writing == 0

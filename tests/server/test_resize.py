@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+from host import LIMITS, Host, Killed
 from small_cache import KIB, MIB, Engine, chain, make_cache
 
 from kvcache_proto import messages as m
@@ -89,3 +91,66 @@ def test_it_does_not_grow_nor_vanish(size: int):
     shrink(cache)
     with pytest.raises(ClientError):
         cache.resize(6 * MIB)
+
+
+def test_what_is_empty_goes_before_anything_is_forgotten():
+    cache = make_cache(extents=30)
+    mine, others = Engine(cache, "one", 512 * KIB), Engine(cache, "two", 512 * KIB, model="other")
+    for number in range(30):  # an extent each, and those that will be empty are neither the first nor the last
+        (others if 10 <= number < 20 else mine).store(chain(f"{number}-", 3))
+    assert cache.clear(cache.namespaces[others.namespace].id, "operator", 0.0) == 30
+    cache.resize(20 * 2 * MIB)
+    assert len(shrink(cache)) == 10
+    assert sum(mine.hits(chain(f"{number}-", 3)) for number in range(30)) == 60
+
+
+class Small(Host):
+    """A pool of 8 extents, with two chains in it, that is made smaller."""
+
+    def __init__(self) -> None:
+        super().__init__(extents=8, limits=msgspec.structs.replace(LIMITS, write_quota=0.5, pin_quota=0.25))
+        self.engine = Engine(self.cache, "one", block_bytes=512 * KIB)
+        for name in "ab":
+            self.engine.store(chain(name, 6))
+
+    def shrink(self) -> None:
+        self.cache.resize(4 * 2 * MIB)
+        while self.cache.shrink(0.0) is not None:
+            pass
+
+
+def test_a_killed_daemon_s_resize_goes_on_and_loses_no_block_that_it_need_not():
+    whole = Small()
+    whole.fuse.left = 1 << 30
+    whole.shrink()
+    stores = (1 << 30) - whole.fuse.left
+    assert stores > 10
+    for fuse in range(stores):
+        host = Small()
+        host.fuse.left = fuse
+        with pytest.raises(Killed):
+            host.shrink()
+        host.fuse.left = -1
+        cache = host.restart()
+        cache.check_integrity()
+        if fuse:  # before the first note, nobody has been told
+            assert cache.wanted == 8 * MIB
+        given_up = cache.pool.retired
+        while cache.shrink(0.0) is not None:
+            cache.check_integrity()
+        if fuse:
+            assert cache.pool.capacity == 8 * MIB
+            assert given_up <= cache.pool.retired
+            assert cache.shares._capacity == 8 * MIB and cache._pin_quota == 2 * MIB and cache.writing._quota == 4 * MIB
+            assert sum(cache.rows.is_retired(extent) for extent in range(8)) == 4
+        assert sum(len(each.visible) for each in cache.namespaces[1].groups) == 12
+
+
+def test_nobody_but_the_daemon_retires_an_extent():
+    host = Small()
+    for extent in range(8):
+        host.cache.rows._words.view[(4096 + 64 * extent) // 8 + 4] = 1
+    cache = host.restart()
+    assert cache.pool.capacity == 16 * MIB
+    assert not any(cache.rows.is_retired(extent) for extent in range(8))
+    cache.check_integrity()
