@@ -15,10 +15,12 @@ from kvcache_client.settings import Settings
 from kvcache_proto import __version__
 from kvcache_server.cli import EXIT_CODES, commands
 from kvcache_server.config import reference
+from kvcache_server.doctor import SECTIONS
 
 ROOT = Path(__file__).parent.parent
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "server/README.md", "client/README.md")}
-PAGES |= {name: (ROOT / name).read_text() for name in ("tests/README.md", "tests/bench/README.md")}
+NAMES = [f"{folder}README.md" for folder in ("", "server/", "client/", "deploy/", "tests/", "tests/bench/")]
+NAMES += ["deploy/MIGRATION.md", "deploy/SECURITY.md", "proto/PROTOCOL.md"]
+PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 SERVER = PAGES["server/README.md"]
 
 
@@ -44,6 +46,10 @@ def test_the_daemon_s_commands() -> None:
     shown = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
     there = re.findall(r"^  ([a-z][\w-]*)  ", shown.split("Commands:\n")[1].split("\n\n")[0], re.MULTILINE)
     assert listed == set(there)
+
+
+def test_the_doctor_s_sections() -> None:
+    assert [row[0].strip("`") for row in rows(section("server/README.md", "Doctor"))[1:]] == list(SECTIONS)
 
 
 def test_the_daemon_s_exit_codes() -> None:
@@ -85,7 +91,7 @@ def test_the_connector_s_settings(key: str) -> None:
 def test_every_command_is_one() -> None:
     known = set(commands.list_commands(None))  # type: ignore[arg-type]
     for page in PAGES.values():
-        assert set(re.findall(r"kvcache-server ([a-z][\w-]*)", page)) <= known
+        assert set(re.findall(r"(?:[`$/] ?|^  )kvcache-server ([a-z][\w-]*)", page, re.MULTILINE)) <= known
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -77,7 +77,7 @@ def record(admin: Admin, out: IO[str], seconds: float, stopped: Any = lambda: Fa
         time.sleep(min(EVERY, max(0.0, until - time.monotonic())) if seconds else EVERY)
 
 
-@click.command(name="record", help=__doc__)
+@click.command(name="record", help=__doc__, short_help="Write live lookups as a trace for replay.")
 @click.argument("out", type=click.File("w"))
 @click.option("--seconds", default=0.0, metavar="N", help="How long; else until Ctrl-C.")
 @click.option("--endpoint", metavar="ENDPOINT", help="Where the daemon is; else $KVCACHE_ENDPOINT, else the default.")
