@@ -32,7 +32,7 @@ help:
 demo: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server demo $(ARGS)
 
-test: lint $(VENV)/promtool $(VENV)/units
+test: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
 	@$(VENV)/bin/python -m pytest $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-npu)
 
@@ -84,6 +84,14 @@ $(VENV)/promtool: $(VENV)/torch
 	  dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xO ./usr/bin/promtool >bin/promtool && \
 	  chmod +x bin/promtool && rm prometheus_*.deb; } || { \
 	  echo "no promtool here, and apt-get cannot fetch it: put it into the PATH"; rm -f $(VENV)/bin/promtool; exit 1; }
+	@touch $@
+
+# The dashboard's tests look at it in Debian's Chromium; playwright, which drives that, would fetch another one.
+$(VENV)/chromium: $(VENV)/torch
+	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "installing chromium (100 MB)"; \
+	  $(APT) install --no-install-recommends chromium || \
+	  { $(APT) update && $(APT) install --no-install-recommends chromium; }; } || { \
+	  echo "no chromium here, and apt-get cannot install it: put it into the PATH"; exit 1; }
 	@touch $@
 
 $(NPU)/installed: $(NPU)/torch pyproject.toml

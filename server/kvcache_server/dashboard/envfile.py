@@ -36,7 +36,7 @@ def parse(text: str) -> list[Assignment]:
                 raise BadArgument(f"line {line}: a comment that ends in a backslash, which systemds read apart")
             at = end
         else:
-            equals, end = text.find("=", at), _line_end(text, at)
+            equals, end = text.find("=", at + 1), _line_end(text, at)
             if equals < 0 or equals > end:
                 at = end  # no assignment: systemd passes over it, too
                 continue
@@ -71,9 +71,8 @@ def _value(text: str, at: int) -> tuple[str, int]:
         elif letter == "\\":
             at += 1
             bare = True
-            if following not in _NEWLINE:
-                value += following
-                kept = len(value)
+            value += following if following not in _NEWLINE else ""
+            kept = len(value)
         elif not bare and letter in "'\"":
             quote = letter
         elif bare or letter not in _SPACE:
