@@ -50,7 +50,7 @@ class Writing:
 
     def bound(self, limits: Limits) -> None:
         self.limits = limits
-        self._quota = int(limits.write_quota * self._pool.capacity)
+        self._quota = int(limits.write_quota * self._pool.capacity) if limits.write_quota < 1 else 1 << 62
 
     # Reserve.
 
