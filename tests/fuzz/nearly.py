@@ -77,7 +77,7 @@ class Maker:
         if isinstance(kind, inspect.BytesType):
             return draw.randbytes(draw.choice((0, 8, 16, 16, 32, 32, 33)))
         if isinstance(kind, inspect.StrType):
-            return draw.choice(TEXTS)
+            return draw.choice(TEXTS)[: kind.max_length]
         if isinstance(kind, inspect.BoolType):
             return draw.random() < 0.5
         return None

@@ -40,6 +40,7 @@ from kvcache_proto import messages as m  # noqa: E402
 from kvcache_proto.codec import decode_door, decode_reply, encode  # noqa: E402
 from kvcache_proto.endpoint import door_path  # noqa: E402
 from kvcache_proto.errors import ServerError  # noqa: E402
+from kvcache_proto.types import GroupSpec, NamespaceSpec  # noqa: E402
 from kvcache_server.admin import Admin  # noqa: E402
 
 BATCH = 50  # frames between two pings, whose answer says that all of them were handled
@@ -270,12 +271,22 @@ class Result(msgspec.Struct):
         return statistics.median(b / a for a, b in zip(self.alone, self.beside, strict=True))
 
 
+def long_reply(endpoint: str) -> None:
+    """Have the daemon send one: for the first that it sends without a copy, pyzmq makes a context and a thread."""
+    with Admin(endpoint) as admin:
+        namespace = admin.ask(m.Attach(0, b"", NamespaceSpec("long", (GroupSpec(16, 64),)))).namespace
+        since = admin.ask(m.Watch(0, b"")).next
+        admin.ask(m.Acquire(0, b"", namespace, [number.to_bytes(32, "big") for number in range(4000)]))
+        assert len(admin.ask(m.Watch(0, b"", since)).lookups) == 1
+
+
 def fuzz(daemon: Daemon, frames: int, handshakes: int, seed: int) -> Result:
     """Send so much and return what came of it. Raises Finding, or AssertionError where a process ended."""
     draw, result, began = random.Random(seed), Result(), time.monotonic()
     honest, knocker = Honest(daemon.endpoint), Knocker(daemon.endpoint, random.Random(seed + 1))
     session: Session | None = None
     pid = daemon.process.pid
+    long_reply(daemon.endpoint)
     first = descriptors_of(pid)
 
     def beside() -> bool:
