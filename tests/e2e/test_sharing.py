@@ -10,6 +10,7 @@ import pytest
 import zmq
 from follower import PATIENCE, Subscriber, sockets
 
+from kvcache_proto.messages import Why
 from kvcache_server.admin import Admin
 
 BLOCK, MAX_LEN = 32, 1024
@@ -159,6 +160,18 @@ def test_a_reset_with_requests_running(first: Any, daemon: Any, prompt: Any, ref
     mine = [n for n in daemon.status()["namespaces"] if "first" in n["engines"]]
     assert [bool(n["identity"]["weights"]) for n in mine] == [False, True]
     assert mine[1]["blocks"] >= full(prompts)
+
+
+def test_why_there_was_no_hit(first: Any, daemon: Any, prompt: Any) -> None:
+    """Under the name that vLLM gives its requests."""
+    first.generate(prompt(3 * BLOCK + 1))
+    with Admin(daemon.endpoint) as admin:
+        latest = admin.ask(Why(0, b"", "")).answer["latest"][0]
+        (told,) = admin.ask(Why(0, b"", latest[:-1])).answer["explained"]
+    assert (told["engine"], told["request"]) == ("first", latest)
+    assert (told["tokens"], told["block_tokens"], told["blocks"], told["hits"]) == (3 * BLOCK + 1, BLOCK, 3, 0)
+    assert [(run["first"], run["last"], run["cached_now"]) for run in told["runs"]] == [(0, 2, 3)]
+    assert told["runs"][0]["cause"] in ("new", "diverged", "began_empty")
 
 
 def test_what_an_operator_reads(first: Any, second: Any) -> None:
