@@ -7,6 +7,7 @@ hits nothing, and what hits nothing earns nothing. Large pools remember one hash
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ class Ghosts:
     __slots__ = ("_accounts", "_room", "_sampled", "lost", "worth")
 
     def __init__(self, slots: int) -> None:
-        self._accounts: dict[bytes, Account] = {}
+        self._accounts: OrderedDict[bytes, Account] = OrderedDict()  # a dict looks at all holes for its first key
         self._sampled = 256 if slots <= _ALL_BELOW else 8  # of the 256 values of a hash's last byte
         self.worth = 256 // self._sampled
         self._room = max(slots // self.worth, 1)
@@ -39,7 +40,7 @@ class Ghosts:
         if block_hash[-1] < self._sampled:
             self._accounts[block_hash] = account
             if len(self._accounts) > self._room:
-                del self._accounts[next(iter(self._accounts))]
+                self._accounts.popitem(last=False)
             self.lost.add(block_hash)
 
     def missed(self, hashes: Sequence[bytes]) -> None:
