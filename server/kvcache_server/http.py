@@ -53,6 +53,7 @@ class Http:
         self._loop, self._desk, self._failed = loop, desk, failed
         self._answers: Counter[str] = Counter()
         self._turn = asyncio.Lock()
+        self._not_before = 0.0  # by the clock: when the loop has had its share back. It outlives who is answered
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
         self._names = {"localhost"} | (_own_names() if config.http_anywhere else set())
         self._listener = _bind(config.http)
@@ -160,12 +161,18 @@ class Http:
         return guarded
 
     async def _answer(self, make: Callable[[], bytes], content_type: str = _JSON) -> web.Response:
-        """Answer what `make` returns, one request after the other; after each, the loop is the engines' for a while."""
+        """Answer what `make` returns, one request after the other; after each, the loop is the engines' for a while.
+
+        Who asked has the answer at once, and the next one waits; that somebody leaves makes the wait no shorter.
+        """
         async with self._turn:
-            began = time.perf_counter()
-            response = web.Response(body=make(), headers={"Content-Type": content_type})
-            await asyncio.sleep((time.perf_counter() - began) * (1 / SHARE - 1))
-            return response
+            await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
+            began = time.monotonic()
+            try:
+                return web.Response(body=make(), headers={"Content-Type": content_type})
+            finally:
+                ended = time.monotonic()
+                self._not_before = ended + (ended - began) * (1 / SHARE - 1)
 
     # What is asked.
 

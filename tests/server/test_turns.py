@@ -1,0 +1,97 @@
+"""What answers over HTTP may take of the loop, whoever asks and whoever leaves; figures that are slow to make."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_cache import make_cache
+
+from kvcache_server.config import Config
+from kvcache_server.desk import Desk
+from kvcache_server.http import Http
+from kvcache_server.turnstile import SECONDS
+
+SLOW, QUICK = "/api/v1/namespaces", "/healthz"
+
+
+class Slow:
+    """The API in a loop of its own, over figures that take `seconds` of that loop each time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.seconds = 0.0
+        self.made = 0
+        self.error: Exception | None = None
+        self.failures: list[Exception] = []
+        self.loop = asyncio.new_event_loop()
+        desk = Desk(make_cache(), lambda: None, self._figures)
+        config = Config(endpoint=f"ipc://{folder}/kv.sock", http="127.0.0.1:0")
+        self.http = Http(self.loop, config, desk, lambda number, error: self.failures.append(error))
+        host, _, port = self.http.address.removeprefix("http://").rpartition(":")
+        self._address = host, int(port)
+
+    def _figures(self) -> dict[str, Any]:
+        self.made += 1
+        time.sleep(self.seconds)
+        if self.error:
+            raise self.error
+        return {}
+
+    async def ask(self, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(*self._address)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        return reader, writer
+
+    async def status(self, path: str) -> bytes:
+        reader, writer = await self.ask(path)
+        try:
+            return (await reader.read())[9:12]
+        finally:
+            writer.close()
+
+    async def ask_and_leave(self) -> None:
+        """Leave once the request has been read: who asks after it has been answered."""
+        _, writer = await self.ask(SLOW)
+        assert await self.status(QUICK) == b"200"
+        writer.close()
+
+
+@pytest.fixture
+def slow(short_folder: Path) -> Iterator[Slow]:
+    slow = Slow(short_folder)
+    yield slow
+    slow.http.close()
+    slow.loop.close()
+
+
+def test_figures_that_take_long_are_answered_all_the_same(slow: Slow) -> None:
+    slow.seconds = SECONDS / 15  # what is then due to the engines is longer than a connection lasts
+    assert slow.loop.run_until_complete(slow.status(SLOW)) == b"200"
+
+
+def test_who_leaves_without_the_answer_does_not_spare_the_next_one_the_wait(slow: Slow) -> None:
+    slow.seconds = 0.25
+
+    async def leave_again_and_again() -> None:
+        for _ in range(16):
+            await slow.ask_and_leave()
+
+    slow.loop.run_until_complete(leave_again_and_again())
+    assert 1 <= slow.made < 4  # each has the next one wait for 4.75 s
+
+
+def test_a_failure_is_paid_for_too(slow: Slow) -> None:
+    slow.seconds, slow.error = 0.25, ValueError("figures that cannot be had")
+
+    async def fail_again_and_again() -> None:
+        assert await slow.status(SLOW) == b"500"
+        for _ in range(16):
+            await slow.ask_and_leave()
+
+    slow.loop.run_until_complete(fail_again_and_again())
+    assert 1 <= slow.made < 4
+    assert slow.failures == [slow.error] * slow.made
