@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvcache_proto.region import DOOMED, FREE, READY, WRITING
@@ -20,6 +21,9 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
     survey, quarantined = cache.pool.survey(), cache.writing.quarantine.bytes
     groups = [group for namespace in cache.namespaces.values() for group in namespace.groups]
     pending = [grant for group in groups for grant in group.pending.values()]
+    engines: dict[int, Counter[str]] = {number: Counter() for number in cache.namespaces}  # bytes of each, by namespace
+    for account in cache.shares.accounts:
+        engines[account.group.namespace][account.engine] += account.bytes
     return {
         "pool": {
             "region_id": cache.geometry.region_id.hex(),
@@ -46,7 +50,7 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
             "reservations": sum(len(engine.reservations) for engine in cache.engines.values()),
             "residence": cache.room.ages.residence.figures(),
         },
-        "namespaces": [_namespace(cache, namespace) for namespace in cache.namespaces.values()],
+        "namespaces": [_namespace(each, engines[each.number]) for each in cache.namespaces.values()],
         "sessions": [
             {
                 "id": session.id,
@@ -79,8 +83,7 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
     }
 
 
-def _namespace(cache: Cache, namespace: Namespace) -> dict[str, Any]:
-    mine = [account for account in cache.shares.accounts if account.group.namespace == namespace.number]
+def _namespace(namespace: Namespace, engines: Counter[str]) -> dict[str, Any]:
     return {
         "id": namespace.id,
         "model": namespace.spec.model,
@@ -95,8 +98,8 @@ def _namespace(cache: Cache, namespace: Namespace) -> dict[str, Any]:
         "saved_blocks": sum(group.saved_blocks for group in namespace.groups),
         "saved_bytes": sum(group.saved_blocks * group.spec.block_bytes for group in namespace.groups),
         "blocks": sum(len(group.visible) for group in namespace.groups),
-        "bytes": sum(account.bytes for account in mine),
-        "engines": {account.engine: account.bytes for account in mine},
+        "bytes": engines.total(),
+        "engines": dict(engines),
     }
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from small_cache import MIB, Engine, chain, make_cache
+from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import encode
-from kvcache_proto.types import Breaker, Outcome, Refusal, SlotRef
+from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome, Refusal, SlotRef
 from kvcache_server.ages import Ages
 from kvcache_server.cache import Cache
 from kvcache_server.histogram import Histogram
@@ -196,3 +198,39 @@ def test_what_clients_tell_fits_the_wire_however_much_they_tell():
         engine.ask(tell)
     assert encode(m.Report(1, cache.stats(0.0)))
     assert cache.told["probes"] >= 1 << 60
+
+
+class Walked(list):  # type: ignore[type-arg]
+    """A list that counts how often it is gone through."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_a_report_goes_through_the_accounts_as_often_however_many_namespaces_there_are() -> None:
+    walks = []
+    for count in (1, 40):
+        cache = make_cache()
+        for number in range(count):
+            Engine(cache, "one", model=f"m{number}")
+        accounts = cache.shares._accounts = Walked(cache.shares.accounts)
+        assert len(cache.stats(0.0)["namespaces"]) == count
+        walks.append(accounts.walks)
+    assert walks[0] == walks[1]
+
+
+def test_an_engine_s_bytes_are_those_of_all_groups_of_the_namespace() -> None:
+    cache = make_cache()
+    session = cache.open_session("one", "", 0.0)
+    spec = NamespaceSpec("m", (GroupSpec(16, 64 * KIB), GroupSpec(16, 32 * KIB)), hash_bytes=16)
+    namespace = cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0).namespace
+    for group, names in enumerate((["a", "b"], ["c"])):
+        reserved = cache.handle(session, m.Reserve(1, b"", namespace, [m.Run(hashes(names))], group), 0.0)
+        settle = m.Settle(1, b"", cache.geometry.region_id, reserved.reservation, (0,), Outcome.COMMITTED)
+        cache.handle(session, settle, 0.0)
+    (space,) = cache.stats(0.0)["namespaces"]
+    assert space["engines"] == {"one": space["bytes"]}
+    assert space["bytes"] >= (2 * 64 + 32) * KIB
