@@ -120,11 +120,11 @@ class Cache:
     def resize(self, size: int) -> int:
         """Make the pool smaller, by `shrink`, to the whole extents in `size` bytes; return how many bytes that is.
 
-        Raises ClientError where that is none, or more than there is.
+        Raises BadArgument where that is none, or more than there is.
         """
         extents = size // self.pool.extent_bytes
         if not 1 <= extents * self.pool.extent_bytes <= self.pool.capacity:
-            raise ClientError(
+            raise BadArgument(
                 f"{size} bytes: {self.pool.extent_bytes}, an extent, to {self.pool.capacity}, what there is; "
                 "only another region, of a daemon that is started anew, is larger"
             )

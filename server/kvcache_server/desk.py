@@ -54,7 +54,7 @@ class Desk:
         self._sweep()
 
     def resize(self, size: int, who: str) -> int:
-        """Make the pool smaller, little by little; return how many bytes it will have. Raises ClientError."""
+        """Make the pool smaller, little by little; return how many bytes it will have. Raises BadArgument."""
         before, wanted = self._cache.pool.capacity, self._cache.resize(size)
         log.warning("the pool shrinks from %s to %s, asked by %s", format_size(before), format_size(wanted), who)
         return wanted
