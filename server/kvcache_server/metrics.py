@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvcache_proto.types import Breaker, Finding, Refusal
+from kvcache_server.admin import ENGINE as OPERATOR
 from kvcache_server.room import EVICTED_FOR
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -83,9 +84,9 @@ def _daemon(stats: Mapping[str, Any], daemon: Mapping[str, Any]) -> Iterator[Met
     yield _counter("integrity_failures", "Integrity checks that found something broken", checks["failures"])
     sessions = {"attached": len(stats["sessions"]), "away": len(stats["away"])}
     yield _gauge("sessions", "Sessions: attached, or away with a process that lives", sessions, "state")
-    engines = len({session["engine"] for session in stats["sessions"]})
-    yield _gauge("engines", "Engines with an open session", engines)
-    breakers = Counter(session["breaker"] for session in stats["sessions"])
+    engines = [session for session in stats["sessions"] if session["engine"] != OPERATOR]
+    yield _gauge("engines", "Engines with an open session", len({session["engine"] for session in engines}))
+    breakers = Counter(session["breaker"] for session in engines)
     doc = "Sessions by what their clients say: open ones ask no more until the daemon answers in time"
     yield _gauge("engine_breakers", doc, {state: breakers[state] for state in _BREAKERS}, "state")
     yield _gauge("sessions_limit", "Sessions that may be open at one time", daemon["max_sessions"])

@@ -147,6 +147,15 @@ def test_what_engines_tell_is_summed_up_and_names_of_their_own_are_not_shown(dae
     assert not any("mine" in name for name in found)
 
 
+def test_operators_are_no_engines(daemon: Any, engine: Engine) -> None:
+    before = scrape(daemon)
+    with Admin(daemon.endpoint, "top"), Admin(daemon.endpoint, "status"):
+        found = scrape(daemon)
+    assert found['kvcache_sessions{state="attached"}'] == before['kvcache_sessions{state="attached"}'] + 2
+    assert found["kvcache_engines"] == 1
+    assert found['kvcache_engine_breakers{state="unknown"}'] == 1
+
+
 def test_counts_without_end_do_not_break_the_status(daemon: Any, engine: Engine) -> None:
     for _ in range(3):
         engine.tell(m.Tell(0, b"", Breaker.CLOSED, dict.fromkeys(CLIENT_COUNTS, 1 << 48)))
