@@ -30,7 +30,8 @@ class Settings:
     def read_again(self) -> None:
         """Apply what has changed, and say in one line what was done, and what waits for a restart.
 
-        A configuration that cannot be used changes nothing; the line says why.
+        A configuration that cannot be used changes nothing, nor does one that the sockets do not take, who may open
+        them apart; the line says why, and the next time all of it is tried anew.
         """
         try:
             wanted = self._read()
@@ -41,11 +42,20 @@ class Settings:
         changed = [row for row in settings() if getattr(wanted, row.name) != getattr(old, row.name)]
         live = {row.name: getattr(wanted, row.name) for row in changed if row.is_live}
         waiting = [row.name for row in changed if not row.is_live]
-        self.config = config = msgspec.structs.replace(old, **live)
-        self._cache.bound(config.limits())
+        config = msgspec.structs.replace(old, **live)
         if {"allow_uids", "allow_gids", "attach_rate", "max_sessions"} & live.keys():
-            self._door.let_in(config.allow_uids, config.allow_gids, rate_of(config))
-            admit(self._router.path, config.allow_uids, config.allow_gids)
+            try:
+                admit(self._router.path, config.allow_uids, config.allow_gids)
+                self._door.let_in(config.allow_uids, config.allow_gids, rate_of(config))
+            except OSError as error:
+                log.error(
+                    "the configuration is not read again, and nothing has changed but who may open the sockets, "
+                    "perhaps: %s",
+                    error,
+                )
+                return
+        self.config = config
+        self._cache.bound(config.limits())
         log_changes = {"log_level", "log_format"} & live.keys()  # else, what was set at run time stays
         if log_changes:  # the line itself goes to the louder of the two
             logs.set_up(min(logs.level(), config.log_level, key=_LOUDEST_FIRST.index), config.log_format)

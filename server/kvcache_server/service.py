@@ -438,7 +438,7 @@ class Service:
             "draining": False,  # no more, and yet `status` of 0.1.0 asks for it
             "messages": self._messages,
             "sessions_opened": self._attendance.opened,
-            "max_sessions": self._config.max_sessions,
+            "max_sessions": self._settings.config.max_sessions,
             "acquire": self._acquire.figures(),
             "errors": dict(self._errors),
             "drops": dict(self._drops),

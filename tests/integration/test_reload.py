@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import pty
 import signal
@@ -25,7 +27,10 @@ from kvcache_proto.region import plan_geometry
 from kvcache_server.admin import Admin
 from kvcache_server.cache import Cache
 from kvcache_server.config import Config, settings
+from kvcache_server.door import Door
 from kvcache_server.limits import Limits
+from kvcache_server.reload import Settings
+from kvcache_server.sockets import Place
 
 ACL = "system.posix_acl_access"
 SPEC = NamespaceSpec(model="llama", groups=[GroupSpec(16, (1 << 20,))])
@@ -87,6 +92,7 @@ def test_a_ceiling_that_comes_late(configured: Any) -> None:
 def test_what_needs_a_restart_is_named(configured: Any) -> None:
     daemon, reload = configured
     line = reload('size = "128MiB"\nkeep = true\nregion_dir = "/tmp"\nmax_sessions = 5\n')
+    assert daemon.status()["daemon"]["max_sessions"] == 5
     # --keep and --region-dir were flags, which beat the file: nothing of them has changed.
     assert line.endswith("WARNING read the configuration again: max_sessions 4 -> 5; needs a restart: size")
     assert daemon.status()["pool"]["bytes"] == 64 << 20
@@ -202,6 +208,36 @@ def test_a_terminal_that_hangs_up_ends_its_daemon(short_folder: Path) -> None:
         os.close(ours)
         ear.close()
     assert "stopped" in (short_folder / "log").read_text()
+
+
+def test_what_the_sockets_do_not_take_is_tried_again_the_next_time(
+    short_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = f"ipc://{short_folder}/kv.sock"
+    router = short_folder / "kv.sock"
+    router.touch()
+    geometry = plan_geometry(bytes(16), 16 << 20)
+    cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry)
+    old = Config(endpoint=endpoint, max_sessions=4, pin_quota=0.5)
+    new = Config(endpoint=endpoint, max_sessions=9, pin_quota=0.25)
+    cache.bound(old.limits())
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        door = Door(loop, endpoint, -1, geometry, _nobody, _nobody)
+        in_force = Settings(old, lambda: new, cache, door, Place(str(router)))
+        with caplog.at_level("INFO"):
+            router.unlink()
+            in_force.read_again()
+            assert (in_force.config, cache.limits) == (old, old.limits())
+            assert "not read again" in caplog.text and "kv.sock" in caplog.text
+            router.touch()
+            in_force.read_again()
+        assert (in_force.config, cache.limits) == (new, new.limits())
+        assert "max_sessions 4 -> 9" in caplog.text
+        door.close()
+
+
+def _nobody(*came: object) -> Any:
+    raise AssertionError("nobody has come")
 
 
 def test_every_limit_is_live() -> None:
