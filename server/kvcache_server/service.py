@@ -248,8 +248,8 @@ class Service:
         return True
 
     def _publish(self) -> None:
-        assert self._events is not None
-        self._events.flush()
+        if self._changes and self._events is not None:
+            self._events.flush()
 
     def _answer(self, identity: bytes, frame: bytes) -> None:
         self._messages += 1
@@ -367,17 +367,19 @@ class Service:
     # Timers.
 
     def _tick(self) -> None:
-        self._attendance.sweep()
-        try:
-            self._cache.tick(time.monotonic())
-        except Exception as error:  # noqa: BLE001 - as in _answer
-            self._failed(0, error)
-        self._shrink()
-        if self._changes:  # by somebody who has sent no message
-            self._publish()
-        self._unread.tidy()
-        self._look_after_sockets()
-        self._manager.tick(time.monotonic())
+        for part in (
+            self._attendance.sweep,
+            lambda: self._cache.tick(time.monotonic()),
+            self._shrink,
+            self._publish,  # what somebody has done who has sent no message
+            self._unread.tidy,
+            self._look_after_sockets,
+            lambda: self._manager.tick(time.monotonic()),
+        ):
+            try:
+                part()
+            except Exception as error:  # noqa: BLE001 - as in _answer
+                self._failed(0, error)
         self._loop.call_later(TICK, self._tick)
 
     def _shrink(self) -> None:

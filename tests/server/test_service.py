@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import zmq
+from manager import an_ear
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, decode_reply, encode
@@ -364,6 +366,32 @@ def test_a_daemon_that_nobody_can_find_any_more_says_so_and_ends(known: Any, rem
     assert known.log.count(f"{path} was removed or replaced: nobody can attach any more") == 1
     assert "Traceback" not in known.log
     assert left_behind(known) == ([path] if replaced else [])
+
+
+def test_parts_of_a_tick_that_fail_are_counted_and_the_others_go_on(start_daemon: Any, short_folder: Path) -> None:
+    (short_folder / "sitecustomize.py").write_text(BROKEN)
+    path = os.pathsep.join([str(short_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with contextlib.closing(an_ear(short_folder)) as ear:
+        daemon = start_daemon(env={"PYTHONPATH": path} | ear.environ(watchdog=0.2))
+        daemon.wait_status(lambda status: status["daemon"]["errors"].get("internal", 0) >= 9, "the third tick")
+        ear.wait(lambda message: "WATCHDOG" in message)
+        os.unlink(socket_path(daemon.endpoint))
+        assert daemon.process.wait(20) == 7
+    for part in ("tick", "shrink", "tidy"):
+        assert f"work failed inside the daemon: this {part} fails" in daemon.log
+
+
+BROKEN = """
+from kvcache_server.cache import Cache
+from kvcache_server.unread import Unread
+
+def fail(part):
+    def failing(*arguments):
+        raise RuntimeError(f"this {part} fails")
+    return failing
+
+Cache.tick, Cache.shrink, Unread.tidy = map(fail, ("tick", "shrink", "tidy"))
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
