@@ -178,7 +178,7 @@ def test_fields_of_the_cache_are_the_connector_s_own_and_empty_takes_one_out() -
     emptied = settings.change(settings.change(ENV, values), dict.fromkeys(values, ""))
     assert {field["name"]: field["value"] for field in settings.read(emptied)}["save"] == ""
     defaults, _ = parse_settings({})
-    told = {field.name: field.default for field in settings.CACHE if field.default}
+    told = {field.name: field.default for field in settings.CACHE if field.name != "block_size"}
     assert {name: str(getattr(defaults, name)).removesuffix(".0") for name in told} == told
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -74,7 +75,7 @@ class Relay:
         except asyncio.TimeoutError:
             raise Unavailable(f"no answer within {SECONDS:.0f} s from {self.api}") from None
         except (aiohttp.ClientError, OSError) as error:
-            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
             raise Unavailable(f"{self.api}: {why}") from None
 
 

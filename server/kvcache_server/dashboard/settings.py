@@ -49,12 +49,15 @@ VARIABLES = (
 )
 # The connector's own settings; empty leaves a key out, and its default holds.
 CACHE = (
-    Field("block_size", "Block size", "Tokens a cached block: a multiple of the engine's own.", "int", 1, 65536),
+    Field(
+        *("block_size", "Block size", "Tokens a cached block: a multiple of the engine's own.", "int", 1, 65536),
+        default="128 or so",
+    ),
     Field(
         *("num_cpu_blocks", "Most cached blocks", "That this engine may store; 0 is no bound.", "int", 0, 1 << 31),
         default="0",
     ),
-    Field("deadline_ms", "Deadline", "Milliseconds that a lookup may take.", "int", 1, 10_000, default="50"),
+    Field("deadline_ms", "Deadline (ms)", "Milliseconds that a lookup may take.", "int", 1, 10_000, default="50"),
     Field("save", "Save", "All full blocks, or the prompt's.", "choice", choices=("all", "prompt"), default="all"),
     Field(
         *("verify", "Verify", "Blocks whose checksum is compared after a load.", "choice"),

@@ -71,7 +71,7 @@ export class Chart {
       ...(part % 0.5 ? [] : [make("text", { x: LEFT - 8, y: y(part * top) + 4, "text-anchor": "end", text: this.label(part * top) })]),
     ]);
     const span = data.last - data.first;
-    const tick = [60, 300, 600, 900, 1800].find((each) => (span / each) * 70 <= this.width - LEFT) ?? 3600;
+    const tick = [60, 120, 300, 600, 900, 1800].find((each) => (span / each) * 70 <= this.width - LEFT) ?? 3600;
     for (let at = Math.ceil(data.first / tick) * tick; at < data.last; at += tick) {
       if (x(at) > LEFT + 14 && x(at) < this.width - 20) {
         parts.push(make("text", { x: x(at), y: HEIGHT - 6, "text-anchor": "middle", text: clock(at) }));

@@ -63,6 +63,8 @@ function fresh() {
 
 function fill(element, unit) {
   const { parts } = element;
+  const other = element.shown !== unit.version; // the file has changed: what somebody is typing stays, beside new values
+  const typed = other && element.unit ? differences(element) : [];
   element.unit = unit;
   tell(parts.name, unit.name);
   tell(parts.state, unit.active === unit.sub ? unit.active : `${unit.active}, ${unit.sub}`);
@@ -80,10 +82,13 @@ function fill(element, unit) {
   parts.orders.forEach((button) => (button.disabled = button.dataset.verb === "start" ? runs : !runs));
   tell(parts.problem, unit.problem);
   parts.bottom.hidden = !unit.fields.length;
-  // Fields that somebody is editing are left alone until the file changes beneath them.
-  if (element.shown !== unit.version) {
+  if (other) {
     element.shown = unit.version;
     parts.fields.replaceChildren(...unit.fields.map((field) => labelled(element, field)));
+    for (const { name, wanted } of typed) {
+      const input = parts.fields.querySelector(`[name="${name}"]`);
+      if (input) input.value = wanted;
+    }
     changed(element);
   }
 }

@@ -103,7 +103,7 @@ function show({ status, now, host }) {
   tell(id("tile-now"), ratio(sum(last, "hit_blocks"), sum(last, "requested_blocks")));
   tell(id("tile-now-more"), `of ${count(sum(last, "requested_blocks"))} blocks`);
   tell(id("tile-all"), ratio(hit, asked));
-  tell(id("tile-all-more"), `${count(hit)} of ${count(asked)} blocks`);
+  tell(id("tile-all-more"), `${count(hit)} of ${count(asked)}`);
   tell(id("tile-lost"), ratio(Math.min(hit + lost, asked), asked));
   tell(id("tile-lost-more"), lost ? `about ${count(lost)} more hits` : "nothing more");
   tell(id("tile-used"), ratio(pool.used_bytes, pool.bytes));
