@@ -63,6 +63,8 @@ def test_the_token_s_file_serves_where_the_daemon_is_away(
     start_dashboard: Any, tmp_path: Path, systemctl: Path
 ) -> None:
     (systemctl / "units.json").write_text(json.dumps({"vllm@a.service": {}, "sshd.service": {}}))
+    for odd in ("a b", "$(x)", "é"):
+        (tmp_path / f"{odd}.env").touch()
     file = tmp_path / "token"
     file.write_text("a-token-of-some-length\n")
     flags = ("--api", f"http://127.0.0.1:{free_port()}", "--manage", "vllm@*", "--env-folder", str(tmp_path))

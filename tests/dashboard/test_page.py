@@ -131,8 +131,13 @@ def test_a_reload_shows_what_was_before_it(scene: Scene, start_dashboard: Any, o
         traffic(session, ODD, 30)
     wait(lambda: page.locator("#tile-now").inner_text() not in ("–", "0.0 %"), "the traffic")
     shown = page.locator("#tile-now").inner_text()
+    for _ in range(2):
+        page.wait_for_event("response", lambda response: "/data" in response.url)
+    asked = page.locator("#tile-now-more").inner_text()
+    assert asked == "of 60 blocks", "each point is counted once, however often it was asked for"
     page.reload()
     loaded(page)
+    assert page.locator("#tile-now-more").inner_text() == asked
     assert page.locator("#tile-now").inner_text() == shown == "100.0 %"
     assert page.locator("#chart-ratio path").count() == 2
     assert "hit 100.0 %" in page.locator("#chart-ratio desc").text_content()
