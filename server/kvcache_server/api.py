@@ -243,6 +243,7 @@ _WHY = {
     401: "No token was given.",
     403: "Another token was given.",
     404: "There is no such thing.",
+    409: "The pool has not so much, or an extent is more.",
     503: "Not yet: sessions of the last daemon are awaited.",
 }
 
@@ -269,7 +270,7 @@ ROUTES = (
         "Make the pool smaller, and give the memory back to the host, until the region's end.",
         Resized,
         Resize,
-        (400,),
+        (400, 409),
     ),
     Route(
         "log_level",

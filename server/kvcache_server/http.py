@@ -209,7 +209,11 @@ class Http:
         return _response(api.Cleared(self._desk.clear(body.namespace, _who(request))))
 
     async def _resize(self, request: web.Request) -> web.Response:
-        return _response(api.Resized(self._desk.resize((await _body(request, api.Resize)).bytes, _who(request))))
+        body = await _body(request, api.Resize)
+        try:
+            return _response(api.Resized(self._desk.resize(body.bytes, _who(request))))
+        except BadArgument as error:
+            raise web.HTTPConflict(text=str(error)) from None
 
     async def _log_level(self, request: web.Request) -> web.Response:
         level = (await _body(request, api.LogLevel)).level

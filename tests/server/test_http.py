@@ -288,10 +288,10 @@ def test_clear(daemon: Any, web: Http, engine: Admin) -> None:
     assert f"cleared 12 blocks of {SPEC.id}, asked by the token's bearer at 127.0.0.1" in daemon.log
 
 
-def test_a_size_that_the_pool_cannot_be_made_is_a_bad_argument(daemon: Any, web: Http, engine: Admin) -> None:
+def test_a_size_that_the_pool_cannot_be_made_is_refused(daemon: Any, web: Http, engine: Admin) -> None:
     for size in (1, 1 << 40):
         answer = web.post("/api/v1/resize", {"bytes": size})
-        assert (answer.status, answer.body["code"]) == (400, "bad_argument"), size
+        assert (answer.status, answer.body["code"]) == (409, "conflict"), size
         assert str(64 << 20) in answer.body["message"]  # the most that it may be
     pool = daemon.status()["pool"]
     assert pool["wanted_bytes"] == pool["bytes"]
