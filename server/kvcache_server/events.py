@@ -24,9 +24,9 @@ from kvcache_server.stream import Batch, Stream
 
 log = logging.getLogger(__name__)
 
-END = (-1).to_bytes(8, "big", signed=True)  # in place of a number: the replay has ended
-REPLAYS = 16  # at one time; more wait on their side
-TURN = 4  # batches of an announcement or a replay between two looks at messages: a millisecond
+END = Batch(b"", (1 << 64) - 1, b"")  # the replay has ended; its number is -1
+REPLAYS = 8  # at one time, one a reader; more wait on their side
+TURN = 4  # steps of an announcement or of one replay between two looks at messages: a millisecond
 PATIENCE = 5.0  # seconds for which a replay waits for its reader
 PAUSE = 0.01  # seconds between two looks at a reader that does not read
 QUEUE = 64  # batches of a replay that wait for its reader
@@ -159,21 +159,21 @@ class Events:
                 continue
             start, prefix = int.from_bytes(frames[2], "big"), b"".join(frames[3:])
             batches = self._stream.replay(start, prefix, time.time())
+            self._counts["replays_cut"] += frames[0] in self._replays  # who asks again wants that instead
             self._replays[frames[0]] = _Replay(frames[0], batches, time.monotonic())
             self._counts["replays"] += 1
             self._soon()
 
     def _replay_on(self, replay: _Replay, now: float) -> bool:
-        """Send some of it. Returns whether there is more. Raises zmq.ZMQError where nobody is there to read it."""
+        """Take it some steps further. Returns whether there are more. Raises zmq.ZMQError where nobody reads it."""
         assert self._router is not None
         for _ in range(TURN):
             batch = replay.next()
-            frames = [batch.topic, batch.number.to_bytes(8, "big"), batch.payload] if batch else [b"", END, b""]
-            if not self._topic_in_replay:
-                del frames[0]
-            self._router.send_multipart([replay.reader, b"", *frames], _NOW)
-            replay.sent(now)
-            if batch is None:
+            if batch is not None:
+                frames = [batch.topic, batch.number.to_bytes(8, "big"), batch.payload]
+                self._router.send_multipart([replay.reader, b"", *frames[not self._topic_in_replay :]], _NOW)
+            replay.came_further(now)
+            if batch is END:
                 return False
         return True
 
@@ -209,38 +209,39 @@ class Events:
             self._publish(batch)
 
     def _replay_all(self, now: float) -> bool:
-        """Take each replay further. Returns whether any came further."""
-        came_further = False
+        """Take the one further that waits longest and is read. Returns whether there was one."""
         for replay in list(self._replays.values()):
             try:
                 more = self._replay_on(replay, now)
-                came_further = True
             except zmq.Again:
                 more = now - replay.at < PATIENCE
                 self._counts["replays_cut"] += not more
             except zmq.ZMQError:
                 more = False
                 self._counts["replays_cut"] += 1
-            if not more:
-                del self._replays[replay.reader]
-        return came_further
+            del self._replays[replay.reader]
+            if more:
+                self._replays[replay.reader] = replay  # the last in turn
+            if replay.at == now:
+                return True
+        return False
 
 
 class _Replay:
     """One reader's, and how far it has come."""
 
-    def __init__(self, reader: bytes, batches: Iterator[Batch], now: float) -> None:
+    def __init__(self, reader: bytes, batches: Iterator[Batch | None], now: float) -> None:
         self.reader = reader
-        self.at = now  # when it was read last
+        self.at = now  # when it came further last
         self._batches = batches
-        self._unsent: list[Batch | None] = []
+        self._unsent: Batch | None = None
 
     def next(self) -> Batch | None:
-        """Return the batch to be sent, the same one until it is sent; None is the end."""
-        if not self._unsent:
-            self._unsent.append(next(self._batches, None))
-        return self._unsent[0]
+        """Take a step, unless there is what is not sent yet. Returns what is to be sent, END at last."""
+        if self._unsent is None:
+            self._unsent = next(self._batches, END)
+        return self._unsent
 
-    def sent(self, now: float) -> None:
-        self._unsent.clear()
+    def came_further(self, now: float) -> None:
+        self._unsent = None
         self.at = now

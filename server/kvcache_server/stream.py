@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +19,7 @@ from kvcache_server.sessions import Namespace
 
 STEP = 256  # blocks in one batch
 TURN = 64 * STEP  # changes put into batches at one time: 10 ms
+SKIM = 4096  # kept batches looked through at one time
 MEDIUM = "CPU"  # as vLLM names host memory
 
 
@@ -138,14 +138,14 @@ class Stream:
         """
         for namespace in list(self._cache.namespaces.values()):
             topic = _source(namespace.groups[0]).topic
-            for events in self._snapshot(namespace, STEP):
+            for events in self._snapshot(namespace):
                 yield self._keep(topic, events, now)
 
-    def replay(self, start: int, prefix: bytes, now: float) -> Iterator[Batch]:
+    def replay(self, start: int, prefix: bytes, now: float) -> Iterator[Batch | None]:
         """Yield the batches from number `start` on of the topics that begin with `prefix`; the cache may go on between.
 
         Where some of them are kept no longer, or were another daemon's, what there is now comes before those that are,
-        under the numbers of the missing ones.
+        under the numbers of the missing ones. Each step is short: None is one after which there is no batch yet.
         """
         oldest: dict[bytes, int] = {}
         for batch in self._kept:
@@ -154,22 +154,42 @@ class Stream:
             topic = _source(namespace.groups[0]).topic
             missing = oldest.get(topic.name, topic.next) - start
             if missing > 0 and topic.name.startswith(prefix):
-                step = max(STEP, -(-sum(len(group.visible) for group in namespace.groups) // missing))
-                for number, events in enumerate(self._snapshot(namespace, step), start):
-                    yield Batch(topic.name, number, self._events.encode(events, now))
-        for batch in list(self._kept):
+                yield from self._retell(namespace, topic.name, range(start, start + missing), now)
+        for at, batch in enumerate(list(self._kept)):
             if batch.number >= start and batch.topic.startswith(prefix):
                 yield batch
+            elif at % SKIM == 0:
+                yield None
 
-    def _snapshot(self, namespace: Namespace, step: int) -> Iterator[list[Any]]:
-        """Yield events, `step` blocks at a time, of what there is now and still is when its turn comes."""
-        groups = [(group, list(group.visible.values())) for group in namespace.groups]
+    def _retell(self, namespace: Namespace, topic: bytes, numbers: range, now: float) -> Iterator[Batch | None]:
+        """Yield what there is under no other numbers, evenly.
+
+        A reader drops a number that it has had, and all from the live batch on that it waits with: so where numbers are
+        few, a batch is large, but no step is.
+        """
+        pieces = sum(-(-len(group.visible) // STEP) for group in namespace.groups)
+        each = max(1, -(-pieces // len(numbers)))
+        number, packed = numbers[0], 0
+        payload = self._events.payload(now)
+        for events in self._snapshot(namespace):
+            if packed == each and number < numbers[-1]:
+                yield Batch(topic, number, payload.whole())
+                number, packed, payload = number + 1, 0, self._events.payload(now)
+            elif packed:
+                yield None
+            payload.add(events)
+            packed += 1
+        yield Batch(topic, number, payload.whole())
+
+    def _snapshot(self, namespace: Namespace) -> Iterator[list[Any]]:
+        """Yield events, STEP blocks at a time, of what there is now and still is when its turn comes."""
         events: list[Any] = [self._events.cleared]
-        for group, blocks in groups:
-            source, rest = _source(group), iter(blocks)
-            while some := list(islice(rest, step)):
+        for group in namespace.groups:
+            source, rest = _source(group), deque(group.visible.values())
+            while rest:
+                some = [rest.popleft() for _ in range(min(STEP, len(rest)))]
                 told = [(source, block.hash, _above(block)) for block in some if group.trusts(block)]
-                for _, more in self._events.of(told, step):
+                for _, more in self._events.of(told):
                     events += more
                 yield events
                 events = []
@@ -207,6 +227,9 @@ class _Events:
     def encode(self, events: list[Any], now: float) -> bytes:
         return self._encoder.encode((now, events, None))  # no data parallel rank: the daemon has none
 
+    def payload(self, now: float) -> _Payload:
+        return _Payload(self._encoder, now)
+
     def of(self, changes: Iterable[Change], step: int = STEP) -> Iterator[tuple[Topic, list[Any]]]:
         """Yield the events of batches of at most `step` blocks; neighbours that can share an event do."""
         batches: dict[Topic, tuple[list[Any], int]] = {}
@@ -231,6 +254,25 @@ class _Events:
         if parent:
             above = int.from_bytes(parent[-8:], "big") if self._ints else parent
         return self._stored(names, above, [], source.block_tokens, None, MEDIUM, None, None, source.group)
+
+
+class _Payload:
+    """What `_Events.encode` makes, of events that come a few at a time."""
+
+    def __init__(self, encoder: msgspec.msgpack.Encoder, now: float) -> None:
+        self._encoder, self._now = encoder, now
+        self._count = 0
+        self._events = bytearray()
+
+    def add(self, events: list[Any]) -> None:
+        self._count += len(events)
+        for event in events:
+            self._encoder.encode_into(event, self._events, -1)
+
+    def whole(self) -> bytes:
+        head = b"\x93" + self._encoder.encode(self._now)  # an array of three
+        count = b"\xdd" + self._count.to_bytes(4, "big")  # of them one that has a length of 32 bits
+        return b"".join((head, count, self._events, b"\xc0"))  # and nil
 
 
 def _runs(changes: Iterable[Change], step: int) -> Iterator[tuple[Source, bytes | None, list[bytes]]]:

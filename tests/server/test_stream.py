@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -50,6 +50,11 @@ def stored(names: list[str], parent: str | None = None, tokens: int = 16, group:
 def removed(names: list[str], group: int = 0) -> dict[str, Any]:
     hashes = [as_int(digest(name)) for name in names]
     return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "CPU", "group_idx": group}
+
+
+def again(stream: Stream, start: int, prefix: bytes = b"", now: float = 0.0) -> Iterator[Batch]:
+    """The batches of a replay."""
+    return (batch for batch in stream.replay(start, prefix, now) if batch is not None)
 
 
 CLEARED = {"type": "AllBlocksCleared"}
@@ -181,7 +186,7 @@ class Wire:
 
     def replay(self, start: int, topic: bytes) -> Iterable[Message]:
         assert self.stream is not None
-        return self.stream.replay(start, topic, 0.0)
+        return again(self.stream, start, topic)
 
     def carry(self, batches: Iterable[Batch]) -> None:
         for batch in batches:
@@ -259,7 +264,7 @@ def test_a_replay_of_more_than_is_kept_begins_with_what_there_is_and_the_cache_g
     engine.store(names)
     stream.batches(0.0)
     follower = Follower(lambda start, topic: (), maps)
-    replay = stream.replay(0, b"", 0.0)
+    replay = again(stream, 0)
     follower.hear(*next(replay))
     lease = engine.acquire(names[:STEP], pin=True).lease
     engine.ask(m.Clear(1, b""))  # all but the leased ones go, before their turn comes
@@ -279,12 +284,48 @@ def test_a_replay_has_no_more_numbers_than_are_missing() -> None:
     engine.store(chain("n", 4 * STEP))
     batches = stream.batches(0.0)
     last = batches[-1].number
-    told_again = list(stream.replay(last - 2, b"", 0.0))
+    told_again = list(again(stream, last - 2))
     assert [batch.number for batch in told_again] == [last - 2, last - 1, last]
     assert told_again[-1] == batches[-1]
     events = [event for batch in told_again[:2] for event in maps(batch.payload)]
     assert events[0] == CLEARED
     assert sum(len(each["block_hashes"]) for each in events[1:]) == 4 * STEP
+
+
+def test_no_step_of_a_replay_tells_of_many_blocks_however_few_numbers_are_missing() -> None:
+    """Cleared between two steps, what has not been looked at is told no more: it shows how far a step has come."""
+    host = Host(extents=1, extent_bytes=8 << 20)
+    stream = follow(host, keep=1)
+    engine = Client(host, "one", spec_of(4096))
+    engine.store(chain("n", 6 * STEP))
+    last = stream.batches(0.0)[-1].number
+    replay = stream.replay(last - 1, b"", 0.0)
+    assert [next(replay), next(replay)] == [None, None]
+    engine.ask(m.Clear(1, b""))
+    told_again = [batch for batch in replay if batch is not None]
+    assert [batch.number for batch in told_again] == [last - 1, last]
+    seconds, (first, *rest), rank = msgspec.msgpack.decode(told_again[0].payload)
+    assert (seconds, first, rank) == (0.0, CLEARED, None)
+    assert [len(each["block_hashes"]) for each in rest] == [STEP] * 3
+
+
+def test_a_replay_of_several_groups_leaves_the_numbers_of_what_is_kept_alone() -> None:
+    host = Host()
+    stream = follow(host, keep=1)
+    session = host.open("one")
+    spec = NamespaceSpec("m", (GroupSpec(16, 4096), GroupSpec(32, 8192)), {}, 8)
+    namespace = host.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0).namespace
+    for group in (0, 1):
+        runs = [m.Run([digest("a")])]
+        reserved = host.cache.handle(session, m.Reserve(1, b"", namespace, runs, group), 0.0)
+        host.cache.handle(session, m.Settle(1, b"", host.geometry.region_id, reserved.reservation, (0,), 0), 0.0)
+    last = stream.batches(0.0)[-1].number
+    follower = Follower(lambda start, topic: (), maps)
+    batches = list(again(stream, last - 1))
+    for batch in batches:
+        follower.hear(*batch)
+    assert [batch.number for batch in batches] == [last - 1, last]
+    assert follower.known == present(stream)
 
 
 def test_a_replay_of_what_is_kept_is_what_was_sent() -> None:
@@ -295,9 +336,9 @@ def test_a_replay_of_what_is_kept_is_what_was_sent() -> None:
     for name in "abc":
         engine.store([name])
         batches += stream.batches(0.0)
-    assert list(stream.replay(100, b"kv@", 1.0)) == batches
-    assert list(stream.replay(101, b"", 1.0)) == batches[1:]
-    assert list(stream.replay(100, b"kv@another", 1.0)) == []
+    assert list(again(stream, 100, b"kv@", 1.0)) == batches
+    assert list(again(stream, 101, b"", 1.0)) == batches[1:]
+    assert list(again(stream, 100, b"kv@another", 1.0)) == []
 
 
 def test_a_namespace_that_comes_again_goes_on_with_higher_numbers() -> None:
