@@ -17,6 +17,7 @@ import zmq
 
 from kvcache_proto.endpoint import SCHEME
 from kvcache_proto.errors import NotPermitted
+from kvcache_proto.types import MAX_NAME
 from kvcache_server.cache import Cache
 from kvcache_server.config import Config
 from kvcache_server.sockets import Place, admit, private
@@ -31,6 +32,9 @@ PATIENCE = 5.0  # seconds for which a replay waits for its reader
 PAUSE = 0.01  # seconds between two looks at a reader that does not read
 QUEUE = 64  # batches of a replay that wait for its reader
 REQUEST_BYTES = 4096
+TOPIC_BYTES = 256  # beside the topic's form; libzmq takes 50 bytes of memory for one of a topic
+TOPICS = 1024  # subscribed to at one time, unless there may be more namespaces
+HEARD = 16  # messages of a socket that are looked at in one turn: 0.1 ms
 
 _NOW = int(zmq.NOBLOCK)
 
@@ -42,7 +46,7 @@ class Events:
         self, loop: asyncio.AbstractEventLoop, context: zmq.Context[zmq.Socket[bytes]], config: Config, cache: Cache
     ) -> None:
         """Bind `config.events`, and `config.events_replay` if there is one. Raises NotPermitted where it cannot."""
-        self._loop, self._config = loop, config
+        self._loop, self._context, self._config = loop, context, config
         # Milliseconds, with room for a thousand batches in each: a daemon's numbers begin above its last one's.
         first = time.time_ns() // 1_000_000 << 10
         self._stream = Stream(
@@ -51,60 +55,83 @@ class Events:
         self.changes = self._stream.changes
         self._topic_in_replay = config.events_dialect == "0.26"
         self._counts: Counter[str] = Counter()
-        self._subscriptions = 0
+        self._topics: set[bytes] = set()  # that somebody has subscribed to; libzmq tells of the first and last one
+        self._most_topics = max(TOPICS, config.max_namespaces)
         self._announcement: Iterator[Batch] | None = None
         self._announced = False
         self._replays: dict[bytes, _Replay] = {}
         self._busy = False  # whether `_go_on` is to be called
-        self._places: list[Place] = []
+        self._places: dict[str, Place] = {}
         self._sockets: list[zmq.Socket[bytes]] = []
         try:
-            self._pub = self._bind(context, zmq.XPUB, config.events)
-            self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)  # tell of every subscription, and of its end
-            self._pub.setsockopt(zmq.XPUB_NODROP, 1)  # a queue that is full is an error here, and is counted
-            self._router = self._bind(context, zmq.ROUTER, config.events_replay) if config.events_replay else None
+            self._pub = self._open(zmq.XPUB, config.events)
+            self._router = self._open(zmq.ROUTER, config.events_replay) if config.events_replay else None
         except BaseException:
             self.close()
             raise
+        self._endpoints = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in self._sockets]
         loop.add_reader(int(self._pub.getsockopt(zmq.FD)), self._hear_subscriptions)
         if self._router is not None:
-            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             loop.add_reader(int(self._router.getsockopt(zmq.FD)), self._hear_requests)
         loop.call_soon(self._hear_requests)
         loop.call_soon(self._hear_subscriptions)
 
-    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket = context.socket(kind)
+    def _open(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._make(kind)
         self._sockets.append(socket)
-        socket.setsockopt(zmq.LINGER, 100)
-        socket.setsockopt(zmq.IPV6, "[" in endpoint)
-        socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
-        socket.setsockopt(zmq.SNDHWM, self._config.events_buffer if kind == zmq.XPUB else QUEUE)
-        socket.setsockopt(zmq.RCVHWM, 2 * REPLAYS)
         try:
-            with private():
-                socket.bind(endpoint)
+            self._bind(socket, endpoint)
         except zmq.ZMQError as error:
             raise NotPermitted(f"events endpoint {endpoint}: cannot be bound: {error}") from None
-        if endpoint.startswith(SCHEME):
-            self._places.append(Place(endpoint.removeprefix(SCHEME)))
-            admit(self._places[-1].path, self._config.allow_uids, self._config.allow_gids)
         return socket
+
+    def _make(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 100)
+        if kind == zmq.XPUB:
+            socket.setsockopt(zmq.IPV6, "[" in self._config.events)
+            topic = self._config.events_topic
+            model = 4 * MAX_NAME if "{model}" in topic else 0
+            socket.setsockopt(zmq.MAXMSGSIZE, TOPIC_BYTES + len(topic.encode()) + model)
+            socket.setsockopt(zmq.SNDHWM, self._config.events_buffer)
+            socket.setsockopt(zmq.XPUB_NODROP, 1)  # a queue that is full is an error here, and is counted
+        else:
+            socket.setsockopt(zmq.IPV6, "[" in self._config.events_replay)
+            socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
+            socket.setsockopt(zmq.SNDHWM, QUEUE)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.RCVHWM, 2 * REPLAYS)
+        return socket
+
+    def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        with private():
+            socket.bind(endpoint)
+        if endpoint.startswith(SCHEME):
+            place = Place(endpoint.removeprefix(SCHEME))
+            self._places[endpoint] = place
+            admit(place.path, self._config.allow_uids, self._config.allow_gids)
+
+    def let_in(self, config: Config) -> None:
+        """Let those users and groups connect that `config` names, and nobody else. Who is connected stays."""
+        self._config = config
+        for place in self._places.values():
+            if place.is_ours():
+                admit(place.path, config.allow_uids, config.allow_gids)
 
     def close(self) -> None:
         for socket in self._sockets:
             socket.close()
-        for place in self._places:
+        for place in self._places.values():
             place.remove()
 
     def report(self) -> dict[str, Any]:
-        """Return endpoints as they were bound, subscriptions, and counts of batches and replays."""
-        bound = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in self._sockets]
+        """Return endpoints as they were bound, topics subscribed to, and counts of batches, replays and refusals."""
+        counts = ("batches", "batches_lost", "replays", "replays_cut", "subscriptions_cut", "nonsense")
         return {
-            "endpoint": bound[0],
-            "replay": bound[1] if len(bound) > 1 else "",
-            "subscriptions": self._subscriptions,
-            **{name: self._counts[name] for name in ("batches", "batches_lost", "replays", "replays_cut", "nonsense")},
+            "endpoint": self._endpoints[0],
+            "replay": self._endpoints[1] if len(self._endpoints) > 1 else "",
+            "subscriptions": len(self._topics),
+            **{name: self._counts[name] for name in counts},
         }
 
     # Publishing.
@@ -129,26 +156,64 @@ class Events:
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _hear_subscriptions(self) -> None:
-        while True:
+        for _ in range(HEARD):
             try:
                 heard = self._pub.recv(_NOW)
             except zmq.Again:
                 return
             if heard[:1] == b"\x01":
-                self._subscriptions += 1
+                self._topics.add(heard[1:])
+                if len(self._topics) > self._most_topics:
+                    self._start_over()
+                    return
                 if not self._announced:
                     self._announced = True
                     self._announcement = self._stream.announce(time.time())
                     self._soon()
             elif heard[:1] == b"\x00":
-                self._subscriptions -= 1
+                self._topics.discard(heard[1:])  # of one that was none, too, are we told
             else:
                 self._counts["nonsense"] += 1
+        self._soon()
+
+    def _start_over(self) -> None:
+        """Cut all subscribers off, who come back by themselves, and see by the numbers what they have missed.
+
+        libzmq does not say who subscribes to what, and remembers even what XPUB_MANUAL refuses, as long as the peer is
+        connected: only to close the socket gives the memory back.
+        """
+        if not self._counts["subscriptions_cut"]:
+            log.warning("more than %d topics are subscribed to: all subscribers are cut off", self._most_topics)
+        self._counts["subscriptions_cut"] += len(self._topics)
+        self._topics.clear()
+        self._loop.remove_reader(int(self._pub.getsockopt(zmq.FD)))
+        self._pub.close(linger=0)
+        if place := self._places.pop(self._endpoints[0], None):
+            place.remove()
+        self._pub = self._sockets[0] = self._make(zmq.XPUB)
+        self._bind_again()
+
+    def _bind_again(self, wait: float = PAUSE) -> None:
+        """Bind the new publisher once the old one has left, which libzmq closes in a thread of its own."""
+        if self._pub.closed:
+            return
+        endpoint = self._endpoints[0]
+        try:
+            self._bind(self._pub, endpoint)
+        except zmq.ZMQError as error:
+            if wait > 1.0:
+                log.error("events endpoint %s: cannot be bound again yet: %s", endpoint, error)
+            self._loop.call_later(wait, self._bind_again, min(2 * wait, 10.0))
+            return
+        self._loop.add_reader(int(self._pub.getsockopt(zmq.FD)), self._hear_subscriptions)
+        self._soon()
 
     # Telling again.
 
     def _hear_requests(self) -> None:
-        while self._router is not None and len(self._replays) < REPLAYS:
+        for _ in range(HEARD):
+            if self._router is None or len(self._replays) >= REPLAYS:
+                return
             try:
                 frames = self._router.recv_multipart(_NOW)
             except zmq.Again:
@@ -163,6 +228,7 @@ class Events:
             self._replays[frames[0]] = _Replay(frames[0], batches, time.monotonic())
             self._counts["replays"] += 1
             self._soon()
+        self._soon()  # there may be more
 
     def _replay_on(self, replay: _Replay, now: float) -> bool:
         """Take it some steps further. Returns whether there are more. Raises zmq.ZMQError where nobody reads it."""

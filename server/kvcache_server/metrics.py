@@ -76,7 +76,9 @@ def _daemon(stats: Mapping[str, Any], daemon: Mapping[str, Any]) -> Iterator[Met
         yield _counter("http_answers", "Answers over HTTP, by status", http["answers"], "status")
         yield _counter("http_cuts", "Connections over HTTP that were cut, by reason", http["cuts"], "reason")
     if events := daemon.get("events"):
-        yield _gauge("event_subscriptions", "Subscriptions to KV events", events["subscriptions"])
+        yield _gauge(
+            "event_subscriptions", "Topics of KV events that somebody has subscribed to", events["subscriptions"]
+        )
         yield _counter("event_batches", "Batches of KV events published", events["batches"])
         yield _counter("event_batches_lost", "Batches that some subscriber did not get", events["batches_lost"])
     checks = daemon["integrity"]

@@ -23,9 +23,19 @@ _LOUDEST_FIRST = ("debug", "info", "warning", "error")
 class Settings:
     """What the daemon goes by: `config` is what it was started with, and what it has changed since."""
 
-    def __init__(self, config: Config, read: Callable[[], Config], cache: Cache, door: Door, router: Place) -> None:
+    def __init__(
+        self,
+        config: Config,
+        read: Callable[[], Config],
+        cache: Cache,
+        door: Door,
+        router: Place,
+        let_in: Callable[[Config], None] | None,
+    ) -> None:
+        """`let_in` does for the events' sockets what is done here for the ROUTER's."""
         self.config = config
         self._read, self._cache, self._door, self._router = read, cache, door, router
+        self._let_in = let_in
 
     def read_again(self) -> None:
         """Apply what has changed, and say in one line what was done, and what waits for a restart.
@@ -46,6 +56,8 @@ class Settings:
         if {"allow_uids", "allow_gids", "attach_rate", "max_sessions"} & live.keys():
             try:
                 admit(self._router.path, config.allow_uids, config.allow_gids)
+                if self._let_in is not None:
+                    self._let_in(config)
                 self._door.let_in(config.allow_uids, config.allow_gids, rate_of(config))
             except OSError as error:
                 log.error(

@@ -144,7 +144,8 @@ class Service:
             self._context.destroy(linger=0)
             self._loop.close()
             raise
-        self._settings = Settings(config, read, self._cache, self._door, self._place)
+        let_in = self._events.let_in if self._events else None
+        self._settings = Settings(config, read, self._cache, self._door, self._place, let_in)
         self._recv = self._router.recv
         # The method below pyzmq's front, which looks at options that none of our frames has: 0.2 us a frame.
         self._send = zmq.backend.Socket.send.__get__(self._router)

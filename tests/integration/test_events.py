@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import stat
 from collections.abc import Iterator
@@ -12,10 +13,13 @@ import msgspec
 import pytest
 import zmq
 from follower import END, PATIENCE, Known, MakeSocket, Subscriber, maps, sockets
+from host import Host
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.types import Finding
 from kvcache_server.admin import Admin
+from kvcache_server.config import Config
+from kvcache_server.events import HEARD, Events
 
 SMALL = NamespaceSpec(model="small", groups=[GroupSpec(16, 64 << 10)])
 LARGE = NamespaceSpec(model="large", groups=[GroupSpec(32, 192 << 10)])
@@ -249,6 +253,99 @@ def test_the_sockets_are_for_owner_and_group_and_go_with_the_daemon(start: Any, 
     assert [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o660, 0o660]
     assert daemon.stop() == 0
     assert not any(path.exists() for path in paths)
+
+
+def test_topics_are_counted_once_and_go_with_who_asked_for_them(start: Any, socket: MakeSocket) -> None:
+    daemon, report = start()
+    sub = socket(zmq.XSUB)
+    sub.connect(report["endpoint"])
+    for topic in (b"x", b"x", b"x", b"y"):
+        sub.send(b"\x01" + topic)
+    sub.send(b"the last one")
+    heard = daemon.wait_status(lambda s: s["daemon"]["events"]["nonsense"], "all of it")
+    assert heard["daemon"]["events"]["subscriptions"] == 2
+    sub.close()
+    daemon.wait_status(lambda s: s["daemon"]["events"]["subscriptions"] == 0, "the end of both")
+
+
+def test_a_topic_longer_than_any_ends_the_connection(start: Any, socket: MakeSocket) -> None:
+    daemon, report = start()
+    sub = socket(zmq.XSUB)
+    monitor = sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    sub.connect(report["endpoint"])
+    sub.send(b"\x01" + bytes(4000))
+    try:
+        assert monitor.poll(PATIENCE * 1000), "it is taken"
+    finally:
+        sub.disable_monitor()
+        monitor.close()
+    assert daemon.status()["daemon"]["events"]["subscriptions"] == 0
+
+
+@pytest.mark.parametrize("over", ["tcp", "ipc"])
+def test_more_topics_than_there_can_be_cost_no_memory_and_others_find_their_way_back(
+    start: Any, socket: MakeSocket, short_folder: Path, over: str
+) -> None:
+    daemon, report = start(folder=short_folder if over == "ipc" else "")
+    early = Subscriber(socket, report)
+    wait_subscribed(daemon)
+    with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+        namespace = session.attach(SMALL, (0,))
+        hashes = run_of("a", 4)
+        namespace.reserve(hashes[:2]).commit()
+        early.read_until(lambda: early.known == {topic_of(SMALL): found(namespace, [hashes])}, "what is there")
+        before = resident(daemon.process.pid)
+        flood, draw = socket(zmq.XSUB), random.Random(7)
+        flood.setsockopt(zmq.SNDHWM, 0)
+        flood.setsockopt(zmq.LINGER, 0)
+        flood.connect(report["endpoint"])
+        for _ in range(20_000):
+            flood.send(b"\x01" + draw.randbytes(200))
+        daemon.wait_status(lambda s: s["daemon"]["events"]["subscriptions_cut"], "that it is too much")
+        flood.close()
+        # libzmq subscribes again where its socket is read.
+        early.read_until(lambda: daemon.status()["daemon"]["events"]["subscriptions"] == 1, "who was there, alone")
+        namespace.reserve(hashes[2:], parent=hashes[1]).commit()
+        early.read_until(lambda: early.known == {topic_of(SMALL): found(namespace, [hashes])}, "what has come")
+    grown = resident(daemon.process.pid) - before
+    assert grown < 100 << 20, grown
+    if over == "ipc":
+        assert stat.S_IMODE(Path(report["endpoint"].removeprefix("ipc://")).stat().st_mode) == 0o660
+
+
+def resident(pid: int) -> int:
+    """Bytes that are the process's own, without the region."""
+    rows = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(rows["RssAnon"].split()[0]) << 10
+
+
+def test_a_flood_of_nonsense_is_taken_a_little_at_a_time(socket: MakeSocket) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    loop = asyncio.new_event_loop()
+    where = {"events": "tcp://127.0.0.1:*", "events_replay": "tcp://127.0.0.1:*"}
+    events = Events(loop, context, Config(endpoint="ipc:///x/kv.sock", **where), Host().cache)
+
+    async def until_all_is_heard() -> None:
+        while events.report()["nonsense"] < 400:
+            await asyncio.sleep(0)
+
+    try:
+        sub, dealer = socket(zmq.XSUB), socket(zmq.DEALER)
+        sub.connect(events.report()["endpoint"])
+        dealer.connect(events.report()["replay"])
+        for _ in range(200):
+            sub.send(b"hello")
+            dealer.send(b"hello")
+        for hear in (events._hear_subscriptions, events._hear_requests):
+            before = events.report()["nonsense"]
+            while (heard := events.report()["nonsense"] - before) == 0:
+                hear()
+            assert heard <= HEARD
+        loop.run_until_complete(asyncio.wait_for(until_all_is_heard(), PATIENCE))
+    finally:
+        events.close()
+        context.destroy(linger=0)
+        loop.close()
 
 
 def test_an_endpoint_that_cannot_be_bound(start: Any, start_daemon: Any, short_folder: Path) -> None:

@@ -161,6 +161,24 @@ def test_users_are_let_in_and_shut_out(configured: Any) -> None:
     assert [(os.listxattr(path), os.stat(path).st_mode & 0o777) for path in sockets] == [([], 0o660)] * 2
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_users_are_let_in_to_the_events_and_shut_out(start_daemon: Any, short_folder: Path) -> None:
+    file = short_folder / "kv.toml"
+    file.write_text("")
+    where = {name: f"{short_folder}/{name}" for name in ("events", "events_replay")}
+    daemon = start_daemon(config=file, **{name: f"ipc://{path}" for name, path in where.items()})
+    daemon.folder.chmod(0o755)
+    short_folder.chmod(0o755)
+    for text, told in (("allow_uids = [65432]", "let in"), ("", "Permission denied")):
+        before = daemon.log.count("read the configuration again")
+        file.write_text(text)
+        daemon.process.send_signal(signal.SIGHUP)
+        while daemon.log.count("read the configuration again") == before:
+            assert daemon.process.poll() is None
+            time.sleep(0.02)
+        assert [knock_as(65_432, path) for path in where.values()] == [told] * 2
+
+
 KNOCK = """
 import os, socket, sys
 os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
