@@ -30,7 +30,7 @@ class Settings:
         cache: Cache,
         door: Door,
         router: Place,
-        let_in: Callable[[Config], None] | None,
+        let_in: Callable[[Config], None] | None = None,
     ) -> None:
         """`let_in` does for the events' sockets what is done here for the ROUTER's."""
         self.config = config
