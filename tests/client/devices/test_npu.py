@@ -169,7 +169,8 @@ def test_memory_that_does_not_begin_with_a_page_takes_the_ring(
 ) -> None:
     whole = bench.region
     part = SimpleNamespace(
-        buffer=whole.buffer[64:], array=whole.array[64:], address=whole.address + 64, bytes=whole.bytes - 64
+        **{"buffer": whole.buffer[64:], "array": whole.array[64:], "address": whole.address + 64},
+        **{"bytes": whole.bytes - 64, "holes": []},
     )
     bench.region = part  # type: ignore[assignment]
     bench.register()
@@ -183,7 +184,7 @@ def test_memory_that_does_not_begin_with_a_page_takes_the_ring(
 def test_a_region_that_ends_inside_a_page_is_page_locked_to_its_end(now: Npu, bench: Bench) -> None:
     whole = bench.region
     bench.region = SimpleNamespace(  # type: ignore[assignment]
-        buffer=whole.buffer, array=whole.array, address=whole.address, bytes=whole.bytes - 100
+        buffer=whole.buffer, array=whole.array, address=whole.address, bytes=whole.bytes - 100, holes=[]
     )
     bench.register()
     assert bench.device.registered() == (True, whole.bytes - 100)
