@@ -97,22 +97,24 @@ class Events:
         self._remove(list(self._there))
 
     def _stored(self, request: Any, slot: int) -> None:
-        first, end = slot * self._per_slot, (slot + 1) * self._per_slot
-        hashes: Sequence[bytes] = request.block_hashes[first:end]
-        if hashes[-1] not in self._there:
-            self._there[hashes[-1]] = b"".join(hashes)
-            tokens = list(request.all_token_ids[first * self._block : end * self._block])
-            parent = request.block_hashes[first - 1] if first else None
-            last = self._new[-1] if self._new else None
-            if isinstance(last, Stored) and parent == last.hashes[-1]:
-                last.hashes += hashes
-                last.tokens += tokens
-            else:
-                self._new.append(Stored(parent, list(hashes), tokens))
-            if len(self._there) > REMEMBERED:
-                self._remove([next(iter(self._there))])
-        for child in self._hidden.pop(hashes[-1], ()):
-            self._stored(*child)
+        waiting = [(request, slot)]  # a chain of hidden blocks may be longer than calls go deep
+        while waiting:
+            request, slot = waiting.pop()
+            first, end = slot * self._per_slot, (slot + 1) * self._per_slot
+            hashes: Sequence[bytes] = request.block_hashes[first:end]
+            if hashes[-1] not in self._there:
+                self._there[hashes[-1]] = b"".join(hashes)
+                tokens = list(request.all_token_ids[first * self._block : end * self._block])
+                parent = request.block_hashes[first - 1] if first else None
+                last = self._new[-1] if self._new else None
+                if isinstance(last, Stored) and parent == last.hashes[-1]:
+                    last.hashes += hashes
+                    last.tokens += tokens
+                else:
+                    self._new.append(Stored(parent, list(hashes), tokens))
+                if len(self._there) > REMEMBERED:
+                    self._remove([next(iter(self._there))])
+            waiting += self._hidden.pop(hashes[-1], ())
 
     def _remove(self, names: Sequence[bytes]) -> None:
         hashes = []

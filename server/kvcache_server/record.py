@@ -31,16 +31,20 @@ class Recorder:
         self.lookups = self.blocks = self.hits = 0
         self._numbers: dict[tuple[int, int, bytes], int] = {}
         self._engines: dict[str, int] = {}
-        self._recent: dict[tuple[str, str], None] = {}
+        self._recent: dict[tuple[str, str | bytes], None] = {}
         self._first: int | None = None
 
     def lines(self, lookups: list[m.Seen]) -> Iterator[dict[str, Any]]:
         """Yield a line for each lookup of a new request that asked for a block."""
         for seen in lookups:
-            name = seen.engine, seen.request
-            if not seen.hashes or (seen.request and name in self._recent):
+            if not seen.hashes:
                 continue
-            self._recent[name] = None
+            # An engine names a request that waits now and then alone: the lookups between are known by their end.
+            name, end = (seen.engine, seen.request), (seen.engine, seen.hashes[-1])
+            if (name if seen.request else end) in self._recent:
+                continue
+            if seen.request:
+                self._recent |= {name: None, end: None}
             if len(self._recent) > RECENT:
                 self._recent = dict.fromkeys(list(self._recent)[RECENT // 2 :])
             self._first = seen.at_ms if self._first is None else self._first

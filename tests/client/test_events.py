@@ -139,3 +139,12 @@ def test_a_real_rank_and_a_real_daemon(daemon: Any) -> None:
     finally:
         rig.close()
         other.close()
+
+
+def test_a_long_chain_that_waited_for_its_root_is_told_as_one() -> None:
+    events, request = Events(4, 1), a_request("a", 3000)
+    ship(events, request, range(1, 3000))
+    events.settled(Heard(REGION, 1, list(range(2999)), [HIDDEN] * 2999))
+    assert events.take() == []
+    events.looked_up(request, 1, 1)  # somebody else has written the root
+    assert events.take() == [Stored(None, request.block_hashes, request.all_token_ids)]

@@ -15,6 +15,7 @@ from kvcache_proto.types import Finding, GroupSpec, NamespaceSpec, Outcome, Refu
 from kvcache_server import misses
 from kvcache_server.cache import Cache
 from kvcache_server.limits import Limits
+from kvcache_server.record import Recorder
 from kvcache_server.why import CAUSES, NOTES, describe
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -567,3 +568,16 @@ def test_a_very_long_lookup_is_looked_at_in_part() -> None:
     a = Engine(world, "a")
     request, _ = a.look_up(world.chain(9000))
     assert causes(world, request) == [(8192, "new"), (808, "unexamined")]
+
+
+def test_a_request_that_waits_is_one_line_of_a_trace_however_seldom_it_is_named() -> None:
+    chain = [bytes([number]) * 32 for number in range(3)]
+
+    def seen(request: str, hashes: list[bytes], engine: str = "e") -> m.Seen:
+        return m.Seen(0, engine, request, 1, 0, 16, 50, 0, hashes)
+
+    recorder = Recorder()
+    waiting = [seen("r", chain), *[seen("", chain)] * 9, seen("r", chain), seen("", chain)]
+    assert len(list(recorder.lines(waiting))) == 1
+    assert len(list(recorder.lines([seen("", chain, "nameless")] * 3))) == 3  # whose requests nobody can tell apart
+    assert recorder.lookups == 4

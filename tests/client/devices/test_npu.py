@@ -168,10 +168,8 @@ def test_memory_that_does_not_begin_with_a_page_takes_the_ring(
     now: Npu, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = bench.region
-    part = SimpleNamespace(
-        **{"buffer": whole.buffer[64:], "array": whole.array[64:], "address": whole.address + 64},
-        **{"bytes": whole.bytes - 64, "holes": []},
-    )
+    part = SimpleNamespace(address=whole.address + 64, bytes=whole.bytes - 64, holes=[])
+    part.buffer, part.array = whole.buffer[64:], whole.array[64:]
     bench.region = part  # type: ignore[assignment]
     bench.register()
     assert bench.device.registered() == (True, 0)
