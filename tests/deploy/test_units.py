@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,7 +79,10 @@ class Engine:
 
 @pytest.fixture
 def engine(service: Nest) -> Iterator[Engine]:
-    service.run(PROGRAM, "clear")
+    until = time.monotonic() + 30
+    while "cleared" not in service.run(PROGRAM, "clear", check=False):  # not while engines may come back
+        assert time.monotonic() < until
+        time.sleep(0.1)
     engine = Engine(service)
     yield engine
     engine.close()
