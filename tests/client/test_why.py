@@ -277,18 +277,18 @@ def test_a_trace_of_live_lookups(daemon: Any, tmp_path: Path) -> None:
         namespace.acquire(prompt[:3], request="second", tokens=3 * 128 + 5)
         namespace.reserve(prompt).commit()
         namespace.acquire([*prompt, b"x" * 32], pin=False, request="third", tokens=900)
-        namespace.acquire(prompt[:1], pin=False)
-        namespace.acquire(prompt[:1], pin=False)
+        namespace.acquire(prompt[:4], pin=False)
+        namespace.acquire(prompt[:4], pin=False)
         session.ping()
         recorder.send_signal(signal.SIGINT)
         _, said = recorder.communicate(timeout=30)
     assert recorder.returncode == 0, said
     lines = [json.loads(each) for each in out.read_text().splitlines()]
-    assert [each["hash_ids"] for each in lines] == [[0], [0, 1, 2], [0, 1, 2, 3, 4, 5], [0], [0]]
-    assert [each["input_length"] for each in lines] == [128, 389, 900, 128, 128]
+    assert [each["hash_ids"] for each in lines] == [[0], [0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert [each["input_length"] for each in lines] == [128, 389, 900, 512, 512]
     assert all(each.keys() == {"timestamp", "input_length", "output_length", "hash_ids", "engine"} for each in lines)
     times = [each["timestamp"] for each in lines]
     assert times[0] == 0 and times == sorted(times)
     read = read_trace(str(out), 128)
     assert [(each.blocks, each.engine) for each in read[1:3]] == [((0, 1, 2), "0"), ((0, 1, 2, 3, 4, 5), "0")]
-    assert "recorded 5 requests, 12 blocks, 58.3% of them hit; 0 lookups lost" in said
+    assert "recorded 5 requests, 18 blocks, 72.2% of them hit; 0 lookups lost" in said
