@@ -42,12 +42,28 @@ class Lost:
             self._hashes = set(filter(self._stays, self._hashes))
 
     def missed(self, hashes: Sequence[bytes]) -> None:
-        """Count those of `hashes`, the blocks of one chain that a lookup missed, that were evicted. In C."""
-        for at in range(0, len(hashes), self._look) if self._hashes else ():
-            found = len(self._hashes.intersection(hashes[at : at + self._look]))
-            if not found:
-                return  # none of those below was ever stored; or one in 50 times, by the luck of the draw
-            self.missed_blocks += found * self._worth
+        """Count those of `hashes`, the blocks of one chain that a lookup missed, that were evicted.
+
+        A block is stored below its parent alone, so these are the first ones: their end is searched for, and most
+        hashes are never looked at. One time in 50, by the luck of the draw, the search stops too early.
+        """
+        if not self._hashes or not self._some(hashes, 0):
+            return
+        look, known, unknown = self._look, 0, self._look
+        while unknown < len(hashes) and self._some(hashes, unknown):
+            known, unknown = unknown, 2 * unknown
+        while unknown - known > look:
+            middle = (known + unknown) // 2 // look * look
+            if middle < len(hashes) and self._some(hashes, middle):
+                known = middle
+            else:
+                unknown = middle
+        last = hashes[known : known + look]
+        self.missed_blocks += known + len(self._hashes.intersection(last)) * self._worth
+
+    def _some(self, hashes: Sequence[bytes], at: int) -> bool:
+        """Whether some of those from `at` on, as many as it looks at together, was evicted."""
+        return not self._hashes.isdisjoint(hashes[at : at + self._look])
 
     def _stays(self, block_hash: bytes) -> bool:
         return not int.from_bytes(block_hash[:8], "little") & self._mask
