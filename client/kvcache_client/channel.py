@@ -29,6 +29,7 @@ MAX_OUTBOX = 1 << 16
 MAX_OWED = 1 << 16  # answers that the daemon may owe
 MAX_UNASKED = 1000  # answers to nothing that we asked, before a daemon is taken for mad
 RECEIVE_QUEUE = 128  # replies that wait in memory; more wait on the daemon's side
+SLICE_MS = 20  # a call looks so often whether its channel has ended meanwhile: the keeper sees the daemon's door close
 TURN = 1024  # replies taken in before others may go on
 
 
@@ -189,10 +190,10 @@ class Channel:
         return True
 
     def _await(self, number: int, until: float) -> Reply | None:
-        while not self.fault and (left := until - time.monotonic()) > 0:
+        while not self.fault and not self.closed and (left := until - time.monotonic()) > 0:
             # What the socket had no room for goes as room comes: our own request may be the last of it.
             full = bool(self._outbox) and not self._flush()
-            timeout_ms = 1 if full else int(left * 1000) + 1
+            timeout_ms = 1 if full else min(SLICE_MS, int(left * 1000) + 1)
             if timeout_ms != self._timeout_ms:
                 self._socket.rcvtimeo = self._timeout_ms = timeout_ms
             try:
@@ -268,6 +269,6 @@ class Channel:
                 return
             try:
                 handler(reply)
-            except Exception:
+            except Exception:  # one that fails must not take along the others' answers, nor who happened to receive
                 self._counters.add("handler_errors")
                 logger.exception("a handler of the daemon's reply failed")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import kvcache_client.channel
-from kvcache_client import GroupSpec, NamespaceSpec, Outcome, Region, Session, Unavailable, Verdict
+from kvcache_client import GroupSpec, Lease, NamespaceSpec, Outcome, Region, Session, Unavailable, Verdict
 from kvcache_proto.codec import encode
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import BadFrame, NotPermitted, RegionError, UnknownHandle, VersionMismatch
@@ -279,6 +279,27 @@ def test_after_a_restart_the_session_comes_back_by_itself(
         assert ns.acquire(run).hits == 0
         assert ns.reserve(run).commit() == [Verdict.VISIBLE] * 4
         assert ns.acquire(run).hits == 4
+
+
+def test_a_call_does_not_wait_for_a_daemon_that_has_died(
+    start_daemon: Any, spec: NamespaceSpec, hashes: Hashes, until: Until
+) -> None:
+    daemon = start_daemon()
+    with Session.connect(daemon.endpoint, engine="test", deadline=3600.0) as session:
+        ns = session.attach(spec, shards=(0,))
+        leases: list[Lease] = []
+
+        def call() -> None:
+            leases.append(ns.acquire(hashes(4)))
+
+        with Stopped(daemon):
+            caller = threading.Thread(target=call, daemon=True)
+            caller.start()
+            until(lambda: session.link is not None and session.link.channel._lock.locked(), "the call on its way")
+            daemon.kill()
+        caller.join(30)
+        assert [lease.failed for lease in leases] == [True]
+        assert "breaker_opened" not in session.counters
 
 
 def test_a_daemon_that_stops_well_is_noticed_too(start_daemon: Any, spec: NamespaceSpec, until: Until) -> None:
