@@ -14,6 +14,7 @@ from kvcache_client.plan import slot_hashes
 from kvcache_proto.types import Verdict
 
 REMEMBERED = 1 << 16  # cached blocks; what is beyond is taken back, though the daemon may have it yet
+WAITING = 1 << 12  # blocks that are not visible for want of their parent; what is beyond is told by a lookup, if ever
 
 
 @dataclass(slots=True)
@@ -49,9 +50,9 @@ class Events:
         self._block, self._per_slot = engine_block, blocks_per_slot
         self._new: list[Stored | Removed] = []
         self._there: dict[bytes, bytes] = {}  # a cached block's hash -> those of the engine's blocks in it, joined
-        # What is being saved: a request, and which of its cached blocks, from the root on.
-        self._shipped: dict[tuple[bytes, int, int], tuple[Any, int]] = {}
-        self._hidden: dict[bytes, list[tuple[Any, int]]] = {}  # whole, by the parent that is not
+        self._shipped: dict[tuple[bytes, int, int], Stored] = {}  # being saved, each one cached block
+        self._hidden: dict[bytes, list[Stored]] = {}  # whole, by the parent that is not
+        self._waiting = 0  # blocks in it
 
     def take(self) -> list[Stored | Removed]:
         """Return what has happened since the last call, in its order."""
@@ -60,7 +61,7 @@ class Events:
 
     def shipped(self, region: bytes, reservation: int, position: int, request: Any, slot: int) -> None:
         """Note that ranks were told to save the cached block `slot` of the request."""
-        self._shipped[region, reservation, position] = request, slot
+        self._shipped[region, reservation, position] = self._piece(request, slot)
         if len(self._shipped) > REMEMBERED:  # those whose answer was lost with their daemon
             del self._shipped[next(iter(self._shipped))]
 
@@ -72,21 +73,20 @@ class Events:
             shipped = self._shipped.pop((heard.region, heard.reservation, position), None)
             if shipped is None:
                 continue
-            request, slot = shipped
             if verdict == Verdict.VISIBLE:
-                self._stored(request, slot)
-            elif verdict == Verdict.HIDDEN:
-                parent = slot_hashes(request.block_hashes, self._per_slot)[slot - 1]
-                self._hidden.setdefault(parent, []).append(shipped)
-                if len(self._hidden) > REMEMBERED:
-                    del self._hidden[next(iter(self._hidden))]
+                self._stored(shipped)
+            elif verdict == Verdict.HIDDEN and shipped.parent is not None:
+                self._hidden.setdefault(shipped.parent, []).append(shipped)
+                self._waiting += 1
+                while self._waiting > WAITING:  # the parent's writer died, perhaps
+                    self._awaited(next(iter(self._hidden)))
 
     def looked_up(self, request: Any, hits: int, asked: int) -> None:
         """Note that of the first `asked` cached blocks of the request, the first `hits` are there, and no others."""
         for slot, name in enumerate(slot_hashes(request.block_hashes, self._per_slot)[:asked]):
             if slot < hits:
                 if name not in self._there:
-                    self._stored(request, slot)
+                    self._stored(self._piece(request, slot))
             elif name in self._there:
                 self._remove([name])
 
@@ -94,27 +94,39 @@ class Events:
         """The engine has left for another namespace: nothing of this one is there for it."""
         self._shipped.clear()
         self._hidden.clear()
+        self._waiting = 0
         self._remove(list(self._there))
 
-    def _stored(self, request: Any, slot: int) -> None:
-        waiting = [(request, slot)]  # a chain of hidden blocks may be longer than calls go deep
+    def _piece(self, request: Any, slot: int) -> Stored:
+        first, end = slot * self._per_slot, (slot + 1) * self._per_slot
+        return Stored(
+            request.block_hashes[first - 1] if first else None,
+            list(request.block_hashes[first:end]),
+            list(request.all_token_ids[first * self._block : end * self._block]),
+        )
+
+    def _awaited(self, parent: bytes) -> list[Stored]:
+        """Return what waits for that parent, which it does no more."""
+        pieces = self._hidden.pop(parent, [])
+        self._waiting -= len(pieces)
+        return pieces
+
+    def _stored(self, piece: Stored) -> None:
+        waiting = [piece]  # a chain of hidden blocks may be longer than calls go deep
         while waiting:
-            request, slot = waiting.pop()
-            first, end = slot * self._per_slot, (slot + 1) * self._per_slot
-            hashes: Sequence[bytes] = request.block_hashes[first:end]
-            if hashes[-1] not in self._there:
-                self._there[hashes[-1]] = b"".join(hashes)
-                tokens = list(request.all_token_ids[first * self._block : end * self._block])
-                parent = request.block_hashes[first - 1] if first else None
+            piece = waiting.pop()
+            name = piece.hashes[-1]
+            if name not in self._there:
+                self._there[name] = b"".join(piece.hashes)
                 last = self._new[-1] if self._new else None
-                if isinstance(last, Stored) and parent == last.hashes[-1]:
-                    last.hashes += hashes
-                    last.tokens += tokens
+                if isinstance(last, Stored) and piece.parent == last.hashes[-1]:
+                    last.hashes += piece.hashes
+                    last.tokens += piece.tokens
                 else:
-                    self._new.append(Stored(parent, list(hashes), tokens))
+                    self._new.append(piece)
                 if len(self._there) > REMEMBERED:
                     self._remove([next(iter(self._there))])
-            waiting += self._hidden.pop(hashes[-1], ())
+            waiting += self._awaited(name)
 
     def _remove(self, names: Sequence[bytes]) -> None:
         hashes = []

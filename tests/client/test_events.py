@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +140,30 @@ def test_a_real_rank_and_a_real_daemon(daemon: Any) -> None:
     finally:
         rig.close()
         other.close()
+
+
+def test_what_waits_in_vain_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITING", 3)
+    events, requests = Events(4, 1), [a_request(name, 3) for name in "abcd"]
+    for number, request in enumerate(requests):
+        ship(events, request, range(1, 2), reservation=number)
+        events.settled(Heard(REGION, number, [0], [HIDDEN]))
+    for request in requests:
+        events.looked_up(request, 1, 1)
+    told = [event for event in events.take() if isinstance(event, Stored)]
+    assert [event.hashes for event in told] == [r.block_hashes[: 1 + (r is not requests[0])] for r in requests]
+
+
+def test_nothing_is_kept_of_a_request_but_what_is_told() -> None:
+    class Request(SimpleNamespace):
+        pass
+
+    events, request = Events(4, 1), Request(**vars(a_request("a", 3)))
+    ship(events, request, range(3))
+    events.settled(Heard(REGION, 1, [2], [HIDDEN]))
+    kept = weakref.ref(request)
+    del request
+    assert kept() is None
 
 
 def test_a_long_chain_that_waited_for_its_root_is_told_as_one() -> None:
