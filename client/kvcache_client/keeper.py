@@ -51,7 +51,7 @@ class Keeper:
                     self._come_back()
                 else:
                     self._watch(self._session.link)
-            except Exception:
+            except Exception:  # a session without its keeper would never come back, nor hear of late answers
                 self._session.count("keeper_errors")
                 logger.exception("the session's keeper met an error")
                 self._wait([], self._session.backoff.longest)

@@ -19,7 +19,7 @@ from kvcache_client.devices.acl import COMPLETE, RECORDED, Acl
 from kvcache_client.devices.runtime import Handle
 
 _STREAMS = 4  # of a direction: those of a device are few, and graphs take most of them
-_PAUSE = 0.0005
+_PAUSE = 0.0005  # between looks at a turn that another job keeps open: CANN has no event for its end
 
 
 @dataclass(slots=True, eq=False)
