@@ -139,9 +139,17 @@ class Account:
         return None
 
 
+TAG_BYTES = 5
+
+
 def tag(namespace: int, group: int) -> bytes:
     """Return what makes a hash of the group a name that no other group of the daemon has."""
     return namespace.to_bytes(4, "little") + bytes([group])
+
+
+def tagged(name: bytes) -> int:
+    """Return the number of the namespace whose tag ends the name."""
+    return int.from_bytes(name[-TAG_BYTES:-1], "little")
 
 
 class Group:

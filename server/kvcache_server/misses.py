@@ -7,7 +7,8 @@ Occasion, which all that one message caused have in common. Everything is bounde
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -112,6 +113,10 @@ class Misses:
             if occasion is not None and occasion.at <= before:
                 return occasion
         return None
+
+    def names(self) -> Iterator[bytes]:
+        """Yield the names of the blocks that have left, or were not let in."""
+        return chain.from_iterable(self._names)
 
     @property
     def departures(self) -> int:

@@ -15,7 +15,7 @@ from kvcache_proto.codec import decode_request
 from kvcache_proto.errors import BadArgument, ClientError
 from kvcache_proto.messages import Acquire, Acquired, Remark
 from kvcache_proto.types import NamespaceSpec, check_hashes
-from kvcache_server.index import Group, tag
+from kvcache_server.index import TAG_BYTES, Group, tag, tagged
 from kvcache_server.limits import Limits
 from kvcache_server.misses import Lookup, Told
 from kvcache_server.room import EVICTED_FOR
@@ -132,6 +132,7 @@ class _Walk:
         self._group: Group | None = space.groups[asked.group] if space else None
         self._runs: list[dict[str, Any]] = []
         self._others = self._similar()
+        self._places = self._known_places(asked.hashes[lookup.hits :][: MOST_BLOCKS + lookup.blocks])
 
     def runs(self) -> list[dict[str, Any]]:
         hashes = self._asked.hashes
@@ -175,10 +176,25 @@ class _Walk:
             if spec is not None and occasion.namespace != self._asked.namespace:
                 facts |= {"namespace": spec.id, "model": spec.model}
             return occasion.cause, facts
-        for number, spec in self._others:
-            if self._held(number, block):
-                return "elsewhere", self._apart(number, spec)
+        places = self._places.get(block, ())
+        for number, apart in self._others if places else ():
+            if number in places and self._held(number, block):
+                return "elsewhere", apart
         return None
+
+    def _known_places(self, hashes: list[bytes]) -> dict[bytes, set[int]]:
+        """Return the namespaces that know of each block: to ask every one for every block would take too long."""
+        places: dict[bytes, set[int]] = {}
+        asked = set(hashes)
+        for name in self._misses.names():
+            if (block := name[:-TAG_BYTES]) in asked:
+                places.setdefault(block, set()).add(tagged(name))
+        for number, _ in self._others:
+            space = self._cache.namespaces.get(number)
+            for group in space.groups if space else ():
+                for block in group.visible.keys() & asked:
+                    places.setdefault(block, set()).add(number)
+        return places
 
     def _held(self, number: int, block: bytes) -> bool:
         """Return whether another namespace held the block at the time of the lookup, or before."""
@@ -213,10 +229,9 @@ class _Walk:
         if place == 0:
             if self._asked.salted:
                 return "salted", {}
-            for number, spec in self._others:
-                fields = self._apart(number, spec)
-                if self._holds(number) and any(field[0] in HASHING for field in fields["fields"]):
-                    return "other_hashes", fields
+            for number, apart in self._others:
+                if self._holds(number) and any(field[0] in HASHING for field in apart["fields"]):
+                    return "other_hashes", apart
         if self._parts(place):
             return "diverged", {}
         if self._misses.began_how not in ("", "first") and self._at - self._misses.began_at < LATELY:
@@ -233,21 +248,18 @@ class _Walk:
             child.visible and child.hash != mine and child.generation <= self._generation for child in above.children()
         )
 
-    def _similar(self) -> list[tuple[int, NamespaceSpec]]:
-        """Return the other namespaces, those of the fewest differences first."""
+    def _similar(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the other namespaces, and what sets them apart, those of the fewest differences first."""
         mine = self._misses.spaces.get(self._asked.namespace)
         if mine is None:
             return []
         others = [
-            (len(_differences(mine, spec)), -number, spec)
+            (-number, {"namespace": spec.id, "model": spec.model, "fields": _differences(mine, spec)})
             for number, spec in self._misses.spaces.items()
             if number != self._asked.namespace and spec.hash_bytes == mine.hash_bytes
         ]
-        return [(-number, spec) for _, number, spec in sorted(others, key=lambda each: each[:2])[:OTHERS]]
-
-    def _apart(self, number: int, spec: NamespaceSpec) -> dict[str, Any]:
-        mine = self._misses.spaces[self._asked.namespace]
-        return {"namespace": spec.id, "model": spec.model, "fields": _differences(mine, spec)}
+        others.sort(key=lambda each: (len(each[1]["fields"]), each[0]))
+        return [(-number, apart) for number, apart in others[:OTHERS]]
 
     def _holds(self, number: int) -> bool:
         mine, other = self._misses.spaces[self._asked.namespace], self._cache.namespaces.get(number)
