@@ -25,6 +25,7 @@ _HERE = Path(__file__).resolve()
 FOLDERS = (_HERE.parent / "systemd", _HERE.parents[2] / "deploy" / "systemd")
 PROGRAM = "/usr/local/bin/kvcache-server"  # as the units name it
 HOMES = ("/home", "/root", "/run/user")  # what ProtectHome=yes hides
+_PLAIN = re.compile(r"/[A-Za-z0-9/._+@-]+")  # what systemd reads as it stands
 _INSTANCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")
 
 
@@ -77,6 +78,9 @@ def command(
         _for_user(base, program, size, enable) if user else _for_host(base, program, instance, size, huge_pages, enable)
     )
     for piece in plan.pieces:
+        if piece.path.is_symlink() and os.readlink(piece.path) == "/dev/null":
+            raise ConfigError(f"{piece.path} is masked: `systemctl unmask {piece.path.name}` first, if it is to run")
+    for piece in plan.pieces:
         click.echo(f"{_put(piece, dry_run):<12} {piece.path}")
         if dry_run:
             click.echo("".join(f"    {line}\n" for line in piece.text.splitlines()), nl=False)
@@ -92,8 +96,9 @@ def _for_host(root: Path, program: str | None, instance: str, size: str | None, 
     name = instance or "kvcache"
     unit = f"kvcache-server@{instance}.service" if instance else "kvcache-server.service"
     units, config = root / "etc/systemd/system", root / f"etc/kvcache/{name}.toml"
-    if program is None:
-        _check_open(program := _program())
+    program, parts = _program(program)
+    if parts:
+        _check_open(parts)
     mount = _text("run-kvregion.mount")
     if huge_pages:
         mount = _replaced(
@@ -102,7 +107,7 @@ def _for_host(root: Path, program: str | None, instance: str, size: str | None, 
     pieces = [Piece(units / "run-kvregion.mount", mount, kept=not huge_pages)]
     for each in ("kvcache-server.service", "kvcache-server@.service"):
         text = _replaced(_text(each), PROGRAM, program)
-        if program.startswith(tuple(f"{home}/" for home in HOMES)):
+        if any(part.startswith(tuple(f"{home}/" for home in HOMES)) for part in (program, *parts)):
             text = _replaced(text, "ProtectHome=yes", "ProtectHome=read-only")
         pieces.append(Piece(units / each, text))
     folder = f"kvcache-{instance}" if instance else "kvcache"
@@ -136,7 +141,7 @@ def _for_user(root: Path, program: str | None, size: str | None, enable: bool) -
     unit = "kvcache-server.service"
     config = folder / "kvcache/kvcache.toml"
     pieces = [
-        Piece(folder / "systemd/user" / unit, _replaced(_text(f"user/{unit}"), PROGRAM, program or _program())),
+        Piece(folder / "systemd/user" / unit, _replaced(_text(f"user/{unit}"), PROGRAM, _program(program)[0])),
         Piece(config, _sized(_text("user/kvcache.toml"), size), kept=True),
     ]
     if _runs(root):
@@ -195,8 +200,18 @@ def _notes(config: Path, size: str | None) -> list[str]:
     return []
 
 
-def _program() -> str:
-    """Return the path of this program. Raises ConfigError where it is not installed."""
+def _program(given: str | None) -> tuple[str, list[str]]:
+    """Return the path for the units, and of this program the files that must be reached; of one that is `given`, none.
+
+    Raises ConfigError where this one is not installed, and for a path that systemd would read as something else.
+    """
+    found = given or _this_program()
+    if not _PLAIN.fullmatch(found):
+        raise ConfigError(f"program {found}: an absolute path of letters, digits and / . _ + @ - alone, for systemd")
+    return found, [] if given else [found, os.path.realpath(found), os.path.realpath(sys.executable)]
+
+
+def _this_program() -> str:
     beside = Path(sys.executable).parent / "kvcache-server"
     found = str(beside) if beside.exists() else shutil.which("kvcache-server")
     if found is None:
@@ -204,9 +219,9 @@ def _program() -> str:
     return found
 
 
-def _check_open(program: str) -> None:
-    """Raise ConfigError where the daemon's user could not run `program`, or its interpreter."""
-    for path in (program, os.path.realpath(program), os.path.realpath(sys.executable)):
+def _check_open(paths: list[str]) -> None:
+    """Raise ConfigError where the daemon's user could not reach one of the paths."""
+    for path in paths:
         for folder in Path(path).parents:
             if not folder.stat().st_mode & stat.S_IXOTH:
                 raise ConfigError(
@@ -217,14 +232,14 @@ def _check_open(program: str) -> None:
 
 def _put(piece: Piece, dry_run: bool) -> str:
     """Write it, as a whole or not at all, and return what became of it."""
-    there = piece.path.read_text() if piece.path.exists() else None
-    if there == piece.text:
-        return "unchanged"
-    if there is not None and piece.kept:
-        return "kept"
-    if dry_run:
-        return "would write"
     try:
+        there = piece.path.read_bytes() if piece.path.exists() else None
+        if there == piece.text.encode():
+            return "unchanged"
+        if there is not None and piece.kept:
+            return "kept"
+        if dry_run:
+            return "would write"
         piece.path.parent.mkdir(parents=True, exist_ok=True)
         new = piece.path.with_name(f".{piece.path.name}.new")
         new.write_text(piece.text)
@@ -232,6 +247,8 @@ def _put(piece: Piece, dry_run: bool) -> str:
         new.replace(piece.path)
     except PermissionError:
         raise NotPermitted(f"{piece.path} may not be written: run this as root, or with --user") from None
+    except OSError as error:
+        raise ConfigError(f"{piece.path}: {error.strerror}") from None
     return "wrote"
 
 

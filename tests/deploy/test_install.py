@@ -8,6 +8,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,49 @@ def test_for_a_user(tmp_path: Path, program: Path) -> None:
 def test_what_cannot_be(tmp_path: Path, program: Path, flags: list[str], code: int, told: str) -> None:
     assert told in install(tmp_path, program, *flags, code=code)
     assert files(tmp_path) == set()
+
+
+def test_a_masked_unit_stays_masked(tmp_path: Path, program: Path) -> None:
+    unit = tmp_path / "etc/systemd/system/kvcache-server.service"
+    unit.parent.mkdir(parents=True)
+    unit.symlink_to("/dev/null")
+    assert f"{unit} is masked" in install(tmp_path, program, code=2)
+    assert os.readlink(unit) == "/dev/null" and files(tmp_path) == set()
+
+
+def test_what_is_in_the_way_is_named(tmp_path: Path, program: Path) -> None:
+    (tmp_path / "etc").write_text("a file")
+    said = install(tmp_path, program, code=2)
+    assert f"{tmp_path}/etc/systemd/system/run-kvregion.mount: Not a directory" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("odd", ["/opt/a b/kvcache-server", "/opt/%n/kvcache-server", "kvcache-server", "/opt/$X"])
+def test_a_path_that_systemd_would_read_another_way(tmp_path: Path, odd: str) -> None:
+    for flags in ([], ["--user"]):
+        assert f"program {odd}: an absolute path" in install(tmp_path, odd, *flags, code=2)
+    assert files(tmp_path) == set()
+
+
+@needs_root
+def test_an_interpreter_below_a_home_is_not_hidden_from_the_daemon(tmp_path: Path, program: Path) -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/home"))
+    try:
+        home.chmod(0o755)
+        shutil.copy(os.path.realpath(sys.executable), home / "python3")
+        python = program.with_name("python")  # as in an environment that was made with that interpreter
+        python.symlink_to(home / "python3")
+        found = Path(sysconfig.get_path("stdlib")).parents[1]
+        done = subprocess.run(
+            [python, "-m", "kvcache_server", "install-service", f"--root={tmp_path}", "--dry-run"],
+            capture_output=True,
+            text=True,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHOME": str(found)},
+        )
+        assert done.returncode == 0, done.stderr
+        assert "ProtectHome=read-only" in done.stdout and "ProtectHome=yes" not in done.stdout
+    finally:
+        shutil.rmtree(home)
 
 
 @needs_root
