@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import http.server
 import json
 import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from dashboard_rig import free_port
+from dashboard_rig import free_port, wait
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,6 +87,32 @@ def test_the_token_s_file_serves_where_the_daemon_is_away(
     assert {call[2] for call in calls} == {"list-units", "show"}
     assert ask(url, "POST", "/engines/vllm@a.service/start", None, right)[0] == 200
     assert ask(url, "POST", "/api/v1/clear", {"namespace": ""}, right)[0] == 503, "actions on the daemon want it there"
+
+
+@pytest.mark.parametrize(
+    "odd", [{}, [], {"daemon": {"region": 7}}, {"daemon": {"region": "/x", "pid": 1}, "counters": 3, "pool": None}]
+)
+def test_it_goes_on_looking_where_another_program_answers(start_dashboard: Any, odd: Any) -> None:
+    asked = []
+
+    class Another(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(odd).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Another) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = start_dashboard("--api", f"http://127.0.0.1:{server.server_port}").url
+        wait(lambda: len(asked) > 2, "another look")
+        found = ask(url, "GET", "/data")[1]
+        server.shutdown()
+    assert found["status"] is None and "what answers is no kvcache-server" in found["away"]["why"]
+    assert found["host"]["memory"]["total"] > 0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Folder:
         if not os.path.isabs(path):
             raise ConfigError(f"--env-folder {path}: an absolute path")
         self.path = Path(path)
+        self._changing = threading.Lock()  # of two at once, the second finds what the first wrote
 
     def names(self) -> list[str]:
         """Return the names of engines that have a file here."""
@@ -55,7 +57,7 @@ class Folder:
 
         Raises Changed where the file has another version by now, BadArgument, NotPermitted: then it is as it was.
         """
-        with _plainly(self.path / name), self._open() as folder:
+        with _plainly(self.path / name), self._changing, self._open() as folder:
             before, found = _read(folder, name)
             if _version(before) != version:
                 raise Changed(f"{self.path / name} has changed meanwhile: look at it again")

@@ -17,6 +17,33 @@ SECONDS = 10.0
 MOST = 32 << 20  # bytes of an answer
 
 
+class _Daemon(msgspec.Struct):
+    pid: int
+    region: str
+
+
+class _Pool(msgspec.Struct):
+    region_id: str
+    used_bytes: int
+
+
+class _Space(msgspec.Struct):
+    id: str
+    lost_blocks: int
+    hit_bytes: int
+    saved_bytes: int
+
+
+class _Report(msgspec.Struct):
+    """What the dashboard itself reads of a report; the page reads more, and shows a dash where there is none."""
+
+    daemon: _Daemon
+    life: int
+    pool: _Pool
+    counters: dict[str, int]
+    namespaces: list[_Space]
+
+
 class Relay:
     """Asks one daemon. Between `open` and `close`, within one loop."""
 
@@ -54,9 +81,11 @@ class Relay:
         if code != 200:
             raise Unavailable(f"it answers {code} to /api/v1/status")
         try:
-            return msgspec.json.decode(body, type=dict[str, Any])
+            found = msgspec.json.decode(body, type=dict[str, Any])
+            msgspec.convert(found, _Report)
         except msgspec.MsgspecError as error:
-            raise Unavailable(f"what answers is no kvcache-server: {error}") from None
+            raise Unavailable(f"what answers is no kvcache-server, or another version's: {error}") from None
+        return found
 
     async def post(self, path: str, body: bytes, authorization: str) -> tuple[int, bytes]:
         """Have it do something in the name of who has that authorization. Raises Unavailable."""

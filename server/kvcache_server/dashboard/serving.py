@@ -70,6 +70,7 @@ class Dashboard:
         self._status: dict[str, Any] | None = None
         self._away: tuple[float, str] | None = (self._began, "not asked yet")
         self._answered = 0.0
+        self._region = ""
         self._figures: dict[str, Any] = {}
         self._done = asyncio.Event()  # something was done: look at once
 
@@ -108,15 +109,16 @@ class Dashboard:
         while True:
             try:
                 status = await self._relay.status()
-                self._history.add(time.time(), status)
             except Unavailable as error:
                 self._gone(str(error))
-            except (KeyError, TypeError) as error:  # another version's figures
-                self._gone(f"its figures are not known here: {error!r}")
             else:
+                self._region = status["daemon"]["region"]
+                self._history.add(time.time(), status)
                 self._status, self._away, self._answered = status, None, time.time()
-            region = self._status["daemon"]["region"] if self._status else ""
-            self._figures = await asyncio.to_thread(self._host.figures, region)
+            try:
+                self._figures = await asyncio.to_thread(self._host.figures, self._region)
+            except (OSError, RuntimeError) as error:  # no descriptor or no thread to be had now: the old ones stay
+                log.warning("the host's figures cannot be read: %s", error)
             due = max(due + EVERY, loop.time())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._done.wait(), due - loop.time())
