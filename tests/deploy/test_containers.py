@@ -129,12 +129,11 @@ def test_engines_and_daemon_share_one_folder_and_need_not_each_other() -> None:
 @pytest.fixture(scope="module")
 def manifests() -> dict[str, dict[str, Any]]:
     kustomization = yaml.safe_load((K8S / "kustomization.yaml").read_text())
-    named = {*kustomization["resources"], *kustomization["configMapGenerator"][0]["files"], "kustomization.yaml"}
-    assert named == {file.name for file in K8S.iterdir()}
+    ours = kustomization["resources"]
+    named = {*ours, *kustomization["configMapGenerator"][0]["files"], "kustomization.yaml"}
+    assert {file.name for file in K8S.iterdir()} - named == {"engine.yaml"}  # an example: nobody's model starts unasked
     return {
-        each["kind"]: each
-        for name in kustomization["resources"]
-        for each in yaml.safe_load_all((K8S / name).read_text())
+        each["kind"]: each for name in (*ours, "engine.yaml") for each in yaml.safe_load_all((K8S / name).read_text())
     }
 
 
@@ -175,6 +174,7 @@ def test_whom_selectors_and_probes_mean(manifests: dict[str, Any]) -> None:
     (daemon,) = daemons["template"]["spec"]["containers"]
     port = load(str(K8S / "kvcache.toml"), environment_of_image()).http.rpartition(":")[2]
     assert daemon["ports"] == [{"name": "http", "containerPort": int(port)}]
+    assert daemons["template"]["spec"]["priorityClassName"] == manifests["PriorityClass"]["metadata"]["name"]
     paths = api.openapi("0")["paths"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert daemon[probe]["httpGet"]["path"] in paths and daemon[probe]["httpGet"]["port"] == "http"
