@@ -32,7 +32,8 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium, "no chromium here: apt-get install chromium"
+    if chromium is None:
+        pytest.skip("no chromium here: apt-get install chromium")
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=chromium, args=flags)

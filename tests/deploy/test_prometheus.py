@@ -31,10 +31,11 @@ VARIABLES = {"$__rate_interval": "5m", "$__range": "3h", "$instance": ".*", "$na
 
 
 def promtool(*arguments: str | Path, text: bytes = b"") -> str:
-    """Return what promtool says. Raises AssertionError where it is not content, or is not there."""
+    """Return what promtool says. Raises AssertionError where it is not content; skips where it is not there."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     tool = shutil.which("promtool", path=path)
-    assert tool, "no promtool: `make test` fetches it; else it is in Debian's package `prometheus`, or on prometheus.io"
+    if tool is None:
+        pytest.skip("no promtool here: it is in Debian's package `prometheus`, and on prometheus.io")
     done = subprocess.run([tool, *map(str, arguments)], input=text, capture_output=True, check=False)
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0, said
