@@ -86,6 +86,7 @@ class Writer(Admin):
         self.prompts = Prompts(seed)
         self._chain: list[bytes] = []
         self._at = self._asked = 0
+        self.names = True  # its lookups, as engines do, so that misses are remembered
 
     def __enter__(self) -> Writer:
         return self
@@ -112,7 +113,7 @@ class Writer(Admin):
     def acquire(self, hashes: list[bytes]) -> tuple[int, float]:
         """Acquire and release; return the hits, and the seconds."""
         self._asked += 1
-        name = f"chatcmpl-{self._asked:032x}-0"  # as engines name their requests, so that misses are remembered
+        name = f"chatcmpl-{self._asked:032x}-0" if self.names else ""
         begin = time.perf_counter()
         acquired = self.ask(m.Acquire(0, b"", self._namespace, hashes, request=name))
         if acquired.lease:

@@ -2,10 +2,11 @@
 
     python tests/bench/watchers.py [--cases tops,all,slow,flood] [--rounds 10] [--blocks 200000]
 
-`tops` are ten `kvcache-server top`, `scrape` reads /metrics once a second, `all` is both; `slow` holds 200 connections
-that never finish a request, `flood` asks for /metrics as fast as it is let. Watchers are stopped (SIGSTOP) between
-their turns, so that each turn beside them has one without right before it. They are processes: where they want more
-cores than there are, what they take from the daemon is the host's doing, and both figures of a pair show it.
+`none` is nobody: what it shows is the host's noise. `tops` are ten `kvcache-server top`, `scrape` reads /metrics once a
+second, `all` is both; `slow` holds 200 connections that never finish a request, `flood` asks for /metrics as fast as it
+is let. Watchers are stopped (SIGSTOP) between their turns, so that each turn beside them has one without right before
+it. They are processes: where they want more cores than there are, what they take from the daemon is the host's doing,
+and both figures of a pair show it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ ask()
 def commands(case: str, endpoint: str, address: str) -> list[list[str]]:
     top = [sys.executable, "-m", "kvcache_server", "top", "--endpoint", endpoint]
     scripts = {"scrape": SCRAPE, "slow": SLOW, "flood": FLOOD}
+    if case == "none":
+        return []
     if case in scripts:
         return [[sys.executable, "-c", scripts[case], address]]
     return [top] * TOPS + ([[sys.executable, "-c", SCRAPE, address]] if case == "all" else [])
@@ -158,7 +161,7 @@ def measure(case: str, daemon: Daemon, writer: Writer, rounds: int, seconds: flo
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    options.add_argument("--cases", default="tops,scrape,all,slow,flood")
+    options.add_argument("--cases", default="none,tops,scrape,all,slow,flood")
     options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--seconds", type=float, default=3.0, help="of each turn")
     options.add_argument("--blocks", type=int, default=200_000)

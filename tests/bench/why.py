@@ -1,0 +1,102 @@
+"""What it costs an acquire that misses are remembered for `kvcache-server why`.
+
+    python tests/bench/why.py [--rounds 60] [--seconds 1] [--blocks 200000]
+
+One daemon, which forgets and remembers by turns: two processes would differ by more than is asked for, by where their
+memory happens to lie. While it forgets, lookups do not name their requests either. `--same` lets it remember in both
+turns: what that shows is the host's noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from conftest import Daemon  # noqa: E402
+from watchers import WIDTH, turn  # noqa: E402
+
+from kvcache_proto.region import slots_per_extent  # noqa: E402
+from kvcache_server.bench import EXTENT, SHARD_BYTES, Writer, fill  # noqa: E402
+
+# Runs as the daemon's interpreter starts; a signal has it forget, or remember again.
+SWITCH = """
+import signal
+
+kept = {}
+
+def switch(*_):
+    from kvcache_server.cache import Cache
+    from kvcache_server.misses import Misses
+
+    for owner, name in ((Cache, "remember"), (Misses, "left"), (Misses, "acting")):
+        if name in kept:
+            setattr(owner, name, kept.pop(name))
+        else:
+            kept[name] = getattr(owner, name)
+            setattr(owner, name, lambda *_: None)
+
+signal.signal(signal.SIGUSR2, switch)
+"""
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    options.add_argument("--rounds", type=int, default=60)
+    options.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    options.add_argument("--blocks", type=int, default=200_000)
+    options.add_argument("--same", action="store_true", help="remember in both turns")
+    options.add_argument("--json", action="store_true")
+    given = options.parse_args()
+    size = -(-given.blocks // slots_per_extent(EXTENT, SHARD_BYTES)) * EXTENT
+    ratios: list[float] = []
+    medians: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
+        (Path(folder) / "sitecustomize.py").write_text(SWITCH)
+        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        daemon = Daemon(Path(folder), os.environ | {"PYTHONPATH": path}, size=size, extent_size=EXTENT).wait_ready()
+        try:
+            with Writer(daemon.endpoint, 0) as writer:
+                fill(writer, given.blocks, lambda text: print(text, file=sys.stderr))
+                for number in range(given.rounds):
+                    took: dict[bool, float] = {}
+                    for remembers in (True, False) if number % 2 else (False, True):
+                        if not (remembers or given.same):
+                            daemon.process.send_signal(signal.SIGUSR2)
+                            writer.names = False
+                        took[remembers] = turn(writer, given.seconds).p50
+                        if not (remembers or given.same):
+                            daemon.process.send_signal(signal.SIGUSR2)
+                            writer.names = True
+                        medians[remembers].append(took[remembers])
+                    ratios.append(took[True] / took[False])
+        finally:
+            daemon.stop()
+            daemon.tidy()
+    found = {
+        "forgets_p50_us": statistics.median(medians[False]) * 1e6,
+        "remembers_p50_us": statistics.median(medians[True]) * 1e6,
+        "p50_ratio": statistics.median(ratios),
+        "p50_ratio_quartiles": statistics.quantiles(ratios)[::2],
+    }
+    if given.json:
+        print(json.dumps(found, indent=2))
+        return
+    low, high = found["p50_ratio_quartiles"]
+    print(
+        f"acquire + release of {WIDTH}, p50: {found['forgets_p50_us']:.0f} us where misses are forgotten, "
+        f"{found['remembers_p50_us']:.0f} us where they are remembered, {found['p50_ratio']:.3f} x "
+        f"(half of the pairs {low:.3f} to {high:.3f})"
+    )
+
+
+if __name__ == "__main__":
+    main()
