@@ -40,7 +40,6 @@ class Canaries:
         # Not all engines of a fleet at the same request after their start.
         self._left = random.randrange(every) if every else -1
         self._due: list[CheckJob] = []
-        self._sources: set[int] = set()  # device blocks that are compared and were not given to anybody since
 
     @property
     def waiting(self) -> bool:
@@ -87,17 +86,7 @@ class Canaries:
     def take(self) -> list[CheckJob]:
         """Return what the ranks compare before this step begins."""
         due, self._due = self._due, []
-        for job in due:
-            self._sources.update(job.blocks)
         return due
-
-    def guarded(self, given: list[int]) -> list[int]:
-        """Return which of `given` a rank may still be comparing."""
-        if not self._sources:
-            return []
-        guarded = [block for block in given if block in self._sources]
-        self._sources.difference_update(guarded)
-        return guarded
 
     def forget(self) -> None:
         """Drop what is to be sent: the weights have changed."""

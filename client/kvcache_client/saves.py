@@ -67,7 +67,6 @@ class Saves:
         self._verify, self._events, self._lost = verify, events, lost
         self._next: list[_Asked] = []
         self._sent: list[_Sent] = []
-        self._sources: set[int] = set()  # device blocks that were saved from and not given to anybody since
 
     @property
     def waiting(self) -> bool:
@@ -148,19 +147,10 @@ class Saves:
                 job = self._job(sent.namespace, asked, reservation, granted, places)
                 if job is not None:
                     jobs.append(job)
-                    self._sources.update(job.blocks)
                 self._judge(asked, reservation, at)
                 at, granted = end, granted + len(places)
         self._sent = unanswered
         return jobs
-
-    def guarded(self, given: list[int]) -> list[int]:
-        """Return which of `given` a rank may still be saving from."""
-        if not self._sources:
-            return []
-        guarded = [block for block in given if block in self._sources]
-        self._sources.difference_update(guarded)
-        return guarded
 
     def concerned(self) -> set[str]:
         """Return the requests whose answers are out."""

@@ -14,7 +14,7 @@ from kvcache_client.canaries import Canaries
 from kvcache_client.events import Events
 from kvcache_client.namespace import with_weights
 from kvcache_client.notes import Notes
-from kvcache_client.plan import NOTHING, LoadJob, StepPlan, cut_load, hit_limit, slot_hashes
+from kvcache_client.plan import NOTHING, CheckJob, LoadJob, SaveJob, StepPlan, cut_load, hit_limit, slot_hashes
 from kvcache_client.saves import Saves
 from kvcache_client.settings import Settings
 from kvcache_client.sums import pick_sums
@@ -85,6 +85,7 @@ class Scheduler:
             self._lost,
         )
         session.telling.count_too(self._tally.snapshot)
+        self._sources: set[int] = set()  # device blocks that ranks were told to read and nobody was given since
         self._canaries = Canaries(settings.canary_every, spec.groups[0].block_bytes, blocks_per_slot)
 
     @property
@@ -311,13 +312,23 @@ class Scheduler:
             self._saves.send(self._namespace)
         if self._held:
             self._give_back()
-        guarded = self._saves.guarded(given) + self._canaries.guarded(given)
+        guarded = self._guarded(given, [*saves, *checks])
         finished = self._take_finished() if self._finished else []
         if not (saves or loads or guarded or finished or checks or self._announce):
             return NOTHING
         plan = StepPlan(self._step, saves, guarded, loads, finished, self._announce, checks)
         self._announce = None
         return plan
+
+    def _guarded(self, given: list[int], jobs: Sequence[SaveJob | CheckJob]) -> list[int]:
+        """Return which of `given` a rank may still be reading for these `jobs` or for older ones."""
+        for job in jobs:
+            self._sources.update(job.blocks)
+        if not self._sources:
+            return []
+        guarded = [block for block in given if block in self._sources]
+        self._sources.difference_update(guarded)
+        return guarded
 
     def _take_finished(self) -> list[str]:
         """Return the requests of which no more saves will come."""
