@@ -14,30 +14,19 @@ import ctypes
 import hashlib
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from one_daemon import one_daemon
 
-from kvcache_client import GroupSpec, NamespaceSpec, Session, Unavailable
+from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.devices import Job, open_device
 from kvcache_client.layout import Tensor, block_fragments, runs
 
 BLOCK = 2 << 20
-
-
-def connect(endpoint: str) -> Session:
-    for _ in range(300):
-        try:
-            return Session.connect(endpoint, engine="copies", deadline=5.0, connect_timeout=5.0)
-        except Unavailable:
-            time.sleep(0.1)
-    raise SystemExit("the daemon does not come up")
 
 
 def copy(begin: Any, session: Session, blocks: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> float:
@@ -61,55 +50,39 @@ def plain(target: int, source: int, size: int) -> float:
 def measure(fragment: int, total: int, rounds: int) -> dict[str, dict[str, float]]:
     count = total // BLOCK
     layers = BLOCK // (2 * fragment)
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
-        endpoint = f"ipc://{folder}/kvcache.sock"
-        size = total + total // 4 + (64 << 20)
-        command = [
-            sys.executable,
-            "-m",
-            "kvcache_server",
-            "serve",
-            "--keep=false",
-            "--endpoint",
-            endpoint,
-            "--size",
-            str(size),
-        ]
-        daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            with connect(endpoint) as session:
-                namespace = session.attach(NamespaceSpec("copies", (GroupSpec(16, BLOCK),)), shards=(0,))
-                hashes = [hashlib.sha256(str(n).encode()).digest() for n in range(count)]
-                reservation = namespace.reserve(hashes)
-                assert len(reservation.granted) == count, reservation.refused
-                assert session.region is not None
-                offsets = session.region.offsets(reservation.packed).astype(np.int64)
+    with (
+        one_daemon(size=total + total // 4 + (64 << 20)) as daemon,
+        Session.connect(daemon.endpoint, engine="copies", deadline=5.0) as session,
+    ):
+        namespace = session.attach(NamespaceSpec("copies", (GroupSpec(16, BLOCK),)), shards=(0,))
+        hashes = [hashlib.sha256(str(n).encode()).digest() for n in range(count)]
+        reservation = namespace.reserve(hashes)
+        assert len(reservation.granted) == count, reservation.refused
+        assert session.region is not None
+        offsets = session.region.offsets(reservation.packed).astype(np.int64)
 
-                storage = np.random.default_rng(0).integers(0, 255, 2 * layers * count * fragment, np.uint8)
-                caches = storage.reshape(layers, 2, count, fragment)
-                tensors = [Tensor(c.ctypes.data, c.shape, c.strides, c.itemsize) for c in caches]
-                fragments = runs(block_fragments(tensors, count, BLOCK))
-                device = open_device("cpu", fragments, count, keep=[storage])
-                # In an order that the region does not have: an engine's blocks are scattered.
-                blocks = np.random.default_rng(1).permutation(count).astype(np.int64)
+        storage = np.random.default_rng(0).integers(0, 255, 2 * layers * count * fragment, np.uint8)
+        caches = storage.reshape(layers, 2, count, fragment)
+        tensors = [Tensor(c.ctypes.data, c.shape, c.strides, c.itemsize) for c in caches]
+        fragments = runs(block_fragments(tensors, count, BLOCK))
+        device = open_device("cpu", fragments, count, keep=[storage])
+        # In an order that the region does not have: an engine's blocks are scattered.
+        blocks = np.random.default_rng(1).permutation(count).astype(np.int64)
 
-                here, there = storage.ctypes.data, session.region.address + int(offsets.min())
-                seconds: dict[str, list[float]] = {"save": [], "plain save": [], "load": [], "plain load": []}
-                for _ in range(rounds + 1):
-                    seconds["plain save"].append(plain(there, here, total))
-                    seconds["save"].append(copy(device.save, session, blocks, offsets))
-                    before = storage.copy() if len(seconds["load"]) == 0 else None
-                    if before is not None:
-                        storage[:] = 0
-                    seconds["load"].append(copy(device.load, session, blocks, offsets))
-                    if before is not None:
-                        assert (storage == before).all(), "what came back is not what went"
-                    seconds["plain load"].append(plain(here, there, total))
-                    copy(device.load, session, blocks, offsets)  # undo the plain load's order
-                device.close()
-        finally:
-            daemon.terminate()
-            daemon.wait()
+        here, there = storage.ctypes.data, session.region.address + int(offsets.min())
+        seconds: dict[str, list[float]] = {"save": [], "plain save": [], "load": [], "plain load": []}
+        for _ in range(rounds + 1):
+            seconds["plain save"].append(plain(there, here, total))
+            seconds["save"].append(copy(device.save, session, blocks, offsets))
+            before = storage.copy() if len(seconds["load"]) == 0 else None
+            if before is not None:
+                storage[:] = 0
+            seconds["load"].append(copy(device.load, session, blocks, offsets))
+            if before is not None:
+                assert (storage == before).all(), "what came back is not what went"
+            seconds["plain load"].append(plain(here, there, total))
+            copy(device.load, session, blocks, offsets)  # undo the plain load's order
+        device.close()
     figures = {}
     for what in ("save", "load"):
         ours, theirs = (total / statistics.median(seconds[name][1:]) / 1e9 for name in (what, f"plain {what}"))

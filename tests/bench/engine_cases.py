@@ -114,17 +114,8 @@ def ours(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, An
     from kvcache_server.admin import Admin
 
     endpoint = f"ipc://{folder}/kvcache.sock"
-    command = [
-        sys.executable,
-        "-m",
-        "kvcache_server",
-        "serve",
-        "--keep=false",
-        "--endpoint",
-        endpoint,
-        "--size",
-        f"{gib}GiB",
-    ]
+    command = [sys.executable, "-m", "kvcache_server", "serve", "--keep=false"]
+    command += ["--endpoint", endpoint, "--size", f"{gib}GiB"]
 
     def ready() -> bool:
         try:

@@ -14,16 +14,13 @@ import hashlib
 import itertools
 import json
 import random
-import subprocess
-import sys
-import tempfile
-import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
-from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session, Unavailable
+from one_daemon import one_daemon
+
+from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session
 
 SLOT = 4096  # some 40 extents: sizes trade memory by the extent
 ROW = 128
@@ -67,47 +64,6 @@ def traced(path: str, requests: int) -> list[list[bytes]]:
     return [[hashed(str(number)) for number in dict.fromkeys(prompt)] for prompt in ids]
 
 
-@contextmanager
-def daemon(blocks: int) -> Iterator[str]:
-    extents = -(-blocks * (SLOT + ROW) // EXTENT)
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
-        endpoint = f"ipc://{folder}/kvcache.sock"
-        flags = {
-            "keep": "false",
-            "endpoint": endpoint,
-            "size": (extents + 1) * EXTENT,
-            "extent-size": EXTENT,
-            "lock": "never",
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "kvcache_server",
-            "serve",
-            "--keep=false",
-            "--keep=false",
-            *(f"--{k}={v}" for k, v in flags.items()),
-        ]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            wait(endpoint)
-            yield endpoint
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def wait(endpoint: str) -> None:
-    for _ in range(300):
-        try:
-            Session.connect(endpoint, engine="probe").close()
-        except Unavailable:
-            time.sleep(0.1)
-        else:
-            return
-    raise SystemExit("the daemon does not come up")
-
-
 def store(namespace: Namespace, prompt: list[bytes]) -> int:
     """Do what an engine does with a prompt: look it up, store the rest; return the hits."""
     with namespace.acquire(prompt) as lease:
@@ -122,7 +78,8 @@ def ratio(prompts: list[list[bytes]], blocks: int, beside: NamespaceSpec | None)
     fresh = itertools.count()
     hits = asked = 0
     with ExitStack() as stack:
-        endpoint = stack.enter_context(daemon(blocks))
+        size = (-(-blocks * (SLOT + ROW) // EXTENT) + 1) * EXTENT
+        endpoint = stack.enter_context(one_daemon(size=size, extent_size=EXTENT)).endpoint
         a = stack.enter_context(Session.connect(endpoint, engine="a", deadline=1.0)).attach(A_MODEL, shards=(0,))
         b = None
         if beside is not None:

@@ -13,13 +13,12 @@ import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from one_daemon import one_daemon
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 os.environ |= {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -136,28 +135,12 @@ def main() -> None:
         figures["empty, no daemon"] = empty_step(scheduler, rank, 20_000)
         figures["decode of 1, no daemon"] = decode_steps(llm, scheduler, rank, 1, 200)
         figures["decode of 32, no daemon"] = decode_steps(llm, scheduler, rank, 32, 200)
-        with (Path(folder) / "daemon.log").open("wb") as log:
-            command = [
-                sys.executable,
-                "-m",
-                "kvcache_server",
-                "serve",
-                "--keep=false",
-                "--endpoint",
-                endpoint,
-                "--size",
-                "64MiB",
-            ]
-            daemon = subprocess.Popen([*command, "--lock", "never"], stdout=log, stderr=log)
-        try:
+        with one_daemon(endpoint=endpoint, size="64MiB"):
             time.sleep(8)  # the longest pause between two probes, and some
             figures["empty"] = empty_step(scheduler, rank, 20_000)
             figures["decode of 1"] = decode_steps(llm, scheduler, rank, 1, 200)
             figures["decode of 32"] = decode_steps(llm, scheduler, rank, 32, 200)
-        finally:
             llm.llm_engine.engine_core.shutdown()
-            daemon.terminate()
-            daemon.wait()
     if options.json:
         print(json.dumps(figures, indent=2))
         return

@@ -14,12 +14,11 @@ import multiprocessing
 import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from multiprocessing.connection import Connection
 from typing import Any
+
+from one_daemon import one_daemon
 
 LLAMA = {
     "vocab_size": 4096,
@@ -67,21 +66,9 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
     """Return tokens a second, prompt and answer together, of the best round, and the median of the rounds' ratios."""
     from kvcache_server.demo_engine import make_model
 
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
+    with one_daemon(size="512MiB") as daemon:
+        folder, endpoint = daemon.folder, daemon.endpoint
         make_model(f"{folder}/model", LLAMA)
-        endpoint = f"ipc://{folder}/kvcache.sock"
-        command = [
-            sys.executable,
-            "-m",
-            "kvcache_server",
-            "serve",
-            "--keep=false",
-            "--endpoint",
-            endpoint,
-            "--size",
-            "512MiB",
-        ]
-        daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         variants: dict[str, dict[str, Any] | None] = {
             "no connector": None,
             "one that does nothing": {},
@@ -118,8 +105,6 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
         finally:
             for process in processes:
                 process.kill()
-            daemon.terminate()
-            daemon.wait()
     bare = seconds["no connector"]
     return {
         name: {

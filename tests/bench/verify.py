@@ -9,16 +9,13 @@ block, or to the report of the load; the modes take turns. A lookup is acquire a
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from typing import Any
 
 import torch
+from one_daemon import one_daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.namespace import Shards
@@ -90,31 +87,21 @@ class Rank:
 
 def measure(mib: int, block_kib: int, rounds: int) -> None:
     blocks = (mib << 10) // block_kib
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
-        endpoint = f"ipc://{folder}/kv.sock"
-        command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", endpoint]
-        command += ["--size", f"{mib * 5}MiB", "--lock", "never", "--pin-quota", "1"]
-        daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            while not os.path.exists(f"{folder}/kv.door"):
-                time.sleep(0.05)
-            ranks = [Rank(endpoint, mode, block_kib << 10, blocks) for mode in VERIFY_MODES]
-            figures: dict[str, dict[str, list[float]]] = {
-                rank.mode: {"save": [], "load": [], "look up": []} for rank in ranks
-            }
-            for turn in range(rounds + 1):
-                for rank in ranks if turn % 2 else ranks[::-1]:
-                    row = [rank.save(), rank.load(), statistics.median(rank.look_up() for _ in range(500))]
-                    if turn:  # the first one warms up
-                        for name, seconds in zip(figures[rank.mode], row, strict=True):
-                            figures[rank.mode][name].append(seconds)
-                    rank.session.clear(rank.namespace.id)
-            for rank in ranks:
-                rank.worker.close()
-                rank.session.close()
-        finally:
-            daemon.terminate()
-            daemon.wait()
+    with one_daemon(size=f"{mib * 5}MiB", pin_quota=1) as daemon:
+        ranks = [Rank(daemon.endpoint, mode, block_kib << 10, blocks) for mode in VERIFY_MODES]
+        figures: dict[str, dict[str, list[float]]] = {
+            rank.mode: {"save": [], "load": [], "look up": []} for rank in ranks
+        }
+        for turn in range(rounds + 1):
+            for rank in ranks if turn % 2 else ranks[::-1]:
+                row = [rank.save(), rank.load(), statistics.median(rank.look_up() for _ in range(500))]
+                if turn:  # the first one warms up
+                    for name, seconds in zip(figures[rank.mode], row, strict=True):
+                        figures[rank.mode][name].append(seconds)
+                rank.session.clear(rank.namespace.id)
+        for rank in ranks:
+            rank.worker.close()
+            rank.session.close()
     size = mib << 20
     print(f"{mib} MiB in blocks of {block_kib} KiB, {LAYERS} fragments each; best of {rounds}")
     for mode, row in figures.items():

@@ -14,24 +14,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent)]
+from one_daemon import Daemon, one_daemon
 
-from conftest import Daemon  # noqa: E402
-
-from kvcache_proto.region import slots_per_extent  # noqa: E402
-from kvcache_server.bench import EXTENT, SHARD_BYTES, Writer, fill  # noqa: E402
+from kvcache_proto.region import slots_per_extent
+from kvcache_server.bench import EXTENT, SHARD_BYTES, Writer, fill
 
 WIDTH = 64
 TOPS = 10
@@ -169,19 +163,15 @@ def main() -> None:
     given = options.parse_args()
     size = -(-given.blocks // slots_per_extent(EXTENT, SHARD_BYTES)) * EXTENT
     found = []
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
-        flags = {"size": size, "extent_size": EXTENT, "http": "127.0.0.1:0"}
-        daemon = Daemon(Path(folder), dict(os.environ), **flags).wait_ready()
-        try:
-            with Writer(daemon.endpoint, 0) as writer:
-                fill(writer, given.blocks, lambda text: print(text, file=sys.stderr))
-                for case in given.cases.split(","):
-                    found.append(measure(case, daemon, writer, given.rounds, given.seconds))
-                    if not given.json:
-                        print(describe(found[-1]), flush=True)
-        finally:
-            daemon.stop()
-            daemon.tidy()
+    with (
+        one_daemon(size=size, extent_size=EXTENT, http="127.0.0.1:0") as daemon,
+        Writer(daemon.endpoint, 0) as writer,
+    ):
+        fill(writer, given.blocks, lambda text: print(text, file=sys.stderr))
+        for case in given.cases.split(","):
+            found.append(measure(case, daemon, writer, given.rounds, given.seconds))
+            if not given.json:
+                print(describe(found[-1]), flush=True)
     if given.json:
         print(json.dumps(found, indent=2))
 

@@ -18,14 +18,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+from one_daemon import one_daemon
+from watchers import WIDTH, turn
 
-from conftest import Daemon  # noqa: E402
-from watchers import WIDTH, turn  # noqa: E402
-
-from kvcache_proto.region import slots_per_extent  # noqa: E402
-from kvcache_server.bench import EXTENT, SHARD_BYTES, Writer, fill  # noqa: E402
+from kvcache_proto.region import slots_per_extent
+from kvcache_server.bench import EXTENT, SHARD_BYTES, Writer, fill
 
 # Runs as the daemon's interpreter starts; a signal has it forget, or remember again.
 SWITCH = """
@@ -59,28 +56,29 @@ def main() -> None:
     size = -(-given.blocks // slots_per_extent(EXTENT, SHARD_BYTES)) * EXTENT
     ratios: list[float] = []
     medians: dict[bool, list[float]] = {True: [], False: []}
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(SWITCH)
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        daemon = Daemon(Path(folder), os.environ | {"PYTHONPATH": path}, size=size, extent_size=EXTENT).wait_ready()
-        try:
-            with Writer(daemon.endpoint, 0) as writer:
-                fill(writer, given.blocks, lambda text: print(text, file=sys.stderr))
-                for number in range(given.rounds):
-                    took: dict[bool, float] = {}
-                    for remembers in (True, False) if number % 2 else (False, True):
-                        if not (remembers or given.same):
-                            daemon.process.send_signal(signal.SIGUSR2)
-                            writer.names = False
-                        took[remembers] = turn(writer, given.seconds).p50
-                        if not (remembers or given.same):
-                            daemon.process.send_signal(signal.SIGUSR2)
-                            writer.names = True
-                        medians[remembers].append(took[remembers])
-                    ratios.append(took[True] / took[False])
-        finally:
-            daemon.stop()
-            daemon.tidy()
+        with (
+            one_daemon({"PYTHONPATH": path}, size=size, extent_size=EXTENT) as daemon,
+            Writer(daemon.endpoint, 0) as writer,
+        ):
+            fill(writer, given.blocks, lambda text: print(text, file=sys.stderr))
+
+            def switch(remembers: bool) -> None:
+                daemon.process.send_signal(signal.SIGUSR2)
+                writer.names = remembers
+
+            for number in range(given.rounds):
+                took: dict[bool, float] = {}
+                for remembers in (True, False) if number % 2 else (False, True):
+                    if not (remembers or given.same):
+                        switch(False)
+                    took[remembers] = turn(writer, given.seconds).p50
+                    if not (remembers or given.same):
+                        switch(True)
+                    medians[remembers].append(took[remembers])
+                ratios.append(took[True] / took[False])
     found = {
         "forgets_p50_us": statistics.median(medians[False]) * 1e6,
         "remembers_p50_us": statistics.median(medians[True]) * 1e6,
