@@ -111,6 +111,24 @@ def a_short_folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def a_stuck_engine(endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of engine `stuck`, which holds a reservation of nine blocks, and does nothing more."""
+    code = (
+        "import sys, time; from kvcache_client import *\n"
+        "session = Session.connect(sys.argv[1], engine='stuck')\n"
+        "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
+        "namespace.reserve([bytes([n]) * 32 for n in range(9)])\n"
+        "print('reserved', flush=True); time.sleep(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, endpoint], stdout=subprocess.PIPE) as engine:
+        try:
+            assert engine.stdout is not None and engine.stdout.readline() == b"reserved\n"
+            yield engine
+        finally:
+            engine.kill()
+
+
+@contextlib.contextmanager
 def daemons_in(folder: Path) -> Iterator[StartDaemon]:
     daemons: list[Daemon] = []
 

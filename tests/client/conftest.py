@@ -58,3 +58,32 @@ def connect(daemon: Any) -> Iterator[Callable[..., Session]]:
 @pytest.fixture
 def session(connect: Callable[..., Session]) -> Session:
     return connect()
+
+
+@pytest.fixture
+def rigs(daemon: Any) -> Iterator[Callable[..., Any]]:
+    """`rigs(name, **settings)` returns an engine's scheduler with its rank, a steps.Rig."""
+    from steps import Rig  # which wants torch: not all tests here do
+
+    made: list[Rig] = []
+
+    def make(name: str, **settings: Any) -> Rig:
+        made.append(Rig(daemon.endpoint, name, **settings))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+@pytest.fixture
+def chain(rigs: Any, daemon: Any) -> Iterator[Callable[[int], Any]]:
+    """`chain(length)` returns a chains.Chain of one rank that verifies."""
+    import torch
+    from chains import Chain
+    from steps import SPEC
+
+    rig = rigs("one", dtype=torch.float32, verify="all")
+    with Session.connect(daemon.endpoint, engine="one", deadline=10.0) as session:
+        namespace = session.attach(SPEC)
+        yield lambda length: Chain(rig, namespace, length)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,19 +12,6 @@ from steps import BLOCK, BLOCKS, PATIENCE, SPEC, Request, Rig, idle
 
 from kvcache_client import Session
 from kvcache_client.plan import NOTHING
-
-
-@pytest.fixture
-def rigs(daemon: Any) -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(name: str, **settings: Any) -> Rig:
-        made.append(Rig(daemon.endpoint, name, **settings))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 def test_what_one_engine_computed_another_one_loads(rigs: Any, daemon: Any) -> None:

@@ -6,31 +6,16 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from steps import BLOCK, SPEC, Request, Rig, idle
+from steps import BLOCK, SPEC, Request, idle
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.notes import HASHES, NOTES, Notes
 from kvcache_proto import messages as m
 from kvcache_server.admin import Admin
 from kvcache_server.replay.trace import read_trace
-
-
-@pytest.fixture
-def rigs(daemon: Any) -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(name: str, **settings: Any) -> Rig:
-        made.append(Rig(daemon.endpoint, name, **settings))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from conftest import a_stuck_engine
 from dashboard_rig import ODD, free_port, status_of, traffic, wait
 
 from kvcache_client import Session
@@ -199,38 +198,27 @@ def test_a_daemon_that_goes_and_comes_back_with_a_session_to_fence_off(
     flags = {"http": f"127.0.0.1:{port}", "keep": "true", "quarantine": 0.5, "grace": 3600}
     daemon = start_daemon(**flags)
     page = loaded(open_page(start_dashboard("--api", f"http://127.0.0.1:{port}").url))
-    code = (
-        "import sys, time; from kvcache_client import *\n"
-        "session = Session.connect(sys.argv[1], engine='stuck')\n"
-        "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
-        "namespace.reserve([bytes([n]) * 32 for n in range(9)])\n"
-        "print('reserved', flush=True); time.sleep(1000)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, daemon.endpoint], stdout=subprocess.PIPE) as stuck:
-        try:
-            assert stuck.stdout is not None and stuck.stdout.readline() == b"reserved\n"
-            page.locator("#sessions tr", has_text="stuck").wait_for()
-            stuck.send_signal(signal.SIGSTOP)
-            daemon.kill()
-            page.get_by_text("daemon away").wait_for()
-            banner = page.locator("#banner").inner_text()
-            assert banner.startswith("The daemon has not answered since") and "What is shown is from" in banner
-            assert "Connection refused" in banner
-            assert "stuck" in page.locator("#sessions").inner_text(), "the last values stay"
-            assert page.get_by_role("button", name="Clear all…").is_disabled()
+    with a_stuck_engine(daemon.endpoint) as stuck:
+        page.locator("#sessions tr", has_text="stuck").wait_for()
+        stuck.send_signal(signal.SIGSTOP)
+        daemon.kill()
+        page.get_by_text("daemon away").wait_for()
+        banner = page.locator("#banner").inner_text()
+        assert banner.startswith("The daemon has not answered since") and "What is shown is from" in banner
+        assert "Connection refused" in banner
+        assert "stuck" in page.locator("#sessions").inner_text(), "the last values stay"
+        assert page.get_by_role("button", name="Clear all…").is_disabled()
 
-            start_daemon(endpoint=daemon.endpoint, **flags)
-            page.get_by_text("in grace").wait_for()
-            give_token(page, (daemon.folder / "kv.token").read_text().strip())
-            page.get_by_role("button", name="Fence off…").click()
-            page.get_by_text("other", exact=False).first.wait_for()
-            page.get_by_role("button", name="Fence off", exact=True).click()
-            page.get_by_text("is fenced off: 1 save ended.").wait_for()
-            assert status_of(f"http://127.0.0.1:{port}")["away"] == []
-            page.get_by_text("answering").wait_for()
-            assert page.locator("#banner").is_hidden()
-        finally:
-            stuck.kill()
+        start_daemon(endpoint=daemon.endpoint, **flags)
+        page.get_by_text("in grace").wait_for()
+        give_token(page, (daemon.folder / "kv.token").read_text().strip())
+        page.get_by_role("button", name="Fence off…").click()
+        page.get_by_text("other", exact=False).first.wait_for()
+        page.get_by_role("button", name="Fence off", exact=True).click()
+        page.get_by_text("is fenced off: 1 save ended.").wait_for()
+        assert status_of(f"http://127.0.0.1:{port}")["away"] == []
+        page.get_by_text("answering").wait_for()
+        assert page.locator("#banner").is_hidden()
 
 
 def test_a_dashboard_that_goes(scene: Scene, start_dashboard: Any, open_page: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from conftest import a_stuck_engine
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.door import knock
@@ -164,15 +165,7 @@ def test_an_engine_that_died_with_the_daemon_holds_nothing_after_the_quarantine(
 
 
 def test_a_stopped_engine_keeps_its_slots_until_it_is_fenced_off(warm: Any, start_daemon: Any) -> None:
-    code = (
-        "import sys, time; from kvcache_client import *\n"
-        "session = Session.connect(sys.argv[1], engine='stuck')\n"
-        "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
-        "namespace.reserve([bytes([n]) * 32 for n in range(9)])\n"
-        "print('reserved', flush=True); time.sleep(1000)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, warm.endpoint], stdout=subprocess.PIPE) as stuck:
-        assert stuck.stdout is not None and stuck.stdout.readline() == b"reserved\n"
+    with a_stuck_engine(warm.endpoint) as stuck:
         stuck.send_signal(signal.SIGSTOP)
         warm.kill()
         daemon = start_daemon(endpoint=warm.endpoint, keep="true", quarantine=0.5, grace=0.5)
@@ -186,18 +179,9 @@ def test_a_stopped_engine_keeps_its_slots_until_it_is_fenced_off(warm: Any, star
         daemon.wait_status(lambda status: status["pool"]["slots_quarantined"] == 0, "the end of the quarantine")
         assert daemon.status()["away"] == []
         assert subprocess.run([*command, "4711"], capture_output=True).returncode == 1
-        stuck.kill()
 
 
 def test_over_http_a_daemon_in_grace_is_not_ready_and_who_is_stuck_is_fenced_off(warm: Any, start_daemon: Any) -> None:
-    code = (
-        "import sys, time; from kvcache_client import *\n"
-        "session = Session.connect(sys.argv[1], engine='stuck')\n"
-        "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
-        "namespace.reserve([bytes([n]) * 32 for n in range(9)])\n"
-        "print('reserved', flush=True); time.sleep(1000)"
-    )
-
     def ask(daemon: Any, method: str, path: str) -> tuple[int, Any]:
         token = (daemon.folder / "kv.token").read_text().strip()
         connection = http.client.HTTPConnection(
@@ -208,8 +192,7 @@ def test_over_http_a_daemon_in_grace_is_not_ready_and_who_is_stuck_is_fenced_off
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 
-    with subprocess.Popen([sys.executable, "-c", code, warm.endpoint], stdout=subprocess.PIPE) as stuck:
-        assert stuck.stdout is not None and stuck.stdout.readline() == b"reserved\n"
+    with a_stuck_engine(warm.endpoint) as stuck:
         stuck.send_signal(signal.SIGSTOP)
         warm.kill()
         flags = {"endpoint": warm.endpoint, "keep": "true", "quarantine": 0.5, "grace": 3600, "http": "127.0.0.1:0"}
@@ -225,7 +208,6 @@ def test_over_http_a_daemon_in_grace_is_not_ready_and_who_is_stuck_is_fenced_off
         assert ask(daemon, "POST", path)[0] == 404
         wait(lambda: ask(daemon, "GET", "/readyz")[0] == 200, "the end of the grace")
         assert ask(daemon, "GET", "/api/v1/sessions")[1]["away"] == []
-        stuck.kill()
 
 
 def test_a_welcome_that_was_never_read_costs_nothing(warm: Any, start_daemon: Any) -> None:
