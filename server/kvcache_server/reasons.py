@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcache_server.cache import Cache
 
 MOST_BLOCKS = 8192  # of one lookup that are looked at, from the first miss on
+FEW_BLOCKS = 256  # of which every other namespace is asked
 OTHERS = 16  # namespaces that are looked into, the most similar ones first
 LATEST = 10
 LATELY = 3600.0  # seconds for which a daemon that threw blocks away when it began is to blame for what it has not
@@ -132,7 +133,8 @@ class _Walk:
         self._group: Group | None = space.groups[asked.group] if space else None
         self._runs: list[dict[str, Any]] = []
         self._others = self._similar()
-        self._places = self._known_places(asked.hashes[lookup.hits :][: MOST_BLOCKS + lookup.blocks])
+        missed = asked.hashes[lookup.hits :][: MOST_BLOCKS + lookup.blocks]
+        self._places = self._known_places(missed) if len(missed) > FEW_BLOCKS else None
 
     def runs(self) -> list[dict[str, Any]]:
         hashes = self._asked.hashes
@@ -176,14 +178,20 @@ class _Walk:
             if spec is not None and occasion.namespace != self._asked.namespace:
                 facts |= {"namespace": spec.id, "model": spec.model}
             return occasion.cause, facts
-        places = self._places.get(block, ())
-        for number, apart in self._others if places else ():
-            if number in places and self._held(number, block):
+        for number, apart in self._candidates(block):
+            if self._held(number, block):
                 return "elsewhere", apart
         return None
 
+    def _candidates(self, block: bytes) -> list[tuple[int, dict[str, Any]]]:
+        """Return the other namespaces that may have held the block."""
+        if self._places is None:
+            return self._others
+        known = self._places.get(block)
+        return [each for each in self._others if each[0] in known] if known else []
+
     def _known_places(self, hashes: list[bytes]) -> dict[bytes, set[int]]:
-        """Return the namespaces that know of each block: to ask every one for every block would take too long."""
+        """Return the namespaces that know of each block. O(blocks that left): for few hashes to ask each is quicker."""
         places: dict[bytes, set[int]] = {}
         asked = set(hashes)
         for name in self._misses.names():
