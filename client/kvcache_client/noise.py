@@ -22,9 +22,6 @@ Floats = npt.NDArray[np.float32]
 PIECE = 4096  # values
 WINDOW = 64  # values that stand beside each other, mostly of one token and head
 CALM = 1 / 32  # of the spike: half of its neighbours are off by less
-# With experts: twice and more what was seen where routers have random weights. A channel that is large everywhere is
-# off by much more than those beside it, so that only what is out of all proportion counts as a spike.
-_EXPERTS = {"limit": 0.6, "piece": 0.9, "spike": 16.0}
 _CHUNK = 1 << 20  # values looked at together
 
 
@@ -70,7 +67,11 @@ def find_format(dtypes: set[str], kv_dtype: str, experts: bool = False) -> Forma
     (dtype,) = dtypes
     name = _BYTES.get(kv_dtype, "") if dtype in ("uint8", "int8") else dtype
     form = FORMATS.get(name)
-    return form._replace(**_EXPERTS) if form is not None and experts else form
+    if form is None or not experts:
+        return form
+    # Twice and more what was seen where routers have random weights. A channel that is large everywhere is off by much
+    # more than those beside it, so that only what is out of all proportion counts as a spike.
+    return form._replace(limit=0.6, piece=0.9, spike=16.0)
 
 
 def difference(stored: memoryview, computed: memoryview, form: Format) -> str:
@@ -138,7 +139,8 @@ def _squares(values: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 def _ratios(off: npt.NDArray[np.float64], norm: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the relative errors of pieces: infinite where something is beside nothing."""
     beside = np.where(norm > 0, norm, 1)
-    return np.sqrt(np.where(norm > 0, off / beside, np.where(off > 0, np.inf, 0)))
+    ratios: npt.NDArray[np.float64] = np.sqrt(np.where(norm > 0, off / beside, np.where(off > 0, np.inf, 0)))
+    return ratios
 
 
 def _values(data: memoryview, form: Format) -> Floats:

@@ -239,10 +239,10 @@ class Scheduler:
         if external <= 0:
             self._forget_lookup(state)
             return
-        lease = lookup.lease if lookup is not None and lookup.lease.id else None
+        lease, sums = (lookup.lease, lookup.sums) if lookup is not None and lookup.lease.id else (None, b"")
         count = external // self._block
         # The engine waits for this load whatever we think of it: without a lease it is one that fails.
-        region, packed, sums = (lease.region_id, lease.packed, lookup.sums) if lease else (b"", b"", b"")
+        region, packed = (lease.region_id, lease.packed) if lease else (b"", b"")
         job = cut_load(request.request_id, region, packed, state.blocks, state.start, count, self._per_slot, sums)
         self._new_loads.append(job)
         self._loads[request.request_id] = _Load(lease, set(job.blocks))

@@ -25,7 +25,7 @@ class CacheStats(KVConnectorStats):
     """
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> CacheStats:
         """Add what `other`, which is later or another rank's, has gained."""

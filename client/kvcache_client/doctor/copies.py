@@ -7,7 +7,6 @@ import ctypes
 import importlib
 import importlib.util
 import logging
-import mmap
 import platform
 import statistics
 import sys
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvcache_client.devices import CopyError, Device, Job, open_device
+from kvcache_client.devices import CopyError, Device, Job, Scratch, open_device
 from kvcache_client.devices.canary import check_copies
 from kvcache_client.layout import Run, Tensor, block_fragments, runs
 from kvcache_proto.errors import ConfigError
@@ -106,14 +105,11 @@ class TorchKit:
         return copy
 
 
-class Region:
-    """Shared memory that stands for the daemon's region, its pages present and full of noise."""
-
-    def __init__(self, size: int) -> None:
-        self.buffer = memoryview(mmap.mmap(-1, size))
-        self.words = np.frombuffer(self.buffer, np.uint64)
-        self.words[:] = np.random.default_rng(0).integers(0, 1 << 63, self.words.size, np.uint64)
-        self.address, self.bytes = int(self.words.ctypes.data), size
+def noisy(size: int) -> Scratch:
+    """Return memory that stands for the daemon's region, its pages present and full of noise."""
+    region = Scratch(size)
+    region.words[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    return region
 
 
 class Rates(NamedTuple):
@@ -175,7 +171,7 @@ def examine(kit: Kit) -> Iterator[Finding]:
             seconds = time.perf_counter() - begin
             figure = f"{kit.label}: two blocks of {SLOT >> 20} MiB out and back, every byte as it was"
             yield Finding(f"{kit.name} canary", "ok", figure, how=kit.how, values={"seconds": seconds})
-            region = Region(kit.blocks * SLOT)
+            region = noisy(kit.blocks * SLOT)
             yield from _registration(kit, device, region, reasons)
             yield _copies(kit, device, region)
     except NotImplementedError as error:
@@ -230,7 +226,7 @@ def _places(address: int, blocks: int) -> list[Run]:
     return runs(block_fragments(tensors, blocks, SLOT))
 
 
-def _registration(kit: Kit, device: Device, region: Region, reasons: _Reasons) -> Iterator[Finding]:
+def _registration(kit: Kit, device: Device, region: Scratch, reasons: _Reasons) -> Iterator[Finding]:
     begin = time.perf_counter()
     device.register(region)
     pause = threading.Event()
@@ -249,7 +245,7 @@ def _registration(kit: Kit, device: Device, region: Region, reasons: _Reasons) -
     yield Finding(name, "slow", f"ring: {why}", cure, kit.how, values)
 
 
-def _copies(kit: Kit, device: Device, region: Region) -> Finding:
+def _copies(kit: Kit, device: Device, region: Scratch) -> Finding:
     draw = np.random.default_rng(1)
     blocks, offsets = (draw.permutation(kit.blocks).astype(np.int64) * unit for unit in (1, SLOT))
 
@@ -271,7 +267,7 @@ def _copies(kit: Kit, device: Device, region: Region) -> Finding:
     name = f"{kit.name} copies"
     if wrong:
         cure = f"{_UNCACHED}; the canary did not see this: please report it"
-        return Finding(name, "failed", f"{8 * wrong:,} of {region.bytes:,} bytes came back wrong", cure, kit.how)
+        return Finding(name, "failed", f"{wrong:,} of {region.bytes:,} bytes came back wrong", cure, kit.how)
     del kept
     plain = kit.plain(region.bytes)
     save, load = (_rates(region.bytes, saves, copy, plain) for saves in (True, False))
