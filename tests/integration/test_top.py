@@ -66,7 +66,10 @@ class Terminal:
 
     def end(self) -> int:
         """Wait for its end, and look at what it leaves."""
-        code = self.process.wait(PATIENCE)
+        until = time.monotonic() + PATIENCE
+        while (code := self.process.poll()) is None:  # read on: who is not read cannot end
+            assert time.monotonic() < until, "it does not end"
+            self.read()
         while select.select([self.keys], [], [], 0)[0]:
             self.read()
         assert self.heard.count("\x1b[?1049h") == self.heard.count("\x1b[?1049l") == 1
