@@ -26,8 +26,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "misses", "rates", "sockets", "sums"}
-        | {"traffic", "unread"},
+        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "misses", "rates", "signals"}
+        | {"sockets", "sums", "traffic", "unread"},
         {"ghosts"},
         {"index", "journal"},
         {"ages", "pool", "shares"},

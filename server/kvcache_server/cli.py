@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import sys
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvcache_proto.errors import (
     Unavailable,
 )
 from kvcache_server.config import format_size, load, settings
+from kvcache_server.signals import SIGNALS
 
 EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (ConfigError, 2, "a flag, a file or a variable that cannot be used"),
@@ -80,6 +82,8 @@ def _flags(command: click.Command) -> click.Command:
 @click.option("--fresh", is_flag=True, help="Discard the region that the last daemon left, and begin empty.")
 def serve(path: str | None, fresh: bool, **flags: Any) -> None:
     """Run the daemon in the foreground, until SIGTERM or Ctrl-C. It finds again what the last one cached."""
+    # What is imported starts threads (numpy's), and a signal must not choose one of them: they inherit what is blocked.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     from kvcache_server import lifecycle, logs
 
     config = load(path, flags=flags)

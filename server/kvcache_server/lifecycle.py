@@ -17,7 +17,8 @@ from kvcache_server.door import EndpointLock
 from kvcache_server.memory import Progress
 from kvcache_server.notify import Manager
 from kvcache_server.opening import open_cache
-from kvcache_server.service import SIGNALS, STOP_SIGNALS, Service
+from kvcache_server.service import Service
+from kvcache_server.signals import SIGNALS, STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +27,9 @@ def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progr
     """Be the daemon: take the endpoint, find or make the region, open the door, serve until told to stop.
 
     `read()` returns the configuration as it is by now, for SIGHUP; `fresh` discards what the last daemon left. Raises
-    ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
+    ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start. SIGNALS are blocked, in all threads.
     """
     faulthandler.enable()  # a watchdog ends a loop that hangs by SIGABRT: say where it hung
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # until the loop runs
     for signum in STOP_SIGNALS:
         signal.signal(signum, _stop_starting)
     _raise_descriptor_limit()
@@ -46,14 +46,9 @@ def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progr
 def _serve(
     config: Config, read: Callable[[], Config], fresh: bool, progress: Progress | None, manager: Manager
 ) -> None:
-    # A signal between the making of the lock's file and the block that removes it would leave it behind.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    lock = EndpointLock(config.endpoint)
     try:
-        lock = EndpointLock(config.endpoint)
-    except BaseException:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        raise
-    try:
+        # Not before: a signal between the making of the lock's file and this block would leave it behind.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         began = time.monotonic()
         opened = open_cache(config, fresh, manager.preparing(progress))
@@ -85,6 +80,7 @@ def _serve(
 
 
 def _stop_starting(signum: int, frame: object) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a second one must not cut the tidying short
     raise SystemExit(0)
 
 

@@ -61,6 +61,7 @@ from kvcache_server.histogram import Histogram
 from kvcache_server.notify import Manager
 from kvcache_server.opening import Opened
 from kvcache_server.reload import Settings, rate_of
+from kvcache_server.signals import SIGNALS, STOP_SIGNALS
 from kvcache_server.sockets import Place, admit, private
 from kvcache_server.unread import Unread
 
@@ -81,8 +82,6 @@ LONG = 64 << 10  # replies from here on are watched until they have left; shorte
 UNREAD_BYTES = 8 << 20  # of long replies, a peer
 YOUNG_OBJECTS = 10_000
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LAST = int(zmq.NOBLOCK)
