@@ -193,7 +193,8 @@ def test_lingering_returns_and_loses_nothing(bench: Bench, registered: bool) -> 
         if len(bench.ended) == len(jobs):
             break
     bench.finish()
-    assert bench.ended == jobs
+    # Each once; of two threads that see an end each, either may be the first to say so.
+    assert sorted(map(id, bench.ended)) == sorted(map(id, jobs))
     assert bench.blocks() == [bench.slot(number) for number in range(BLOCKS)]
 
 
