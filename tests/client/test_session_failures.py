@@ -288,14 +288,18 @@ def test_a_call_does_not_wait_for_a_daemon_that_has_died(
     with Session.connect(daemon.endpoint, engine="test", deadline=3600.0) as session:
         ns = session.attach(spec, shards=(0,))
         leases: list[Lease] = []
+        owed = []
 
         def call() -> None:
             leases.append(ns.acquire(hashes(4)))
 
         with Stopped(daemon):
+            owed.append(ns.reserve_later(hashes(4)))  # so that the keeper looks after the channel, too
             caller = threading.Thread(target=call, daemon=True)
             caller.start()
             until(lambda: session.link is not None and session.link.channel._lock.locked(), "the call on its way")
+            session._keeper.ring()
+            time.sleep(0.2)  # it may go there, and wait for its turn
             daemon.kill()
         caller.join(30)
         assert [lease.failed for lease in leases] == [True]
