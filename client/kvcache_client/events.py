@@ -14,6 +14,7 @@ from kvcache_client.plan import slot_hashes
 from kvcache_proto.types import Verdict
 
 REMEMBERED = 1 << 16  # cached blocks; what is beyond is taken back, though the daemon may have it yet
+SHIPPED = 1 << 13  # blocks that are being saved; of more, the oldest ones' answers were lost with their daemon
 WAITING = 1 << 12  # blocks that are not visible for want of their parent; what is beyond is told by a lookup, if ever
 
 
@@ -62,7 +63,7 @@ class Events:
     def shipped(self, region: bytes, reservation: int, position: int, request: Any, slot: int) -> None:
         """Note that ranks were told to save the cached block `slot` of the request."""
         self._shipped[region, reservation, position] = self._piece(request, slot)
-        if len(self._shipped) > REMEMBERED:  # those whose answer was lost with their daemon
+        if len(self._shipped) > SHIPPED:
             del self._shipped[next(iter(self._shipped))]
 
     def settled(self, heard: Heard) -> None:
