@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import signal
 import sys
 from typing import Any
 
@@ -21,8 +20,8 @@ from kvcache_proto.errors import (
     RegionError,
     Unavailable,
 )
+from kvcache_server import signals
 from kvcache_server.config import format_size, load, settings
-from kvcache_server.signals import SIGNALS
 
 EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (ConfigError, 2, "a flag, a file or a variable that cannot be used"),
@@ -83,7 +82,7 @@ def _flags(command: click.Command) -> click.Command:
 def serve(path: str | None, fresh: bool, **flags: Any) -> None:
     """Run the daemon in the foreground, until SIGTERM or Ctrl-C. It finds again what the last one cached."""
     # What is imported starts threads (numpy's), and a signal must not choose one of them: they inherit what is blocked.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signals.block()
     from kvcache_server import lifecycle, logs
 
     config = load(path, flags=flags)

@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 from kvcache_proto import __version__
 from kvcache_proto.errors import KVCacheError
+from kvcache_server import signals
 from kvcache_server.config import Config, format_size
 from kvcache_server.door import EndpointLock
 from kvcache_server.memory import Progress
 from kvcache_server.notify import Manager
 from kvcache_server.opening import open_cache
 from kvcache_server.service import Service
-from kvcache_server.signals import SIGNALS, STOP_SIGNALS
+from kvcache_server.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progress: Progress | None = None) -> None:
     """Be the daemon: take the endpoint, find or make the region, open the door, serve until told to stop.
 
-    `read()` returns the configuration as it is by now, for SIGHUP; `fresh` discards what the last daemon left. Raises
-    ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start. SIGNALS are blocked, in all threads.
+    `read()` returns the configuration as it is by now, for SIGHUP; `fresh` discards what the last daemon left. The
+    caller has blocked SIGNALS. Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
     """
     faulthandler.enable()  # a watchdog ends a loop that hangs by SIGABRT: say where it hung
     for signum in STOP_SIGNALS:
@@ -56,7 +57,7 @@ def _serve(
         try:
             for note in region.notes:
                 log.warning("%s", note)
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the loop runs
+            signals.block()  # until the loop runs
             service = Service(config, opened, manager, read)
             log.info(
                 "kvcache-server %s ready at %s: %s in %s, %s, after %.1f s",
@@ -80,7 +81,9 @@ def _serve(
 
 
 def _stop_starting(signum: int, frame: object) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a second one must not cut the tidying short
+    for each in STOP_SIGNALS:  # a second one must not cut the tidying short, nor one that has come already
+        signal.signal(each, lambda signum, frame: None)
+    signals.block()
     raise SystemExit(0)
 
 

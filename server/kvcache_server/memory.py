@@ -25,6 +25,7 @@ from typing import NamedTuple
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
 from kvcache_proto.region import ALIGN, MAX_EXTENTS, found_geometry, plan_geometry
 from kvcache_proto.types import PoolGeometry
+from kvcache_server import signals
 from kvcache_server.config import format_size
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Region:
         """
 
         def work() -> None:
+            signals.block()
             g = self.geometry
             skipped = [(g.data_offset + index * g.extent_bytes, g.extent_bytes) for index in sorted(holes)]
             why_not = _populate(self._mapping, self.fd, lock, lambda done, total: None, skipped)
@@ -382,7 +384,7 @@ def _populate(mapping: mmap.mmap, fd: int, lock: str, progress: Progress, holes:
     progress(0, total)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="prefault") as pool:
+        with ThreadPoolExecutor(threads, "prefault", signals.block) as pool:
             try:
                 for filled in as_completed([pool.submit(fill, *each) for each in _chunks(total, holes)]):
                     done += filled.result()

@@ -51,7 +51,7 @@ from kvcache_proto.messages import (
     Tell,
 )
 from kvcache_proto.types import Finding, Outcome
-from kvcache_server import logs
+from kvcache_server import logs, signals
 from kvcache_server.attendance import Attendance
 from kvcache_server.config import Config, format_size
 from kvcache_server.desk import Desk
@@ -170,7 +170,7 @@ class Service:
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions go on with the next daemon.
 
-        The caller has blocked these and SIGHUP; one that has come meanwhile counts. Raises EndpointLost, after the same
+        The caller has blocked SIGNALS; one that has come meanwhile counts. Raises EndpointLost, after the same
         tidying, where somebody has removed a socket of ours.
         """
         loop = self._loop
@@ -187,7 +187,7 @@ class Service:
             self._drain()
             loop.run_forever()
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a second one must not cut the tidying short
+            signals.block()  # a second one must not cut the tidying short
             self._manager.stopping()
             if self._http:
                 self._http.close()
@@ -388,7 +388,11 @@ class Service:
             return
         until = time.monotonic() + SHRINK_SECONDS
         while time.monotonic() < until and (extent := self._cache.shrink(time.monotonic())) is not None:
-            Thread(target=self._region.give_back, args=(extent,), name="give-back", daemon=True).start()
+            Thread(target=self._give_back, args=(extent,), name="give-back", daemon=True).start()
+
+    def _give_back(self, extent: int) -> None:
+        signals.block()
+        self._region.give_back(extent)
 
     def _look_after_sockets(self) -> None:
         """Stop where a socket's file has gone: nobody finds us then, and who starts us again makes it anew."""

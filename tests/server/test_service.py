@@ -21,6 +21,7 @@ from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_proto.errors import BadToken, KVCacheError
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin import Admin
+from kvcache_server.memory import region_path
 
 SPEC = NamespaceSpec("model", (GroupSpec(16, 4096),))
 REGION = "/dev/shm"
@@ -447,6 +448,19 @@ def test_a_signal_during_the_start_leaves_nothing(start_daemon: Any, short_folde
     while daemon.process.poll() is None:  # an operator who is in a hurry
         daemon.process.terminate()
     assert daemon.process.wait(20) == 0
+    assert not [path for path in short_folder.iterdir() if path.suffix != ".log"]
+    assert "Traceback" not in daemon.log
+
+
+def test_two_signals_while_the_region_is_prepared_leave_nothing(start_daemon: Any, short_folder: Path) -> None:
+    daemon = start_daemon(size="1GiB", wait=False)
+    region = region_path(REGION, str(short_folder / "kv.sock"))
+    while not os.path.exists(region):
+        assert daemon.process.poll() is None, daemon.log
+    for signum in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, and the supervisor's
+        daemon.process.send_signal(signum)
+    assert daemon.process.wait(20) == 0, daemon.log
+    assert not os.path.exists(region)
     assert not [path for path in short_folder.iterdir() if path.suffix != ".log"]
     assert "Traceback" not in daemon.log
 
