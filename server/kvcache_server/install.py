@@ -6,12 +6,14 @@ changed in the configuration stays. To run it again changes nothing that is well
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +40,9 @@ class Piece(NamedTuple):
 
 
 class Plan(NamedTuple):
+    """What is to be done; `unit` is the file of the unit that it is all for."""
+
+    unit: str
     pieces: list[Piece]
     commands: list[list[str]]
     notes: list[str]
@@ -77,9 +82,10 @@ def command(
     plan = (
         _for_user(base, program, size, enable) if user else _for_host(base, program, instance, size, huge_pages, enable)
     )
-    for piece in plan.pieces:
-        if piece.path.is_symlink() and os.readlink(piece.path) == "/dev/null":
-            raise ConfigError(f"{piece.path} is masked: `systemctl unmask {piece.path.name}` first, if it is to run")
+    for unit in (piece.path for piece in plan.pieces if piece.path.name == plan.unit):
+        if _is_masked(unit):
+            whose = "systemctl --user" if user else "systemctl"
+            raise ConfigError(f"{unit} is masked: `{whose} unmask {unit.name}` first, if it is to run")
     for piece in plan.pieces:
         click.echo(f"{_put(piece, dry_run):<12} {piece.path}")
         if dry_run:
@@ -132,7 +138,7 @@ def _for_host(root: Path, program: str | None, instance: str, size: str | None, 
         )
     if _runs(root):
         notes.append(f"systemctl start {unit}  # and then: systemctl status {unit}, kvcache-server status")
-    return Plan(pieces, commands, notes)
+    return Plan("kvcache-server@.service" if instance else unit, pieces, commands, notes)
 
 
 def _for_user(root: Path, program: str | None, size: str | None, enable: bool) -> Plan:
@@ -156,7 +162,7 @@ def _for_user(root: Path, program: str | None, size: str | None, enable: bool) -
         )
     else:
         notes.append("The user must linger, or the service does not start: loginctl enable-linger")
-    return Plan(pieces, commands, notes)
+    return Plan(unit, pieces, commands, notes)
 
 
 def _runs(root: Path) -> bool:
@@ -195,7 +201,8 @@ def _sized(text: str, size: str | None) -> str:
 
 
 def _notes(config: Path, size: str | None) -> list[str]:
-    if size and config.exists() and f'size = "{size}"' not in config.read_text():
+    there = _read(config) if size else None
+    if there is not None and f'size = "{size}"'.encode() not in there:
         return [f"{config} was there already and is kept: set its size by hand"]
     return []
 
@@ -230,26 +237,45 @@ def _check_open(paths: list[str]) -> None:
                 )
 
 
+def _is_masked(path: Path) -> bool:
+    with _plainly(path):
+        return path.is_symlink() and os.readlink(path) == "/dev/null"
+
+
+def _read(path: Path) -> bytes | None:
+    """Return what is there, None for nothing."""
+    with _plainly(path):
+        return path.read_bytes() if path.exists() else None
+
+
 def _put(piece: Piece, dry_run: bool) -> str:
     """Write it, as a whole or not at all, and return what became of it."""
-    try:
-        there = piece.path.read_bytes() if piece.path.exists() else None
-        if there == piece.text.encode():
-            return "unchanged"
-        if there is not None and piece.kept:
-            return "kept"
-        if dry_run:
-            return "would write"
+    if _is_masked(piece.path):
+        return "masked"
+    there = _read(piece.path)
+    if there == piece.text.encode():
+        return "unchanged"
+    if there is not None and piece.kept:
+        return "kept"
+    if dry_run:
+        return "would write"
+    with _plainly(piece.path):
         piece.path.parent.mkdir(parents=True, exist_ok=True)
         new = piece.path.with_name(f".{piece.path.name}.new")
         new.write_text(piece.text)
         new.chmod(0o644)
         new.replace(piece.path)
-    except PermissionError:
-        raise NotPermitted(f"{piece.path} may not be written: run this as root, or with --user") from None
-    except OSError as error:
-        raise ConfigError(f"{piece.path}: {error.strerror}") from None
     return "wrote"
+
+
+@contextlib.contextmanager
+def _plainly(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError:
+        raise NotPermitted(f"{path} may not be read or written: run this as root, or with --user") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def _run(line: list[str]) -> None:

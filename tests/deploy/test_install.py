@@ -151,8 +151,18 @@ def test_a_masked_unit_stays_masked(tmp_path: Path, program: Path) -> None:
     unit = tmp_path / "etc/systemd/system/kvcache-server.service"
     unit.parent.mkdir(parents=True)
     unit.symlink_to("/dev/null")
-    assert f"{unit} is masked" in install(tmp_path, program, code=2)
+    assert f"{unit} is masked: `systemctl unmask {unit.name}`" in install(tmp_path, program, code=2)
     assert os.readlink(unit) == "/dev/null" and files(tmp_path) == set()
+
+
+def test_what_else_is_masked_is_left_alone(tmp_path: Path, program: Path) -> None:
+    masked = [tmp_path / "etc" / name for name in ("systemd/system/run-kvregion.mount", "tmpfiles.d/kvcache.conf")]
+    for path in masked:
+        path.parent.mkdir(parents=True)
+        path.symlink_to("/dev/null")
+    said = install(tmp_path, program, "--dry-run")
+    assert all(f"masked       {path}\n" in said for path in masked)
+    assert all(os.readlink(path) == "/dev/null" for path in masked)
 
 
 def test_what_is_in_the_way_is_named(tmp_path: Path, program: Path) -> None:
