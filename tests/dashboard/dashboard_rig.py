@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,12 +16,6 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 ODD = "<img src=x onerror=alert(1)>"  # a model may be called so
 BLOCK = 64 << 10
 PATIENCE = 20.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def wait(found: Callable[[], Any], what: str) -> Any:

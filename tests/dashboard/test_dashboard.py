@@ -7,6 +7,7 @@ import http.client
 import http.server
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from dashboard_rig import free_port, wait
+from dashboard_rig import wait
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,7 +70,16 @@ def test_the_token_s_file_serves_where_the_daemon_is_away(
         (tmp_path / f"{odd}.env").touch()
     file = tmp_path / "token"
     file.write_text("a-token-of-some-length\n")
-    flags = ("--api", f"http://127.0.0.1:{free_port()}", "--manage", "vllm@*", "--env-folder", str(tmp_path))
+    nobody = socket.socket()  # it holds the port, and does not listen
+    nobody.bind(("127.0.0.1", 0))
+    flags = (
+        "--api",
+        f"http://127.0.0.1:{nobody.getsockname()[1]}",
+        "--manage",
+        "vllm@*",
+        "--env-folder",
+        str(tmp_path),
+    )
     path = f"{systemctl}:/usr/bin:/bin"
     right, wrong = (OURS | {"Authorization": f"Bearer {each}-token-of-some-length"} for each in ("a", "no"))
     without = start_dashboard(*flags, path=path).url
@@ -87,6 +97,7 @@ def test_the_token_s_file_serves_where_the_daemon_is_away(
     assert {call[2] for call in calls} == {"list-units", "show"}
     assert ask(url, "POST", "/engines/vllm@a.service/start", None, right)[0] == 200
     assert ask(url, "POST", "/api/v1/clear", {"namespace": ""}, right)[0] == 503, "actions on the daemon want it there"
+    nobody.close()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 from conftest import a_stuck_engine
-from dashboard_rig import ODD, free_port, status_of, traffic, wait
+from dashboard_rig import ODD, status_of, traffic, wait
 
 from kvcache_client import Session
 
@@ -194,10 +195,10 @@ def test_actions_want_the_right_token_and_a_confirmation(scene: Scene, start_das
 def test_a_daemon_that_goes_and_comes_back_with_a_session_to_fence_off(
     start_daemon: Any, start_dashboard: Any, open_page: Any
 ) -> None:
-    port = free_port()
-    flags = {"http": f"127.0.0.1:{port}", "keep": "true", "quarantine": 0.5, "grace": 3600}
-    daemon = start_daemon(**flags)
-    page = loaded(open_page(start_dashboard("--api", f"http://127.0.0.1:{port}").url))
+    flags = {"keep": "true", "quarantine": 0.5, "grace": 3600}
+    daemon = start_daemon(**flags, http="127.0.0.1:0")
+    api = daemon.status()["daemon"]["http"]["address"]
+    page = loaded(open_page(start_dashboard("--api", api).url))
     with a_stuck_engine(daemon.endpoint) as stuck:
         page.locator("#sessions tr", has_text="stuck").wait_for()
         stuck.send_signal(signal.SIGSTOP)
@@ -209,14 +210,14 @@ def test_a_daemon_that_goes_and_comes_back_with_a_session_to_fence_off(
         assert "stuck" in page.locator("#sessions").inner_text(), "the last values stay"
         assert page.get_by_role("button", name="Clear all…").is_disabled()
 
-        start_daemon(endpoint=daemon.endpoint, **flags)
+        start_daemon(endpoint=daemon.endpoint, **flags, http=urlsplit(api).netloc)
         page.get_by_text("in grace").wait_for()
         give_token(page, (daemon.folder / "kv.token").read_text().strip())
         page.get_by_role("button", name="Fence off…").click()
         page.get_by_text("other", exact=False).first.wait_for()
         page.get_by_role("button", name="Fence off", exact=True).click()
         page.get_by_text("is fenced off: 1 save ended.").wait_for()
-        assert status_of(f"http://127.0.0.1:{port}")["away"] == []
+        assert status_of(api)["away"] == []
         page.get_by_text("answering").wait_for()
         assert page.locator("#banner").is_hidden()
 
