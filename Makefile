@@ -84,15 +84,16 @@ $(VENV)/promtool: $(VENV)/torch
 	  dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xO ./usr/bin/promtool >bin/promtool && \
 	  chmod +x bin/promtool && rm prometheus_*.deb; } || { \
 	  echo "no promtool here, and apt-get cannot fetch it: the tests that want it are skipped"; rm -f $(CURDIR)/$(VENV)/bin/promtool; }
-	@touch $@
+	@! PATH="$(CURDIR)/$(VENV)/bin:$$PATH" command -v promtool >/dev/null || touch $@
 
 # The dashboard's tests look at it in Debian's Chromium; playwright, which drives that, would fetch another one.
+CHROMIUM := { command -v chromium || command -v chromium-browser || command -v google-chrome; }
 $(VENV)/chromium: $(VENV)/torch
-	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { echo "installing chromium (100 MB)"; \
+	@$(CHROMIUM) >/dev/null || { echo "installing chromium (100 MB)"; \
 	  $(APT) install --no-install-recommends chromium || \
 	  { $(APT) update && $(APT) install --no-install-recommends chromium; }; } || { \
 	  echo "no chromium here, and apt-get cannot install it: the tests of the dashboard's page are skipped"; }
-	@touch $@
+	@! $(CHROMIUM) >/dev/null || touch $@
 
 $(NPU)/installed: $(NPU)/torch pyproject.toml
 	@echo "installing $(TORCH_NPU) and the test tools (about 200 MB, once)"

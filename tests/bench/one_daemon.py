@@ -21,5 +21,8 @@ def one_daemon(env: dict[str, str] | None = None, **flags: object) -> Iterator[D
         try:
             yield daemon.wait_ready()
         finally:
-            daemon.stop()
-            daemon.tidy()
+            try:
+                daemon.stop(300)  # of a large region, the unmapping takes its time
+            finally:
+                daemon.kill()
+                daemon.tidy()
