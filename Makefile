@@ -33,7 +33,7 @@ demo: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server demo $(ARGS)
 
 test: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
-	@$(VENV)/bin/python -m pytest $(or $(ARGS),--numprocesses=3 --dist=loadfile)
+	@$(VENV)/bin/python -m pytest $(or $(ARGS),--numprocesses=3 --dist=loadfile --no-loadscope-reorder)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-npu)
 
 # `now` is today's CANN, `old` one without what it gained since: the ring, and pieces one by one.

@@ -24,6 +24,14 @@ from kvcache_server.memory import region_path, remove_orphan
 START_SECONDS = 30.0
 
 
+LONGEST = "test_troubles.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest file: where several run at a time, one that begins last is waited for alone."""
+    items.sort(key=lambda item: item.path.name != LONGEST)
+
+
 class Daemon:
     """A `kvcache-server serve` process. Flags are those of the command line: `size="64MiB"` is `--size 64MiB`, None is
     none, and its default."""

@@ -37,7 +37,13 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.before = termios.tcgetattr(theirs)
         self.process = subprocess.Popen(
-            [*TOP, "--endpoint", endpoint], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+            [*TOP, "--endpoint", endpoint],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            # Who runs the tests in the background has it ignored, and what is ignored is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         self.heard = ""
         self._theirs = theirs
