@@ -434,7 +434,8 @@ class _Recovery:
 
     def _settle_up(self, visible: Bools) -> None:
         """Give each reservation its grants in their order; those whose blocks are gone have failed."""
-        mine = visible & np.isin(self.row["reservation"], list(self.reservations))
+        # Numbers that are forged may be large, and a list of small and large ones becomes one of inexact floats.
+        mine = visible & np.isin(self.row["reservation"], np.array(list(self.reservations), np.uint64))
         for position in np.flatnonzero(mine).tolist():
             block, reservation = self.blocks[position], self.reservations[int(self.row["reservation"][position])]
             grant = Grant(block, self.extents[self.extent[position]], int(self.slot[position]), reservation)

@@ -72,6 +72,7 @@ def reopened(buffer: bytearray, file: bytes, living: bool) -> None:
 )
 @example([(5, 14, (1 << 32) - 1)], True, True)  # the position of a block that is being written
 @example([(1, 12, 3)], True, True)  # two rows with one place in one reservation
+@example([(0, 13, 1 << 31), (11, 13, 1 << 31)], True, True)  # reservations of numbers that floats cannot tell apart
 def test_slot_rows(changes: list[tuple[int, int, int]], sealed: bool, living: bool) -> None:
     """`sealed`: whoever spoilt a row has put its checksum right."""
     was, file, rows = last_life()
