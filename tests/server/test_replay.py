@@ -238,7 +238,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, says: str)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b'{"timestamp": 0, "hash_ids": []}\n', b"\x1f\x8bgarbage", gzip.compress(b"x")[:9]]
+    "content", [b"", b'{"timestamp": 0, "hash_ids": []}\n', b"\x1f\x8bgarbage", gzip.compress(b"x", mtime=0)[:9]]
 )
 def test_a_file_without_requests_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace"
