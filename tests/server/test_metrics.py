@@ -133,8 +133,10 @@ def test_wrong_blocks_are_counted_by_finding(daemon: Any, engine: Engine) -> Non
 
 def test_what_engines_tell_is_summed_up_and_names_of_their_own_are_not_shown(daemon: Any, engine: Engine) -> None:
     engine.tell(m.Tell(0, b"", Breaker.OPEN, {"loaded_bytes": 300, "load_us": 2_000_000, "loads_failed": 1, "mine": 7}))
+    engine.ping()  # what is told has no answer; what comes after it has
     with Engine(daemon.endpoint) as other:
         other.tell(m.Tell(0, b"", Breaker.CLOSED, {"loads_failed": 2, "saved_bytes": 1}))
+        other.ping()
         found = scrape(daemon)
         assert found['kvcache_engine_breakers{state="open"}'] == found['kvcache_engine_breakers{state="closed"}'] == 1
     found = scrape(daemon)
