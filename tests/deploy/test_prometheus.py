@@ -55,6 +55,7 @@ def exported(start_module_daemon: Any) -> Iterator[tuple[bytes, list[tuple[str, 
         engine.ask(m.Settle(0, b"", region, reserved.reservation, (0,), Outcome.COMMITTED))
         engine.ask(m.Acquire(0, b"", namespace, run))
         engine.tell(m.Tell(0, b"", Breaker.CLOSED, dict.fromkeys(CLIENT_COUNTS, 1)))
+        engine.ping()
         with urllib.request.urlopen(daemon.status()["daemon"]["http"]["address"] + "/metrics", timeout=20) as answer:
             text = answer.read()
         families = text_string_to_metric_families(text.decode())

@@ -43,6 +43,7 @@ def store(admin: Admin, count: int) -> None:
     admin.ask(m.Settle(0, b"", admin.geometry.region_id, reserved.reservation, (0,), 0))
     acquired = admin.ask(m.Acquire(0, b"", namespace, [*run, bytes(31) + b"x"]))
     admin.tell(m.Release(0, b"", [acquired.lease]))
+    admin.ping()
 
 
 def test_status_and_clear(daemon: Any) -> None:

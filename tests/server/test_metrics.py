@@ -161,6 +161,7 @@ def test_operators_are_no_engines(daemon: Any, engine: Engine) -> None:
 def test_counts_without_end_do_not_break_the_status(daemon: Any, engine: Engine) -> None:
     for _ in range(3):
         engine.tell(m.Tell(0, b"", Breaker.CLOSED, dict.fromkeys(CLIENT_COUNTS, 1 << 48)))
+    engine.ping()
     assert scrape(daemon)['kvcache_engine_events_total{event="probes"}'] == 3 << 48
     engine.tell(m.Tell(0, b"", 7, {}))
     engine.tell(m.Tell(0, b"", Breaker.CLOSED, {"probes": -1}))
