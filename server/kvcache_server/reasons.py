@@ -9,6 +9,7 @@ the tokens part from what is cached.
 from __future__ import annotations
 
 import re
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
 from kvcache_proto.codec import decode_request
@@ -261,13 +262,17 @@ class _Walk:
         mine = self._misses.spaces.get(self._asked.namespace)
         if mine is None:
             return []
+        facts = {"model": mine.model, **mine.identity}.items()
+        # There may be a thousand: what sets two apart is spelled out for the nearest alone.
         others = [
-            (-number, {"namespace": spec.id, "model": spec.model, "fields": _differences(mine, spec)})
+            (len(facts ^ {"model": spec.model, **spec.identity}.items()), -number, spec)
             for number, spec in self._misses.spaces.items()
             if number != self._asked.namespace and spec.hash_bytes == mine.hash_bytes
         ]
-        others.sort(key=lambda each: (len(each[1]["fields"]), each[0]))
-        return [(-number, apart) for number, apart in others[:OTHERS]]
+        return [
+            (-number, {"namespace": spec.id, "model": spec.model, "fields": _differences(mine, spec)})
+            for _, number, spec in nsmallest(OTHERS, others, key=lambda each: each[:2])
+        ]
 
     def _holds(self, number: int) -> bool:
         mine, other = self._misses.spaces[self._asked.namespace], self._cache.namespaces.get(number)
