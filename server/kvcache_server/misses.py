@@ -66,6 +66,7 @@ class Misses:
         self.lookups: deque[Lookup] = deque()
         self.told: deque[Told] = deque(maxlen=NOTES)
         self.spaces: dict[int, NamespaceSpec] = {}
+        self.facts: dict[int, frozenset[tuple[str, str]]] = {}  # of each of them: what may set it apart
         self.began_at = 0.0
         self.began_how = ""
         self._held = 0
@@ -135,5 +136,7 @@ class Misses:
     def know(self, number: int, spec: NamespaceSpec) -> None:
         """Remember a namespace, after it has gone, too."""
         self.spaces[number] = spec
+        self.facts[number] = frozenset({"model": spec.model, **spec.identity}.items())
         if len(self.spaces) > SPACES:
-            del self.spaces[min(self.spaces)]
+            oldest = min(self.spaces)
+            del self.spaces[oldest], self.facts[oldest]

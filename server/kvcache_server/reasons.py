@@ -262,10 +262,11 @@ class _Walk:
         mine = self._misses.spaces.get(self._asked.namespace)
         if mine is None:
             return []
-        facts = {"model": mine.model, **mine.identity}.items()
+        facts = self._misses.facts
+        ours = facts[self._asked.namespace]
         # There may be a thousand: what sets two apart is spelled out for the nearest alone.
         others = [
-            (len(facts ^ {"model": spec.model, **spec.identity}.items()), -number, spec)
+            (len(ours ^ facts[number]), -number, spec)
             for number, spec in self._misses.spaces.items()
             if number != self._asked.namespace and spec.hash_bytes == mine.hash_bytes
         ]
