@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -19,11 +17,7 @@ import pytest
 
 import kvcache_client.channel
 from kvcache_client import GroupSpec, Lease, NamespaceSpec, Outcome, Region, Session, Unavailable, Verdict
-from kvcache_proto.codec import encode
-from kvcache_proto.endpoint import door_path
-from kvcache_proto.errors import BadFrame, NotPermitted, RegionError, UnknownHandle, VersionMismatch
-from kvcache_proto.messages import Error, Welcome
-from kvcache_proto.types import PoolGeometry
+from kvcache_proto.errors import RegionError, UnknownHandle
 
 Hashes = Callable[[int], list[bytes]]
 Until = Callable[[Callable[[], Any], str], Any]
@@ -233,6 +227,11 @@ def test_an_attach_that_is_answered_late_holds(daemon: Any, spec: NamespaceSpec,
         assert ns.reserve(hashes(1)).commit() == [Verdict.VISIBLE]
 
 
+def test_a_stopped_daemon_does_not_hold_connect_up(daemon: Any) -> None:
+    with Stopped(daemon), pytest.raises(Unavailable, match="in time"):
+        Session.connect(daemon.endpoint, engine="e1", connect_timeout=0.2)
+
+
 # A daemon that dies, and another one at its place.
 
 
@@ -348,91 +347,6 @@ def test_open_says_once_that_nobody_is_there(
         until(lambda: session.counters["connects_failed"] >= 3, "three attempts")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "kvcache-server serve" in caplog.text
-
-
-# The door.
-
-
-def test_nobody_there_is_said_with_its_cure(short_folder: Path) -> None:
-    with pytest.raises(Unavailable, match="kvcache-server serve"):
-        Session.connect(f"ipc://{short_folder}/kv.sock", engine="e1")
-
-
-def test_a_stopped_daemon_does_not_hold_connect_up(daemon: Any) -> None:
-    with Stopped(daemon), pytest.raises(Unavailable, match="in time"):
-        Session.connect(daemon.endpoint, engine="e1", connect_timeout=0.2)
-
-
-def test_no_permission_is_said(daemon: Any) -> None:
-    program = (
-        "import os, sys\n"
-        "from kvcache_client import Session\n"
-        "from kvcache_proto.errors import NotPermitted\n"
-        "if os.getuid() == 0: os.setgid(65534), os.setgroups([]), os.setuid(65534)\n"
-        "else: os.chmod(sys.argv[2], 0)\n"
-        "try: Session.connect(sys.argv[1], engine='e1')\n"
-        "except NotPermitted as error: print(error)\n"
-    )
-    door = door_path(daemon.endpoint)
-    os.chmod(os.path.dirname(door), 0o755)
-    ended = subprocess.run(
-        [sys.executable, "-c", program, daemon.endpoint, door], capture_output=True, text=True, timeout=30
-    )
-    assert "permission" in ended.stdout, ended.stderr
-
-
-class StrangeDoor:
-    """A door that answers every visitor with `message` and `descriptors` descriptors."""
-
-    def __init__(self, endpoint: str, message: Welcome | Error | bytes, descriptors: int) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(door_path(endpoint))
-        self._listener.listen()
-        self._frame = message if isinstance(message, bytes) else encode(message)
-        self._descriptors = [0] * descriptors
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        connection, _ = self._listener.accept()
-        with connection:
-            connection.recv(4096)
-            framed = struct.pack("<I", len(self._frame)) + self._frame
-            socket.send_fds(connection, [framed], self._descriptors)
-            connection.recv(1)
-
-    def close(self) -> None:
-        self._thread.join(10)
-        self._listener.close()
-
-
-GEOMETRY = PoolGeometry(bytes(16), 4 << 20, 2 << 20, 1, 2 << 20)
-
-
-@pytest.mark.parametrize(
-    ("message", "descriptors", "error", "match"),
-    [
-        (Welcome(99, 1, bytes(16), GEOMETRY), 2, VersionMismatch, "protocol 99"),
-        (Error(0, "version_mismatch", "too old"), 0, VersionMismatch, "too old"),
-        (Error(0, "not_permitted", "uid 5"), 0, NotPermitted, "uid 5"),
-        (Welcome(1, 1, bytes(16), GEOMETRY), 1, BadFrame, "1 descriptors"),
-        (Welcome(1, 1, bytes(16), GEOMETRY), 2, RegionError, "cannot map"),
-        (b"\xc1", 0, BadFrame, None),
-        (b"", 0, BadFrame, "0 bytes"),
-    ],
-)
-def test_a_strange_daemon_is_refused_by_name(
-    short_folder: Path, message: Any, descriptors: int, error: type[Exception], match: str | None
-) -> None:
-    endpoint = f"ipc://{short_folder}/kv.sock"
-    door = StrangeDoor(endpoint, message, descriptors)
-    before = len(os.listdir("/proc/self/fd"))
-    try:
-        with pytest.raises(error, match=match):
-            Session.connect(endpoint, engine="e1")
-    finally:
-        door.close()
-    assert len(os.listdir("/proc/self/fd")) <= before, "no descriptor is kept"
 
 
 # Forks.

@@ -1,0 +1,98 @@
+"""What the session says at a door where nobody is, where it may not enter, or where somebody strange answers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache_client import Session, Unavailable
+from kvcache_proto.codec import encode
+from kvcache_proto.endpoint import door_path
+from kvcache_proto.errors import BadFrame, NotPermitted, RegionError, VersionMismatch
+from kvcache_proto.messages import Error, Welcome
+from kvcache_proto.types import PoolGeometry
+
+
+def test_nobody_there_is_said_with_its_cure(short_folder: Path) -> None:
+    with pytest.raises(Unavailable, match="kvcache-server serve"):
+        Session.connect(f"ipc://{short_folder}/kv.sock", engine="e1")
+
+
+def test_no_permission_is_said(daemon: Any) -> None:
+    program = (
+        "import os, sys\n"
+        "from kvcache_client import Session\n"
+        "from kvcache_proto.errors import NotPermitted\n"
+        "if os.getuid() == 0: os.setgid(65534), os.setgroups([]), os.setuid(65534)\n"
+        "else: os.chmod(sys.argv[2], 0)\n"
+        "try: Session.connect(sys.argv[1], engine='e1')\n"
+        "except NotPermitted as error: print(error)\n"
+    )
+    door = door_path(daemon.endpoint)
+    os.chmod(os.path.dirname(door), 0o755)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, daemon.endpoint, door], capture_output=True, text=True, timeout=30
+    )
+    assert "permission" in ended.stdout, ended.stderr
+
+
+class StrangeDoor:
+    """A door that answers every visitor with `message` and `descriptors` descriptors."""
+
+    def __init__(self, endpoint: str, message: Welcome | Error | bytes, descriptors: int) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(door_path(endpoint))
+        self._listener.listen()
+        self._frame = message if isinstance(message, bytes) else encode(message)
+        self._descriptors = [0] * descriptors
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            connection.recv(4096)
+            framed = struct.pack("<I", len(self._frame)) + self._frame
+            socket.send_fds(connection, [framed], self._descriptors)
+            connection.recv(1)
+
+    def close(self) -> None:
+        self._thread.join(10)
+        self._listener.close()
+
+
+GEOMETRY = PoolGeometry(bytes(16), 4 << 20, 2 << 20, 1, 2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("message", "descriptors", "error", "match"),
+    [
+        (Welcome(99, 1, bytes(16), GEOMETRY), 2, VersionMismatch, "protocol 99"),
+        (Error(0, "version_mismatch", "too old"), 0, VersionMismatch, "too old"),
+        (Error(0, "not_permitted", "uid 5"), 0, NotPermitted, "uid 5"),
+        (Welcome(1, 1, bytes(16), GEOMETRY), 1, BadFrame, "1 descriptors"),
+        (Welcome(1, 1, bytes(16), GEOMETRY), 2, RegionError, "cannot map"),
+        (b"\xc1", 0, BadFrame, None),
+        (b"", 0, BadFrame, "0 bytes"),
+    ],
+)
+def test_a_strange_daemon_is_refused_by_name(
+    short_folder: Path, message: Any, descriptors: int, error: type[Exception], match: str | None
+) -> None:
+    endpoint = f"ipc://{short_folder}/kv.sock"
+    door = StrangeDoor(endpoint, message, descriptors)
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        with pytest.raises(error, match=match):
+            Session.connect(endpoint, engine="e1")
+    finally:
+        door.close()
+    assert len(os.listdir("/proc/self/fd")) <= before, "no descriptor is kept"
