@@ -240,7 +240,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             return
         try:
             self._worker.register(kv_caches, self._kv_cache_config.num_blocks)
-        except (ConfigError, CopyError, NotImplementedError) as error:
+        except (ConfigError, CopyError) as error:
             logger.error("this engine runs without the KV cache server: %s", error)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

@@ -92,7 +92,9 @@ class Proof:
                         found[number] = why
                 # Last, for what was read is the block's only where this holds after it.
                 current = region.current(job.refs)
-            except Exception:
+            except (
+                Exception
+            ):  # a thread's pool would keep it to itself: the request is served, and somebody should know
                 logger.exception("the canary of request %s cannot be compared", job.request)
                 self._counts.add("canary_failed")
                 return

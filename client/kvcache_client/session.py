@@ -426,7 +426,7 @@ class Session:
         for callback in self._region_callbacks:
             try:
                 callback(region)
-            except Exception:
+            except Exception:  # a caller's own code: it must not take along the session, nor the callbacks after it
                 self._counters.add("region_callback_errors")
                 logger.exception("a callback of on_region failed")
 

@@ -94,7 +94,7 @@ class Worker:
     def register(self, kv_caches: dict[str, Any], num_blocks: int) -> None:
         """Take the KV tensors, a tensor or several a layer, and join the namespace.
 
-        Raises ConfigError where they do not hold what the KV cache specification says, NotImplementedError for a device
+        Raises ConfigError where they do not hold what the KV cache specification says, Unsupported for a device
         that this version cannot copy from, CopyError where copies do not work. The engine is then served without a
         cache.
         """

@@ -20,6 +20,12 @@ class CopyError(ServerError):
     code = "copy_error"
 
 
+class Unsupported(CopyError):
+    """A kind of memory that this version does not copy from."""
+
+    code = "unsupported"
+
+
 class Memory(Protocol):
     """Mapped host memory: the region, or what stands for it.
 
@@ -117,7 +123,7 @@ class Device(Protocol):
 def open_device(kind: str, runs: Sequence[Run], num_blocks: int, keep: Sequence[Any] = ()) -> Device:
     """Return the device for tensors on `kind`, such as "cpu". `keep` is held as long as the device is: the tensors.
 
-    Raises NotImplementedError for a kind that this version cannot copy from, CopyError where the device is of a kind
+    Raises Unsupported for a kind that this version cannot copy from, CopyError where the device is of a kind
     that it can but does not work, ConfigError for a wrong setting in the environment.
     """
     if kind == "cpu":
@@ -132,7 +138,7 @@ def open_device(kind: str, runs: Sequence[Run], num_blocks: int, keep: Sequence[
         from kvcache_client.devices.npu import open_npu
 
         return open_npu(runs, num_blocks, keep)
-    raise NotImplementedError(f"KV cache on {kind!r}: this version copies from 'cpu', 'cuda' and 'npu' alone")
+    raise Unsupported(f"KV cache on {kind!r}: this version copies from 'cpu', 'cuda' and 'npu' alone")
 
 
 def check_job(job: Job, num_blocks: int, block_bytes: int) -> None:

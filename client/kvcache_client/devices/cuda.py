@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache_client.devices import CopyError
+from kvcache_client.devices import CopyError, Unsupported
 from kvcache_client.devices.cuda_driver import Driver
 from kvcache_client.devices.cuda_kernels import CudaPacker, find_compiler
 from kvcache_client.devices.paths import Path, Staged, Straight
@@ -28,7 +28,7 @@ _SMALLEST_STAGE = 1 << 20
 def open_cuda(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises as `open_device` does."""
     if torch.version.hip is not None:
-        raise NotImplementedError("KV cache on ROCm: this version copies from 'cpu' and NVIDIA's 'cuda' alone")
+        raise Unsupported("KV cache on ROCm: this version copies from 'cpu' and NVIDIA's 'cuda' alone")
     tuning = read_tuning()
     device = keep[0].device
     fragments = [

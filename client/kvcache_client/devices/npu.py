@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvcache_client.devices import CopyError
+from kvcache_client.devices import CopyError, Unsupported
 from kvcache_client.devices.npu_runtime import HostRegister, NpuRuntime
 from kvcache_client.devices.paths import Path, Straight
 from kvcache_client.devices.runtime import Handle
@@ -38,7 +38,7 @@ def open_npu(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> Strea
     for tensor in keep:
         layout = int(torch_npu.get_npu_format(tensor))
         if layout in _PRIVATE:
-            raise NotImplementedError(f"KV cache in NPU format {layout}, whose bytes do not lie as its strides say")
+            raise Unsupported(f"KV cache in NPU format {layout}, whose bytes do not lie as its strides say")
     tuning, device = read_tuning(normal=_NORMAL), keep[0].device
     fragments = [
         Fragment(run.pointer + number * run.step, run.stride, run.bytes) for run in runs for number in range(run.number)

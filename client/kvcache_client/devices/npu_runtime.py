@@ -186,7 +186,7 @@ class NpuRuntime:
     def wait_host(self, event: Handle) -> None:
         if event in self._timed:  # aclrtSynchronizeEvent asks the device without a pause, which takes a core
             while not self.is_over(event):
-                time.sleep(_PAUSE)
+                time.sleep(_PAUSE)  # on the watcher's thread, as _PAUSE says
             return
         turn = self._turns.get(event)
         if turn is None:

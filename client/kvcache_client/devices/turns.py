@@ -105,7 +105,7 @@ class Line:
             turns = [*self._before, self._now]
         for turn in turns:
             while not self._settle_idle(turn):
-                time.sleep(_PAUSE)
+                time.sleep(_PAUSE)  # whoever has the turn open goes on meanwhile, and nothing tells of its end
         failed = [turn.error for turn in turns if turn.error]
         if failed:
             raise CopyError(failed[0])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvcache_client.devices import CopyError, Device, Job, Scratch, open_device
+from kvcache_client.devices import CopyError, Device, Job, Scratch, Unsupported, open_device
 from kvcache_client.devices.canary import check_copies
 from kvcache_client.layout import Run, Tensor, block_fragments, runs
 from kvcache_proto.errors import ConfigError
@@ -151,7 +151,7 @@ def on_devices() -> Iterator[Finding]:
         if runtime is not None and runtime.is_available():
             try:
                 open_device(kind, (), 0)
-            except NotImplementedError as error:
+            except Unsupported as error:
                 yield Finding(kind, "untested", str(error), _UNCACHED)
 
 
@@ -174,7 +174,7 @@ def examine(kit: Kit) -> Iterator[Finding]:
             region = noisy(kit.blocks * SLOT)
             yield from _registration(kit, device, region, reasons)
             yield _copies(kit, device, region)
-    except NotImplementedError as error:
+    except Unsupported as error:
         yield Finding(kit.name, "untested", str(error), _UNCACHED)
     except (CopyError, ConfigError) as error:
         yield Finding(f"{kit.name} canary", "failed", str(error), _UNCACHED, kit.how)

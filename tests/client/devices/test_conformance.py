@@ -15,7 +15,7 @@ import pytest
 import torch
 from rigs import BLOCKS, LAYOUTS, RIGS, SLOTS, Bench, Layout, Memory, Rig
 
-from kvcache_client.devices import CopyError, open_device
+from kvcache_client.devices import CopyError, Unsupported, open_device
 from kvcache_client.devices.canary import check_copies
 
 # Bytes.
@@ -335,7 +335,7 @@ def test_the_canary_notices_a_device_that_fails(bench: Bench) -> None:
 
 
 def test_kinds_without_a_module_are_named() -> None:
-    with pytest.raises(NotImplementedError, match=r"'xpu'.*'cpu', 'cuda' and 'npu' alone"):
+    with pytest.raises(Unsupported, match=r"'xpu'.*'cpu', 'cuda' and 'npu' alone"):
         open_device("xpu", [], 0)
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from rigs import BLOCKS, LAYOUTS, RIGS, SECONDS, SLOTS, Bench, Npu
 
-from kvcache_client.devices import Job, open_device, registration
+from kvcache_client.devices import Job, Unsupported, open_device, registration
 from kvcache_client.devices.acl import EVENT_SYNC, Acl
 from kvcache_client.devices.npu_runtime import NpuRuntime
 from kvcache_client.devices.turns import Line
@@ -211,7 +211,7 @@ def test_a_cache_in_a_format_of_the_device_is_declined(npu: Npu, monkeypatch: py
     shape, nz = (BLOCKS, 64, 64), 29
     monkeypatch.setitem(torch.npu.config.__dict__, "allow_internal_format", True)
     cache = torch_npu.empty_with_format(shape, dtype=torch.float16, device="npu", acl_format=nz)
-    with pytest.raises(NotImplementedError, match="KV cache in NPU format 29"):
+    with pytest.raises(Unsupported, match="KV cache in NPU format 29"):
         open_device("npu", [], BLOCKS, [cache])
 
 
