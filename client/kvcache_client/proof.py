@@ -92,9 +92,7 @@ class Proof:
                         found[number] = why
                 # Last, for what was read is the block's only where this holds after it.
                 current = region.current(job.refs)
-            except (
-                Exception
-            ):  # a thread's pool would keep it to itself: the request is served, and somebody should know
+            except Exception:  # the pool would keep it to itself
                 logger.exception("the canary of request %s cannot be compared", job.request)
                 self._counts.add("canary_failed")
                 return
