@@ -386,3 +386,14 @@ def test_attaching_without_waiting(session: Session, spec: NamespaceSpec, until:
     refused = session.attach(other, shards=(0,), wait=False)
     until(lambda: session.counters.get("attaches_refused"), "the refusal")
     assert not refused.attached
+
+
+def test_what_is_given_back_at_the_end_is_not_lost_with_the_session(
+    daemon: Any, connect: Any, spec: NamespaceSpec, hashes: Any
+) -> None:
+    for number in range(200):  # it was lost once in a hundred times
+        session = connect(engine=f"e{number}")
+        session.attach(spec, shards=(0,)).reserve_later(hashes(2)).cancel()
+        session.close()
+    status = daemon.wait_status(lambda status: not status["sessions"], "the end of all")
+    assert (status["pool"]["slots_quarantined"], status["pool"]["blocks_writing"]) == (0, 0)
