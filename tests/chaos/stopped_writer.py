@@ -129,7 +129,7 @@ def _run(stack: contextlib.ExitStack, seconds: float, supersede_after: float, cu
         if third.step(SHARED) != len(SHARED):
             raise Broken("the third engine does not hit")
         filled = 0
-        while time.monotonic() < began + seconds:
+        while not filled or time.monotonic() < began + seconds:
             for family in range(1, FAMILIES):
                 for branch in range(BRANCHES):
                     second.step(prompt(family, branch, LENGTH))
