@@ -28,11 +28,10 @@ from kvcache_server.config import Config, parse_address
 from kvcache_server.desk import Desk
 from kvcache_server.hosts import is_ours
 from kvcache_server.rates import Rate
-from kvcache_server.turnstile import Turnstile
+from kvcache_server.turnstile import Turnstile, listen, where
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 128
 BODY = 16 << 10  # bytes of a request's body
 LINES_A_MINUTE = 20  # about requests that are no HTTP
 SHARE = 0.05  # of the loop's time, that may go into answers; a larger one waits for its turn
@@ -56,14 +55,13 @@ class Http:
         self._not_before = 0.0  # by the clock: when the loop has had its share back. It outlives who is answered
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
         self._names = {"localhost"} | (_own_names() if config.http_anywhere else set())
-        self._listener = _bind(config.http)
+        self._listener = listen("http", *parse_address(config.http))
         try:
             self._bearer = Bearer(socket_path(config.endpoint).removesuffix(".sock") + ".token")
         except ConfigError:
             self._listener.close()
             raise
-        address, port = self._listener.getsockname()[:2]
-        self.address = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        self.address = where(self._listener)
         self._description = msgspec.json.encode(api.openapi(__version__))
         self._runner = web.AppRunner(
             self._app(),
@@ -234,15 +232,6 @@ class Http:
         began = time.perf_counter()
         finding = self._desk.check()
         return _response(api.Checked(not finding, finding, time.perf_counter() - began))
-
-
-def _bind(text: str) -> socket.socket:
-    address, port = parse_address(text)
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    try:
-        return socket.create_server((str(address), port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"http {text}: {error.strerror}") from None
 
 
 def _own_names() -> set[str]:

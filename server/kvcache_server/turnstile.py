@@ -1,7 +1,7 @@
 """How HTTP clients come in: a few at a time, each for one request and a short while, so that they cannot hurt the loop.
 
-The loop serves engines; whoever can reach the port shares it with them. So connections are taken at a bounded rate,
-bounded in number, in time and in bytes, whatever is said in them; what waits meanwhile waits in the kernel.
+The daemon's loop serves engines; whoever can reach the port shares it with them. So connections are taken at a bounded
+rate, bounded in number, in time and in bytes, whatever is said in them; what waits meanwhile waits in the kernel.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable
+from ipaddress import IPv4Address, IPv6Address
 from typing import cast
 
+from kvcache_proto.errors import ConfigError
 from kvcache_server.rates import Rate
 
 log = logging.getLogger(__name__)
@@ -22,6 +24,22 @@ PAUSE = 0.02  # before the next look, where they come faster
 OPEN = 32  # at one time
 SECONDS = 10.0  # of one connection, whatever it does
 BYTES = 64 << 10  # that one may send, head and body together
+BACKLOG = 128
+
+
+def listen(setting: str, address: IPv4Address | IPv6Address, port: int) -> socket.socket:
+    """Return a socket that listens there. Raises ConfigError, which names the setting, where none can be had."""
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        return socket.create_server((str(address), port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"{setting} {address}:{port}: {error.strerror}") from None
+
+
+def where(listener: socket.socket) -> str:
+    """Return the URL of what listens there."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Connection(asyncio.Protocol):
@@ -70,11 +88,15 @@ class Turnstile:
     """Takes connections from a listening socket for as long as it is open."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        protocol: Callable[[], asyncio.Protocol],
+        seconds: float = SECONDS,
     ) -> None:
-        """`protocol()` makes what serves one connection."""
+        """`protocol()` makes what serves one connection, for `seconds` at most."""
         self.cuts: Counter[str] = Counter()  # connections that were ended, by reason
-        self._loop, self._listener, self._protocol = loop, listener, protocol
+        self._loop, self._listener, self._protocol, self._seconds = loop, listener, protocol, seconds
         self._open: dict[Connection, asyncio.TimerHandle] = {}  # the one that came first is first
         self._coming: set[asyncio.Task[object]] = set()
         self._rate = Rate(A_SECOND, AT_ONCE)
@@ -128,7 +150,7 @@ class Turnstile:
         if len(self._open) >= OPEN:
             # Answers are made at once: who has been here longest is who does not ask, or does not listen.
             next(iter(self._open)).cut("crowded_out")
-        self._open[connection] = self._loop.call_later(SECONDS, connection.cut, "too_slow")
+        self._open[connection] = self._loop.call_later(self._seconds, connection.cut, "too_slow")
 
     def left(self, connection: Connection) -> None:
         timer = self._open.pop(connection, None)

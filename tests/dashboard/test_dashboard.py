@@ -28,6 +28,7 @@ from kvcache_server.dashboard.files import Changed, Folder
 from kvcache_server.dashboard.history import History
 
 OURS = {"X-KVCache-Dashboard": "1"}
+CROWD = 200  # connections, of which 32 may be open at one time
 PARTS = st.text(alphabet="ab'\"\\ $`#;{}=:,", max_size=12)
 
 
@@ -41,6 +42,19 @@ def ask(url: str, method: str, path: str, body: Any = None, headers: dict[str, s
         assert "unsafe" not in response.headers["Content-Security-Policy"]
         assert response.headers["X-Frame-Options"] == "DENY"
     return response.status, json.loads(text) if response.headers["Content-Type"] == "application/json" else text
+
+
+def test_a_crowd_that_says_nothing_shuts_nobody_out(start_dashboard: Any) -> None:
+    dashboard = start_dashboard("--api", "http://127.0.0.1:9")
+    address = urlsplit(dashboard.url)
+    open_files = lambda: len(os.listdir(f"/proc/{dashboard.process.pid}/fd"))  # noqa: E731
+    before = open_files()
+    with contextlib.ExitStack() as stack:
+        for _ in range(CROWD):
+            stack.enter_context(socket.create_connection((address.hostname, address.port)))
+        assert ask(dashboard.url, "GET", "/data")[0] == 200
+        assert open_files() < before + CROWD / 2
+    wait(lambda: open_files() <= before + 2, "the end of them")
 
 
 def test_who_may_ask_what(start_daemon: Any, start_dashboard: Any) -> None:

@@ -6,18 +6,21 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 
 import click
 from aiohttp import web
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server import logs
+from kvcache_server import logs, turnstile
 from kvcache_server.config import parse_address
 from kvcache_server.dashboard.files import Folder
 from kvcache_server.dashboard.host import Host
 from kvcache_server.dashboard.relay import Relay
 from kvcache_server.dashboard.serving import Dashboard
 from kvcache_server.dashboard.units import Units
+
+SECONDS = 60.0  # of one connection: what it asks of the daemon and of systemd takes 10 each at most
 
 
 @click.command()
@@ -45,22 +48,21 @@ def command(api: str, listen: str, token_file: str, manage: str | None, env_fold
     logs.set_up("info", "text")
     dashboard = Dashboard(Relay(api), Host(), token_file, units, folder)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(dashboard.app(), str(address), port))
+        asyncio.run(_serve(dashboard.app(), turnstile.listen("--listen", address, port)))
 
 
-async def _serve(app: web.Application, address: str, port: int) -> None:
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+async def _serve(app: web.Application, listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    runner = web.AppRunner(app, access_log=None, lingering_time=0, handler_cancellation=True)
     await runner.setup()
+    assert runner.server is not None
+    entrance = turnstile.Turnstile(loop, listener, runner.server, SECONDS)
     try:
-        try:
-            await web.TCPSite(runner, address, port).start()
-        except OSError as error:
-            raise ConfigError(f"--listen {address}:{port}: {error.strerror}") from None
-        host = f"[{address}]" if ":" in address else address
-        click.echo(f"dashboard at http://{host}:{runner.addresses[0][1]}")
+        click.echo(f"dashboard at {turnstile.where(listener)}")
         over = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, over.set)
+            loop.add_signal_handler(number, over.set)
         await over.wait()
     finally:
+        entrance.close()
         await runner.cleanup()
