@@ -243,8 +243,8 @@ class Session:
         if (link := self.link) is not None and self.breaker.closed:
             self.telling.tell(link, at_once=True)
             # The last in the queue: all before it is handled. Again, for what those answers made us send.
-            if link.channel.call(Ping(0, b""), self.deadline, _ignore) is not None:
-                link.channel.call(Ping(0, b""), self.deadline, _ignore)
+            if link.channel.call(Ping(0, b""), self.connect_timeout, _ignore) is not None:
+                link.channel.call(Ping(0, b""), self.connect_timeout, _ignore)
         self._keeper.stop()
         self.leave("closed")
         self._unlock()

@@ -204,7 +204,10 @@ def test_pending_blocks_are_waited_for_once(rigs: Any, daemon: Any) -> None:
     idle(daemon)
 
 
-def test_what_running_loads_leave_no_quota_for_is_waited_for(start_daemon: Any) -> None:
+def test_what_running_loads_leave_no_quota_for_is_waited_for(
+    start_daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache_client.scheduler.QUOTA_WAIT", PATIENCE)  # a busy machine may take long for the load
     daemon = start_daemon(pin_quota=6.5 * SPEC.groups[0].block_bytes / (64 << 20))
     rig = Rig(daemon.endpoint, "one")
     try:

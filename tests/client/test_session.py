@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -31,7 +32,7 @@ MINE = [Verdict.VISIBLE]
 
 
 def test_the_example(daemon: Any, hashes: Hashes) -> None:
-    session = Session.connect(daemon.endpoint, engine="e1")
+    session = Session.connect(daemon.endpoint, engine="e1", deadline=10.0)  # a busy machine misses that of an engine
     spec = NamespaceSpec(model="llama", groups=[GroupSpec(block_tokens=16, shard_bytes=65536)])
     ns = session.attach(spec, shards=(0,))
     run = hashes(4)
@@ -286,7 +287,7 @@ def test_close_waits_until_what_was_sent_has_arrived(
     daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes
 ) -> None:
     run = hashes(50)
-    with Session.connect(daemon.endpoint, engine="e2") as writer:
+    with Session.connect(daemon.endpoint, engine="e2", deadline=10.0) as writer:
         ns = writer.attach(spec, shards=(0,))
         reservation = ns.reserve(run)
         for position in range(50):
@@ -294,6 +295,19 @@ def test_close_waits_until_what_was_sent_has_arrived(
     assert connect().attach(spec, shards=(0,)).acquire(run).hits == 50
     writer.close()
     assert not writer.up
+
+
+def test_close_waits_longer_than_a_step_may(daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes) -> None:
+    run, writer = hashes(300), connect(engine="e2", connect_timeout=10.0)
+    ns = writer.attach(spec, shards=(0,))
+    reservation = ns.reserve(run)
+    writer.deadline = 0.05
+    daemon.process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.5, daemon.process.send_signal, (signal.SIGCONT,)).start()
+    for position in range(300):
+        ns.settle(reservation.id, Outcome.COMMITTED, positions=(position,))
+    writer.close()
+    assert connect().attach(spec, shards=(0,)).acquire(run).hits == 300
     assert ns.acquire(run).failed
     with pytest.raises(Unavailable):
         writer.stats()
