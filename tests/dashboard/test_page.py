@@ -331,10 +331,15 @@ def test_engines_are_listed_ordered_and_edited(
     )
     assert (tmp_path / "vllm" / "qwen.env.before").read_text() == ENV
 
-    # Somebody else's edit is not written over.
-    qwen.get_by_label("Context length").fill("1024")
-    wait(lambda: page.locator(".changed").count() == 1, "the new file, with what was typed since")
-    assert qwen.get_by_label("Context length").input_value() == "1024"
+    # Somebody else's edit is not written over, and takes nothing from who is typing.
+    wait(lambda: page.locator(".changed").count() == 0, "the new file")
+    length = qwen.get_by_label("Context length")
+    length.fill("1024")
+    file.write_text(file.read_text().replace("Qwen3-32B", "Qwen3-4B"))
+    wait(lambda: qwen.get_by_label("Model").input_value() == "Qwen/Qwen3-4B", "the newer file")
+    assert length.input_value() == "1024"
+    assert length.evaluate("input => input === document.activeElement")
+    assert page.locator(".changed").count() == 1
     qwen.get_by_role("button", name="Save…").click()
     file.write_text(ENV)
     page.locator("#dialog-yes").click()

@@ -64,7 +64,7 @@ function fresh() {
 function fill(element, unit) {
   const { parts } = element;
   const other = element.shown !== unit.version; // the file has changed: what somebody is typing stays, beside new values
-  const typed = other && element.unit ? differences(element) : [];
+  const typed = new Set(other && element.unit ? differences(element).map((field) => field.name) : []);
   element.unit = unit;
   tell(parts.name, unit.name);
   tell(parts.state, unit.active === unit.sub ? unit.active : `${unit.active}, ${unit.sub}`);
@@ -84,28 +84,31 @@ function fill(element, unit) {
   parts.bottom.hidden = !unit.fields.length;
   if (other) {
     element.shown = unit.version;
-    parts.fields.replaceChildren(...unit.fields.map((field) => labelled(element, field)));
-    for (const { name, wanted } of typed) {
-      const input = parts.fields.querySelector(`[name="${name}"]`);
-      if (input) input.value = wanted;
-    }
+    keep(parts.fields, unit.fields, (field) => field.name, (field) => labelled(element, field), (label, field) => put(label.control, field, typed.has(field.name)));
     changed(element);
   }
 }
 
 function labelled(element, field) {
-  let input;
-  if (field.kind === "choice") {
-    const choices = field.choices.includes(field.value) || !field.value ? field.choices : [field.value, ...field.choices];
-    input = make("select", {}, make("option", { value: "", text: `default: ${field.default}` }), ...choices.map((text) => make("option", { value: text, text })));
-  } else {
-    input = make("input", { type: "text", placeholder: field.default && `default: ${field.default}`, autocomplete: "off", spellcheck: "false", inputmode: field.kind === "int" ? "numeric" : "text" });
-  }
+  const input = field.kind === "choice"
+    ? make("select")
+    : make("input", { type: "text", autocomplete: "off", spellcheck: "false", inputmode: field.kind === "int" ? "numeric" : "text" });
   input.name = field.name;
-  input.value = field.value;
   input.title = field.help;
   input.addEventListener("input", () => changed(element));
   return make("label", { text: field.label }, input);
+}
+
+// The input stays the same one, for somebody may be about to type into it; what has been `typed` stays, too.
+function put(input, field, typed) {
+  const value = typed ? input.value : field.value, unset = field.default && `default: ${field.default}`;
+  if (field.kind === "choice") {
+    const choices = new Set([...field.choices, field.value, value].filter(Boolean));
+    input.replaceChildren(make("option", { value: "", text: unset }), ...[...choices].map((text) => make("option", { value: text, text })));
+  } else {
+    input.placeholder = unset;
+  }
+  if (input.value !== value) input.value = value;
 }
 
 function differences(element) {
