@@ -240,7 +240,7 @@ class Session:
             if self._closing:
                 return
             self._closing = True
-        if (link := self.link) is not None and self.breaker.closed:
+        if (link := self.link) is not None:
             self.telling.tell(link, at_once=True)
             # The last in the queue: all before it is handled. Again, for what those answers made us send.
             if link.channel.call(Ping(0, b""), self.connect_timeout, _ignore) is not None:
