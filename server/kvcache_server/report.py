@@ -163,10 +163,10 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
                         )
     quarantined = {(extent.index, slot) for extent, slot in cache.writing.quarantine.slots()}
     for extent in cache.pool.extents.values():
-        busy = 0
+        busy, vacant = 0, set(extent.vacant)
         for slot, block in enumerate(extent.blocks):
             row, key = cache.rows.read_row(cache.pool.row(extent, slot)), (extent.index, slot)
-            assert (block is None) == (slot in extent.vacant), "a slot both vacant and lived in"
+            assert (block is None) == (slot in vacant), "a slot both vacant and lived in"
             if key in quarantined or key in writing:
                 busy += 1
                 assert block is not None and row is not None
@@ -188,7 +188,7 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
                 assert cache.pool.locate(block) == (extent, slot)
                 accounts[id(block.account)] = accounts.get(id(block.account), 0) + extent.slot_bytes
         assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"
-        assert extent.used == len(extent.blocks) - len(extent.vacant)
+        assert extent.used == len(extent.blocks) - len(vacant) and len(vacant) == len(extent.vacant)
     survey, quarantine = cache.pool.survey(), cache.writing.quarantine.bytes
     assert survey.used == quarantine + sum(account.bytes for account in cache.shares.accounts), "slots without account"
     assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"

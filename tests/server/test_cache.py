@@ -486,3 +486,12 @@ def test_a_leaf_whose_child_was_superseded_elsewhere_may_go():
     engine.settle(second)
     engine.settle(first)
     assert engine.ask(m.Clear(1, b"")).blocks == 3
+
+
+@pytest.mark.timeout(60)  # a look through all vacant slots for each of them took minutes, and engines waited
+def test_the_check_of_an_extent_that_is_all_but_empty_comes_to_an_end():
+    cache = make_cache(1, 128 * MIB)
+    Engine(cache, "one", block_bytes=512).store(["a"])
+    (extent,) = cache.pool.extents.values()
+    assert len(extent.vacant) > 100_000
+    cache.check_integrity()
