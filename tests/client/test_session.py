@@ -21,7 +21,6 @@ from kvcache_proto.errors import (
     ConfigError,
     GeometryMismatch,
     RegionError,
-    Unavailable,
 )
 
 Hashes = Callable[[int], list[bytes]]

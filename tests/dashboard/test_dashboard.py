@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import http.server
@@ -17,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from dashboard_rig import wait
+from dashboard_rig import PATIENCE, wait
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,9 @@ from kvcache_proto.errors import BadArgument
 from kvcache_server.dashboard import envfile, settings
 from kvcache_server.dashboard.files import Changed, Folder
 from kvcache_server.dashboard.history import History
+from kvcache_server.dashboard.host import Host
+from kvcache_server.dashboard.relay import Relay
+from kvcache_server.dashboard.serving import Dashboard as Serving
 
 OURS = {"X-KVCache-Dashboard": "1"}
 CROWD = 200  # connections, of which 32 may be open at one time
@@ -55,6 +59,23 @@ def test_a_crowd_that_says_nothing_shuts_nobody_out(start_dashboard: Any) -> Non
         assert ask(dashboard.url, "GET", "/data")[0] == 200
         assert open_files() < before + CROWD / 2
     wait(lambda: open_files() <= before + 2, "the end of them")
+
+
+def test_it_ends_though_something_was_done_just_then(tmp_path: Path) -> None:
+    async def begin_and_end(trial: int) -> None:
+        serving = Serving(Relay("http://127.0.0.1:9"), Host(), "", None, Folder(str(tmp_path)))
+        app = serving.app()
+        app.freeze()
+        await app.startup()
+        await asyncio.sleep(0.01 * (trial % 3))
+        serving._done.set()
+        for _ in range(trial % 10):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE):
+            await app.cleanup()
+
+    for trial in range(100):
+        asyncio.run(begin_and_end(trial))
 
 
 def test_who_may_ask_what(start_daemon: Any, start_dashboard: Any) -> None:

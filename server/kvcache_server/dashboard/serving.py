@@ -120,8 +120,10 @@ class Dashboard:
             except (OSError, RuntimeError) as error:  # no descriptor or no thread to be had now: the old ones stay
                 log.warning("the host's figures cannot be read: %s", error)
             due = max(due + EVERY, loop.time())
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._done.wait(), due - loop.time())
+            # Not wait_for: Python 3.11's forgets that it was cancelled where `_done` comes at that moment.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._done.wait()
             self._done.clear()
 
     def _gone(self, why: str) -> None:
