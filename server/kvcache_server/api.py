@@ -258,7 +258,7 @@ ROUTES = (
         "clear",
         "POST",
         "/api/v1/clear",
-        "Forget every cached block that nobody is reading or writing.",
+        "Forget every cached block that nobody is reading or writing; of a million, engines miss for some seconds.",
         Cleared,
         Clear,
         (400, 404, 503),
@@ -295,7 +295,7 @@ ROUTES = (
         "check",
         "POST",
         "/api/v1/check",
-        "Look at all that must always hold; engines wait meanwhile, some seconds for a million blocks.",
+        "Look at all that must always hold; engines miss meanwhile, some seconds for a million blocks.",
         Checked,
     ),
 )
