@@ -261,7 +261,7 @@ def cpu_seconds(pid: int) -> float:
 
 def idle_share(pid: int, seconds: float) -> float:
     before = cpu_seconds(pid)
-    time.sleep(seconds)
+    time.sleep(seconds)  # nobody asks it anything: this is what is measured
     return (cpu_seconds(pid) - before) / seconds
 
 
@@ -290,7 +290,7 @@ def processes(folder: Path, blocks: int) -> Iterator[tuple[str, int, Echo]]:
                 raise click.ClickException(f"the daemon ended:\n{(folder / 'daemon.log').read_text()}")
             with contextlib.suppress(Unavailable), Admin(endpoint):
                 break
-            time.sleep(0.1)
+            time.sleep(0.1)  # between two knocks: who is to answer is not there yet
         ready.recv()
         yield endpoint, daemon.pid, Echo(echo_endpoint)
 

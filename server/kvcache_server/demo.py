@@ -147,7 +147,7 @@ def wait_for_daemon(endpoint: str, process: subprocess.Popen[bytes], log: Path) 
         with contextlib.suppress(KVCacheError), Admin(endpoint) as admin:
             admin.ping()
             return
-        time.sleep(0.1)
+        time.sleep(0.1)  # between two knocks: who is to answer is not there yet
     raise Failed(f"the daemon does not answer:\n{tail(log)}")
 
 
@@ -265,7 +265,7 @@ class Demo:
         while totals(admin)["blocks"] < blocks:
             if time.monotonic() - begin > VISIBLE_WITHIN:
                 raise Failed(f"{totals(admin)['blocks']} of {blocks} blocks are visible after {VISIBLE_WITHIN} s")
-            time.sleep(0.01)
+            time.sleep(0.01)  # between two looks at figures, of which the daemon tells nobody unasked
         return time.monotonic() - begin
 
 

@@ -78,6 +78,7 @@ def record(admin: Admin, out: IO[str], seconds: float, stopped: Any = lambda: Fa
         out.flush()
         if ending:
             return recorder, lost
+        # Between two questions: the daemon keeps lookups for a while, and sends none unasked.
         time.sleep(min(EVERY, max(0.0, until - time.monotonic())) if seconds else EVERY)
 
 

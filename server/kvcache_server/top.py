@@ -184,7 +184,7 @@ def _quits(seconds: float) -> bool:
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         if not sys.stdin.isatty():
-            time.sleep(left)
+            time.sleep(left)  # until the next look: there is no key to wait for
         elif select.select([sys.stdin], [], [], left)[0] and b"q" in os.read(sys.stdin.fileno(), 64).lower():
             return True
     return False

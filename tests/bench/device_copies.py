@@ -99,7 +99,7 @@ class Case:
         begin = time.perf_counter()
         self.device.register(self.region)
         while not self.device.registered()[0]:
-            time.sleep(0.001)
+            time.sleep(0.001)  # a device has no event for the end of a registration
         return time.perf_counter() - begin
 
     def copy(self, saves: bool) -> tuple[float, float, float]:
@@ -209,7 +209,7 @@ def beside(case: Case, decode: Decode, saves: bool, rounds: int) -> tuple[float,
 
     thread = threading.Thread(target=pump)
     thread.start()
-    time.sleep(0.2)
+    time.sleep(0.2)  # until copies run evenly: their beginning is not what is measured
     before, begin = moved[0], time.perf_counter()
     found = statistics.median(decode.milliseconds() for _ in range(rounds))
     rate = (moved[0] - before) / (time.perf_counter() - begin) / 1e9

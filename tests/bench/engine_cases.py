@@ -52,7 +52,7 @@ def server(command: list[str], log: Path, ready: Callable[[], bool]) -> Iterator
         while not ready():
             if process.poll() is not None or time.monotonic() > until:
                 raise Failed(f"{command[:4]} is not ready, status {process.poll()}:\n{tail(log)}")
-            time.sleep(0.05)
+            time.sleep(0.05)  # between two knocks: other projects' servers are asked, and tell nothing by themselves
         yield
     finally:
         process.terminate()
