@@ -75,6 +75,7 @@ def explain(cache: Cache, text: str, now: float) -> dict[str, Any]:
         "asked": text,
         "matches": found[-LATEST:],
         "matched": len(found),
+        "engines": 0,
         "explained": [],
         "latest": list(known)[-LATEST:][::-1],
         "remembered": {
@@ -87,16 +88,24 @@ def explain(cache: Cache, text: str, now: float) -> dict[str, Any]:
         },
     }
     if len(found) == 1:
-        engines = dict.fromkeys(lookup.engine for lookup in misses.lookups if lookup.request == found[0])
-        engines.update(dict.fromkeys(note.engine for note in misses.told if note.request == found[0]))
-        answer["explained"] = [_request(cache, engine, found[0], now) for engine in engines]
+        engines: dict[str, tuple[list[Lookup], list[Told]]] = {}  # what there is of the request, an engine
+        for lookup in misses.lookups:
+            if lookup.request == found[0]:
+                engines.setdefault(lookup.engine, ([], []))[0].append(lookup)
+        for note in misses.told:
+            if note.request == found[0]:
+                engines.setdefault(note.engine, ([], []))[1].append(note)
+        answer["engines"] = len(engines)
+        answer["explained"] = [
+            _request(cache, engine, found[0], *engines[engine], now) for engine in list(engines)[-LATEST:]
+        ]
     return answer
 
 
-def _request(cache: Cache, engine: str, name: str, now: float) -> dict[str, Any]:
+def _request(
+    cache: Cache, engine: str, name: str, lookups: list[Lookup], notes: list[Told], now: float
+) -> dict[str, Any]:
     """Return what became of one engine's request: of its last lookup, and what the engine told."""
-    lookups = [each for each in cache.misses.lookups if each.engine == engine and each.request == name]
-    notes = [note for note in cache.misses.told if note.engine == engine and note.request == name]
     told: dict[str, Any] = {
         "request": name,
         "engine": engine,

@@ -116,6 +116,8 @@ def describe(answer: dict[str, Any]) -> str:
             lines += ["the latest ones:", *answer["latest"]]
     else:
         lines = [line for each in answer["explained"] for line in _explained(each, memory)]
+        if (more := answer["engines"] - len(answer["explained"])) > 0:
+            lines.append(f"{more} other engines had a request of this name, too")
     lines.append("")
     lines.append(_memory(memory))
     return "\n".join(lines)

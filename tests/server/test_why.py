@@ -243,6 +243,14 @@ def test_a_request_is_found_by_a_part_of_its_name() -> None:
     assert (several["matched"], several["matches"], several["explained"]) == (2, ["cmpl-aa-0-1f", "cmpl-ab-0-2e"], [])
     b.look_up(world.chain(1), "7")  # engines number their requests alike
     assert [told["engine"] for told in world.why("7")["explained"]] == ["a", "b"]
+    for number in range(20):  # the answer to a name that everybody uses does not grow with them
+        Engine(world, f"e{number}").look_up(world.chain(2), "7")
+    answer = world.why("7")
+    assert (answer["engines"], [told["engine"] for told in answer["explained"]]) == (
+        22,
+        [f"e{n}" for n in range(10, 20)],
+    )
+    assert "12 other engines had a request of this name" in describe(answer)
     for unknown in ("no such", ""):
         answer = world.why(unknown)
         assert (answer["matched"], answer["latest"][:2]) == (0, ["17", "7"]) or answer["latest"][0] == "17"
