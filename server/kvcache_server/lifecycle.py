@@ -6,7 +6,6 @@ import faulthandler
 import logging
 import os
 import resource
-import signal
 import time
 from collections.abc import Callable
 
@@ -19,7 +18,6 @@ from kvcache_server.memory import Progress
 from kvcache_server.notify import Manager
 from kvcache_server.opening import open_cache
 from kvcache_server.service import Service
-from kvcache_server.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +29,6 @@ def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progr
     caller has blocked SIGNALS. Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
     """
     faulthandler.enable()  # a watchdog ends a loop that hangs by SIGABRT: say where it hung
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, _stop_starting)
     _raise_descriptor_limit()
     manager = Manager(os.environ)
     try:
@@ -49,15 +45,12 @@ def _serve(
 ) -> None:
     lock = EndpointLock(config.endpoint)
     try:
-        # Not before: a signal between the making of the lock's file and this block would leave it behind.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         began = time.monotonic()
-        opened = open_cache(config, fresh, manager.preparing(progress))
+        opened = open_cache(config, fresh, _until_told_to_stop(manager.preparing(progress)))
         region = opened.region
         try:
             for note in region.notes:
                 log.warning("%s", note)
-            signals.block()  # until the loop runs
             service = Service(config, opened, manager, read)
             log.info(
                 "kvcache-server %s ready at %s: %s in %s, %s, after %.1f s",
@@ -80,11 +73,16 @@ def _serve(
         log.info("stopped")
 
 
-def _stop_starting(signum: int, frame: object) -> None:
-    for each in STOP_SIGNALS:  # a second one must not cut the tidying short, nor one that has come already
-        signal.signal(each, lambda signum, frame: None)
-    signals.block()
-    raise SystemExit(0)
+def _until_told_to_stop(progress: Progress) -> Progress:
+    """Return `progress` such that a stop signal ends the start there: not in between, where something is half made."""
+
+    def check(done: int, total: int) -> None:
+        if signals.told_to_stop():
+            log.info("stopped before it was ready, at %s of %s", format_size(done), format_size(total))
+            raise SystemExit(0)
+        progress(done, total)
+
+    return check
 
 
 def _raise_descriptor_limit() -> None:

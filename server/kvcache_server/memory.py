@@ -67,7 +67,6 @@ class Region:
         """
 
         def work() -> None:
-            signals.block()
             g = self.geometry
             skipped = [(g.data_offset + index * g.extent_bytes, g.extent_bytes) for index in sorted(holes)]
             why_not = _populate(self._mapping, self.fd, lock, lambda done, total: None, skipped)
@@ -75,8 +74,7 @@ class Region:
             if why_not:
                 log.warning("the region is not locked into memory: %s", why_not)
 
-        self._locker = threading.Thread(target=work, name="lock-region", daemon=True)
-        self._locker.start()
+        self._locker = signals.start_thread("lock-region", work)
 
     @property
     def being_locked(self) -> bool:
@@ -384,7 +382,7 @@ def _populate(mapping: mmap.mmap, fd: int, lock: str, progress: Progress, holes:
     progress(0, total)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     try:
-        with ThreadPoolExecutor(threads, "prefault", signals.block) as pool:
+        with ThreadPoolExecutor(threads, "prefault") as pool:
             try:
                 for filled in as_completed([pool.submit(fill, *each) for each in _chunks(total, holes)]):
                     done += filled.result()

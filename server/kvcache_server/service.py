@@ -14,7 +14,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -61,7 +60,7 @@ from kvcache_server.histogram import Histogram
 from kvcache_server.notify import Manager
 from kvcache_server.opening import Opened
 from kvcache_server.reload import Settings, rate_of
-from kvcache_server.signals import SIGNALS, STOP_SIGNALS
+from kvcache_server.signals import STOP_SIGNALS
 from kvcache_server.sockets import Place, admit, private
 from kvcache_server.unread import Unread
 
@@ -208,7 +207,7 @@ class Service:
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         self._loop.add_signal_handler(signal.SIGUSR1, self._desk.check)
         self._manager.ready(self._state())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signals.take()
 
     def _reload(self) -> None:
         if os.isatty(0):  # its terminal has gone
@@ -388,11 +387,7 @@ class Service:
             return
         until = time.monotonic() + SHRINK_SECONDS
         while time.monotonic() < until and (extent := self._cache.shrink(time.monotonic())) is not None:
-            Thread(target=self._give_back, args=(extent,), name="give-back", daemon=True).start()
-
-    def _give_back(self, extent: int) -> None:
-        signals.block()
-        self._region.give_back(extent)
+            signals.start_thread("give-back", self._region.give_back, extent)
 
     def _look_after_sockets(self) -> None:
         """Stop where a socket's file has gone: nobody finds us then, and who starts us again makes it anew."""

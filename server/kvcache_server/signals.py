@@ -1,14 +1,39 @@
-"""The signals that a daemon takes: blocked until it can, and those that end it."""
+"""The signals that a daemon takes: blocked until its loop runs, for none may interrupt what is half made."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from threading import Thread
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
 
 
 def block() -> None:
-    """Let none of them interrupt this thread, nor those that it starts. Every thread but the main one does it first: a
-    signal that the main thread blocks would be taken by another one."""
+    """Let none of them interrupt this thread, nor those that it starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def take() -> None:
+    """Take them from now on, first those that came meanwhile. Their handlers are there."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def told_to_stop() -> bool:
+    """Return whether one that ends the daemon has come while it was blocked."""
+    return not signal.sigpending().isdisjoint(STOP_SIGNALS)
+
+
+def start_thread(name: str, work: Callable[..., None], *args: object) -> Thread:
+    """Run `work` on a thread that takes none of them, nor keeps the process from ending.
+
+    One that blocked them itself would take, before it did, a signal that the main thread blocks.
+    """
+    thread = Thread(target=work, args=args, name=name, daemon=True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        thread.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return thread

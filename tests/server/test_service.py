@@ -449,6 +449,7 @@ def test_a_signal_during_the_start_leaves_nothing(start_daemon: Any, short_folde
         daemon.process.terminate()
     assert daemon.process.wait(20) == 0
     assert not [path for path in short_folder.iterdir() if path.suffix != ".log"]
+    assert not os.path.exists(region_path(REGION, str(short_folder / "kv.sock")))
     assert "Traceback" not in daemon.log
 
 
