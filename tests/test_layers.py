@@ -26,9 +26,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "misses", "rates", "signals"}
+        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "misses", "rates", "ration", "signals"}
         | {"sockets", "sums", "traffic", "unread"},
-        {"ghosts"},
+        {"ghosts", "questions"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
         {"leases"},

@@ -169,6 +169,8 @@ class Ping(msgspec.Struct, tag="ping", array_like=True):
 
 
 class Stats(msgspec.Struct, tag="stats", array_like=True):
+    """Ask for the daemon's figures. Answered in its turn: Unavailable where another question of the session waits."""
+
     id: int
     token: bytes
 
@@ -215,7 +217,8 @@ class Tell(msgspec.Struct, tag="tell", array_like=True):
 
 
 class Why(msgspec.Struct, tag="why", array_like=True):
-    """Ask why an engine's request, named in full or in a part that no other one has, had no hit."""
+    """Ask why an engine's request, named in full or in a part that no other one has, had no hit. In its turn, as
+    Stats is."""
 
     id: int
     token: bytes

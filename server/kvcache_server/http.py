@@ -28,6 +28,7 @@ from kvcache_server.config import Config, parse_address
 from kvcache_server.desk import Desk
 from kvcache_server.hosts import is_ours
 from kvcache_server.rates import Rate
+from kvcache_server.ration import Ration
 from kvcache_server.turnstile import Turnstile, listen, where
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Http:
         self._loop, self._desk, self._failed = loop, desk, failed
         self._answers: Counter[str] = Counter()
         self._turn = asyncio.Lock()
-        self._not_before = 0.0  # by the clock: when the loop has had its share back. It outlives who is answered
+        self._ration = Ration(SHARE)  # it outlives who is answered
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
         self._names = {"localhost"} | (_own_names() if config.http_anywhere else set())
         self._listener = listen("http", *parse_address(config.http))
@@ -164,13 +165,12 @@ class Http:
         Who asked has the answer at once, and the next one waits; that somebody leaves makes the wait no shorter.
         """
         async with self._turn:
-            await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
+            await asyncio.sleep(self._ration.wait(time.monotonic()))
             began = time.monotonic()
             try:
                 return web.Response(body=make(), headers={"Content-Type": content_type})
             finally:
-                ended = time.monotonic()
-                self._not_before = ended + (ended - began) * (1 / SHARE - 1)
+                self._ration.spent(began, time.monotonic())
 
     # What is asked.
 

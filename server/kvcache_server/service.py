@@ -1,7 +1,8 @@
 """The daemon at work: one loop, the ROUTER, the timers, the door, and the way down.
 
 ZeroMQ's descriptor is edge-triggered: it is only readable when something new has come. So each wake drains the socket
-until it is empty, which also covers what came in during a send, and nothing is ever sent outside of the drain.
+until it is empty, which also covers what came in during a send, and what is sent outside of the drain is followed by
+one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ from kvcache_proto.messages import (
     Request,
     Reserved,
     Settle,
+    Stats,
     Tell,
+    Why,
 )
 from kvcache_proto.types import Finding, Outcome
 from kvcache_server import logs, signals
@@ -59,6 +62,7 @@ from kvcache_server.events import Events
 from kvcache_server.histogram import Histogram
 from kvcache_server.notify import Manager
 from kvcache_server.opening import Opened
+from kvcache_server.questions import Questions
 from kvcache_server.reload import Settings, rate_of
 from kvcache_server.signals import STOP_SIGNALS
 from kvcache_server.sockets import Place, admit, private
@@ -72,7 +76,7 @@ log = logging.getLogger(__name__)
 TICK = 0.25
 SHRINK_SECONDS = 0.01  # of a tick
 SUMMARY = 10.0
-BATCH = 64  # messages between two looks at timers and door
+BATCH, BATCH_SECONDS = 64, 0.01  # messages between two looks at timers and door; fewer where they take longer
 MAX_WIRE = 2 * MAX_FRAME  # up to here a frame is told that it is too long; beyond, ZeroMQ cuts its sender off
 LAST_WORDS = 16  # batches to look through for them
 RECEIVE_QUEUE = 32  # messages a peer may have under way; more wait on its side
@@ -80,6 +84,7 @@ SEND_QUEUE = 1024  # replies that a peer may leave unread
 LONG = 64 << 10  # replies from here on are watched until they have left; shorter ones cost less copied
 UNREAD_BYTES = 8 << 20  # of long replies, a peer
 YOUNG_OBJECTS = 10_000
+QUESTIONS = (Stats, Why)
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
 
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
@@ -111,6 +116,8 @@ class Service:
         self._acquire = Histogram(ACQUIRE_SECONDS)
         self._unread = Unread(UNREAD_BYTES)
         self._told: dict[str, int] = {}
+        self._draining = False  # again, soon
+        self._questions = Questions(self._loop, self._answer_at_last)
         self._http: Http | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events: Events | None = None
@@ -227,8 +234,8 @@ class Service:
     # Messages.
 
     def _drain(self) -> bool:
-        """Answer what has come. Returns whether there may be more: after BATCH messages others have a turn."""
-        recv = self._recv
+        """Answer what has come. Returns whether there may be more: timers and door have a turn now and then."""
+        recv, until = self._recv, time.monotonic() + BATCH_SECONDS
         for _ in range(BATCH):
             try:
                 identity = recv(_LAST)
@@ -240,18 +247,35 @@ class Service:
             if frame.more:
                 self._refuse_parts(identity)
             else:
+                self._messages += 1
                 self._answer(identity, frame.bytes)
+            if time.monotonic() > until:
+                break
         if self._changes:
             self._publish()
-        self._loop.call_soon(self._drain)
+        self._drain_soon()
         return True
+
+    def _drain_soon(self) -> None:
+        """Once, whoever wants it: each would go on by itself for as long as messages come."""
+        if not self._draining:
+            self._draining = True
+            self._loop.call_soon(self._drain_again)
+
+    def _drain_again(self) -> None:
+        self._draining = False
+        self._drain()
 
     def _publish(self) -> None:
         if self._changes and self._events is not None:
             self._events.flush()
 
-    def _answer(self, identity: bytes, frame: bytes) -> None:
-        self._messages += 1
+    def _answer_at_last(self, identity: bytes, frame: bytes) -> None:
+        """Answer what has waited for its turn."""
+        self._answer(identity, frame, waited=True)
+        self._drain_soon()
+
+    def _answer(self, identity: bytes, frame: bytes, waited: bool = False) -> None:
         number = session = 0
         request: Request | None = None
         reply: Reply | None = None
@@ -259,6 +283,9 @@ class Service:
             request = decode_request(frame)
             number = request.id
             session = self._tokens[request.token]
+            if type(request) in QUESTIONS and not waited:
+                self._questions.add(session, identity, frame)
+                return
             now = time.monotonic()
             reply = self._cache.handle(session, request, now)
             if reply is None:

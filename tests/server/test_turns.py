@@ -1,19 +1,22 @@
-"""What answers over HTTP may take of the loop, whoever asks and whoever leaves; figures that are slow to make."""
+"""What answers to operators may take of the loop, whoever asks and whoever leaves; figures that are slow to make."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_cache import make_cache
 
+from kvcache_proto.errors import Unavailable
 from kvcache_server.config import Config
 from kvcache_server.desk import Desk
 from kvcache_server.http import Http
+from kvcache_server.questions import SHARE, Questions
 from kvcache_server.turnstile import SECONDS
 
 SLOW, QUICK = "/api/v1/namespaces", "/healthz"
@@ -95,3 +98,33 @@ def test_a_failure_is_paid_for_too(slow: Slow) -> None:
     slow.loop.run_until_complete(fail_again_and_again())
     assert 1 <= slow.made < 4
     assert slow.failures == [slow.error] * slow.made
+
+
+def test_questions_of_many_sessions_are_answered_in_turn_and_leave_the_loop_to_the_engines() -> None:
+    loop = asyncio.new_event_loop()
+    answered: list[tuple[float, bytes, float]] = []
+
+    def answer(identity: bytes, frame: bytes) -> None:
+        began = time.monotonic()
+        time.sleep(0.002)
+        answered.append((began, identity + frame, time.monotonic()))
+        if len(answered) == 3:
+            raise RuntimeError("no answer")
+        if len(answered) == 4:
+            questions.add(0, b"0", b" again")  # in its turn, too
+        if len(answered) == 6:
+            loop.stop()
+
+    questions = Questions(loop, answer)
+    failures: list[Any] = []
+    loop.set_exception_handler(lambda loop, context: failures.append(context["exception"]))
+    for session in range(5):
+        questions.add(session, b"%d" % session, b" asks")
+    with pytest.raises(Unavailable, match="waits for its turn"):
+        questions.add(3, b"3", b" asks more")
+    loop.run_forever()
+    loop.close()
+    assert [each for _, each, _ in answered] == [b"%d asks" % session for session in range(5)] + [b"0 again"]
+    for (began, _, ended), (following, _, _) in pairwise(answered):
+        assert following - ended >= (ended - began) * (1 / SHARE - 1) * 0.99
+    assert [str(each) for each in failures] == ["no answer"]

@@ -1,0 +1,43 @@
+"""Requests that no engine waits for, and that take long: answered one after the other, within a share of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from kvcache_proto.errors import Unavailable
+from kvcache_server.ration import Ration
+
+SHARE = 0.1  # of the loop's time
+
+
+class Questions:
+    """Those that wait for their turn: one a session, so that nobody waits behind a crowd of another's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, answer: Callable[[bytes, bytes], object]) -> None:
+        """`answer(identity, frame)` takes a request as it came."""
+        self._loop, self._answer = loop, answer
+        self._ration = Ration(SHARE)
+        self._waiting: dict[int, tuple[bytes, bytes]] = {}
+
+    def add(self, session: int, identity: bytes, frame: bytes) -> None:
+        """Let it wait for its turn. Raises Unavailable where another one of the session's does: it is not taken."""
+        if session in self._waiting:
+            raise Unavailable("an earlier question of this session waits for its turn: have its answer first")
+        self._waiting[session] = identity, frame
+        if len(self._waiting) == 1:
+            self._wait()
+
+    def _wait(self) -> None:
+        self._loop.call_later(self._ration.wait(time.monotonic()), self._next)
+
+    def _next(self) -> None:
+        identity, frame = self._waiting.pop(next(iter(self._waiting)))
+        began = time.monotonic()
+        try:
+            self._answer(identity, frame)
+        finally:
+            self._ration.spent(began, time.monotonic())
+            if self._waiting:
+                self._wait()
