@@ -181,6 +181,7 @@ class Demo:
             environment = {
                 "PYTHONHASHSEED": "0",  # older engines draw the root of their hashes from it: equal seeds, equal hashes
                 "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+                "VLLM_RPC_BASE_PATH": str(self._folder),  # vLLM leaves its sockets there
             }
             if model is None:
                 environment |= {"HF_HUB_OFFLINE": "1"}

@@ -6,8 +6,11 @@ import contextlib
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,8 @@ class EngineProcess:
 
     def __init__(self, log: Path, env: dict[str, str] | None = None) -> None:
         self.log_path = log
+        self._sockets = tempfile.mkdtemp(prefix="kve")  # vLLM leaves them there
+        self._shared: set[str] = set()
         read, write = os.pipe()
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -47,7 +52,7 @@ class EngineProcess:
                 stderr=output,
                 pass_fds=[write],
                 text=True,
-                env={**os.environ, **_ENVIRONMENT, **(env or {})},
+                env={**os.environ, **_ENVIRONMENT, "VLLM_RPC_BASE_PATH": self._sockets, **(env or {})},
                 start_new_session=True,
             )
         os.close(write)
@@ -66,6 +71,14 @@ class EngineProcess:
         answer = json.loads(line)
         assert "ok" in answer, f"{answer}\n{self.log[-6000:]}"
         return answer["ok"]
+
+    def open(self, **options: Any) -> None:
+        """Load the model. What vLLM shares in memory is noted: an engine that is killed leaves it there."""
+        self.ask("open", **options)
+        first = psutil.Process(self.process.pid)
+        for process in (first, *first.children(recursive=True)):
+            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            self._shared.update(line.split(maxsplit=5)[5] for line in maps if _SHARED.search(line))
 
     def generate(self, *prompts: list[int], **options: Any) -> list[list[int]]:
         return self.ask("generate", prompts=list(prompts), **options)["tokens"]
@@ -87,8 +100,13 @@ class EngineProcess:
                 os.killpg(self.process.pid, 9)
                 self.process.wait()
         self._answers.close()
+        shutil.rmtree(self._sockets, ignore_errors=True)  # it may have been closed before
+        for path in self._shared:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
+_SHARED = re.compile(r" /dev/shm/(psm_|sem\.mp-|vllm_dist_)\S+$")
 _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -157,7 +175,7 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
                 },
             }
         options = engine_options(model, blocks) | arguments
-        process.ask("open", connector=connector, **options)
+        process.open(connector=connector, **options)
         return process
 
     try:
@@ -188,7 +206,7 @@ class Reference:
 def reference(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     process = EngineProcess(tmp_path_factory.mktemp("reference") / "plain.log")
     try:
-        process.ask("open", connector=None, **engine_options(model) | {"max_model_len": 4096})
+        process.open(connector=None, **engine_options(model) | {"max_model_len": 4096})
         yield Reference(process)
     finally:
         process.close()

@@ -52,10 +52,10 @@ def test_handshakes_of_the_corpus(fuzzed: Daemon, file: Path) -> None:
 
 
 def test_a_short_run(start_daemon: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    result = fuzz(start_daemon(**FLAGS), frames=6000, handshakes=200, seed=int(os.environ.get("FUZZ_SEED", "1")))
+    result = fuzz(start_daemon(**FLAGS), frames=24_000, handshakes=800, seed=int(os.environ.get("FUZZ_SEED", "1")))
     with capsys.disabled():
         print("\n" + describe(result))
-    assert result.growth < 8 << 20
+    assert result.growth < 20 << 20  # what `why` remembers fills yet: it is bounded by as much
     # It goes deep: what is sound is answered, what is not is refused for many reasons.
     assert {"Acquired", "Reserved", "Settled", "Attached", "Report", "bad_frame", "bad_argument"} <= set(result.answers)
     assert {"Welcome", "bad_frame", "version_mismatch"} <= set(result.knocks)
