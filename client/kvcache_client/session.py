@@ -219,7 +219,7 @@ class Session:
                 callback(self.region)
 
     def stats(self) -> dict[str, Any]:
-        """Return the daemon's statistics. Raises Unavailable."""
+        """Return the daemon's statistics. Raises Unavailable, also where another thread is asking just now."""
         return self._ask(Stats(0, b""), Report).stats
 
     def clear(self, namespace: str = "") -> int:

@@ -305,7 +305,7 @@ def table(rows: list[Row]) -> str:
 @click.option("--tensor-parallel", default=1, show_default=True, help="Ranks of each engine.")
 @click.option("--size", default="768MiB", show_default=True, help="Region of the demo's daemon.")
 def command(model: str | None, prompts: int, tokens: int, tensor_parallel: int, size: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="kvcache-demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvdemo-") as folder:
         try:
             rows = Demo(Path(folder), prompts, tokens, tensor_parallel).run(model, size)
         except (Failed, KVCacheError) as error:

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 
 from kvcache_proto.errors import Unavailable
+from kvcache_proto.messages import Stats, Why
 from kvcache_server.ration import Ration
 
+QUESTIONS = (Stats, Why)
 SHARE = 0.1  # of the loop's time
 
 
@@ -33,11 +35,12 @@ class Questions:
         self._loop.call_later(self._ration.wait(time.monotonic()), self._next)
 
     def _next(self) -> None:
-        identity, frame = self._waiting.pop(next(iter(self._waiting)))
+        session, (identity, frame) = next(iter(self._waiting.items()))
         began = time.monotonic()
         try:
             self._answer(identity, frame)
         finally:
+            del self._waiting[session]
             self._ration.spent(began, time.monotonic())
             if self._waiting:
                 self._wait()

@@ -78,8 +78,8 @@ def record(admin: Admin, out: IO[str], seconds: float, stopped: Any = lambda: Fa
         out.flush()
         if ending:
             return recorder, lost
-        # Between two questions: the daemon keeps lookups for a while, and sends none unasked.
-        time.sleep(min(EVERY, max(0.0, until - time.monotonic())) if seconds else EVERY)
+        pause = min(EVERY, max(0.0, until - time.monotonic())) if seconds else EVERY
+        time.sleep(pause)  # the daemon keeps lookups for a while, and sends none unasked
 
 
 @click.command(name="record", help=__doc__, short_help="Write live lookups as a trace for replay.")

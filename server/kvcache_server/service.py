@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import signal
 import time
@@ -48,9 +49,7 @@ from kvcache_proto.messages import (
     Request,
     Reserved,
     Settle,
-    Stats,
     Tell,
-    Why,
 )
 from kvcache_proto.types import Finding, Outcome
 from kvcache_server import logs, signals
@@ -62,7 +61,7 @@ from kvcache_server.events import Events
 from kvcache_server.histogram import Histogram
 from kvcache_server.notify import Manager
 from kvcache_server.opening import Opened
-from kvcache_server.questions import Questions
+from kvcache_server.questions import QUESTIONS, Questions
 from kvcache_server.reload import Settings, rate_of
 from kvcache_server.signals import STOP_SIGNALS
 from kvcache_server.sockets import Place, admit, private
@@ -84,7 +83,6 @@ SEND_QUEUE = 1024  # replies that a peer may leave unread
 LONG = 64 << 10  # replies from here on are watched until they have left; shorter ones cost less copied
 UNREAD_BYTES = 8 << 20  # of long replies, a peer
 YOUNG_OBJECTS = 10_000
-QUESTIONS = (Stats, Why)
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
 
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
@@ -233,9 +231,9 @@ class Service:
 
     # Messages.
 
-    def _drain(self) -> bool:
+    def _drain(self, seconds: float = BATCH_SECONDS) -> bool:
         """Answer what has come. Returns whether there may be more: timers and door have a turn now and then."""
-        recv, until = self._recv, time.monotonic() + BATCH_SECONDS
+        recv, until = self._recv, time.monotonic() + seconds
         for _ in range(BATCH):
             try:
                 identity = recv(_LAST)
@@ -384,7 +382,7 @@ class Service:
 
     def _hear_last_words(self) -> None:
         for _ in range(LAST_WORDS):
-            if not self._drain():
+            if not self._drain(math.inf):  # what it does not say now, is lost
                 break
 
     def _show_out(self, session: int) -> None:

@@ -28,7 +28,7 @@ def told_to_stop() -> bool:
 def start_thread(name: str, work: Callable[..., None], *args: object) -> Thread:
     """Run `work` on a thread that takes none of them, nor keeps the process from ending.
 
-    One that blocked them itself would take, before it did, a signal that the main thread blocks.
+    It inherits what is blocked: to block them itself would be too late for a signal that comes before.
     """
     thread = Thread(target=work, args=args, name=name, daemon=True)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -18,7 +18,7 @@ from manager import an_ear
 from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, decode_reply, encode
 from kvcache_proto.endpoint import door_path, socket_path
-from kvcache_proto.errors import BadToken, KVCacheError, Unavailable
+from kvcache_proto.errors import BadToken, KVCacheError
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin import Admin
 from kvcache_server.memory import region_path
@@ -464,27 +464,6 @@ def test_two_signals_while_the_region_is_prepared_leave_nothing(start_daemon: An
     assert not os.path.exists(region)
     assert not [path for path in short_folder.iterdir() if path.suffix != ".log"]
     assert "Traceback" not in daemon.log
-
-
-def test_who_asks_a_question_waits_for_it_and_not_for_its_turn_with_the_rest(daemon: Any) -> None:
-    with Engine(daemon.endpoint) as asker, Admin(daemon.endpoint) as other:
-        for question in (m.Why(0, b"", "request"), m.Stats(0, b"")):
-            os.kill(daemon.process.pid, signal.SIGSTOP)  # so that all have come when it looks
-            first, second = asker.tell(question), asker.tell(question)
-            ping, others = asker.tell(m.Ping(0, b"")), other.tell(question)
-            os.kill(daemon.process.pid, signal.SIGCONT)
-            heard = [decode_reply(asker._socket.recv()) for _ in range(3)]
-            assert [reply.id for reply in heard] == [second, ping, first]
-            assert [type(reply) for reply in heard[1:]] == [m.Pong, m.Explained if first == 2 else m.Report]
-            assert isinstance(heard[0], m.Error)
-            assert heard[0].code == Unavailable.code
-            assert decode_reply(other._socket.recv()).id == others
-    daemon.wait_status(lambda status: not status["sessions"])
-    with Engine(daemon.endpoint) as gone:
-        os.kill(daemon.process.pid, signal.SIGSTOP)
-        gone.tell(m.Stats(0, b""))
-    os.kill(daemon.process.pid, signal.SIGCONT)
-    assert daemon.wait_status(lambda status: not status["sessions"])["daemon"]["errors"].get("internal", 0) == 0
 
 
 def test_the_log_names_who_comes_and_goes(daemon: Any) -> None:

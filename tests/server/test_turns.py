@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,7 +14,10 @@ from typing import Any
 import pytest
 from small_cache import make_cache
 
+from kvcache_proto import messages as m
+from kvcache_proto.codec import decode_reply
 from kvcache_proto.errors import Unavailable
+from kvcache_server.admin import Admin
 from kvcache_server.config import Config
 from kvcache_server.desk import Desk
 from kvcache_server.http import Http
@@ -113,7 +118,9 @@ def test_questions_of_many_sessions_are_answered_in_turn_and_leave_the_loop_to_t
         if len(answered) == 4:
             questions.add(0, b"0", b" again")  # in its turn, too
         if len(answered) == 6:
-            loop.stop()
+            questions.add(1, b"1", b" again")  # nobody else waits
+        if len(answered) == 7:
+            loop.call_later(0.1, loop.stop)  # it has no more turns than questions
 
     questions = Questions(loop, answer)
     failures: list[Any] = []
@@ -124,7 +131,32 @@ def test_questions_of_many_sessions_are_answered_in_turn_and_leave_the_loop_to_t
         questions.add(3, b"3", b" asks more")
     loop.run_forever()
     loop.close()
-    assert [each for _, each, _ in answered] == [b"%d asks" % session for session in range(5)] + [b"0 again"]
+    assert [each for _, each, _ in answered] == [b"%d asks" % session for session in range(5)] + [
+        b"0 again",
+        b"1 again",
+    ]
     for (began, _, ended), (following, _, _) in pairwise(answered):
         assert following - ended >= (ended - began) * (1 / SHARE - 1) * 0.99
     assert [str(each) for each in failures] == ["no answer"]
+
+
+@pytest.mark.parametrize(("question", "answer"), [(m.Why(0, b"", "request"), m.Explained), (m.Stats(0, b""), m.Report)])
+def test_who_asks_a_question_waits_for_it_and_not_for_its_turn_with_the_rest(
+    daemon: Any, question: m.Request, answer: type
+) -> None:
+    with Admin(daemon.endpoint) as asker, Admin(daemon.endpoint) as other:
+        os.kill(daemon.process.pid, signal.SIGSTOP)  # so that all have come when it looks
+        first, second = asker.tell(question), asker.tell(question)
+        ping, others = asker.tell(m.Ping(0, b"")), other.tell(question)
+        os.kill(daemon.process.pid, signal.SIGCONT)
+        heard = [decode_reply(asker._socket.recv()) for _ in range(3)]
+        assert [reply.id for reply in heard] == [second, ping, first]
+        assert [type(reply) for reply in heard] == [m.Error, m.Pong, answer]
+        assert heard[0].code == Unavailable.code
+        assert decode_reply(other._socket.recv()).id == others
+    daemon.wait_status(lambda status: not status["sessions"])
+    with Admin(daemon.endpoint) as gone:
+        os.kill(daemon.process.pid, signal.SIGSTOP)
+        gone.tell(question)
+    os.kill(daemon.process.pid, signal.SIGCONT)
+    assert daemon.wait_status(lambda status: not status["sessions"])["daemon"]["errors"].get("internal", 0) == 0
