@@ -156,7 +156,7 @@ class Saves:
         """Return the requests whose answers are out."""
         return {asked.state.id for sent in self._sent for asked in sent.asked}
 
-    def close(self) -> None:
+    def drop(self) -> None:
         """Give back what no rank has heard of."""
         for sent in self._sent:
             sent.ticket.cancel()

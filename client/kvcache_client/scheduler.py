@@ -300,7 +300,7 @@ class Scheduler:
         checks = self._canaries.take() if self._canaries.waiting else []
         # A namespace that the ranks have not heard of takes no reservations; the first one they know by themselves.
         known = self._announce is None or self._step == 1
-        saving = self._saving and self._session.up and known
+        saving = known and self._may_save
         for request_id, tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is not None:
@@ -371,11 +371,11 @@ class Scheduler:
         self._forget_lookup(state)
         self._finished.append(request.request_id)
         self._canaries.computed(state, request.num_computed_tokens, self._slot_tokens)
-        if self._saving and self._session.up:
+        if self._may_save:
             self._saves.ask(state, request.num_computed_tokens)
             self._saves.send(self._namespace)
         if self._saving:
-            up, now = self._session.up, time.monotonic()
+            up, now = self._may_save, time.monotonic()
             why, hashes = self._saves.unsaved(state, request.num_computed_tokens, up, now)
             if why:
                 self._remember(request.request_id, why, hashes)
@@ -408,13 +408,16 @@ class Scheduler:
         weights = uuid.uuid4().hex
         spec = with_weights(self._namespace.spec, weights)
         try:
-            left, self._namespace = self._namespace, self._session.attach(spec, (), self._ceiling)
+            # The engine's steps wait for this call: a daemon that is slow to answer is joined later.
+            left, self._namespace = self._namespace, self._session.attach(spec, (), self._ceiling, wait=False)
             self._session.detach(left)
         except KVCacheError as error:
             logger.error("the cache could not be reset, saves and loads stop: %s", error)
             self._saving = self._loading = False
             return False
         self._announce = spec
+        # The device memory that these were to be read from may be unmapped before the next step: sleep resets first.
+        self._saves.drop()
         for state in self._requests.values():
             self._forget_lookup(state)
             state.barred, state.saved, state.retry_at, state.canary = True, 0, 0.0, None
@@ -426,8 +429,13 @@ class Scheduler:
 
     def close(self) -> None:
         """Give back whatever no rank has heard of, and end the session."""
-        self._saves.close()
+        self._saves.drop()
         self._session.close()
+
+    @property
+    def _may_save(self) -> bool:
+        """Whether a Reserve that is sent now can be answered; right after a reset the namespace is not joined yet."""
+        return self._saving and self._session.up and self._namespace.attached
 
     def _track(self, request: Any) -> Tracked:
         state = self._requests.get(request.request_id)

@@ -297,7 +297,9 @@ def test_a_reset_moves_this_engine_alone(rigs: Any, daemon: Any) -> None:
     running = Request("s", 6 * BLOCK)
     one.admit(running, [4, 5, 6, 7, 8, 9])
     one.step({running: 2 * BLOCK})
+    one.step()  # the ranks are told to save what is full
     assert one.scheduler.reset()
+    one.session.ping()  # it has joined
     one.step({running: 2 * BLOCK})
     one.step({running: 2 * BLOCK})
     one.scheduler.finished(running)  # it began with the old weights: what it computed since stays here
@@ -319,7 +321,9 @@ def test_a_request_of_old_weights_is_saved_again_once_computed_from_the_start(ri
     rig.scheduler.matched_tokens(running, 0)
     rig.admit(running, [4, 5, 6])
     rig.step({running: BLOCK})
+    rig.step()  # the rank is told to save it
     rig.scheduler.reset()
+    rig.session.ping()  # it has joined
     running.num_computed_tokens = 0  # preempted
     assert rig.scheduler.matched_tokens(running, 0) == (0, False)
     rig.admit(running, [7, 8, 9])
@@ -327,6 +331,39 @@ def test_a_request_of_old_weights_is_saved_again_once_computed_from_the_start(ri
     rig.scheduler.finished(running)
     # The rank joins beside its steps; until it has, reservations are asked for again, once a step.
     daemon.wait_status(lambda s: rig.step() and [n["blocks"] for n in s["namespaces"]] == [1, 3], "old and new blocks")
+
+
+def test_a_reset_does_not_wait_for_a_stopped_daemon(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    rig.session.connect_timeout = 0.2  # what each request that is waited for would take
+    rig.run(Request("r", 4 * BLOCK), [0, 1, 2, 3])
+    idle(daemon, 4)
+    daemon.process.send_signal(signal.SIGSTOP)
+    assert rig.scheduler.reset()
+    assert "requests_unanswered" not in rig.session.counters
+    running = Request("s", 3 * BLOCK)
+    rig.admit(running, [4, 5, 6])
+    rig.step({running: BLOCK})  # the new namespace is not joined yet, and nothing is asked of it
+    daemon.process.send_signal(signal.SIGCONT)
+    rig.session.ping()
+    rig.step({running: 2 * BLOCK})
+    daemon.wait_status(lambda s: rig.step() and [n["blocks"] for n in s["namespaces"]] == [4, 3], "old and new blocks")
+    assert "reserves_down" not in rig.session.counters
+
+
+def test_what_was_asked_for_before_a_reset_is_not_read_after_it(rigs: Any, daemon: Any) -> None:
+    """Sleep resets the cache first and discards the device's memory then: an answer that comes later is too late."""
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK)
+    rig.admit(request, [0, 1, 2, 3])
+    rig.step({request: 4 * BLOCK})  # asks for room
+    rig.session.ping()  # the answer has come, and no step has picked it up
+    assert rig.scheduler.reset()
+    for tensor in rig.tensors:
+        tensor[:] = 0  # as after sleep
+    assert rig.step(given=[30]).saves == []
+    assert rig.scheduler.counters["saves_dropped"] == 4
+    idle(daemon, 0)
 
 
 def test_a_stopped_daemon_costs_one_deadline_and_no_answer(rigs: Any, daemon: Any) -> None:
