@@ -63,13 +63,21 @@ class StepMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class Verdicts(KVConnectorWorkerMetadata):
-    """What ranks heard of the blocks that they saved, for the scheduler's side; only where events are wanted."""
+class RankReport(KVConnectorWorkerMetadata):
+    """What ranks report to the scheduler's side; each item once.
 
-    heard: list[Heard]
+    Attributes:
+        heard: the daemon's verdicts on the blocks that they saved; only where events are wanted.
+        declined: why a rank takes no part in the cache, by rank; "" for one that does again.
+    """
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Verdicts:
-        return Verdicts(self.heard + other.heard) if isinstance(other, Verdicts) else self
+    heard: list[Heard] = field(default_factory=list)
+    declined: dict[int, str] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
+        if not isinstance(other, RankReport):
+            return self
+        return RankReport(self.heard + other.heard, self.declined | other.declined)
 
 
 _EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
@@ -209,9 +217,13 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if received or invalid:
             self._scheduler.ended(list(received or ()), set(invalid or ()))
-        verdicts = connector_output.kv_connector_worker_meta if self._tell else None
-        if isinstance(verdicts, Verdicts) and self._scheduler.events is not None:
-            for heard in verdicts.heard:
+        report = connector_output.kv_connector_worker_meta
+        if not isinstance(report, RankReport):
+            return
+        if report.declined:
+            self._scheduler.ranks_declined(report.declined)
+        if self._scheduler.events is not None:
+            for heard in report.heard:
                 self._scheduler.events.settled(heard)
 
     def take_events(self) -> Iterable[Any]:
@@ -241,7 +253,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._worker.register(kv_caches, self._kv_cache_config.num_blocks)
         except (ConfigError, CopyError) as error:
-            logger.error("this engine runs without the KV cache server: %s", error)
+            self._worker.decline(str(error))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._begin(kv_connector_metadata)
@@ -273,8 +285,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         return None, (self._worker.received(idle) or None) if self._worker is not None else None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        heard = self._worker.take_verdicts() if self._worker is not None and self._tell else []
-        return Verdicts(heard) if heard else None
+        if self._worker is None:
+            return None
+        heard, declined = self._worker.take_verdicts(), self._worker.take_declined()
+        return RankReport(heard, declined) if heard or declined else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_errors() if self._worker is not None else set()

@@ -46,6 +46,7 @@ class Namespace:
         id: 16 hex digits, the same in every process that attaches the same model and identity.
         shards: the shards that this session writes.
         session: whose it is.
+        refused: why the daemon did not let this session join it; "" where it did, or was not asked yet.
     """
 
     def __init__(self, session: Session, spec: NamespaceSpec, shards: tuple[int, ...], ceiling_bytes: int) -> None:
@@ -53,6 +54,7 @@ class Namespace:
             raise BadArgument(f"shards {shards}: each once, 0 to {spec.shards - 1}")
         self.session, self.spec, self.shards, self.ceiling_bytes = session, spec, shards, ceiling_bytes
         self.id = spec.id
+        self.refused = ""
 
     @property
     def attached(self) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvcache_client.breaker import Backoff
 from kvcache_client.events import Events
 from kvcache_client.handles import Namespace
 from kvcache_client.plan import SaveJob, full_slots, pick_refs, slot_hashes
@@ -22,7 +23,8 @@ from kvcache_proto.errors import KVCacheError
 from kvcache_proto.messages import Run
 from kvcache_proto.types import MAX_HASHES, Outcome
 
-INSIST = 2.0  # seconds for which a Reserve that is refused as a whole is sent again, once a step
+INSIST = 2.0  # seconds for which blocks whose Reserve is refused as a whole wait for one that is not
+FIRST_RETRY, LAST_RETRY = 0.005, 5.0  # seconds between two that are refused as a whole; doubled each time
 _ADVANCES = {"present", "in_flight"}
 _OPERATORS = {"no_space", "quota"}  # refusals that somebody can do something about
 
@@ -40,12 +42,50 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Sent:
-    """What one step asked for, in one `Reserve`."""
+    """What one step asks for, in one `Reserve`."""
 
     namespace: Namespace
     asked: list[_Asked]
-    ticket: Ticket
-    since: float  # when it was asked first
+    ticket: Ticket | None = None  # None: not asked yet, or refused as a whole
+
+
+class _Refusals:
+    """Refusals of a Reserve as a whole, one after the other: how long blocks wait, and when the daemon is asked again.
+
+    A rank that joins a step behind, after a reset or a restart of the daemon, ends them soon. One that cannot join does
+    not, and the daemon is asked less and less.
+    """
+
+    def __init__(self) -> None:
+        self._backoff = Backoff(FIRST_RETRY, LAST_RETRY)
+        self.why = ""
+        self._since: float | None = None  # the first one; None: the last answer was none
+        self._retry_at = 0.0
+
+    def add(self, why: str, now: float) -> None:
+        self.why = why
+        if self._since is None:
+            self._since = now
+        if now >= self._retry_at:  # of those that were under way together the first counts
+            self._retry_at = now + self._backoff.next()
+
+    def end(self) -> None:
+        if self._since is not None:
+            self._since, self._retry_at = None, 0.0
+            self._backoff.reset()
+
+    def hopeless(self, now: float) -> bool:
+        """Whether they have gone on for so long that blocks do not wait for their end."""
+        return self._since is not None and now - self._since >= INSIST
+
+    def may_send(self, now: float) -> bool:
+        """Whether to ask now. While there are refusals, the next question is put off by the backoff."""
+        if self._since is None:
+            return True
+        if now < self._retry_at:
+            return False
+        self._retry_at = now + self._backoff.next()
+        return True
 
 
 class Saves:
@@ -67,10 +107,11 @@ class Saves:
         self._verify, self._events, self._lost = verify, events, lost
         self._next: list[_Asked] = []
         self._sent: list[_Sent] = []
+        self._refusals = _Refusals()
 
     @property
     def waiting(self) -> bool:
-        """Whether answers are out."""
+        """Whether answers are out, or blocks wait to be asked for."""
         return bool(self._sent)
 
     def ask(self, state: Tracked, computed: int) -> None:
@@ -113,8 +154,12 @@ class Saves:
                 hashes += self._next[count].whole
                 count += 1
             asked, self._next = self._next[:count], self._next[count:]
-            ticket = namespace.reserve_runs_later([each.run for each in asked])
-            self._sent.append(_Sent(namespace, asked, ticket, time.monotonic()))
+            self._sent.append(_Sent(namespace, asked))
+            self._send(self._sent[-1], time.monotonic())
+
+    def _send(self, sent: _Sent, now: float) -> None:
+        if self._refusals.may_send(now):
+            sent.ticket = sent.namespace.reserve_runs_later([each.run for each in sent.asked])
 
     def answers(self, given: list[int], wait: float | None) -> list[SaveJob]:
         """Turn the answers that have come, or come within `wait` seconds, into jobs; with `wait`, want no others.
@@ -124,22 +169,20 @@ class Saves:
         """
         jobs: list[SaveJob] = []
         unanswered = []
-        until = time.monotonic() + wait if wait is not None else 0.0
+        until = time.monotonic() + wait if wait is not None else None
         gone = set(given)
         for sent in self._sent:
-            try:
-                reservation = sent.ticket.poll()
-                if reservation is None and wait is not None:
-                    reservation = sent.ticket.wait(max(0.0, until - time.monotonic()))
-            except KVCacheError as error:
-                if not self._again(sent, error):
-                    continue
-                reservation = None
+            reservation = self._answer(sent, until)
             if reservation is None:
+                if sent.ticket is None and self._refusals.hopeless(time.monotonic()):
+                    self._refuse(sent)
+                    continue
                 for asked in sent.asked:
                     self._lose(asked, gone)
                 unanswered.append(sent)
                 continue
+            if not reservation.failed:
+                self._refusals.end()
             at = granted = 0  # where the run begins among all hashes, and among those that were granted
             for asked in sent.asked:
                 end = at + len(asked.run.hashes)
@@ -159,7 +202,8 @@ class Saves:
     def drop(self) -> None:
         """Give back what no rank has heard of."""
         for sent in self._sent:
-            sent.ticket.cancel()
+            if sent.ticket is not None:
+                sent.ticket.cancel()
             self._tally.add("saves_dropped", sum(asked.whole for asked in sent.asked))
         self._sent.clear()
 
@@ -188,15 +232,27 @@ class Saves:
         summed = chosen(self._verify, [asked.run.hashes[place] for place in places[: len(kept)]])
         return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed)
 
-    def _again(self, sent: _Sent, error: KVCacheError) -> bool:
-        """Ask once more: after a reset or a restart of the daemon a rank may be a step behind in joining."""
-        if time.monotonic() - sent.since < INSIST:
-            sent.ticket = sent.namespace.reserve_runs_later([asked.run for asked in sent.asked])
-            return True
-        self._tally.warn("saves_refused", f"saves are refused: {error}")
+    def _answer(self, sent: _Sent, until: float | None) -> Reservation | None:
+        """Return the answer if it has come, or comes until then; where it is a refusal as a whole, `ticket` is None."""
+        now = time.monotonic()
+        if sent.ticket is None:
+            self._send(sent, now)
+        if sent.ticket is None:
+            return None
+        try:
+            reservation = sent.ticket.poll()
+            if reservation is None and until is not None:
+                reservation = sent.ticket.wait(max(0.0, until - now))
+        except KVCacheError as error:
+            sent.ticket = None
+            self._refusals.add(str(error), time.monotonic())
+            return None
+        return reservation
+
+    def _refuse(self, sent: _Sent) -> None:
+        self._tally.warn("saves_refused", f"saves are refused: {self._refusals.why}")
         for asked in sent.asked:
             asked.state.refuse(asked.first, "refused", time.monotonic())
-        return False
 
     def _judge(self, asked: _Asked, reservation: Reservation, begin: int) -> None:
         for at in range(len(asked.run.hashes)):

@@ -85,6 +85,7 @@ class Scheduler:
             self._lost,
         )
         session.telling.count_too(self._tally.snapshot)
+        self._declined: dict[int, str] = {}  # ranks that take no part, and why
         self._sources: set[int] = set()  # device blocks that ranks were told to read and nobody was given since
         self._canaries = Canaries(settings.canary_every, spec.groups[0].block_bytes, blocks_per_slot)
 
@@ -148,6 +149,8 @@ class Scheduler:
     def _no_lookup(self, state: Tracked, computed: int) -> str:
         if not self._loading:
             return "not_wanted"
+        if self._declined:
+            return "rank"
         if state.excluded:
             return state.excluded
         if state.barred:
@@ -374,13 +377,29 @@ class Scheduler:
         if self._may_save:
             self._saves.ask(state, request.num_computed_tokens)
             self._saves.send(self._namespace)
-        if self._saving:
+        if self._saving and not self._declined:
             up, now = self._may_save, time.monotonic()
             why, hashes = self._saves.unsaved(state, request.num_computed_tokens, up, now)
             if why:
                 self._remember(request.request_id, why, hashes)
         if self._notes.entries:
             self._tell()
+
+    def ranks_declined(self, changed: dict[int, str]) -> None:
+        """Note which ranks take no part in the cache, and why; "" for one that does again.
+
+        A block is whole with the shards of all ranks: while one takes no part, the engine looks nothing up and saves
+        nothing.
+        """
+        before = bool(self._declined)
+        self._declined |= changed
+        self._declined = {rank: why for rank, why in self._declined.items() if why}
+        if self._declined and not before:
+            self._saves.drop()
+            rank, why = min(self._declined.items())
+            logger.error("this engine runs without the KV cache server: rank %d takes no part: %s", rank, why)
+        elif before and not self._declined:
+            logger.info("every rank takes part again: this engine uses the KV cache server")
 
     # What the daemon is told, for who asks why.
 
@@ -435,7 +454,7 @@ class Scheduler:
     @property
     def _may_save(self) -> bool:
         """Whether a Reserve that is sent now can be answered; right after a reset the namespace is not joined yet."""
-        return self._saving and self._session.up and self._namespace.attached
+        return self._saving and not self._declined and self._session.up and self._namespace.attached
 
     def _track(self, request: Any) -> Tracked:
         state = self._requests.get(request.request_id)

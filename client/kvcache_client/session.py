@@ -29,22 +29,9 @@ from kvcache_client.region import Region
 from kvcache_client.settlements import Settlements
 from kvcache_client.slots import Slot
 from kvcache_client.telling import Telling
+from kvcache_proto import messages as m
 from kvcache_proto.endpoint import check_endpoint, default_endpoint, socket_path
 from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable, from_wire
-from kvcache_proto.messages import (
-    Attached,
-    Clear,
-    Cleared,
-    Detach,
-    Error,
-    Ping,
-    Pong,
-    Reply,
-    Report,
-    Restate,
-    Restated,
-    Stats,
-)
 from kvcache_proto.types import NamespaceSpec
 
 logger = logging.getLogger("kvcache_client")
@@ -53,7 +40,7 @@ DEADLINE = 0.05
 CONNECT_TIMEOUT = 2.0
 STEADY = 1.0  # seconds that a link must have held for the next knock to come soon after its end
 
-T = TypeVar("T", bound=Reply)
+T = TypeVar("T", bound=m.Reply)
 
 
 class Session:
@@ -157,14 +144,20 @@ class Session:
         return self._counters.snapshot()
 
     def attach(
-        self, spec: NamespaceSpec, shards: Sequence[int] = (), ceiling_bytes: int = 0, wait: bool = True
+        self,
+        spec: NamespaceSpec,
+        shards: Sequence[int] = (),
+        ceiling_bytes: int = 0,
+        wait: bool = True,
+        insist: bool = False,
     ) -> Namespace:
         """Join a namespace as the writer and reader of `shards`; a scheduler, which touches no bytes, joins with none.
 
         `ceiling_bytes` bounds what this engine's saves may occupy; 0 is no bound. After a restart of the daemon the
         namespace is attached again. Raises what the daemon refuses (GeometryMismatch, BadArgument) and, on a session
         made by `connect`, Unavailable; one made by `open` attaches when the daemon is there. Without `wait` it returns
-        at once and raises BadArgument alone: a refusal is logged and counted, and lookups miss until it is joined.
+        at once and raises BadArgument alone: a refusal is logged and counted, and lookups miss until it is joined. With
+        `insist` it does the same after the wait: `Namespace.refused` says why, and the next daemon is asked again.
         """
         forks.check(self.owner)
         namespace = Namespace(self, spec, tuple(shards), ceiling_bytes)
@@ -179,10 +172,13 @@ class Session:
                 else:
                     self._attach_later(link, namespace)
             except KVCacheError as error:
-                if not (self._patient and isinstance(error, Unavailable)):
+                if self._patient and isinstance(error, Unavailable):
+                    self._counters.add("attaches_put_off")
+                elif insist:
+                    self._refused(namespace, str(error))
+                else:
                     self._namespaces.remove(namespace)
                     raise
-                self._counters.add("attaches_put_off")
         return namespace
 
     def detach(self, namespace: Namespace) -> None:
@@ -194,7 +190,7 @@ class Session:
             link = self.link
             number = link.namespaces.pop(namespace, None) if link is not None else None
         if number is not None:
-            self.post(link, Detach(0, b"", number), "stale_detaches")
+            self.post(link, m.Detach(0, b"", number), "stale_detaches")
 
     def view(self, slot: Slot, shard: int = 0) -> memoryview:
         """Return the bytes of `shard` of `slot`, in the mapped region: writable under a reservation, else read-only.
@@ -220,16 +216,16 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         """Return the daemon's statistics. Raises Unavailable, also where another thread is asking just now."""
-        return self._ask(Stats(0, b""), Report).stats
+        return self._ask(m.Stats(0, b""), m.Report).stats
 
     def clear(self, namespace: str = "") -> int:
         """Forget every READY, unleased block of the namespace with this id, or of all, and return how many."""
-        return self._ask(Clear(0, b"", namespace), Cleared).blocks
+        return self._ask(m.Clear(0, b"", namespace), m.Cleared).blocks
 
     def ping(self) -> float:
         """Return the seconds that an answer took. Raises Unavailable."""
         start = time.monotonic()
-        self._ask(Ping(0, b""), Pong)
+        self._ask(m.Ping(0, b""), m.Pong)
         return time.monotonic() - start
 
     def close(self) -> None:
@@ -243,8 +239,8 @@ class Session:
         if (link := self.link) is not None:
             self.telling.tell(link, at_once=True)
             # The last in the queue: all before it is handled. Again, for what those answers made us send.
-            if link.channel.call(Ping(0, b""), self.connect_timeout, _ignore) is not None:
-                link.channel.call(Ping(0, b""), self.connect_timeout, _ignore)
+            if link.channel.call(m.Ping(0, b""), self.connect_timeout, _ignore) is not None:
+                link.channel.call(m.Ping(0, b""), self.connect_timeout, _ignore)
         self._keeper.stop()
         self.leave("closed")
         self._unlock()
@@ -259,7 +255,7 @@ class Session:
 
     # What the namespace's handles ask.
 
-    def call(self, link: Link | None, request: Numbered, late: Handler) -> Reply | None:
+    def call(self, link: Link | None, request: Numbered, late: Handler) -> m.Reply | None:
         """Send and return the reply, or None where there is none within the deadline; `late` gets it then."""
         if link is None or link is not self.link:
             return None
@@ -292,7 +288,7 @@ class Session:
         self._counters.add("odd_replies")
         self.missed(f"it answered {what}")
 
-    def log_refusal(self, what: str, error: Error) -> None:
+    def log_refusal(self, what: str, error: m.Error) -> None:
         """Log it once a kind: a refusal of one step is often one of every step. They are all counted."""
         if (what, error.code) not in self._told:
             self._told.add((what, error.code))
@@ -313,17 +309,17 @@ class Session:
             reply = link.channel.call(request, self.connect_timeout, _ignore)
         else:
             reply = self._wait(link, request, heard or _ignore)
-        if isinstance(reply, Error):
+        if isinstance(reply, m.Error):
             raise from_wire(reply.code, reply.message)
         if not isinstance(reply, kind):
             self._counters.add("requests_unanswered")
             raise Unavailable(f"the daemon at {self.endpoint} did not answer within {self.connect_timeout:g} s")
         return reply
 
-    def _wait(self, link: Link, request: Numbered, heard: Handler) -> Reply | None:
-        replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
+    def _wait(self, link: Link, request: Numbered, heard: Handler) -> m.Reply | None:
+        replies: queue.SimpleQueue[m.Reply | None] = queue.SimpleQueue()
 
-        def answer(reply: Reply | None) -> None:
+        def answer(reply: m.Reply | None) -> None:
             heard(reply)
             replies.put(reply)
 
@@ -334,24 +330,24 @@ class Session:
 
     def _attach(self, link: Link, namespace: Namespace) -> None:
         joined = functools.partial(self._joined, link, namespace)
-        joined(self._ask(namespace.attachment(), Attached, link, joined))
+        joined(self._ask(namespace.attachment(), m.Attached, link, joined))
 
     def _attach_later(self, link: Link, namespace: Namespace) -> None:
-        def joined(reply: Reply | None) -> None:
+        def joined(reply: m.Reply | None) -> None:
             self._joined(link, namespace, reply)
-            if isinstance(reply, Error):
+            if isinstance(reply, m.Error):
                 self._refused(namespace, reply.message)
 
         self.post(link, namespace.attachment(), "stale_attaches", joined)
 
-    def _joined(self, link: Link, namespace: Namespace, reply: Reply | None) -> None:
+    def _joined(self, link: Link, namespace: Namespace, reply: m.Reply | None) -> None:
         """Take the answer to an attach: too late for who asked, perhaps, and yet it holds."""
-        if isinstance(reply, Attached):
+        if isinstance(reply, m.Attached):
             if namespace in self._namespaces:
-                link.namespaces[namespace] = reply.namespace
+                link.namespaces[namespace], namespace.refused = reply.namespace, ""
             else:  # left before it was joined
-                self.post(link, Detach(0, b"", reply.namespace), "stale_detaches")
-        elif not isinstance(reply, Error):  # lost: without it the namespace stays unknown as long as the link lives
+                self.post(link, m.Detach(0, b"", reply.namespace), "stale_detaches")
+        elif not isinstance(reply, m.Error):  # lost: without it the namespace stays unknown as long as the link lives
             link.channel.give_up("it did not answer an attach")
 
     # Coming and going. The keeper's, but for the first time.
@@ -397,7 +393,7 @@ class Session:
     def _restate(self, link: Link) -> None:
         """Say what we hold, for the daemon is another one: leases, and the reservations that we were told of."""
         leases = list(link.leases.items())
-        lost = self._ask(Restate(0, b"", link.heard, leases), Restated, link).lost
+        lost = self._ask(m.Restate(0, b"", link.heard, leases), m.Restated, link).lost
         self._counters.add("sessions_resumed")
         self._counters.add("leases_restated", len(leases) - len(lost))
         self._counters.add("leases_lost", len(lost))
@@ -434,7 +430,8 @@ class Session:
 
     def _refused(self, namespace: Namespace, why: str) -> None:
         self._counters.add("attaches_refused")
-        logger.error("namespace %s (%s) is refused: %s", namespace.id, namespace.spec.model, why)
+        namespace.refused = why
+        logger.warning("namespace %s (%s) is refused: %s", namespace.id, namespace.spec.model, why)
 
     def look_for_daemon(self) -> None:
         try:
@@ -481,11 +478,11 @@ class Session:
     def probe(self, link: Link, now: float) -> None:
         """Ask a daemon that has missed a deadline whether it is well again."""
         self._counters.add("probes")
-        link.channel.post(Ping(0, b""), functools.partial(self._probed, now))
+        link.channel.post(m.Ping(0, b""), functools.partial(self._probed, now))
 
-    def _probed(self, sent: float, reply: Reply | None) -> None:
+    def _probed(self, sent: float, reply: m.Reply | None) -> None:
         now = time.monotonic()
-        if not isinstance(reply, Pong):
+        if not isinstance(reply, m.Pong):
             return
         if now - sent > self.deadline:
             self._counters.add("probes_late")
@@ -496,5 +493,5 @@ class Session:
             logger.info("the daemon at %s answers again", self.endpoint)
 
 
-def _ignore(reply: Reply | None) -> None:
+def _ignore(reply: m.Reply | None) -> None:
     """For an answer that is nobody's business any more."""

@@ -74,6 +74,8 @@ class Worker:
         self._inside: npt.NDArray[np.int64] = begin + block_bytes * np.arange(blocks_per_slot, dtype=np.int64)
         self._device: Device | None = None
         self._namespace: Namespace | None = None
+        self._declined = ""  # why this rank takes no part, whatever the daemon says
+        self._reported = ""  # why it takes no part, as the scheduler's side knows
         self._begun = self._loaded = 0  # numbers of the last plans carried out
         self._epoch = 0  # counts changes of the weights
         self._done: deque[tuple[str, list[int]]] = deque()  # requests whose load has ended, and blocks that failed
@@ -95,8 +97,7 @@ class Worker:
         """Take the KV tensors, a tensor or several a layer, and join the namespace.
 
         Raises ConfigError where they do not hold what the KV cache specification says, Unsupported for a device
-        that this version cannot copy from, CopyError where copies do not work. The engine is then served without a
-        cache.
+        that this version cannot copy from, CopyError where copies do not work. The caller then calls `decline`.
         """
         tensors = list(_flatten(kv_caches.values()))
         fragments = block_fragments(map(_describe, tensors), num_blocks, self._block_bytes)
@@ -124,10 +125,15 @@ class Worker:
         if self._namespace is not None:
             self._session.detach(self._namespace)
         try:
-            self._namespace = self._session.attach(spec, (self._shard,) if self._writes else (), wait=wait)
+            self._namespace = self._session.attach(spec, (self._shard,) if self._writes else (), wait=wait, insist=True)
         except KVCacheError as error:
             self._namespace = None
-            logger.error("rank %d cannot join namespace %s, this engine is not cached: %s", self._rank, spec.id, error)
+            self.decline(str(error))
+
+    def decline(self, why: str) -> None:
+        """Take no part from now on. The scheduler's side, which hears of it with the next step, logs it as an error."""
+        self._declined = why
+        logger.info("rank %d takes no part in the cache: %s", self._rank, why)
 
     # One step.
 
@@ -176,6 +182,17 @@ class Worker:
         """Return the device blocks that loads did not fill, since the last call."""
         errors, self._errors = self._errors, set()
         return errors
+
+    def take_declined(self) -> dict[int, str]:
+        """Return why this rank takes no part, by its number, where that has changed since the last call; else nothing.
+
+        "" where it does again: the daemon that refused it has been replaced.
+        """
+        why = self._declined or (self._namespace.refused if self._namespace is not None else "")
+        if why == self._reported:
+            return {}
+        self._reported = why
+        return {self._rank: why}
 
     def take_verdicts(self) -> list[Heard]:
         """Return what the daemon has said to settlements since the last call."""

@@ -65,6 +65,7 @@ NOTES = {
     "multimodal": "it has images or the like, whose names in the hashes may be anything: neither saved nor loaded",
     "prompt_embeds": "it came as embeddings, which no hash covers: neither saved nor loaded",
     "weights": "it began under other weights: nothing was loaded until it began again",
+    "rank": "a rank of this engine takes no part in the cache: see the engine's log",
     "unaligned": "the engine had computed a part of a block by itself",
     "by_request": "it asked for no prefix cache (skip_reading_prefix_cache)",
     "canary": "its hits were computed all the same, to compare them with the cache (canary_every)",
