@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 class Desk:
     """Belongs to the daemon's loop: call it there alone. `who` is how the log calls the one who asks."""
 
-    def __init__(self, cache: Cache, sweep: Callable[[], None], figures: Callable[[], dict[str, Any]]) -> None:
-        """`sweep()` ends sessions that were given up; `figures()` are the daemon's own, besides the cache's."""
+    def __init__(self, cache: Cache, tidy: Callable[[int], None], figures: Callable[[], dict[str, Any]]) -> None:
+        """`tidy()` removes what a session that was given up left; `figures()` are the daemon's own, beside the cache's."""
         self.integrity = {"checks": 0, "failures": 0}
-        self._cache, self._sweep, self._figures = cache, sweep, figures
+        self._cache, self._tidy, self._figures = cache, tidy, figures
 
     @property
     def in_grace(self) -> bool:
@@ -51,7 +51,7 @@ class Desk:
 
     def fenced_off(self, session: int, who: str) -> None:
         log.warning("session %d was fenced off by %s", session, who)
-        self._sweep()
+        self._tidy(session)
 
     def resize(self, size: int, who: str) -> int:
         """Make the pool smaller, little by little; return how many bytes it will have. Raises BadArgument."""

@@ -105,7 +105,7 @@ class Service:
         self._loop.set_exception_handler(self._callback_failed)
         self._attendance = Attendance(opened, self._hear_last_words, self._show_out, self._failed)
         self._tokens = self._attendance.tokens
-        self._desk = Desk(self._cache, self._attendance.sweep, self._report)
+        self._desk = Desk(self._cache, self._attendance.look_after, self._report)
         self._lost = ""  # the socket whose file has gone
         self._started, self._started_at = time.monotonic(), time.time()
         self._messages = 0

@@ -36,7 +36,7 @@ class Slow:
         self.error: Exception | None = None
         self.failures: list[Exception] = []
         self.loop = asyncio.new_event_loop()
-        desk = Desk(make_cache(), lambda: None, self._figures)
+        desk = Desk(make_cache(), lambda session: None, self._figures)
         config = Config(endpoint=f"ipc://{folder}/kv.sock", http="127.0.0.1:0")
         self.http = Http(self.loop, config, desk, lambda number, error: self.failures.append(error))
         host, _, port = self.http.address.removeprefix("http://").rpartition(":")

@@ -1,0 +1,121 @@
+"""Sessions that come, go and stay away: which files the daemon looks at, and when it knows of an end."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_cache import make_cache
+
+from kvcache_proto.messages import Hello
+from kvcache_server.attendance import LOOKS, Attendance
+from kvcache_server.door import Peer, Ticket
+from kvcache_server.journal import Book
+from kvcache_server.locks import SessionFiles
+from kvcache_server.opening import Opened
+from kvcache_server.statefile import StateFile
+
+SESSIONS = 3 * LOOKS
+
+
+class Files(SessionFiles):
+    """Session files that count how often each is looked at."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.looks: Counter[str] = Counter()
+
+    def locked(self, name: str) -> bool:
+        self.looks[name] += 1
+        return super().locked(name)
+
+
+class House:
+    """Sessions in a row, without a door: a ticket's file is the life of its process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files, self.failures = Files(str(folder / "sessions")), []
+        state = StateFile(str(folder / "state"), Book(b"r" * 16))
+        self.cache = make_cache()
+        opened = Opened(None, state, self.files, self.cache, {})  # type: ignore[arg-type]
+        self.attendance = Attendance(
+            opened, lambda: None, lambda session: None, lambda number, error: self.failures.append(error)
+        )
+        self.lives: dict[int, int] = {}
+        self.close = state.close
+
+    def enter(self) -> Ticket:
+        ticket = self.attendance.open(Hello(2, f"engine {len(self.lives)}"), Peer(1, 1, frozenset()))
+        self.lives[ticket.session] = ticket.file
+        return ticket
+
+    def die(self, session: int) -> None:
+        os.close(self.lives.pop(session))
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path)
+    yield house
+    for session in list(house.lives):
+        house.die(session)
+    house.close()
+    assert not house.failures
+
+
+def test_who_leaves_is_looked_at_and_nobody_else(house: House) -> None:
+    sessions = [house.enter().session for _ in range(SESSIONS)]
+    for session in sessions:
+        house.attendance.leave(session)
+    assert set(house.files.looks.values()) == {1}
+    assert len(house.cache.absent) == SESSIONS
+    late = house.enter().session
+    house.die(late)
+    house.attendance.leave(late)
+    assert late not in house.cache.absent, "its process is gone: its end is seen at once"
+    assert house.files.looks.total() == SESSIONS + 1
+
+
+def test_a_sweep_looks_at_a_few_and_the_next_one_at_others(house: House) -> None:
+    sessions = [house.enter().session for _ in range(SESSIONS)]
+    for session in sessions:
+        house.attendance.leave(session)
+    house.files.looks.clear()
+    for turn in (1, 2):
+        for number in range(1, SESSIONS // LOOKS + 1):
+            house.attendance.sweep()
+            assert house.files.looks.total() == LOOKS * number + SESSIONS * (turn - 1)
+        assert set(house.files.looks.values()) == {turn}
+    for session in sessions[::2]:
+        house.die(session)
+    for _ in range(SESSIONS // LOOKS):
+        house.attendance.sweep()
+    assert sorted(house.cache.absent) == sessions[1::2]
+    assert len(os.listdir(house.files.folder)) == SESSIONS // 2
+
+
+def test_one_that_was_fenced_off_leaves_no_file(house: House) -> None:
+    first, second = (house.enter().session for _ in range(2))
+    for session in (first, second):
+        house.attendance.leave(session)
+    house.cache.fence_off(first, 0.0)
+    house.attendance.look_after(first)
+    house.attendance.look_after(first)
+    assert list(house.cache.absent) == [second]
+    assert [name.partition("-")[0] for name in os.listdir(house.files.folder)] == [str(second)]
+
+
+def test_one_that_comes_back_is_not_looked_at(house: House) -> None:
+    ticket = house.enter()
+    house.attendance.leave(ticket.session)
+    house.files.looks.clear()
+    hello: Any = Hello(2, "engine 0", "", "", ticket.session, ticket.token)
+    back = house.attendance.open(hello, Peer(1, 1, frozenset()))
+    assert (back.session, back.resumed) == (ticket.session, True)
+    house.lives[back.session + 1000] = back.file
+    house.attendance.sweep()
+    assert not house.files.looks
