@@ -13,7 +13,7 @@ from typing import Any
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, Unavailable, UnknownHandle
 from kvcache_proto.region import RegionRows, slot_size
-from kvcache_proto.types import MAX_HASHES, MAX_NAME, REF_BYTES, PoolGeometry, SlotRef, check_hashes
+from kvcache_proto.types import MAX_HASHES, MAX_NAME, PoolGeometry, check_hashes
 from kvcache_server import reasons, report
 from kvcache_server.distrust import distrust
 from kvcache_server.index import Account, Block, Group
@@ -31,6 +31,7 @@ from kvcache_server.leases import Lease
 from kvcache_server.limits import Limits
 from kvcache_server.misses import Lookup, Misses
 from kvcache_server.pool import Pool
+from kvcache_server.restate import restate
 from kvcache_server.room import Room
 from kvcache_server.sessions import Engine, Namespace, Session, Watcher
 from kvcache_server.shares import Shares
@@ -85,7 +86,7 @@ class Cache:
             *(self.pool, self.room, limits, self.engines, self._held, journal, self.counters, self.refusals),
             self.misses,
         )
-        self.writing.last_reservation = self._last_lease = life << LIFE_SHIFT
+        self.writing.last_reservation = self.last_lease = life << LIFE_SHIFT
         self.last_namespace = self.last_engine = self.last_session = 0
         self._journal = journal
         self._by_id: dict[str, Namespace] = {}
@@ -115,7 +116,7 @@ class Cache:
         self.writing.bound(limits)
         self.room.bound(limits.namespace_ceiling)
         self.shares.bound(self.pool.capacity, limits.namespace_floor)
-        self._pin_quota = int(limits.pin_quota * self.pool.capacity)
+        self.pin_quota = int(limits.pin_quota * self.pool.capacity)
 
     def resize(self, size: int) -> int:
         """Make the pool smaller, by `shrink`, to the whole extents in `size` bytes; return how many bytes that is.
@@ -172,6 +173,7 @@ class Cache:
             raise UnknownHandle(f"session {session} is none that could come back")
         engine.absent.discard(session)
         self._enter(session, engine, label, now)
+        self.sessions[session].may_restate = True
         self.counters["sessions_resumed"] += 1
 
     def _enter(self, number: int, engine: Engine, label: str, now: float) -> int:
@@ -249,24 +251,8 @@ class Cache:
         self.grace_until = now + self.limits.grace
 
     def _restate(self, session: Session, request: m.Restate, now: float) -> m.Restated:
-        """Take back what a resumed session holds: its leases, and of its reservations those that it has heard of."""
         self.misses.acting(now, session.engine.name, 0)
-        for reservation in list(session.engine.reservations.values()):
-            if reservation.owner == session.id and reservation.id > request.heard:
-                self.writing.abandon(reservation)
-                self.counters["reservations_unheard"] += 1
-        lost = []
-        for number, ref in request.leases:
-            block = self.pool.find(SlotRef.unpack(ref)) if len(ref) == REF_BYTES else None
-            if block is None or not block.visible or number in session.leases or number > self._last_lease:
-                lost.append(number)
-                continue
-            size = sum(1 for _ in block.ancestors()) * block.account.group.slot_bytes
-            self._pin(session, number, block, size)
-            self.counters["leases_restated"] += 1
-        self.counters["leases_lost"] += len(lost)
-        self.awaited.discard(session.id)
-        return m.Restated(request.id, lost)
+        return restate(self, session, request, now)
 
     def _fence(self, session: Session, request: m.Fence, now: float) -> m.Fenced:
         return m.Fenced(request.id, self.fence_off(request.session, now))
@@ -361,16 +347,16 @@ class Cache:
             if len(session.leases) >= self.limits.max_leases:
                 self.refusals["leases"] += hits
                 return m.Acquired(request.id, 0, 0, 0, b"", hits)
-            if engine.pinned + hits * group.slot_bytes > self._pin_quota:
-                affordable = engine.affordable(found, self._pin_quota)
+            if engine.pinned + hits * group.slot_bytes > self.pin_quota:
+                affordable = engine.affordable(found, self.pin_quota)
                 withheld = max(0, hits - affordable)
                 if withheld:
                     self.refusals["quota"] += withheld
                     hits, pending = affordable, 0
                 if not hits:
                     return m.Acquired(request.id, 0, 0, 0, b"", withheld)
-            self._last_lease = lease = self._last_lease + 1
-            self._pin(session, lease, found[hits - 1], hits * group.slot_bytes)
+            self.last_lease = lease = self.last_lease + 1
+            self.pin(session, lease, found[hits - 1], hits * group.slot_bytes)
         if hits < len(found):
             del found[hits:]
         self.pool.read(found[-1])
@@ -389,7 +375,7 @@ class Cache:
                 self.counters["releases_unknown"] += 1
 
     @staticmethod
-    def _pin(session: Session, number: int, block: Block, size: int) -> None:
+    def pin(session: Session, number: int, block: Block, size: int) -> None:
         block.pins += 1
         session.leases[number] = Lease(block, size)
         session.engine.pinned += size

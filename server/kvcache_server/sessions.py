@@ -90,13 +90,14 @@ class Engine:
 
 
 class Session:
-    __slots__ = ("attached", "breaker", "counts", "engine", "id", "label", "leases", "opened")
+    __slots__ = ("attached", "breaker", "counts", "engine", "id", "label", "leases", "may_restate", "opened")
 
     def __init__(self, number: int, engine: Engine, label: str, opened: float) -> None:
         self.id = number
         self.engine = engine
         self.label = label
         self.opened = opened
+        self.may_restate = False  # it has resumed, and not said yet what it holds
         self.attached: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
         self.leases: dict[int, Lease] = {}
         self.breaker: Breaker | None = None  # None: it has not told

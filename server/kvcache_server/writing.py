@@ -245,10 +245,14 @@ class Writing:
             ),
         )
 
-    def abandon(self, reservation: Reservation) -> None:
-        """Settle as never started what is unsettled: nobody was told that it was granted."""
+    def abandon(self, reservation: Reservation, now: float) -> None:
+        """Settle as never started what is unsettled: its session says that it was never told of it.
+
+        By way of the quarantine: nobody else says so, and whoever was told all the same may be writing.
+        """
         for grant in list(reservation.grants):
             if not grant.whole:
+                grant.tainted_until = now + self.limits.quarantine
                 self._settle_shards(grant, reservation.all_shards & ~grant.settled, Verdict.FAILED, "not_started")
 
     def writer_gone(self, engine: Engine, session: int, now: float) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import random
 
+import msgspec
 import pytest
-from host import SMALL, Client, Host, Killed, Story, chain, digest, found, spec_of
+from host import LIMITS, SMALL, Client, Host, Killed, Story, chain, digest, found, spec_of
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import ClientError, KVCacheError, RegionError, UnknownHandle
+from kvcache_proto.errors import ClientError, KVCacheError, NotPermitted, RegionError, UnknownHandle
 from kvcache_proto.region import READY, SLOT_ROW, RegionRows
 from kvcache_proto.types import Outcome, Refusal, SlotRef, Verdict, unpack_refs
 from kvcache_server import journal
@@ -78,7 +79,87 @@ def test_what_nobody_was_told_of_is_given_back() -> None:
     assert engine.settle(heard.reservation) == [Verdict.VISIBLE]
     with pytest.raises(UnknownHandle):
         engine.settle(unheard.reservation)
+    # By way of the quarantine: that it was not told of them is for nobody else to say.
+    assert (host.cache.pool.extents[0].used, len(host.cache.writing.quarantine)) == (3, 2)
+    host.cache.check_integrity()
+    host.now += LIMITS.quarantine
+    host.cache.tick(host.now)
     assert host.cache.pool.extents[0].used == 1
+    host.cache.check_integrity()
+
+
+def test_only_a_session_that_has_resumed_restates_and_once() -> None:
+    host = Host()
+    engine = Client(host, "one", spec_of(64 << 10))
+    engine.store(chain("a", 3))
+    ref = engine.acquire(chain("a", 3)).slots[-24:]
+    writing = engine.reserve(["w"])
+    for _ in range(2):
+        with pytest.raises(NotPermitted, match="nothing to restate"):
+            engine.ask(m.Restate(1, b"", 0, [(1, ref)]))
+        assert engine.settle(writing.reservation) == [Verdict.VISIBLE]
+        host.restart()
+        lease = host.cache.last_lease
+        assert engine.come_back(writing.reservation, ((lease, ref),)) == []
+        writing = engine.reserve([f"w{host.cache.life}"])
+    host.cache.check_integrity()
+
+
+def test_the_same_holds_for_one_that_comes_back_to_the_same_daemon() -> None:
+    host = Host()
+    engine = Client(host, "one", spec_of(64 << 10))
+    engine.store(chain("a", 3))
+    lease, heard = engine.acquire(chain("a", 3)), engine.reserve(["h"])
+    unheard = engine.reserve(["u"])
+    host.cache.leave_session(engine.session)
+    assert engine.come_back(heard.reservation, ((lease.lease, lease.slots[-24:]),)) == []
+    assert host.cache.counters["leases_restated"] == 1
+    assert engine.settle(heard.reservation) == [Verdict.VISIBLE]
+    with pytest.raises(UnknownHandle):
+        engine.settle(unheard.reservation)
+    assert len(host.cache.writing.quarantine) == 1
+    with pytest.raises(NotPermitted):
+        engine.ask(m.Restate(1, b"", 0))
+    host.cache.check_integrity()
+
+
+def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
+    limits = msgspec.structs.replace(LIMITS, max_leases=4, pin_quota=0.25)
+    host = Host(extents=2, limits=limits)
+    engine = Client(host, "one", spec_of(64 << 10))
+    for name in "abcdef":
+        engine.store(chain(name, 3))
+    group = host.cache.namespaces[1].groups[0]
+    ends = {name: group.visible[digest(f"{name}2")].ref for name in "abcdef"}
+    quota = int(0.25 * host.cache.pool.capacity) // group.slot_bytes
+    last = host.cache.last_lease
+    host.cache.leave_session(engine.session)
+    # The same chain over and over costs nothing; the fifth lease is one too many.
+    assert engine.come_back(0, tuple((last - n, ends["a"]) for n in range(5000))) == [last - n for n in range(4, 5000)]
+    assert host.cache.counters["leases_over_limits"] == 4996
+    host.cache.check_integrity()
+    host.cache.leave_session(engine.session)
+    host.cache.bound(msgspec.structs.replace(limits, max_leases=100))
+    lost = engine.come_back(0, tuple((last - n, ends[name]) for n, name in enumerate("abcdef")))
+    assert len(lost) == 6 - quota // 3
+    held = {
+        id(block) for lease in host.cache.sessions[engine.session].leases.values() for block in lease.block.ancestors()
+    }
+    assert len(held) <= quota
+    host.cache.check_integrity()
+
+
+def test_what_a_restate_looks_through_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache_server.restate.MOST_BLOCKS", 50)
+    host = Host(extents=3)
+    engine = Client(host, "one", spec_of(64 << 10))
+    engine.store(chain("a", 40))
+    engine.store(chain("b", 40))
+    refs = [host.cache.namespaces[1].groups[0].visible[digest(f"{name}39")].ref for name in "ab"]
+    last = host.cache.last_lease
+    host.cache.leave_session(engine.session)
+    leases = [(last - n, refs[n % 2]) for n in range(6)]
+    assert engine.come_back(0, tuple(leases)) == [number for number, ref in leases if ref == refs[1]]
     host.cache.check_integrity()
 
 

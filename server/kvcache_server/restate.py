@@ -1,0 +1,80 @@
+"""What a session that has come back says it holds: believed once, within the limits of a session that asks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from typing import TYPE_CHECKING
+
+from kvcache_proto.errors import NotPermitted
+from kvcache_proto.messages import Restate, Restated
+from kvcache_proto.types import REF_BYTES, SlotRef
+from kvcache_server.index import Block
+from kvcache_server.leases import Lease
+from kvcache_server.sessions import Session
+
+if TYPE_CHECKING:
+    from kvcache_server.cache import Cache
+
+MOST_BLOCKS = 1 << 17  # looked at for one restate: a few milliseconds
+
+
+def restate(cache: Cache, session: Session, request: Restate, now: float) -> Restated:
+    """Take back what a session that has resumed holds: its leases, and of its reservations those it has heard of.
+
+    It is believed once, and given no more than it could have asked for: leases beyond `max_leases` and the pin quota
+    are lost, as those are whose blocks are gone. Raises NotPermitted for a session that has nothing to restate; nothing
+    has changed then.
+    """
+    if not session.may_restate:
+        raise NotPermitted(f"session {session.id} has nothing to restate: it has not resumed since it last did")
+    session.may_restate = False
+    for reservation in list(session.engine.reservations.values()):
+        if reservation.owner == session.id and reservation.id > request.heard:
+            cache.writing.abandon(reservation, now)
+            cache.counters["reservations_unheard"] += 1
+    lost = []
+    pinned = _Pinned(lease for each in session.engine.sessions.values() for lease in each.leases.values())
+    for number, ref in request.leases:
+        block = cache.pool.find(SlotRef.unpack(ref)) if len(ref) == REF_BYTES else None
+        if block is None or not block.visible or number in session.leases or not 0 < number <= cache.last_lease:
+            lost.append(number)
+            continue
+        room = len(session.leases) < cache.limits.max_leases
+        length = pinned.add(block, cache.pin_quota) if room else 0
+        if not length:
+            lost.append(number)
+            cache.counters["leases_over_limits"] += 1
+            continue
+        cache.pin(session, number, block, length * block.account.group.slot_bytes)
+        cache.counters["leases_restated"] += 1
+    cache.counters["leases_lost"] += len(lost)
+    cache.awaited.discard(session.id)
+    return Restated(request.id, lost)
+
+
+class _Pinned:
+    """The distinct blocks that leases pin together: what may still be pinned beside them is known after one walk."""
+
+    def __init__(self, leases: Iterable[Lease]) -> None:
+        self._lengths: dict[int, int] = {}  # of the chain that ends in a block, by the block's identity
+        self._bytes, self._left = 0, MOST_BLOCKS
+        for lease in leases:
+            self.add(lease.block, 1 << 62)
+
+    def add(self, block: Block, quota: int) -> int:
+        """Count the chain that ends in `block` and return its length; 0, uncounted, where all exceed `quota` bytes."""
+        size, length = block.account.group.slot_bytes, 0
+        new: list[int] = []
+        for each in block.ancestors():
+            length = self._lengths.get(id(each), 0)
+            if length:
+                break
+            new.append(id(each))
+            if len(new) > self._left or self._bytes + len(new) * size > quota:
+                self._left -= len(new)
+                return 0
+        self._left -= len(new)
+        self._bytes += len(new) * size
+        self._lengths.update(zip(reversed(new), count(length + 1)))
+        return length + len(new)
