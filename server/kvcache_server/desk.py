@@ -18,7 +18,7 @@ class Desk:
     """Belongs to the daemon's loop: call it there alone. `who` is how the log calls the one who asks."""
 
     def __init__(self, cache: Cache, tidy: Callable[[int], None], figures: Callable[[], dict[str, Any]]) -> None:
-        """`tidy()` removes what a session that was given up left; `figures()` are the daemon's own, beside the cache's."""
+        """`tidy()` removes what a session that was given up left; `figures()` are the daemon's own."""
         self.integrity = {"checks": 0, "failures": 0}
         self._cache, self._tidy, self._figures = cache, tidy, figures
 
