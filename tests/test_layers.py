@@ -64,7 +64,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "kvcache_client": [
         {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"}
         | {"noise", "notes", "sums"},
-        {"devices", "slots", "channel", "door", "engine", "tally", "events"},
+        {"devices", "slots", "channel", "door", "engine", "tally", "events", "summary"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
         {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},
         {"devices.cuda_kernels", "devices.turns", "devices.ring"},

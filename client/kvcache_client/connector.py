@@ -217,6 +217,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if received or invalid:
             self._scheduler.ended(list(received or ()), set(invalid or ()))
+        copies = getattr(connector_output, "kv_connector_stats", None)
+        if isinstance(copies, CacheStats):  # beside other connectors they come in a wrapper, and the log does without
+            self._scheduler.copied(copies.data)
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, RankReport):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvcache_client.notes import Notes
 from kvcache_client.plan import NOTHING, CheckJob, LoadJob, SaveJob, StepPlan, cut_load, hit_limit, slot_hashes
 from kvcache_client.saves import Saves
 from kvcache_client.settings import Settings
+from kvcache_client.summary import Summary
 from kvcache_client.sums import pick_sums
 from kvcache_client.tally import Tally
 from kvcache_client.tracked import Lookup, Tracked, track
@@ -63,6 +64,7 @@ class Scheduler:
         self._session, self._settings = session, settings
         self._block, self._per_slot, self._slot_tokens = engine_block, blocks_per_slot, engine_block * blocks_per_slot
         self._saving, self._loading, self._volatile = saves, loads, volatile
+        self._block_bytes = spec.groups[0].block_bytes // blocks_per_slot  # of the engine's blocks, all ranks together
         self._ceiling = settings.num_cpu_blocks * spec.groups[0].block_bytes
         self._namespace = session.attach(spec, (), self._ceiling)
         self._announce: NamespaceSpec | None = spec
@@ -77,6 +79,7 @@ class Scheduler:
         self._no_loads_until = 0.0
         self._spent = 0.0  # seconds of this schedule that lookups took: all of them together have one deadline
         self._tally = Tally(logger)
+        self._summary = Summary(self._log_summary, self._tally.snapshot)
         self._verify, self._shards = settings.verify, spec.shards
         self.events = Events(engine_block, blocks_per_slot) if tell else None
         self._notes = Notes()
@@ -234,7 +237,8 @@ class Scheduler:
         lookup = state.lookup
         if lookup is not None and not state.told:
             state.told = True
-            logger.info(
+            self._summary.request(request.num_tokens, lookup.hits * self._slot_tokens, max(external, 0))
+            logger.debug(
                 "request %s: %s tokens, %s hit, %s to load",
                 *(request.request_id, f"{request.num_tokens:,}"),
                 *(f"{lookup.hits * self._slot_tokens:,}", f"{external:,}"),
@@ -244,6 +248,8 @@ class Scheduler:
             return
         lease, sums = (lookup.lease, lookup.sums) if lookup is not None and lookup.lease.id else (None, b"")
         count = external // self._block
+        self._tally.add("needed_blocks", -(-external // self._slot_tokens))
+        self._tally.add("needed_bytes", count * self._block_bytes)
         # The engine waits for this load whatever we think of it: without a lease it is one that fails.
         region, packed = (lease.region_id, lease.packed) if lease else (b"", b"")
         job = cut_load(request.request_id, region, packed, state.blocks, state.start, count, self._per_slot, sums)
@@ -271,6 +277,13 @@ class Scheduler:
                     state.load_failed, state.saved = True, 0
                     self._note(state, "load_failed")
             self._judge(ended.failed)
+
+    def copied(self, counts: Mapping[str, int]) -> None:
+        """Note what ranks have copied since the last time, for the summary in the log."""
+        self._summary.copied(counts)
+
+    def _log_summary(self, line: str) -> None:
+        logger.info("%s, engine %s", line, self._session.engine)
 
     def _judge(self, failed: bool) -> None:
         self._failures = self._failures + 1 if failed else 0
@@ -448,6 +461,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Give back whatever no rank has heard of, and end the session."""
+        self._summary.close()
         self._saves.drop()
         self._session.close()
 

@@ -15,12 +15,12 @@ from kvcache_proto.types import Breaker
 if TYPE_CHECKING:
     from kvcache_client.session import Session
 
-EVERY = 10.0  # seconds
+EVERY = 1.0  # seconds: `top` looks as often
 SINCE_VERSION = 2
 
 
 class Telling:
-    """Tells when the breaker has opened or closed, when the daemon is a new one, and else every 10 s, if there is
+    """Tells when the breaker has opened or closed, when the daemon is a new one, and else every second, if there is
     something to tell."""
 
     def __init__(self, session: Session) -> None:

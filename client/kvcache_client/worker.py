@@ -244,7 +244,7 @@ class Worker:
                 stored.blocks += len(job.positions)
             line = self._line(job.request, stored)
         if line:
-            logger.info("%s", line)
+            logger.debug("%s", line)
 
     def _count_copy(self, size: str, time: str, blocks: int, done: Job) -> None:
         self._counts.add(size, blocks * self._block_bytes)
@@ -258,7 +258,7 @@ class Worker:
             stored.finished = True
             line = self._line(request, stored)
         if line:
-            logger.info("%s", line)
+            logger.debug("%s", line)
 
     def _line(self, request: str, stored: _Stored) -> str:
         if stored.jobs or not stored.finished:
@@ -352,7 +352,7 @@ class Worker:
         else:
             self._count_copy("loaded_bytes", "load_us", len(job.blocks), done)
             if not self._rank:
-                logger.info("loaded %s", self._amount(len(job.blocks) / self._per_slot, done.seconds, job.request))
+                logger.debug("loaded %s", self._amount(len(job.blocks) / self._per_slot, done.seconds, job.request))
         self._done.append((job.request, failed))
 
     # The end.

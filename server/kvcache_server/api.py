@@ -68,7 +68,7 @@ class Namespace(msgspec.Struct):
     lookups: Count
     requested_blocks: Count
     hit_blocks: Count
-    hit_bytes: Count
+    hit_bytes: Annotated[Count, _doc("that lookups found; engines need and load only what their devices have not")]
     lost_blocks: Annotated[
         Count, _doc("asked for after they were evicted: more memory would have hit them; an estimate")
     ]
@@ -148,6 +148,7 @@ class Status(msgspec.Struct):
     evicted_unread: Annotated[Count, _doc("of them, those that no lookup had found")]
     refusals: Annotated[dict[str, Count], _doc("blocks that were not granted or not given, by reason")]
     counters: dict[str, Count]
+    told: Annotated[dict[str, Count], _doc("what clients count, all together: loaded_bytes and saved_bytes by ranks")]
     daemon: Daemon
 
 

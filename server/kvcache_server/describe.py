@@ -17,7 +17,9 @@ def describe(stats: dict[str, Any]) -> str:
         heading(stats),
         f"pool        {occupied(stats['pool'])}",
         f"            {blocks(stats['pool'])}",
-        f"hits        {ratio(hits, asked)} of {asked:,} blocks asked for, {format_size(loaded(spaces))} loaded",
+        f"hits        {ratio(hits, asked)} of {asked:,} blocks asked for, {format_size(found(spaces))} found",
+        f"            {needed(stats)}",
+        f"copies      {copied(stats)}",
         "refusals    " + counts(stats["refusals"]),
         "errors      " + counts(daemon["errors"] | daemon["drops"] | daemon["door_refused"]),
     ]
@@ -60,7 +62,19 @@ def blocks(pool: dict[str, Any]) -> str:
     )
 
 
-def loaded(spaces: Iterable[dict[str, Any]]) -> int:
+def needed(stats: dict[str, Any]) -> str:
+    """Return how much of what lookups found engines wanted: the rest was in their devices' own caches."""
+    told = stats.get("told", {})  # 0.1.0 has no such key
+    return f"{told.get('needed_blocks', 0):,} of them needed, {format_size(told.get('needed_bytes', 0))}"
+
+
+def copied(stats: dict[str, Any]) -> str:
+    """Return what engines have copied, all ranks together, as far as they have told."""
+    told = stats.get("told", {})
+    return f"{format_size(told.get('loaded_bytes', 0))} loaded, {format_size(told.get('saved_bytes', 0))} saved"
+
+
+def found(spaces: Iterable[dict[str, Any]]) -> int:
     """Return the bytes of the blocks that lookups found."""
     # A daemon that does not tell them has namespaces of one group alone.
     return sum(space.get("hit_bytes", space["hit_blocks"] * space["block_bytes"][0]) for space in spaces)

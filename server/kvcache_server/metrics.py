@@ -137,7 +137,9 @@ def _namespaces(namespaces: list[Mapping[str, Any]]) -> Iterator[Metric]:
     unlimited = {each["id"]: each["hit_blocks"] + each["lost_blocks"] for each in shown}
     doc = "Blocks that lookups would have found had nothing ever been evicted; an estimate"
     yield _counter("unlimited_hit_blocks", doc, unlimited, where)
-    yield _counter("loaded_bytes", "Bytes of the blocks that lookups found", of("hit_bytes"), where)
+    yield _counter("hit_bytes", "Bytes of the blocks that lookups found", of("hit_bytes"), where)
+    doc = "Deprecated, goes with 0.3: the same as kvcache_hit_bytes_total; kvcache_engine_copied_bytes_total was loaded"
+    yield _counter("loaded_bytes", doc, of("hit_bytes"), where)
     yield _counter("saved_blocks", "Blocks stored whole", of("saved_blocks"), where)
     yield _counter("saved_bytes", "Bytes of blocks stored whole", of("saved_bytes"), where)
     yield _gauge("namespace_blocks", "Blocks that lookups can find", of("blocks"), where)
@@ -164,7 +166,10 @@ def _told(told: Mapping[str, int]) -> Iterator[Metric]:
     yield _counter("engine_copied_bytes", "Bytes that engines have loaded to and saved from their devices", done, "way")
     seconds = {way: told.get(time, 0) / 1e6 for way, (_, time) in _COPIED.items()}
     yield _counter("engine_copy_seconds", "Time that these copies took, one after the other", seconds, "way")
-    own = {key for pair in _COPIED.values() for key in pair}
+    doc = "{} that engines asked their ranks to load: of those that lookups found, what no device's own cache had"
+    yield _counter("needed_blocks", doc.format("Blocks"), told.get("needed_blocks", 0))
+    yield _counter("needed_bytes", doc.format("Bytes"), told.get("needed_bytes", 0))
+    own = {key for pair in _COPIED.values() for key in pair} | {"needed_blocks", "needed_bytes"}
     events = dict.fromkeys(_ENGINE_EVENTS, 0) | {key: n for key, n in told.items() if key not in own}
     yield _counter("engine_events", "What engines have counted besides", events, "event")
 

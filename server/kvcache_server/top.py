@@ -71,12 +71,17 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
     seconds = max(after.at - before.at, 1e-9)
 
     def gained(name: str) -> tuple[int, int]:
-        total = after.stats["counters"].get(name, 0)
-        return total - before.stats["counters"].get(name, 0), total
+        return _gain(before, after, "counters", name)
 
-    def row(name: str, gain: float, total: float, size: tuple[float, float] | None, more: str = "") -> tuple[str, ...]:
+    def told(name: str) -> tuple[int, int]:
+        return _gain(before, after, "told", name)
+
+    def row(
+        name: str, blocks: tuple[float, float] | None, size: tuple[float, float] | None, more: str = ""
+    ) -> tuple[str, ...]:
+        counts = (f"{blocks[0] / seconds:,.0f}", f"{blocks[1]:,}") if blocks else ("", "")
         sizes = (f"{format_size(size[0] / seconds)}/s", format_size(size[1])) if size else ("", "")
-        return name, f"{gain / seconds:,.0f}", sizes[0], f"{total:,}", sizes[1], more
+        return name, counts[0], sizes[0], counts[1], sizes[1], more
 
     asked, found = gained("blocks_requested"), gained("blocks_hit")
     saved, evicted = gained("blocks_committed"), gained("blocks_evicted")
@@ -84,15 +89,23 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
     refused = sum(refusals.values())
     until = sum(count for reason, count in before.stats["refusals"].items() if reason not in _NOT_NEEDED)
     rows = [
-        row("asked for", *asked, None),
-        row("loaded", *found, _bytes(before, after, _loaded)),
-        row("saved", *saved, _bytes(before, after, _saved)),
-        row("evicted", *evicted, None),
-        row("refused", refused - until, refused, None, words.counts(refusals) if refused else ""),
+        row("asked for", asked, None),
+        row("found", found, _bytes(before, after, _found)),
+        row("needed", told("needed_blocks"), told("needed_bytes")),
+        row("loaded", None, told("loaded_bytes")),  # by ranks, which count bytes
+        row("saved", saved, _bytes(before, after, _saved)),
+        row("evicted", evicted, None),
+        row("refused", (refused - until, refused), None, words.counts(refusals) if refused else ""),
     ]
     hits = f"hits  now {words.ratio(found[0], asked[0])}, overall {words.ratio(found[1], asked[1])}"
     head = ("blocks", "a second", "", "in all", "", "")
     return [Line(hits, True), *_headed(words.table(head, rows, left=1))]
+
+
+def _gain(before: Sample, after: Sample, kind: str, name: str) -> tuple[int, int]:
+    """Return what a count has gained since `before`, and what it is. 0.1.0 has not every kind."""
+    total = after.stats.get(kind, {}).get(name, 0)
+    return total - before.stats.get(kind, {}).get(name, 0), total
 
 
 def _bytes(before: Sample, after: Sample, of: Callable[[dict[str, Any]], int | None]) -> tuple[float, float] | None:
@@ -103,8 +116,8 @@ def _bytes(before: Sample, after: Sample, of: Callable[[dict[str, Any]], int | N
     return sum(size - earlier.get(name, 0) for name, size in now.items()), sum(now.values())
 
 
-def _loaded(space: dict[str, Any]) -> int:
-    return words.loaded([space])
+def _found(space: dict[str, Any]) -> int:
+    return words.found([space])
 
 
 def _saved(space: dict[str, Any]) -> int | None:

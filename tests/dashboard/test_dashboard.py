@@ -295,8 +295,9 @@ def report(asked: int, saved: dict[str, int], pid: int = 1) -> dict[str, Any]:
         "life": 1,
         "pool": {"region_id": "r", "used_bytes": 5},
         "counters": {"blocks_requested": asked},
+        "told": {"loaded_bytes": 2 * asked},
         "namespaces": [
-            {"id": name, "lost_blocks": 0, "hit_bytes": 0, "saved_bytes": size} for name, size in saved.items()
+            {"id": name, "lost_blocks": 0, "hit_bytes": 9 * asked, "saved_bytes": size} for name, size in saved.items()
         ],
     }
 
@@ -310,8 +311,9 @@ def test_a_point_is_what_lies_between_two_reports_of_one_daemon() -> None:
     history.add(18.0, report(9, {"b": 6}, pid=2))
     found = history.since(0)
     named = [dict(zip(found["fields"], point, strict=True)) for point in found["points"]]
-    assert [(each["at"], each["requested_blocks"], each["saved_bytes"]) for each in named] == [
-        *((12.0, 30, 15), (14.0, 0, 0), (18.0, 2, 1))
+    names = ("at", "requested_blocks", "loaded_bytes", "saved_bytes")
+    assert [tuple(each[name] for name in names) for each in named] == [
+        *((12.0, 30, 60, 15), (14.0, 0, 0, 0), (18.0, 2, 4, 1))
     ]
     assert found["next"] == 3
     assert history.since(2)["points"] == found["points"][2:]

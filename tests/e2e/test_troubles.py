@@ -71,7 +71,7 @@ def test_larger_blocks_and_prompts_only(engines: Any, daemon: Any, prompt: Any, 
 
 def test_every_load_fails(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
     """Each request is answered, after one failed load each; then no more hits are offered for a while."""
-    engine = engines("broken", daemon.endpoint, module="broken_connector")
+    engine = engines("broken", daemon.endpoint, module="broken_connector", env={"VLLM_LOGGING_LEVEL": "DEBUG"})
     prompts = [prompt(6 * BLOCK + n) for n in range(1, 6)]
     assert engine.generate(*prompts) == reference(prompts)
     wait_idle(daemon)

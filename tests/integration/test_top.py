@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from kvcache_proto import messages as m
-from kvcache_proto.types import GroupSpec, NamespaceSpec
+from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec
 from kvcache_server.admin import Admin
+from kvcache_server.describe import describe
 from kvcache_server.top import Sample, frame
 
 CLIENT = Path(__file__).with_name("client.py")
@@ -115,7 +116,7 @@ def test_traffic_as_it_happens(daemon: Any, terminal: Any) -> None:
     assert "no namespaces" in idle and "no sessions" in idle and "hits  now -, overall -" in idle
     command = [sys.executable, str(CLIENT), daemon.endpoint, "qwen", "traffic", "65536", "3", "1"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as client:
-        busy = top.wait(lambda text: re.search(r"loaded +[1-9][\d,]* +[\d.]+ \w+/s", text), "traffic")
+        busy = top.wait(lambda text: re.search(r"found +[1-9][\d,]* +[\d.]+ \w+/s", text), "traffic")
         assert re.search(r"hits  now \d+\.\d%, overall \d+\.\d%", busy)
         assert "blocks of 65536" in busy and "qwen" in busy
         assert client.wait(PATIENCE) == 0
@@ -126,7 +127,7 @@ def test_traffic_as_it_happens(daemon: Any, terminal: Any) -> None:
     status = daemon.status()
     counters, pool = status["counters"], status["pool"]
     assert number(rest, r"asked for +0 +([\d,]+)") == counters["blocks_requested"]
-    assert number(rest, r"loaded +0 +0 B/s +([\d,]+)") == counters["blocks_hit"]
+    assert number(rest, r"found +0 +0 B/s +([\d,]+)") == counters["blocks_hit"]
     assert number(rest, r"([\d,]+) blocks, 0 being") == pool["blocks"]
     assert "hits  now -" in rest
     os.write(top.keys, b"xq")  # the first is no key of ours
@@ -222,14 +223,23 @@ def test_rates_are_what_lies_between_two_reports(daemon: Any) -> None:
         engine.ask(m.Settle(0, b"", engine.geometry.region_id, reserved.reservation, (0,), 0))
         engine.ask(m.Reserve(0, b"", namespace, [m.Run(run)]))  # present: nothing is refused by that
         engine.ask(m.Acquire(0, b"", namespace, [*run, bytes(31) + b"z", bytes(31) + b"y"], 0, False))
+        engine.tell(
+            m.Tell(0, b"", Breaker.CLOSED, {"needed_blocks": 4, "needed_bytes": 4 << 20, "loaded_bytes": 2 << 20})
+        )
+        engine.ping()  # what is told has no answer; what comes after it has
         text = "\n".join(line.text for line in frame(before, seen(104.0)))
-    # In four seconds: 8 stored, one refused, 8 of 10 found.
+        status = describe(daemon.status())
+    # In four seconds: 8 stored, one refused, 8 of 10 found, 4 of these needed, 2 loaded so far.
     assert "hits  now 80.0%, overall 80.0%" in text
     for row in (
         r"asked for +2 +10\b",
-        r"loaded +2 +2\.0 MiB/s +8 +8\.0 MiB",
+        r"found +2 +2\.0 MiB/s +8 +8\.0 MiB",
+        r"needed +1 +1\.0 MiB/s +4 +4\.0 MiB",
+        r"loaded +512\.0 KiB/s +2\.0 MiB",
         r"saved +2 .*\b8\b",
         r"refused +0 +1 +no_parent 1",
     ):
         assert re.search(row, text), f"{row}\n{text}"
+    assert "80.0% of 10 blocks asked for, 8.0 MiB found\n            4 of them needed, 4.0 MiB\n" in status
+    assert "copies      2.0 MiB loaded, 0 B saved" in status
     assert re.search(r"llama +8 +8\.0 MiB +80\.0% +80\.0%", text)

@@ -84,7 +84,10 @@ def test_what_happened_is_counted(daemon: Any, engine: Engine) -> None:
     assert found[f'kvcache_hit_blocks_total{{namespace="{engine.spec.id}",tier="memory"}}'] == 4
     assert found[f"kvcache_unlimited_hit_blocks_total{where}"] == 4
     assert found[f"kvcache_saved_blocks_total{where}"] == 4
-    assert found[f"kvcache_saved_bytes_total{where}"] == found[f"kvcache_loaded_bytes_total{where}"] == 4 * SIZE
+    assert found[f"kvcache_saved_bytes_total{where}"] == found[f"kvcache_hit_bytes_total{where}"] == 4 * SIZE
+    assert found[f"kvcache_loaded_bytes_total{where}"] == 4 * SIZE, "its old name"
+    assert found['kvcache_engine_copied_bytes_total{way="load"}'] == 0, "found, and not loaded"
+    assert found["kvcache_needed_blocks_total"] == 0
     assert found['kvcache_deduplicated_blocks_total{state="cached"}'] == 4
     assert found['kvcache_errors_total{code="bad_argument"}'] == 1
     assert found["kvcache_acquire_duration_seconds_count"] == 2
@@ -133,6 +136,7 @@ def test_wrong_blocks_are_counted_by_finding(daemon: Any, engine: Engine) -> Non
 
 def test_what_engines_tell_is_summed_up_and_names_of_their_own_are_not_shown(daemon: Any, engine: Engine) -> None:
     engine.tell(m.Tell(0, b"", Breaker.OPEN, {"loaded_bytes": 300, "load_us": 2_000_000, "loads_failed": 1, "mine": 7}))
+    engine.tell(m.Tell(0, b"", Breaker.OPEN, {"needed_blocks": 3, "needed_bytes": 301}))
     engine.ping()  # what is told has no answer; what comes after it has
     with Engine(daemon.endpoint) as other:
         other.tell(m.Tell(0, b"", Breaker.CLOSED, {"loads_failed": 2, "saved_bytes": 1}))
@@ -143,6 +147,7 @@ def test_what_engines_tell_is_summed_up_and_names_of_their_own_are_not_shown(dae
     assert found['kvcache_engine_breakers{state="closed"}'] == 0
     assert found['kvcache_engine_copied_bytes_total{way="load"}'] == 300
     assert found['kvcache_engine_copied_bytes_total{way="save"}'] == 1
+    assert (found["kvcache_needed_blocks_total"], found["kvcache_needed_bytes_total"]) == (3, 301)
     assert found['kvcache_engine_copy_seconds_total{way="load"}'] == 2
     assert found['kvcache_engine_events_total{event="loads_failed"}'] == 3
     assert found['kvcache_engine_events_total{event="other"}'] == 7

@@ -10,7 +10,10 @@ EVERY = 2.0  # seconds between two looks
 
 
 class Point(NamedTuple):
-    """What happened in the `seconds` before `at` (seconds since 1970), and what was used then."""
+    """What happened in the `seconds` before `at` (seconds since 1970), and what was used then.
+
+    `loaded_bytes` are what ranks have copied, as far as they have told.
+    """
 
     at: float
     seconds: float
@@ -49,7 +52,7 @@ class History:
                 requested_blocks=counted("blocks_requested"),
                 hit_blocks=counted("blocks_hit"),
                 lost_blocks=_gained(before[1], report, "lost_blocks"),
-                loaded_bytes=_gained(before[1], report, "hit_bytes"),
+                loaded_bytes=_told(report, "loaded_bytes") - _told(before[1], "loaded_bytes"),
                 saved_bytes=_gained(before[1], report, "saved_bytes"),
                 evicted_blocks=counted("blocks_evicted"),
                 used_bytes=report["pool"]["used_bytes"],
@@ -69,6 +72,11 @@ class History:
 def _life(report: dict[str, Any]) -> tuple[Any, ...]:
     """Counters begin anew with the process."""
     return report["daemon"]["pid"], report["life"], report["pool"]["region_id"]
+
+
+def _told(report: dict[str, Any], name: str) -> int:
+    told: int = report.get("told", {}).get(name, 0)  # a daemon of 0.1 has no such key
+    return told
 
 
 def _gained(before: dict[str, Any], report: dict[str, Any], name: str) -> int:

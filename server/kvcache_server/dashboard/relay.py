@@ -30,7 +30,6 @@ class _Pool(msgspec.Struct):
 class _Space(msgspec.Struct):
     id: str
     lost_blocks: int
-    hit_bytes: int
     saved_bytes: int
 
 
@@ -42,6 +41,7 @@ class _Report(msgspec.Struct):
     pool: _Pool
     counters: dict[str, int]
     namespaces: list[_Space]
+    told: dict[str, int] = {}
 
 
 class Relay:

@@ -1,0 +1,84 @@
+"""One line in the engine's log about what the cache has done for it lately, at most once a minute."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from kvcache_client.counters import Counters, Gains
+
+EVERY = 60.0  # seconds
+COPIES = ("loaded_bytes", "load_us", "saved_bytes", "save_us")  # of what ranks count
+_REFUSED = ("saves_", "lookups_declined_", "lookups_refused", "lookups_over_budget", "loads_fail")
+
+
+class Summary:
+    """Sums up requests and copies; logs a line EVERY seconds after the first of them, then waits for the next one.
+
+    On a thread of its own: an engine that has gone idle takes no more steps. Everything else is called by one thread.
+    """
+
+    def __init__(self, log: Callable[[str], None], refusals: Callable[[], Mapping[str, int]]) -> None:
+        """`refusals` returns counts by name; what the line shows of them is what they have gained."""
+        self._log, self._refusals = log, Gains(refusals)
+        self._counts = Counters()
+        self._gains = Gains(self._counts.snapshot)
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._since = 0.0
+
+    def request(self, tokens: int, hit: int, load: int) -> None:
+        """Note a request of `tokens` that was scheduled, of which the host had `hit`, and `load` are to be loaded."""
+        self._add({"requests": 1, "tokens": tokens, "hit_tokens": hit, "load_tokens": load})
+
+    def copied(self, counts: Mapping[str, int]) -> None:
+        """Note what ranks have counted since the last time."""
+        self._add({name: counts[name] for name in COPIES if counts.get(name)})
+
+    def close(self) -> None:
+        """Log what there is to log, and stop."""
+        with self._lock:
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+            self._say()
+
+    def _add(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            self._counts.add(name, count)
+        if not counts or self._timer is not None:
+            return
+        with self._lock:
+            self._since = time.monotonic()
+            self._timer = threading.Timer(EVERY, self._end)
+            self._timer.name, self._timer.daemon = "kvcache-summary", True
+            self._timer.start()
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._timer is None:  # closed
+                return
+            self._timer = None
+        self._say()
+
+    def _say(self) -> None:
+        line = summarize(self._gains.take(), self._refusals.take(), time.monotonic() - self._since)
+        if line:
+            self._log(line)
+
+
+def summarize(counts: Mapping[str, int], refusals: Mapping[str, int], seconds: float) -> str:
+    """Return the line, "" where nothing happened. Pure."""
+    parts = []
+    if counts.get("requests"):
+        tokens, hit, load = (counts.get(name, 0) for name in ("tokens", "hit_tokens", "load_tokens"))
+        parts.append(f"{counts['requests']:,} requests of {tokens:,} tokens, {hit:,} hit, {load:,} to load")
+    for what, size, duration in (("loaded", *COPIES[:2]), ("saved", *COPIES[2:])):
+        if done := counts.get(size, 0):
+            rate = done / max(counts.get(duration, 0), 1) / 1e3
+            parts.append(f"{what} {done / (1 << 20):,.1f} MiB at {rate:.1f} GB/s")
+    refused = sorted((name, count) for name, count in refusals.items() if name.startswith(_REFUSED))
+    if refused:
+        parts.append("refused: " + ", ".join(f"{name} {count:,}" for name, count in refused))
+    return f"in {seconds:.0f} s: " + "; ".join(parts) if parts else ""
