@@ -27,7 +27,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache_server": [
         {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "misses", "rates", "ration", "signals"}
-        | {"sockets", "sums", "traffic", "unread"},
+        | {"sampling", "sockets", "sums", "traffic", "unread"},
         {"ghosts", "questions"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
@@ -84,7 +84,7 @@ FLOORS: dict[str, list[set[str]]] = {
 PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings", "counts"},
     "kvcache_server": {
-        *("ages", "ghosts", "histogram", "lost"),
+        *("ages", "ghosts", "histogram", "lost", "sampling"),
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "sessions", "room", "report"),
         *(
             "cache",

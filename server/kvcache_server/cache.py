@@ -33,6 +33,7 @@ from kvcache_server.misses import Lookup, Misses
 from kvcache_server.pool import Pool
 from kvcache_server.restate import restate
 from kvcache_server.room import Room
+from kvcache_server.sampling import keyed_draw
 from kvcache_server.sessions import Engine, Namespace, Session, Watcher
 from kvcache_server.shares import Shares
 from kvcache_server.sums import Sums
@@ -53,11 +54,14 @@ class Cache:
         seed: int = 0,
         journal: Callable[[Record], None] = lambda record: None,
         life: int = 1,
+        secret: bytes = b"",
     ) -> None:
         """An empty cache in a fresh region; with `life` above 1, one that recovery.py fills from the region's rows.
 
-        `journal` notes each record down before it returns.
+        `journal` notes each record down before it returns. `secret`, up to 64 bytes that no client knows, decides which
+        blocks are in samples.
         """
+        self.draw = keyed_draw(secret)
         self.geometry = geometry
         self.sums: Sums | None = None  # given by who has a place for them
         self.watcher: Watcher | None = None
@@ -282,7 +286,7 @@ class Cache:
                 raise NotPermitted(f"{len(self.namespaces)} namespaces: max_namespaces is {self.limits.max_namespaces}")
             for each in spec.groups:
                 self.pool.check_size(slot_size(each.block_bytes))
-            namespace = Namespace(self.last_namespace + 1, spec, self.pool.capacity)
+            namespace = Namespace(self.last_namespace + 1, spec, self.pool.capacity, self.draw)
             self._journal(NamespaceMade(namespace.number, spec))
             self.add_namespace(namespace)
         else:

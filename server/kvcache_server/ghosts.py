@@ -13,11 +13,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvcache_server.lost import Lost
+from kvcache_server.sampling import Draw
 
 if TYPE_CHECKING:
     from kvcache_server.index import Account
 
 _ALL_BELOW = 1 << 15  # blocks in the pool
+_LARGE_WORTH = 32  # beyond, so many are counted for each that is remembered
 _LOOKS = 128  # misses of one lookup that are looked at
 
 
@@ -27,21 +29,26 @@ class Ghosts:
     Attributes: `lost`, which forgets none, and so knows what more memory would buy.
     """
 
-    __slots__ = ("_accounts", "_room", "_sampled", "lost", "worth")
+    __slots__ = ("_accounts", "_draw", "_room", "lost", "worth")
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, draw: Draw) -> None:
         self._accounts: OrderedDict[bytes, Account] = OrderedDict()  # a dict looks at all holes for its first key
-        self._sampled = 256 if slots <= _ALL_BELOW else 8  # of the 256 values of a hash's last byte
-        self.worth = 256 // self._sampled
+        self._draw = draw
+        self.worth = 1 if slots <= _ALL_BELOW else _LARGE_WORTH
         self._room = max(slots // self.worth, 1)
         self.lost = Lost(self.worth)
 
     def add(self, block_hash: bytes, account: Account) -> None:
-        if block_hash[-1] < self._sampled:
+        others, lot = divmod(self._draw(block_hash), _LARGE_WORTH)
+        if not lot % self.worth:
             self._accounts[block_hash] = account
             if len(self._accounts) > self._room:
                 self._accounts.popitem(last=False)
-            self.lost.add(block_hash)
+            self.lost.add(block_hash, others)
+
+    def forget(self) -> None:
+        """Let go of the accounts, which refer back to their groups."""
+        self._accounts.clear()
 
     def missed(self, hashes: Sequence[bytes]) -> None:
         """Credit each account with the blocks that a lookup asked for and that it had until lately."""

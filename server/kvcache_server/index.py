@@ -16,6 +16,7 @@ import msgspec
 from kvcache_proto.region import slot_size
 from kvcache_proto.types import GroupSpec
 from kvcache_server.ghosts import Ghosts
+from kvcache_server.sampling import Draw
 from kvcache_server.sums import Sums
 
 if TYPE_CHECKING:
@@ -160,7 +161,10 @@ class Group:
         *("slot_bytes", "spec", "sum_offsets", "tag", "visible"),
     )
 
-    def __init__(self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, capacity: int) -> None:
+    def __init__(
+        self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, capacity: int, draw: Draw
+    ) -> None:
+        """`capacity` is that of the pool, in bytes; `draw` says which blocks are in samples."""
         self.namespace = namespace
         self.number = number
         self.tag = tag(namespace, number)
@@ -168,7 +172,7 @@ class Group:
         self.hash_bytes = hash_bytes
         self.slot_bytes = slot_size(spec.block_bytes)
         self.sum_offsets = Sums.offsets(spec)
-        self.ghosts = Ghosts(capacity // self.slot_bytes)
+        self.ghosts = Ghosts(capacity // self.slot_bytes, draw)
         self.hit_blocks = self.saved_blocks = 0
         self.visible: dict[bytes, Block] = {}
         self.pending: dict[bytes, Grant] = {}
@@ -176,7 +180,7 @@ class Group:
 
     def forget(self) -> None:
         """Let go of what refers back, once nobody asks for it: circles that lead through blocks are never found."""
-        self.ghosts = Ghosts(0)
+        self.ghosts.forget()
         del self.root
 
     def prefix(self, hashes: Sequence[bytes]) -> list[Block]:

@@ -8,6 +8,9 @@ waits is asked for again and again, and nobody has computed its blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
+
+from kvcache_proto.counts import MAX_COUNT
 
 _ROOM = 1 << 14
 _LEAST_LOOK = 64
@@ -16,30 +19,35 @@ _LEAST_LOOK = 64
 class Lost:
     """Remembers blocks that were evicted: all that it is told, and beyond 16,384 of them every second, fourth, ...
 
-    Which are remembered is decided by their hashes, so that each remembered one stands for as many that are not.
+    Which are remembered is decided by their lots (sampling.py), so that each remembered one stands for as many that are
+    not.
     """
 
-    __slots__ = ("_hashes", "_look", "_mask", "_worth", "missed_blocks")
+    __slots__ = ("_look", "_lots", "_mask", "_worth", "missed_blocks")
 
     def __init__(self, worth: int) -> None:
-        """It is told of one eviction in `worth`, chosen by the hash."""
+        """It is told of one eviction in `worth`."""
         self.missed_blocks = 0  # exact as long as every eviction is remembered, else an estimate
-        self._hashes: set[bytes] = set()
+        self._lots: dict[bytes, int] = {}  # by hash: to halve the sample, no lot is drawn again
         self._mask = 0
         self._set_worth(worth)
 
     def _set_worth(self, worth: int) -> None:
         self._worth, self._look = worth, max(4 * worth, _LEAST_LOOK)
 
-    def add(self, block_hash: bytes) -> None:
-        """Note an eviction."""
-        if not self._stays(block_hash):
+    def __len__(self) -> int:
+        return len(self._lots)
+
+    def add(self, block_hash: bytes, lot: int) -> None:
+        """Note the eviction of the block that drew `lot`."""
+        if lot & self._mask:
             return
-        self._hashes.add(block_hash)
-        if len(self._hashes) > _ROOM:
-            self._mask = 2 * self._mask + 1
+        self._lots[block_hash] = lot
+        if len(self._lots) > _ROOM:
+            self._mask = mask = 2 * self._mask + 1
             self._set_worth(2 * self._worth)
-            self._hashes = set(filter(self._stays, self._hashes))
+            half = ((name, lot) for name, lot in self._lots.items() if not lot & mask)
+            self._lots = dict(islice(half, _ROOM * 3 // 4))  # about half of them; never so many that it must halve soon
 
     def missed(self, hashes: Sequence[bytes]) -> None:
         """Count those of `hashes`, the blocks of one chain that a lookup missed, that were evicted.
@@ -47,7 +55,7 @@ class Lost:
         A block is stored below its parent alone, so these are the first ones: their end is searched for, and most
         hashes are never looked at. One time in 50, by the luck of the draw, the search stops too early.
         """
-        if not self._hashes or not self._some(hashes, 0):
+        if not self._lots or not self._some(hashes, 0):
             return
         look, known, unknown = self._look, 0, self._look
         while unknown < len(hashes) and self._some(hashes, unknown):
@@ -59,11 +67,9 @@ class Lost:
             else:
                 unknown = middle
         last = hashes[known : known + look]
-        self.missed_blocks += known + len(self._hashes.intersection(last)) * self._worth
+        missed = known + len(self._lots.keys() & last) * self._worth
+        self.missed_blocks = min(self.missed_blocks + missed, MAX_COUNT)
 
     def _some(self, hashes: Sequence[bytes], at: int) -> bool:
         """Whether some of those from `at` on, as many as it looks at together, was evicted."""
-        return not self._hashes.isdisjoint(hashes[at : at + self._look])
-
-    def _stays(self, block_hash: bytes) -> bool:
-        return not int.from_bytes(block_hash[:8], "little") & self._mask
+        return not self._lots.keys().isdisjoint(hashes[at : at + self._look])

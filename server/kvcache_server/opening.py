@@ -72,7 +72,8 @@ def open_cache(config: Config, fresh: bool = False, progress: Progress | None = 
         state = StateFile(_beside(config.endpoint, ".state"), book)
         gc.disable()  # millions of blocks come to be, and none goes
         cache = recovery.reopen(
-            region.buffer, region.geometry, limits, book, set(returning), time.monotonic(), state.note
+            *(region.buffer, region.geometry, limits, book, set(returning), time.monotonic(), state.note),
+            secret=secrets.token_bytes(16),
         )
     except BaseException:
         region.close(keep=True)
@@ -113,7 +114,10 @@ def _begin(config: Config, limits: Limits, files: SessionFiles, progress: Progre
         files.keep(())
         # The book goes first, then the region's header: what has no header yet was never used by anybody.
         state = StateFile(_beside(config.endpoint, ".state"), Book(region.geometry.region_id))
-        cache = Cache(region.buffer, region.geometry, limits, secrets.randbits(63), state.note)
+        cache = Cache(
+            *(region.buffer, region.geometry, limits, secrets.randbits(63), state.note),
+            secret=secrets.token_bytes(16),
+        )
         cache.sums = open_sums(_beside(config.endpoint, ".sums"), region.geometry, cache.life)
     except BaseException:
         region.close(keep=False)

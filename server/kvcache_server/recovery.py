@@ -34,6 +34,7 @@ from kvcache_server.journal import Book, Record, SessionEnded
 from kvcache_server.leases import Grant, Reservation
 from kvcache_server.limits import Limits
 from kvcache_server.pool import Extent
+from kvcache_server.sampling import keyed_draw
 from kvcache_server.sessions import Engine, Namespace
 
 _ROW = np.dtype(
@@ -59,14 +60,15 @@ def reopen(
     living: Set[int],
     now: float,
     journal: Callable[[Record], None] = lambda record: None,
+    secret: bytes = b"",
 ) -> Cache:
-    """Return the cache that the last daemon left in the region; `book.life` is the new daemon's.
+    """Return the cache that the last daemon left in the region; `book.life` and `secret` are the new daemon's.
 
     `living` are the sessions of the book whose files are locked: they may be writing, and may come back.
     """
-    cache = Cache(buffer, geometry, limits, journal=journal, life=book.life)
+    cache = Cache(buffer, geometry, limits, journal=journal, life=book.life, secret=secret)
     for number, spec in book.namespaces.items():
-        cache.add_namespace(Namespace(number, spec, cache.pool.capacity))
+        cache.add_namespace(Namespace(number, spec, cache.pool.capacity, cache.draw))
     for number, name in book.engines.items():
         cache.engines[name] = Engine(number, name)
     cache.last_namespace, cache.last_engine = book.last_namespace, book.last_engine
@@ -460,4 +462,4 @@ class _Recovery:
 
 def _nowhere() -> Group:
     """Return the group of blocks whose group nobody knows."""
-    return Group(0, 0, GroupSpec(1, 1), MIN_HASH_BYTES, 0)
+    return Group(0, 0, GroupSpec(1, 1), MIN_HASH_BYTES, 0, keyed_draw(b""))

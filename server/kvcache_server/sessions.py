@@ -11,17 +11,18 @@ from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.types import Breaker, NamespaceSpec
 from kvcache_server.index import Account, Block, Group
 from kvcache_server.leases import Lease, Reservation
+from kvcache_server.sampling import Draw
 
 
 class Namespace:
     __slots__ = ("groups", "id", "lookups", "number", "requested_blocks", "spec")
 
-    def __init__(self, number: int, spec: NamespaceSpec, capacity: int) -> None:
+    def __init__(self, number: int, spec: NamespaceSpec, capacity: int, draw: Draw) -> None:
         self.number = number
         self.spec = spec
         self.id = spec.id
         self.groups = [
-            Group(number, index, group, spec.hash_bytes, capacity) for index, group in enumerate(spec.groups)
+            Group(number, index, group, spec.hash_bytes, capacity, draw) for index, group in enumerate(spec.groups)
         ]
         self.lookups = self.requested_blocks = 0
 

@@ -15,8 +15,9 @@ from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome, Refu
 from kvcache_server.ages import Ages
 from kvcache_server.cache import Cache
 from kvcache_server.histogram import Histogram
-from kvcache_server.index import Account, Block
+from kvcache_server.index import Account, Block, Group
 from kvcache_server.lost import Lost
+from kvcache_server.sampling import keyed_draw
 
 
 def pool(cache: Cache) -> dict:
@@ -126,6 +127,10 @@ def test_how_long_evicted_blocks_were_cached():
     assert residence["sum"] == pytest.approx(8 * 29.75 + counts[4 * 3600] * 4000, rel=0.01)
 
 
+def make_group(slots: int, block_bytes: int = 64) -> Group:
+    return Group(1, 0, GroupSpec(16, block_bytes), 16, slots * block_bytes, keyed_draw(b"a secret"))
+
+
 def block_of(generation: int) -> Block:
     return Block(0, 0, b"", SlotRef(0, generation, 1).pack(), Account("", None))
 
@@ -173,8 +178,8 @@ def test_of_many_lost_blocks_a_sample_tells_how_many():
     draw = random.Random(3)
     lost, blocks = Lost(1), [draw.randbytes(32) for _ in range(200_000)]
     for block in blocks:
-        lost.add(block)
-    assert len(lost._hashes) <= 1 << 14
+        lost.add(block, draw.getrandbits(56))
+    assert len(lost) <= 1 << 14
     for at in range(0, len(blocks), 64):
         lost.missed(blocks[at : at + 64])
     lost.missed([draw.randbytes(32) for _ in range(50_000)])  # never stored
@@ -185,9 +190,53 @@ def test_a_long_prompt_is_counted_up_to_where_nothing_was_ever_stored():
     draw = random.Random(5)
     lost, chain = Lost(1), [draw.randbytes(32) for _ in range(2000)]
     for block in chain[:1000]:
-        lost.add(block)
+        lost.add(block, draw.getrandbits(56))
     lost.missed(chain)
     assert lost.missed_blocks == 1000
+
+
+def counters(count: int) -> list[bytes]:
+    """Hashes that are no digests: nearly all of their bits are equal."""
+    return [number.to_bytes(16, "big") for number in range(count)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_counters_as_hashes_are_sampled_as_digests_are(reverse: bool):
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one", block_bytes=64)
+    names = [each[::-1] if reverse else each for each in counters(30_000)]
+    for at in range(0, len(names), 100):
+        engine.settle(engine.ask(m.Reserve(1, b"", engine.namespace, [m.Run([name]) for name in names[at : at + 100]])))
+    evicted = cache.room.evictions["room"]
+    assert evicted > 18_000
+    for name in names[:evicted]:
+        engine.ask(m.Acquire(1, b"", engine.namespace, [name]))
+    (space,) = cache.stats(0.0)["namespaces"]
+    assert encode(m.Report(1, cache.stats(0.0)))
+    assert space["lost_blocks"] == pytest.approx(evicted, rel=0.05)
+    (group,) = cache.namespaces[1].groups
+    assert len(group.ghosts.lost) <= 1 << 14
+
+
+@pytest.mark.parametrize("end", [b"\0", b"\xff"])
+def test_which_misses_are_credited_is_not_for_the_hashes_to_say(end: bytes):
+    group = make_group(slots=1 << 16)
+    account = Account("one", group)
+    names = [each + end for each in counters(1 << 16)]
+    for name in names:
+        group.ghosts.add(name, account)
+    for name in names:
+        group.ghosts.missed([name])
+    assert account.hit_bytes == pytest.approx(len(names) * group.slot_bytes, rel=0.1)
+
+
+def test_a_sample_stays_bounded_whatever_lots_are_drawn():
+    lost = Lost(1)
+    for name in counters(1 << 15):
+        lost.add(name, 0)
+        assert len(lost) <= 1 << 14
+    lost.missed(counters(1 << 15))
+    assert encode(m.Report(1, {"lost": lost.missed_blocks}))
 
 
 def test_what_clients_tell_fits_the_wire_however_much_they_tell():
