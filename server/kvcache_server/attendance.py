@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from itertools import islice
 
-from kvcache_proto.errors import Unavailable
+from kvcache_proto.errors import KVCacheError, Unavailable
 from kvcache_proto.messages import Hello
 from kvcache_server.admin import ENGINE as OPERATOR
 from kvcache_server.cache import Cache
@@ -39,10 +39,21 @@ class Attendance:
         self._returning = opened.returning  # sessions without a door whose files are locked
         self._entries: dict[int, SessionOpened] = {}  # what the book has of the others
         self._names: dict[int, str] = {}
+        self._refused: set[int] = set()  # sessions of which it was logged that they may not join
         self._last_words, self._show_out, self._failed = last_words, show_out, failed
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def refused(self, session: int, error: KVCacheError) -> None:
+        """Log why a session may not join a namespace, once a session: nobody else knows whom it was refused for."""
+        if session not in self._refused:
+            self._refused.add(session)
+            log.warning(
+                "session %d may not join a namespace: %s: %s",
+                *(session, self._names[session], error),
+                extra={"fields": {"event": "attach_refused", "session": session, "code": error.code}},
+            )
 
     def name(self, session: int) -> str:
         """Return how the log calls an open session."""
@@ -90,6 +101,7 @@ class Attendance:
         # What it sent before it left may still wait in the ROUTER, commits among it.
         self._last_words()
         name = self._names.pop(session)
+        self._refused.discard(session)
         self._returning[session] = entry = self._entries.pop(session)
         del self.tokens[entry.token]
         try:

@@ -291,6 +291,7 @@ class Cache:
             self.add_namespace(namespace)
         else:
             namespace.spec.check_same_geometry(spec)
+            session.engine.check_writers(session, namespace, shards)
         engine = session.engine
         session.attached[namespace.number] = (namespace, tuple(shards))
         for group in namespace.groups:

@@ -36,6 +36,7 @@ from kvcache_proto.errors import (
 from kvcache_proto.messages import (
     Acquire,
     Acquired,
+    Attach,
     Cleared,
     Detach,
     Distrust,
@@ -309,6 +310,8 @@ class Service:
                 packed = encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
         except KVCacheError as error:
             self._errors[error.code] += 1
+            if type(request) is Attach:
+                self._attendance.refused(session, error)
             packed = encode(Error(number, error.code, str(error)))
         except Exception as error:  # noqa: BLE001 - a defect of ours is answered and logged; the others are served on
             packed = self._failed(number, error)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
-from kvcache_proto.errors import BadArgument, UnknownHandle
+from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
 from kvcache_proto.types import Breaker, NamespaceSpec
 from kvcache_server.index import Account, Block, Group
 from kvcache_server.leases import Lease, Reservation
@@ -56,8 +56,31 @@ class Engine:
         self.pinned = 0
         self.writing = 0  # bytes of slots that its reservations have not settled
 
+    def check_writers(self, joining: Session, namespace: Namespace, shards: Collection[int]) -> None:
+        """Raise NotPermitted unless it stays clear who writes which shard once `joining` writes `shards`.
+
+        Sessions that each write all shards are each their own writer. Beside one that writes fewer, or none, as a
+        scheduler does, each shard has one writer: ranks of two engines with one id would get each other's reservations.
+        """
+        whole, writers = len(shards) == namespace.spec.shards, dict.fromkeys(shards, joining)
+        rivals: tuple[int, Session, Session] | None = None
+        for session in self.sessions.values():
+            attached = session.attached.get(namespace.number)
+            if attached is None or session is joining:
+                continue
+            whole = whole and len(attached[1]) == namespace.spec.shards
+            for shard in attached[1]:
+                if writers.setdefault(shard, session) is not session:
+                    rivals = rivals or (shard, writers[shard], session)
+        if rivals is not None and not whole:
+            shard, first, second = rivals
+            raise NotPermitted(
+                f"shard {shard} of namespace {namespace.id} has two writers, {first.title} and {second.title}, "
+                f"with one engine id, {self.name!r}: give each engine an id of its own"
+            )
+
     def note_writers(self, namespace: Namespace) -> None:
-        """Find out which session writes which shard, after one has come or gone; a later one takes a shard over."""
+        """Find out which session writes which shard, after one has come or gone."""
         writers: dict[int, int] = {}
         inside = [session for session in self.sessions.values() if namespace.number in session.attached]
         for session in inside:
@@ -103,6 +126,10 @@ class Session:
         self.leases: dict[int, Lease] = {}
         self.breaker: Breaker | None = None  # None: it has not told
         self.counts: Counter[str] = Counter()  # what its client told
+
+    @property
+    def title(self) -> str:
+        return f"session {self.id}" + (f" ({self.label})" if self.label else "")
 
     def tell(self, breaker: int, counts: Mapping[str, int], everybody: Counter[str]) -> None:
         """Note what its client tells, and add it to what `everybody` has told.
