@@ -27,9 +27,9 @@ from kvcache_server.journal import (
     Resized,
     SessionEnded,
 )
-from kvcache_server.leases import Lease
 from kvcache_server.limits import Limits
 from kvcache_server.misses import Lookup, Misses
+from kvcache_server.pins import STEPS, Lease
 from kvcache_server.pool import Pool
 from kvcache_server.restate import restate
 from kvcache_server.room import Room
@@ -224,7 +224,7 @@ class Cache:
         for account in self.shares.prune():
             del self.engines[account.engine].accounts[(account.group.namespace, account.group.number)]
         for engine in list(self.engines.values()):
-            if not (engine.sessions or engine.absent or engine.accounts):
+            if not (engine.sessions or engine.absent or engine.accounts) and engine.pins.settled:
                 del self.engines[engine.name]
                 self._journal(EngineForgotten(engine.number))
         used = {account.group.namespace for account in self.shares.accounts}
@@ -238,10 +238,13 @@ class Cache:
             self._journal(NamespaceForgotten(namespace.number))
 
     def tick(self, now: float) -> None:
-        """Free the slots whose quarantine is over. Call it a few times a second."""
+        """Free the slots whose quarantine is over, and count what was released. Call it a few times a second."""
         if self.room.frozen and (not self.awaited or now >= self.grace_until):
             self.room.frozen = False
         self.writing.tick(now)
+        steps = STEPS
+        for engine in self.engines.values():
+            steps = engine.pins.pay(steps)
         self.room.ages.tick(self.pool.generation, now)
         self.traffic.tick(now)
 
@@ -352,16 +355,17 @@ class Cache:
             if len(session.leases) >= self.limits.max_leases:
                 self.refusals["leases"] += hits
                 return m.Acquired(request.id, 0, 0, 0, b"", hits)
-            if engine.pinned + hits * group.slot_bytes > self.pin_quota:
-                affordable = engine.affordable(found, self.pin_quota)
-                withheld = max(0, hits - affordable)
+            size, cover = hits * group.slot_bytes, 0
+            if engine.pins.bytes + size > self.pin_quota:
+                affordable, size, cover = engine.pins.fit(found, self.pin_quota)
+                withheld = hits - affordable
                 if withheld:
                     self.refusals["quota"] += withheld
                     hits, pending = affordable, 0
                 if not hits:
                     return m.Acquired(request.id, 0, 0, 0, b"", withheld)
             self.last_lease = lease = self.last_lease + 1
-            self.pin(session, lease, found[hits - 1], hits * group.slot_bytes)
+            self.pin(session, lease, found[hits - 1], size, cover)
         if hits < len(found):
             del found[hits:]
         self.pool.read(found[-1])
@@ -380,15 +384,15 @@ class Cache:
                 self.counters["releases_unknown"] += 1
 
     @staticmethod
-    def pin(session: Session, number: int, block: Block, size: int) -> None:
+    def pin(session: Session, number: int, block: Block, size: int, cover: int = 0) -> None:
         block.pins += 1
-        session.leases[number] = Lease(block, size)
-        session.engine.pinned += size
+        session.leases[number] = lease = Lease(block, size, cover)
+        session.engine.pins.add(number, lease)
 
     @staticmethod
     def _end_lease(session: Session, number: int) -> None:
         lease = session.leases.pop(number)
-        session.engine.pinned -= lease.bytes
+        session.engine.pins.drop(number, lease)
         lease.block.unpin()
 
     # Writing.

@@ -1,20 +1,12 @@
-"""The rights to read slots (leases) and to write them (reservations and their grants). Pure; time is an argument."""
+"""The rights to write slots: reservations and their grants. Pure; time is an argument."""
 
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
 
 from kvcache_proto.types import Verdict
 from kvcache_server.index import Block, Group
 from kvcache_server.pool import Extent
-
-
-class Lease(NamedTuple):
-    """Pins `block` and with it the whole chain above it: an ancestor is no leaf, and only leaves are evicted."""
-
-    block: Block
-    bytes: int
 
 
 class Grant:

@@ -38,7 +38,7 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
             "blocks_writing": sum(not grant.ready for grant in pending),
             "blocks_hidden": sum(grant.ready for grant in pending),
             "slots_quarantined": len(cache.writing.quarantine),
-            "pinned_bytes": sum(engine.pinned for engine in cache.engines.values()),
+            "pinned_bytes": sum(engine.pins.bytes for engine in cache.engines.values()),
             # These five are the whole pool: the last is what rows and the ends of extents take.
             "ready_bytes": survey.used - survey.busy,
             "writing_bytes": survey.busy - quarantined,
@@ -111,8 +111,7 @@ def check_integrity(cache: Cache) -> None:
             pins[id(lease.block)] = pins.get(id(lease.block), 0) + 1
             assert lease.block.visible and lease.block.pins > 0, "a lease on a block that is not visible"
     for engine in cache.engines.values():
-        held = sum(lease.bytes for session in engine.sessions.values() for lease in session.leases.values())
-        assert engine.pinned == held, f"engine {engine.name} pins {engine.pinned}, its leases say {held}"
+        engine.pins.check([lease for session in engine.sessions.values() for lease in session.leases.values()])
         written = sum(each.unsettled * each.group.slot_bytes for each in engine.reservations.values())
         assert engine.writing == written, f"engine {engine.name} writes {engine.writing}, not {written}"
     living: dict[int, Block] = {}

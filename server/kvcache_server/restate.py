@@ -10,7 +10,7 @@ from kvcache_proto.errors import NotPermitted
 from kvcache_proto.messages import Restate, Restated
 from kvcache_proto.types import REF_BYTES, SlotRef
 from kvcache_server.index import Block
-from kvcache_server.leases import Lease
+from kvcache_server.pins import Lease
 from kvcache_server.sessions import Session
 
 if TYPE_CHECKING:

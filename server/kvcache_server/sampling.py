@@ -1,8 +1,8 @@
 """Which of many hashes are in a sample, where their bytes are the clients' choice. Pure.
 
-Clients choose the bytes of block hashes, so these bytes are not random: counters as hashes have equal bits where a sample
-would look. Python's own hash() of them is no better where PYTHONHASHSEED is set. So a lot is drawn with a key that only
-the daemon knows. One hash always draws the same lot, so that a block is in the sample or not, however often it comes.
+Clients choose the bytes of block hashes, so these bytes are not random: in counters, say, most bits are equal. Python's
+own hash() of them is no better where PYTHONHASHSEED is set. So a lot is drawn with a key that only the daemon knows.
+One hash always draws the same lot, so that a block is in the sample or not, however often it comes.
 """
 
 from __future__ import annotations

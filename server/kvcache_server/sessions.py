@@ -9,8 +9,9 @@ from typing import Protocol
 from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
 from kvcache_proto.types import Breaker, NamespaceSpec
-from kvcache_server.index import Account, Block, Group
-from kvcache_server.leases import Lease, Reservation
+from kvcache_server.index import Account, Group
+from kvcache_server.leases import Reservation
+from kvcache_server.pins import Lease, Pins
 from kvcache_server.sampling import Draw
 
 
@@ -43,7 +44,7 @@ class Watcher(Protocol):
 class Engine:
     """The sessions of one engine id, and what they hold together."""
 
-    __slots__ = ("absent", "accounts", "name", "number", "pinned", "reservations", "sessions", "writers", "writing")
+    __slots__ = ("absent", "accounts", "name", "number", "pins", "reservations", "sessions", "writers", "writing")
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
@@ -53,7 +54,7 @@ class Engine:
         self.reservations: dict[int, Reservation] = {}
         self.accounts: dict[tuple[int, int], Account] = {}
         self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None where a shard has no writer
-        self.pinned = 0
+        self.pins = Pins()
         self.writing = 0  # bytes of slots that its reservations have not settled
 
     def check_writers(self, joining: Session, namespace: Namespace, shards: Collection[int]) -> None:
@@ -91,26 +92,6 @@ class Engine:
         shards = range(namespace.spec.shards)
         whole = len(writers) == len(shards)
         self.writers[namespace.number] = tuple(writers[shard] for shard in shards) if whole else None
-
-    def affordable(self, found: list[Block], quota: int) -> int:
-        """Return how many of `found` fit the engine's quota, each block counted once however many leases cover it.
-
-        `pinned` counts shared prefixes once a lease: cheap, and never too little. Only past it is this asked.
-        """
-        seen: set[int] = set()
-        size = 0
-        for session in self.sessions.values():
-            for lease in session.leases.values():
-                for block in lease.block.ancestors():
-                    if id(block) in seen:
-                        break
-                    seen.add(id(block))
-                    size += block.account.group.slot_bytes
-        for count, block in enumerate(found):
-            size += 0 if id(block) in seen else block.account.group.slot_bytes
-            if size > quota:
-                return count
-        return len(found)
 
 
 class Session:

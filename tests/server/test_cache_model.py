@@ -21,6 +21,7 @@ EXTENT = 2 << 20
 SHARDS = 2
 SHARD_BYTES = EXTENT // SLOTS_AN_EXTENT // SHARDS - 512
 QUARANTINE, SUPERSEDE = 10.0, 2.0
+PINNED = 4  # blocks that may be pinned at one time
 RANKS = ("scheduler", "rank 0", "rank 1")
 
 paths = st.text(alphabet="ab", min_size=1, max_size=4)
@@ -79,18 +80,25 @@ class Model:
         del self.visible[min(leaves, key=self.visible.__getitem__)]
         return True
 
-    def acquire(self, run: list[str], lease: int) -> tuple[int, int]:
+    def pinned(self) -> set[str]:
+        return {lease[:end] for lease in self.leases.values() for end in range(1, len(lease) + 1)}
+
+    def acquire(self, run: list[str], pin: bool, lease: int) -> tuple[int, int, int]:
         hits = 0
         while hits < len(run) and run[hits] in self.visible:
             hits += 1
         end = hits
         while end < len(run) and (run[end] in self.current or run[end] in self.visible):
             end += 1
+        pending, withheld = end - hits, 0
+        if pin:
+            while len(self.pinned() | set(run[:hits])) > PINNED:
+                hits, withheld, pending = hits - 1, withheld + 1, 0
         if hits:
             self.use(run[hits - 1], self.next_tick())
             if lease:
                 self.leases[lease] = run[hits - 1]
-        return hits, end - hits
+        return hits, pending, withheld
 
     def reserve(self, number: int, parent: str, run: list[str], now: float) -> list[Refusal]:
         answers, granted = [], []
@@ -158,7 +166,12 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         geometry = plan_geometry(bytes(16), EXTENTS * EXTENT, EXTENT)
-        limits = Limits(pin_quota=1.0, write_quota=1.0, supersede_after=SUPERSEDE, quarantine=QUARANTINE)
+        limits = Limits(
+            pin_quota=(PINNED + 0.5) / SLOTS_AN_EXTENT / EXTENTS,
+            write_quota=1.0,
+            supersede_after=SUPERSEDE,
+            quarantine=QUARANTINE,
+        )
         self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, limits, seed=7)
         self.region = geometry.region_id
         self.model = Model()
@@ -184,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
         if set(RANKS) - set(self.sessions):
             assert reply.hits == 0
         else:
-            assert (reply.hits, reply.pending) == self.model.acquire(run, reply.lease)
+            assert (reply.hits, reply.pending, reply.withheld) == self.model.acquire(run, pin, reply.lease)
             assert bool(reply.lease) == (pin and reply.hits > 0)
 
     @precondition(lambda self: self.model.leases)
@@ -193,6 +206,13 @@ class CacheMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(sorted(self.model.leases)))
         assert self.ask_as(self.sessions[RANKS[0]], m.Release(0, b"", [lease])) is None
         del self.model.leases[lease]
+
+    @precondition(lambda self: len(self.sessions) == len(RANKS))
+    @rule(path=paths, times=st.integers(2, 6))
+    def acquire_often(self, path: str, times: int) -> None:
+        """Many leases of one prefix: past the quota if each counted all of it."""
+        for end in range(times):
+            self.acquire(path[: 1 + end % len(path)], pin=True)
 
     @rule(path=paths, cut=st.integers(0, 4))
     def reserve(self, path: str, cut: int) -> None:
@@ -288,6 +308,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert {b.hash for b in group.visible.values()} == set(map(digest, self.model.visible))
         assert set(group.pending) == set(map(digest, self.model.current))
         assert len(self.cache.writing.quarantine) == len(self.model.quarantined)
+        assert self.cache.engines["engine"].pins.bytes >= len(self.model.pinned()) * group.slot_bytes
 
 
 CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -1,0 +1,81 @@
+"""The pin quota: what many leases of shared prefixes count together, and what it costs to know."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from small_cache import KIB, MIB, Engine, chain, make_cache
+
+from kvcache_proto import messages as m
+from kvcache_server.cache import Cache
+from kvcache_server.pins import STEPS
+
+
+def prefix_cache(blocks: int, quota_blocks: int) -> tuple[Cache, Engine]:
+    """Return a cache with a chain "p" of `blocks`, of which an engine may pin `quota_blocks` at one time."""
+    cache = make_cache(extents=8, pin_quota=quota_blocks * 1024 / (16 * MIB))
+    engine = Engine(cache, "one", block_bytes=1024)
+    for at in range(0, blocks, 1024):
+        engine.store(chain("p", blocks)[at : at + 1024], f"p{at - 1}" if at else None)
+    return cache, engine
+
+
+def test_many_leases_of_one_prefix_count_it_once():
+    cache, engine = prefix_cache(8192, quota_blocks=10_000)
+    for _ in range(8):  # the chain is told apart bit by bit, and offered less meanwhile
+        engine.acquire(chain("p", 8192))
+    leases = [engine.acquire(chain("p", 8192)) for _ in range(100)]
+    assert all((each.hits, each.withheld) == (8192, 0) for each in leases)
+    for name in ("q", "r"):
+        engine.store(chain(name, 64), "p8191")
+        assert engine.acquire(chain("p", 8192) + chain(name, 64)).hits == 8256
+    engine.store(chain("s", 2000), None)
+    assert engine.acquire(chain("s", 2000)).hits == 10_000 - 8192 - 128
+    cache.check_integrity()
+    cache.leave_session(engine.session)
+    for tick in range(3):
+        cache.tick(float(tick))
+    assert cache.stats(0.0)["pool"]["pinned_bytes"] == 0
+    cache.end_session(engine.session, 3.0)
+    cache.check_integrity()
+
+
+def test_a_lookup_past_the_quota_walks_no_more_than_its_steps():
+    cache, engine = prefix_cache(12_000, quota_blocks=13_000)
+    pins = cache.engines["one"].pins
+    for _ in range(2):
+        engine.acquire(chain("p", 12_000))
+    counts = [0]
+    for _ in range(6):
+        reply = engine.acquire(chain("p", 64))
+        counts.append(len(pins._covers))
+    assert max(after - before for before, after in pairwise(counts)) <= STEPS
+    assert reply.withheld == 0 and counts[-1] == counts[-2] <= 12_000, "on until the request fits, no further"
+    cache.check_integrity()
+
+
+def test_a_lease_may_end_while_its_chain_is_told_apart():
+    cache, engine = prefix_cache(12_000, quota_blocks=13_000)
+    for calls in range(5):
+        held = [engine.acquire(chain("p", 12_000)).lease]
+        held += [engine.acquire(chain("p", 11_000)).lease for _ in range(calls)]
+        for lease in held[::-1] if calls % 2 else held:
+            engine.ask(m.Release(1, b"", [lease]))
+            cache.check_integrity()
+        for tick in range(4):
+            cache.tick(float(tick))
+        assert cache.engines["one"].pins.bytes == 0
+        engine.store([f"n{calls}"])
+
+
+def test_what_is_released_may_be_evicted_before_it_is_counted_no_more():
+    cache = make_cache(extents=1, pin_quota=0.5)
+    engine = Engine(cache, "one", block_bytes=128 * KIB)
+    engine.store(chain("a", 6))
+    leases = [engine.acquire(chain("a", 6)).lease for _ in range(3)]
+    engine.ask(m.Release(1, b"", leases))
+    engine.store(chain("b", 15))  # takes all of "a"
+    assert engine.hits(["a0"]) == 0
+    cache.check_integrity()
+    assert engine.acquire(chain("b", 15)).hits == 8
+    cache.check_integrity()
