@@ -8,7 +8,7 @@ from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.messages import Distrust, Distrusted
 from kvcache_proto.region import FREE
 from kvcache_proto.types import MAX_HASHES, REF_BYTES, Finding, Verdict, unpack_refs
-from kvcache_server.index import GONE, Block
+from kvcache_server.index import Block
 from kvcache_server.sessions import Session
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _forget(cache: Cache, block: Block, cause: str) -> int:
         if each.child is None and not each.pins and not cache.room.frozen:
             extent, slot = cache.pool.locate(each)
             each.unlink()
-            each.pins = GONE
+            each.account.leave(each)
             each.account.bytes -= extent.slot_bytes
             cache.pool.give_back(extent, slot)
         else:

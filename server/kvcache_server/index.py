@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 HIDDEN = -1  # `queued`: WRITING, or READY below something that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in its account's order
 GONE = -1  # `pins`: forgotten, but perhaps still in a heap, whose keys must not change
+SPARE = 1024  # stale entries of an order that do not matter
+_SWEPT = 8  # entries of an order that are moved at one change
 
 
 class Block(msgspec.Struct, gc=False, order=True):
@@ -103,9 +105,14 @@ class Block(msgspec.Struct, gc=False, order=True):
 
 
 class Account:
-    """What one engine stored in one group: its bytes, its worth, and the order in which its leaves go."""
+    """What one engine stored in one group: its bytes, its worth, and the order in which its leaves go.
 
-    __slots__ = ("bytes", "ceiling", "engine", "group", "hit_bytes", "live", "order")
+    A block that goes while it stands in the order leaves a stale entry there. Where there are many, `_sweep` moves the
+    order over into another heap, some entries for each change, and leaves the stale ones out: they stay fewer than the
+    others and SPARE, and no change takes longer because there are millions of others.
+    """
+
+    __slots__ = ("bytes", "ceiling", "engine", "group", "hit_bytes", "live", "order", "stale", "swept")
 
     def __init__(self, engine: str, group: Group) -> None:
         self.engine = engine
@@ -114,7 +121,9 @@ class Account:
         self.ceiling = 0  # 0: none
         self.hit_bytes = 0.0  # bytes that lookups found here, fading
         self.live = True
-        self.order: list[Block] = []
+        self.order: list[Block] = []  # a heap
+        self.swept: list[Block] = []  # the heap that is being moved into `order`
+        self.stale = 0  # entries of both whose blocks have gone
 
     def enter(self, block: Block) -> None:
         """Let `block` stand in the order if it may go and does not stand there yet."""
@@ -122,12 +131,26 @@ class Account:
             block.queued = block.tick
             heapq.heappush(self.order, block)
 
+    def leave(self, block: Block) -> None:
+        """Note that `block` has gone: no lookup finds it again, nor does the order."""
+        block.pins = GONE
+        if block.queued > UNQUEUED:
+            self.stale += 1
+            self._sweep()
+
     def pop_coldest(self) -> Block | None:
         """Return the leaf whose last use, its own or a gone descendant's, is longest ago, out of the order, or None."""
-        order = self.order
-        while order:
-            block = heapq.heappop(order)
+        while True:
+            if self.stale:
+                self._sweep()
+            order = heap = self.order
+            if self.swept and (not order or self.swept[0] < order[0]):
+                heap = self.swept
+            if not heap:
+                return None
+            block = heapq.heappop(heap)
             if block.pins == GONE:
+                self.stale -= 1
                 continue
             if block.pins or block.child is not None:
                 block.queued = UNQUEUED
@@ -137,7 +160,27 @@ class Account:
             else:
                 block.queued = UNQUEUED
                 return block
-        return None
+
+    def standing(self) -> list[Block]:
+        """Return the entries of the order, stale ones among them."""
+        return self.order + self.swept
+
+    def clear(self) -> None:
+        """Let go of the order's entries."""
+        self.order, self.swept, self.stale = [], [], 0
+
+    def _sweep(self) -> None:
+        """Begin to move the order over where a third of it is stale; go on with it where that has begun."""
+        if not self.swept:
+            if self.stale <= SPARE // 2 + len(self.order) // 3:
+                return
+            self.order, self.swept = [], self.order
+        for _ in range(min(_SWEPT, len(self.swept))):
+            block = self.swept.pop()  # a heap without its last entry is a heap
+            if block.pins == GONE:
+                self.stale -= 1
+            else:
+                heapq.heappush(self.order, block)
 
 
 TAG_BYTES = 5
@@ -222,7 +265,7 @@ class Group:
             del self.visible[block.hash]
         parent = block.parent
         block.unlink()
-        block.pins = GONE
+        block.account.leave(block)
         if parent is not None and parent is not self.root:
             if block.tick > parent.tick:
                 parent.tick = block.tick

@@ -99,7 +99,11 @@ def _pool(stats: Mapping[str, Any], pool: Mapping[str, Any]) -> Iterator[Metric]
     yield _gauge("pool_size_bytes", "Memory for blocks", pool["bytes"])
     states = {state: pool[f"{state}_bytes"] for state in _POOL_STATES}
     yield _gauge("pool_bytes", "The pool by state; the states add up to its size", states, "state")
-    yield _gauge("pinned_bytes", "Bytes that leases hold, at most: a prefix that leases share counts once for each, near the quota once", pool["pinned_bytes"])
+    yield _gauge(
+        "pinned_bytes",
+        "Bytes that leases hold; a shared prefix counts for each, near the quota once",
+        pool["pinned_bytes"],
+    )
     yield _gauge("largest_free_bytes", "Largest block that fits without an eviction", pool["largest_free_bytes"])
     yield _gauge("leases", "Leases held", pool["leases"])
     yield _gauge("reservations", "Reservations with shards that are not settled", pool["reservations"])

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvcache_proto.region import DOOMED, FREE, READY, WRITING
-from kvcache_server.index import GONE, HIDDEN, UNQUEUED, Block, Group
+from kvcache_server.index import GONE, HIDDEN, SPARE, UNQUEUED, Block, Group
 from kvcache_server.sessions import Namespace
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[
     distrusted = [block for block in tree if block.visible and not group.trusts(block)]
     blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values()), *distrusted]
     assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
-    queued = {id(block) for account in cache.shares.accounts for block in account.order}
+    queued = {id(block) for account in cache.shares.accounts for block in account.standing()}
     for block in blocks:
         living[id(block)] = block
         parent = block.parent
@@ -192,4 +192,6 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
     assert survey.used == quarantine + sum(account.bytes for account in cache.shares.accounts), "slots without account"
     assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"
     for account in cache.shares.accounts:
+        stale = sum(block.pins == GONE for block in account.standing())
+        assert account.stale == stale <= SPARE + len(account.standing()) - stale, "an order of blocks that have gone"
         assert account.bytes == accounts.get(id(account), 0), "an account that does not add up"

@@ -43,7 +43,7 @@ class Shares:
         self._accounts = [account for account in self._accounts if account.live or account.bytes]
         self._stale = True
         for account in gone:
-            account.order.clear()  # blocks that went with their extent, each of which refers back to it
+            account.clear()  # blocks that went with their extent, each of which refers back to it
         return gone
 
     def evicted(self, size: int) -> None:

@@ -6,7 +6,9 @@ from kvcache_proto import messages as m
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
 from kvcache_server.cache import Cache
+from kvcache_server.index import Group
 from kvcache_server.limits import Limits
+from kvcache_server.sampling import keyed_draw
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -61,3 +63,7 @@ def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, **limits: float) -
     assert geometry.extents == extents
     bounds = Limits(**{"write_quota": 1.0} | limits)  # most tests here fill the pool in one go
     return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, bounds, seed=11)
+
+
+def make_group(slots: int = 1024, block_bytes: int = 64) -> Group:
+    return Group(1, 0, GroupSpec(16, block_bytes), 16, slots * block_bytes, keyed_draw(b"a secret"))

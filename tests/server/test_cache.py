@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import random
+from itertools import count
 
 import pytest
-from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
+from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
-from kvcache_server.index import Account, Group
+from kvcache_server.index import SPARE, Account, Block, Group
 from kvcache_server.leases import Grant
 from kvcache_server.sessions import Session
 
@@ -447,9 +449,50 @@ def test_an_engine_that_left_nothing_behind_is_forgotten_with_its_order():
     (account,) = cache.engines["one"].accounts.values()
     cache.end_session(engine.session, 0.0)
     assert Engine(cache, "two", block_bytes=MIB, model="large").store(["b"]) == [Refusal.GRANTED]
-    assert account.order
+    assert account.standing()
     cache.end_session(Engine(cache, "three").session, 0.0)
-    assert "one" not in cache.engines and not account.order
+    assert "one" not in cache.engines and not account.standing()
+
+
+def test_extents_that_change_hands_leave_no_trace_in_the_order():
+    cache = make_cache(extents=4)
+    small, large = Engine(cache, "small", 1024, model="small"), Engine(cache, "large", MIB, model="large")
+    slots = 2 * MIB // (1024 + 128)
+    for turn in range(16):
+        runs = [m.Run([name]) for name in hashes(chain(f"{turn}.", slots))]
+        small.settle(small.ask(m.Reserve(1, b"", small.namespace, runs)))
+        large.store(["x"])  # takes an extent
+        large.ask(m.Clear(1, b"", cache.namespaces[large.namespace].id))  # and gives it up
+        cache.check_integrity()
+    assert cache.counters["extents_recut"] > 12
+    entries = sum(len(each.standing()) for each in cache.shares.accounts)
+    assert entries <= 2 * cache.stats(0.0)["pool"]["blocks"] + 2 * SPARE
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_order_that_is_swept_goes_as_one_that_is_not(seed: int):
+    draw, tick = random.Random(seed), count(1)
+    group = make_group()
+    account = Account("one", group)
+    there: list[Block] = []
+    swept = 0
+    for number in range(9000):
+        block = Block(0, next(tick), number.to_bytes(16, "big"), number.to_bytes(24, "big"), account, group.root)
+        account.enter(block)
+        there.append(block)
+        draw.choice(there).tick = next(tick)
+        if number > 3000:
+            account.leave(there.pop(draw.randrange(len(there))))
+        if draw.random() < 0.1:
+            coldest = min(there, key=lambda each: each.tick)
+            assert account.pop_coldest() is coldest
+            there.remove(coldest)
+        swept += bool(account.swept)
+        assert account.stale == len(account.standing()) - len(there) <= SPARE + len(there)
+    assert swept
+    for coldest in sorted(there, key=lambda each: each.tick):
+        assert account.pop_coldest() is coldest
+    assert account.pop_coldest() is None
 
 
 def test_an_engine_that_changes_its_weights_often_keeps_its_room():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
+from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import encode
@@ -15,9 +15,8 @@ from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome, Refu
 from kvcache_server.ages import Ages
 from kvcache_server.cache import Cache
 from kvcache_server.histogram import Histogram
-from kvcache_server.index import Account, Block, Group
+from kvcache_server.index import Account, Block
 from kvcache_server.lost import Lost
-from kvcache_server.sampling import keyed_draw
 
 
 def pool(cache: Cache) -> dict:
@@ -125,10 +124,6 @@ def test_how_long_evicted_blocks_were_cached():
     assert counts[4 * 3600] in (7, 8, 9)
     assert sum(residence["counts"]) == counts[60] + counts[4 * 3600]
     assert residence["sum"] == pytest.approx(8 * 29.75 + counts[4 * 3600] * 4000, rel=0.01)
-
-
-def make_group(slots: int, block_bytes: int = 64) -> Group:
-    return Group(1, 0, GroupSpec(16, block_bytes), 16, slots * block_bytes, keyed_draw(b"a secret"))
 
 
 def block_of(generation: int) -> Block:
