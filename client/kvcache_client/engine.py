@@ -23,7 +23,7 @@ def surroundings(vllm_config: Any) -> Surroundings:
         device=f"{current_platform.device_type} {current_platform.get_device_name()}",
         hash_bytes=len(hash_function("length")),
         seed=_hash_seed(hash_function),
-        layout=_kv_layout(),
+        layout=_kv_layout(vllm_config),
     )
 
 
@@ -66,10 +66,16 @@ def _hash_seed(hash_function: Any) -> str:
     return "" if hash_function in weak else str(fixed)
 
 
-def _kv_layout() -> str:
-    """The layout where the KV cache configuration has none: before 0.32 it is one for the whole process."""
+def _kv_layout(vllm_config: Any) -> str:
+    """The layout where the KV cache configuration has none: before 0.32 it is one for the whole process.
+
+    vLLM asserts that a configuration is current, and the scheduler's process of an engine with several ranks has none.
+    """
     try:
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
     except ImportError:
         return ""
-    return str(get_kv_cache_layout())
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config):
+        return str(get_kv_cache_layout())
