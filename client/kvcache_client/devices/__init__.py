@@ -68,6 +68,8 @@ class Job:
         ended: called once, on whichever thread sees the end, after the last byte has moved or `error` is set.
         error: why the bytes are not all there.
         seconds: how long the copy itself took.
+        cancelled: it never began, for somebody else got its blocks; `error` says so, too.
+        direct: no thread had to carry its bytes.
     """
 
     region: Memory
@@ -77,6 +79,12 @@ class Job:
     error: str = ""
     seconds: float = 0.0
     saves: bool = field(default=False, init=False)
+    cancelled: bool = field(default=False, init=False)
+    direct: bool = field(default=True, init=False)
+
+    def cancel(self) -> None:
+        """Note that its blocks were given away before it began."""
+        self.cancelled, self.error = True, "its blocks were given away before the copy began"
 
 
 class Device(Protocol):
@@ -87,6 +95,9 @@ class Device(Protocol):
 
         Copies need not wait for it: they are slower until then.
         """
+
+    def adopt(self, registration: Any) -> None:
+        """Take over what has been page-locked for this kind of device before the cache was there. No job may run."""
 
     def registered(self) -> tuple[bool, int]:
         """Return whether registering is over, and how many of the region's bytes copies reach directly."""
@@ -99,7 +110,14 @@ class Device(Protocol):
 
     def fence(self, blocks: Collection[int]) -> None:
         """Let nothing that is submitted to the device from now on overwrite `blocks` before running saves have read
-        them."""
+        them. A save of any of them that has not begun is cancelled: nothing waits for it."""
+
+    def enter_step(self) -> None:
+        """The engine begins a step: until `leave_step`, and until the device has done what the step submitted, it
+        leaves the device's driver alone. From the first step on nothing is made ready that no copy asks for."""
+
+    def leave_step(self) -> None:
+        """The engine has submitted all of a step, or nearly all."""
 
     def poll(self) -> None:
         """Notice jobs that have ended, where no thread of the device's own does. Never waits."""

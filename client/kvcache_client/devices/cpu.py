@@ -3,7 +3,8 @@
 One core alone reaches some 60 % of what memory gives: for fragments this small, memcpy reads what it is about to
 overwrite. Two reach it all. Evenly spaced fragments go by one numpy call a block, single ones by memmove; either way a
 thread needs the GIL once for some hundred KiB. On a host, a copy that has not run yet sees whatever is written
-meanwhile, so that `fence` waits.
+meanwhile, so that `fence` waits: it takes what
+copying takes, on the cores that the engine would compute with.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class CpuDevice:
         """Nothing to do: host memory needs no pinning to be copied."""
         self._region_bytes = region.bytes
 
+    def adopt(self, registration: Any) -> None:
+        """Nobody page-locks for this one."""
+
     def registered(self) -> tuple[bool, int]:
         return True, self._region_bytes
 
@@ -75,6 +79,12 @@ class CpuDevice:
             return
         with self._changed:
             self._changed.wait_for(lambda: not any(block in self._reading for block in blocks))
+
+    def enter_step(self) -> None:
+        """Nothing is made ready here."""
+
+    def leave_step(self) -> None:
+        """As above."""
 
     def poll(self) -> None:
         """Nothing to do: the copying threads see the end of each job."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache_client.devices import CopyError, Job
 from kvcache_client.devices.paths import Path
@@ -43,11 +44,13 @@ class _Events(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A job in a lane. `queued`: all of it is queued on the device; `done`: it has ended without the device's word."""
+    """A job in a lane. `begun`: the ring's thread is at it; `queued`: all of it is queued on the device; `done`: it has
+    ended without the device's word."""
 
     number: int
     job: Job
     events: _Events
+    begun: bool = False
     queued: bool = False
     done: bool = False
     borrowed: object | None = None
@@ -112,10 +115,26 @@ class Lane:
             index = number - self._entries[0].number if self._entries else -1
             return self._entries[index] if index >= 0 else None
 
-    def wait_queued(self, entry: Entry) -> None:
-        """Wait on the host until `entry` is queued on the device, or has ended."""
+    def use(self, registration: Registration) -> None:
+        """Ask `registration` from now on which memory is page-locked. No job may be running."""
+        self._registration = registration
+
+    def cancel(self, blocks: npt.NDArray[np.bool_]) -> None:
+        """Cancel the jobs that touch any of `blocks`, a mask of the device's, and wait for a thread to begin with them.
+
+        One that the thread is at ends with its present part, a few milliseconds at most, and is waited for.
+        """
+        if not self._by_ring:
+            return
         with self._changed:
-            self._changed.wait_for(lambda: entry.queued or entry.done)
+            touching = [entry for entry in self._by_ring if blocks[entry.job.blocks].any()]
+            for entry in touching:
+                entry.job.cancel()
+                if not entry.begun:
+                    entry.done = True
+                    self._by_ring.remove(entry)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: all(entry.queued or entry.done for entry in touching))
 
     def settle(self, wait: bool = True) -> None:
         """Report jobs that have ended. Without `wait`, leave them to others that are at it."""
@@ -162,7 +181,7 @@ class Lane:
         entry.borrowed = self._registration.borrow(job.region, job.offsets, self._slot)
         if entry.borrowed is None:
             return False
-        base, every = job.region.address, self._registration.chunk
+        base, every = job.region.address, self._registration.piece
 
         def at_chunks(spans: Spans) -> Spans:
             return cut(spans, base, every)
@@ -254,10 +273,13 @@ class Lane:
             if not entry.done:
                 try:
                     self._runtime.wait_host(entry.events.end)
-                except CopyError as error:
+                except Exception as error:  # noqa: BLE001 - whoever waits for this copy must not wait for ever
                     entry.job.error = str(error)
                     entry.done = True
-            self.settle()
+            try:
+                self.settle()
+            except Exception:  # of a job's owner: the thread is needed for the others
+                logger.exception("the owner of a copy failed to take its end")
 
     def _may_watch(self) -> bool:
         if not self._entries:
@@ -282,6 +304,7 @@ class Lane:
                     self._changed.notify_all()
                     return
                 entry = self._by_ring[0]
+                entry.begun = True
             try:
                 if not self._queue(entry):  # without the lock: the device may make this thread wait
                     self._copy_by_ring(entry)
@@ -294,6 +317,7 @@ class Lane:
 
     def _copy_by_ring(self, entry: Entry) -> None:
         job = entry.job
+        job.direct = False
         try:
             ring = self._ring = self._ring or self._make_ring(self.path)
         except CopyError as error:

@@ -63,6 +63,15 @@ def open_npu(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> Strea
     return StreamDevice(runtime, compute, synchronize, make_path, slot, num_blocks, tuning, keep, room=room)
 
 
+def early_runtime() -> tuple[NpuRuntime, int]:
+    """Return a runtime for page-locking alone, on this thread's NPU, and the bytes of a piece. Raises CopyError."""
+    npu: Any = getattr(torch, "npu")  # noqa: B009
+    tuning = read_tuning(normal=_NORMAL)
+    some = torch.empty(1, dtype=torch.uint8, device=f"npu:{npu.current_device()}")
+    refused = "" if tuning.npu_register else _refusal(os.uname().release)
+    return NpuRuntime(some.device.index, some.data_ptr(), _host_register(npu), refused), tuning.register_chunk
+
+
 def _host_register(npu: Any) -> HostRegister | None:
     """Return torch_npu's way to page-lock memory, where this version has one."""
     try:

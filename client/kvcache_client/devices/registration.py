@@ -1,19 +1,18 @@
-"""Page-locks a mapping for a device, chunk by chunk, beside whatever the engine does.
+"""Page-locks a mapping for a device: all of it before the engine serves, what is left over where the device is idle.
 
-Chunks that copies have asked for come first, then the others from the region's begin on, where slots are given out
-first. Copies from and to a chunk that is not locked yet take the ring. A region that another one replaces is let go of
-once the copies that use it have ended.
-
-A driver does nothing else while it locks pages, and a thread that locks one chunk after the other leaves it to nobody:
-a model's step then takes as long as the whole region. So chunks are small, and after each one the thread rests.
+A driver does nothing else while it locks pages: a model's step beside it takes as long as the call, and a thousand
+small calls slow a thousand steps. In large calls, before there is a step, 32 GiB take a second. What is not locked by
+then (a region that came later, or one too large) is locked piece by piece, where a copy has asked for it and the engine
+computes nothing. Copies from and to other pieces take the ring. A region that another one replaces is let go of once
+the copies that use it have ended.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,26 +22,25 @@ from kvcache_client.devices.runtime import Runtime
 
 logger = logging.getLogger("vllm.kvcache.device")
 
-# Seconds without a rest, for the first region: an engine that starts computes nothing, and finds so much ready.
-_HEAD_START = 0.5
-# Rests, in times that a chunk took, and in seconds at most. On an H200, beside chunks of 0.4 ms and rests of 3 times
-# that, graphs run as fast as alone and launches one by one take a third longer.
-_REST_WANTED, _REST, _LONGEST_REST = 3.0, 20.0, 0.25
+CALL = 1 << 30  # bytes of one call before the engine serves: 19 to 33 ms on an H200's host
+_GLANCE = 0.001  # seconds between two looks whether the device is idle: nothing tells when it becomes so
+_PATIENCE = 1.0  # seconds for which a mapping that nobody uses waits for an idle device, a call
 
 
 class _Locked:
-    """One mapping: which of its chunks are locked, how many bytes that is, and how many `copies` use it.
+    """One mapping: which of its pieces are locked, how many bytes that is, and how many `copies` use it.
 
-    Chunks that lie in a hole are left alone: to lock them takes memory that the daemon has given back.
+    Pieces that lie in a hole are left alone: to lock them takes memory that the daemon has given back.
     """
 
-    def __init__(self, region: Memory, chunk: int) -> None:
-        self.region, self.chunk = region, chunk
-        self.chunks: npt.NDArray[np.bool_] = np.zeros(-(-region.bytes // chunk), np.bool_)
+    def __init__(self, region: Memory, piece: int) -> None:
+        self.region, self.piece = region, piece
+        self.pieces: npt.NDArray[np.bool_] = np.zeros(-(-region.bytes // piece), np.bool_)
+        self.calls: dict[int, int] = {}  # how many pieces were locked together, by the first of them
         self.bytes = self.copies = 0
-        self.left = self.chunks.copy()
+        self.left = self.pieces.copy()
         for begin, size in region.holes:
-            self.left[-(-begin // chunk) : (begin + size) // chunk] = True
+            self.left[-(-begin // piece) : (begin + size) // piece] = True
         self.over = bool(self.left.all())
         self.wanted: dict[int, None] = {}  # in the order in which copies have asked
         self._next = 0
@@ -51,49 +49,62 @@ class _Locked:
         """Return whether some of `size` bytes at each of `offsets` is not locked; if so, it is what comes next."""
         if not len(offsets) or self.bytes == self.region.bytes:
             return False
-        first, last = offsets // self.chunk, (offsets + size - 1) // self.chunk
+        first, last = offsets // self.piece, (offsets + size - 1) // self.piece
         most = int((last - first).max()) + 1
         touched = np.unique(np.minimum(first[:, None] + np.arange(most), last[:, None]))
-        missing = touched[~self.chunks[touched]]
+        missing = touched[~self.pieces[touched]]
         if not self.over:
             self.wanted.update(dict.fromkeys(missing.tolist()))
         return len(missing) > 0
 
-    def take(self) -> tuple[int, bool]:
-        """Return the chunk to lock next, and whether copies have asked for it. There must be one."""
+    def take_wanted(self) -> int | None:
+        """Return the piece that copies have asked for first, None where they want none."""
         while self.wanted:
             number = next(iter(self.wanted))
             del self.wanted[number]
-            if not self.chunks[number]:
-                return number, True
-        while self.chunks[self._next] or self.left[self._next]:
+            if not self.pieces[number]:
+                return number
+        return None
+
+    def take_run(self, most: int) -> tuple[int, int]:
+        """Return the first piece to lock and how many follow it, `most` at most. There must be one."""
+        while self.pieces[self._next] or self.left[self._next]:
             self._next += 1
-        return self._next, False
+        end = self._next + 1
+        while end < len(self.pieces) and end - self._next < most and not (self.pieces[end] or self.left[end]):
+            end += 1
+        return self._next, end - self._next
 
-    @property
-    def whole(self) -> bool:
-        """Whether there is nothing more to lock."""
-        return bool((self.chunks | self.left).all())
+    def note(self, first: int, count: int) -> None:
+        """Note that these pieces were locked by one call."""
+        self.pieces[first : first + count] = True
+        self.calls[first] = count
+        self.bytes += self.place(first, count)[1]
+        self.over = bool((self.pieces | self.left).all())
 
-    def place(self, number: int) -> tuple[int, int]:
-        """Return the address and the bytes of a chunk."""
-        begin = number * self.chunk
-        return self.region.address + begin, min(self.chunk, self.region.bytes - begin)
+    def forget(self, first: int) -> None:
+        self.pieces[first : first + self.calls.pop(first)] = False
+
+    def place(self, first: int, count: int = 1) -> tuple[int, int]:
+        """Return the address and the bytes of some pieces."""
+        begin = first * self.piece
+        return self.region.address + begin, min(count * self.piece, self.region.bytes - begin)
 
 
 class Registration:
     """The region that copies reach directly. Its thread does all that takes long."""
 
-    def __init__(self, runtime: Runtime, chunk: int) -> None:
-        """`chunk` bytes at once, a multiple of the page size: a copy must not cross the end of one."""
-        self.chunk = chunk
+    def __init__(self, runtime: Runtime, piece: int) -> None:
+        """`piece` bytes, a multiple of the page size: a copy must not cross the end of one."""
+        self.piece = piece
         self._runtime = runtime
         self._changed = threading.Condition()
         self._now: _Locked | None = None
         self._before: deque[_Locked] = deque()
-        self._stopping = False
+        self._stopping = self._serving = False
+        self._idle: Callable[[], bool] = lambda: True
+        self._most = max(1, CALL // piece)  # pieces of one call
         self._thread: threading.Thread | None = None
-        self._head_start = _HEAD_START
 
     def register(self, region: Memory) -> None:
         with self._changed:
@@ -101,11 +112,27 @@ class Registration:
                 return
             if self._now is not None:
                 self._before.append(self._now)
-            self._now = _Locked(region, self.chunk)
+            self._now = _Locked(region, self.piece)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvcache-register", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def serve(self, idle: Callable[[], bool]) -> None:
+        """The engine serves from now on: lock only what copies ask for, and only while `idle()`, which any thread may
+        ask, says that it computes nothing."""
+        with self._changed:
+            self._serving, self._idle = True, idle
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all is locked that can be; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._now is None or self._now.over, seconds)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is something to lock or to unlock yet. Not exact while it changes; never waits."""
+        return bool(self._before) or (self._now is not None and not self._now.over)
 
     def progress(self) -> tuple[bool, int]:
         """Return whether the region's registration is over, and how many of its bytes are locked."""
@@ -143,38 +170,73 @@ class Registration:
             self._thread.join()
 
     def _run(self) -> None:
-        self._runtime.enter_thread()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._idle() or self._wanting() or self._stopping)
-                if self._stopping:
-                    left = [*self._before, *([self._now] if self._now else [])]
-                    break
-                idle, wanting = self._idle(), self._wanting()
-            # In turn, so that neither the new region nor the memory of the old one waits for all of the other.
-            if idle is not None and not (wanting is not None and wanting.wanted) and not self._unlock_chunk(idle):
-                with self._changed:
-                    self._before.remove(idle)
-            if wanting is not None:
-                self._lock_chunk(wanting)
-        for locked in left:
-            while self._unlock_chunk(locked):
+        try:
+            self._runtime.enter_thread()
+            while self._work():
                 pass
+        except Exception:  # the copies can do without this thread, by the ring
+            logger.exception("page-locking has ended by an error: what is not locked stays so")
+            with self._changed:
+                if self._now is not None:
+                    self._now.over = True
+                self._changed.notify_all()
 
-    def _idle(self) -> _Locked | None:
+    def _work(self) -> bool:
+        """Do what is due; return False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unused() or self._wanting() or self._stopping)
+            unused, wanting, serving = self._unused(), self._wanting(), self._serving
+            if self._stopping:
+                left = [*self._before, *([self._now] if self._now else [])]
+        if self._stopping:
+            for locked in left:
+                while self._unlock(locked):
+                    pass
+            return False
+        # In turn, so that neither the new region nor the memory of the old one waits for all of the other.
+        if unused is not None:
+            self._wait_idle(_PATIENCE)
+            if not self._unlock(unused):
+                with self._changed:
+                    self._before.remove(unused)
+        if wanting is not None:
+            if not serving:
+                with self._changed:
+                    first, count = wanting.take_run(self._most)
+                self._lock(wanting, first, count)
+            elif self._wait_idle(None if unused is None else 0.0):
+                with self._changed:
+                    number = wanting.take_wanted()
+                if number is not None:
+                    self._lock(wanting, number, 1)
+        return True
+
+    def _unused(self) -> _Locked | None:
         return next((locked for locked in self._before if not locked.copies), None)
 
     def _wanting(self) -> _Locked | None:
-        return self._now if self._now is not None and not self._now.over else None
+        if self._now is None or self._now.over or (self._serving and not self._now.wanted):
+            return None
+        return self._now
 
-    def _lock_chunk(self, locked: _Locked) -> None:
+    def _wait_idle(self, seconds: float | None) -> bool:
+        """Wait until the engine computes nothing, `seconds` at most; return whether it does."""
         with self._changed:
-            number, wanted = locked.take()
-        address, size = locked.place(number)
-        begin = time.perf_counter()
+            while self._serving and not self._stopping and not self._idle():
+                if seconds is not None and seconds <= 0:
+                    return False
+                self._changed.wait(_GLANCE)
+                seconds = None if seconds is None else seconds - _GLANCE
+        return True
+
+    def _lock(self, locked: _Locked, first: int, count: int) -> None:
+        address, size = locked.place(first, count)
         try:
             self._runtime.register(address, size)
         except CopyError as error:
+            if count > 1:  # there may be room for less
+                self._most = count // 2
+                return
             region, done = locked.region, locked.bytes
             logger.warning(
                 "%s of the region's %s bytes cannot be page-locked for this device (%s): copies to and from them go "
@@ -184,36 +246,20 @@ class Registration:
             with self._changed:
                 locked.over = True
                 locked.wanted.clear()
+                self._changed.notify_all()
             return
         with self._changed:
-            locked.chunks[number] = True
-            locked.bytes += size
-            locked.over = locked.whole
-        self._rest(time.perf_counter() - begin, wanted)
+            locked.note(first, count)
+            self._changed.notify_all()
 
-    def _unlock_chunk(self, locked: _Locked) -> bool:
-        """Return whether there was one."""
-        number = int(locked.chunks.argmax())
-        if not locked.chunks[number]:
+    def _unlock(self, locked: _Locked) -> bool:
+        """Unlock what one call has locked; return whether there was something."""
+        if not locked.calls:
             return False
-        begin = time.perf_counter()
+        first = next(iter(locked.calls))
         try:
-            self._runtime.unregister(locked.place(number)[0])
+            self._runtime.unregister(locked.place(first)[0])
         except CopyError as error:
-            logger.warning("a chunk of the region stays page-locked: %s", error)
-        locked.chunks[number] = False
-        self._rest(time.perf_counter() - begin)
+            logger.warning("a part of the region stays page-locked: %s", error)
+        locked.forget(first)
         return True
-
-    def _rest(self, spent: float, wanted: bool = False) -> None:
-        """Leave the driver to others for a multiple of what was `spent` on it, unless all is to end; for less after
-        what copies have asked for, and until they ask."""
-        if self._head_start > 0:
-            self._head_start -= spent
-            return
-
-        def enough() -> bool:
-            return self._stopping or (not wanted and self._now is not None and bool(self._now.wanted))
-
-        with self._changed:
-            self._changed.wait_for(enough, min(spent * (_REST_WANTED if wanted else _REST), _LONGEST_REST))

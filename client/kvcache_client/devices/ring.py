@@ -32,6 +32,8 @@ class Ring:
         filling: tuple[Addresses, int, Handle] | None = None
         try:
             for blocks, places, buffer, event in self._parts(job):
+                if job.cancelled:
+                    break
                 self._path.move(blocks, self._slots(buffer, len(blocks)), _whole)
                 self._path.finish(event)
                 if filling is not None:

@@ -7,6 +7,7 @@ a block that was freed. Neither makes the engine's thread wait.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection
 
@@ -22,6 +23,8 @@ from kvcache_client.devices.runtime import Handle, Runtime
 from kvcache_client.devices.tuning import Tuning
 
 logger = logging.getLogger("vllm.kvcache.device")
+
+_SETTLED = 0.003  # seconds without work after which a device counts as idle: between two steps there is less
 
 
 class StreamDevice:
@@ -57,6 +60,10 @@ class StreamDevice:
             Lane(runtime, make_path(saves), self._registration, make_ring, slot, saves, room) for saves in (True, False)
         )
         self._saved_last: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # a block's last save, by number
+        self._serving = self._stepping = False
+        self._step_end: Handle | None = None  # an event, recorded while something is to be page-locked yet
+        self._idle_since = 0.0
+        self._idle_lock = threading.Lock()  # an event must not be recorded and asked for at once
         self._closed = False
 
     def register(self, region: Memory) -> None:
@@ -74,20 +81,58 @@ class StreamDevice:
     def load(self, job: Job) -> None:
         self._start(self._loads, job)
 
-    def fence(self, blocks: Collection[int]) -> None:
-        """Saves read blocks in their order, so that the last save of any of these is the one to wait for.
+    def adopt(self, registration: Registration) -> None:
+        """Go on with what has been page-locked before this was made. No job may be running."""
+        before, self._registration = self._registration, registration
+        for lane in (self._saves, self._loads):
+            lane.use(registration)
+        before.close()
 
-        The device waits, not the host, except where a thread has yet to queue the save, as it has with the ring.
-        """
+    def enter_step(self) -> None:
+        self._stepping = True
+        if not self._serving:
+            self._serving = True
+            self._registration.serve(self._is_idle)
+
+    def leave_step(self) -> None:
+        if self._registration.unfinished and not self._closed:
+            with self._idle_lock:
+                if self._step_end is None:
+                    self._step_end = self._runtime.create_event()
+                self._runtime.record(self._step_end, self._compute())
+        self._stepping = False
+
+    def _is_idle(self) -> bool:
+        """Whether the engine has computed nothing for a moment; its sampler may come after `leave_step`."""
+        now = time.monotonic()
+        if not self._stepping:
+            with self._idle_lock:
+                if self._step_end is None or self._runtime.is_over(self._step_end):
+                    self._idle_since = self._idle_since or now
+                    return now - self._idle_since >= _SETTLED
+        self._idle_since = 0.0
+        return False
+
+    def fence(self, blocks: Collection[int]) -> None:
+        """Saves read blocks in their order, so that the last save of any of these that is queued on the device is the
+        one to wait for. The device waits, not the host."""
         if not blocks or self._closed:
             return
-        last = self._saves.find(int(self._saved_last[np.fromiter(blocks, np.int64, len(blocks))].max()))
-        if last is None:
+        given = np.fromiter(blocks, np.int64, len(blocks))
+        numbers = np.unique(self._saved_last[given])
+        if self._saves.find(int(numbers[-1])) is None:
             return
-        self._saves.wait_queued(last)
-        if last.queued:
-            for stream in (self._compute(), self._loads.path.cache):
-                self._runtime.wait(stream, last.events.off)
+        mask = np.zeros(self._blocks, np.bool_)
+        mask[given] = True
+        self._saves.cancel(mask)
+        for number in numbers[::-1].tolist():
+            last = self._saves.find(number)
+            if last is None:
+                return
+            if last.queued:
+                for stream in (self._compute(), self._loads.path.cache):
+                    self._runtime.wait(stream, last.events.off)
+                return
 
     def poll(self) -> None:
         self._saves.settle(wait=False)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache_client.devices import Job, registration
+from kvcache_client.devices import CopyError, Job, registration
 from kvcache_client.devices.lane import Lane
 from kvcache_client.devices.paths import Straight
 from kvcache_client.devices.registration import Registration
@@ -30,6 +30,8 @@ class Device:
         self.over: set[int] = set()
         self.changed = threading.Condition()
         self.locks: list[tuple[str, int]] = []
+        self.sizes: list[int] = []  # of what was locked
+        self.largest = 1 << 60  # that can be locked by one call
 
     def create_stream(self) -> int:
         return next(self.numbers)
@@ -53,7 +55,10 @@ class Device:
         return 1.0
 
     def register(self, address: int, size: int) -> None:
+        if size > self.largest:
+            raise CopyError("too much")
         self.locks.append(("lock", address))
+        self.sizes.append(size)
 
     def unregister(self, address: int) -> None:
         self.locks.append(("unlock", address))
@@ -128,16 +133,16 @@ def test_what_the_daemon_has_given_back_is_not_locked(device: Device) -> None:
     memory.holes = [(2 * CHUNK - 4096, 3 * CHUNK), (7 * CHUNK, CHUNK)]
     locked.register(memory)
     wait_until(lambda: locked.progress() == (True, 5 * CHUNK))
-    assert {address - memory.address for _, address in device.locks} == {n * CHUNK for n in (0, 1, 4, 5, 6)}
+    assert device.locks == [("lock", memory.address), ("lock", memory.address + 4 * CHUNK)]
+    assert device.sizes == [2 * CHUNK, 3 * CHUNK]  # what follows each other is locked by one call
     locked.close()
-    assert len(device.locks) == 10
+    assert len(device.locks) == 4
 
 
 def test_a_region_that_replaces_another_does_not_wait_for_all_of_it(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_REST", "_REST_WANTED"):
-        monkeypatch.setattr(registration, name, 0.0)
+    monkeypatch.setattr(registration, "CALL", CHUNK)
     locked, old, new = Registration(device, CHUNK), region(8), region(8, 1 << 40)  # type: ignore[arg-type]
     locked.register(old)
     wait_until(lambda: locked.progress() == (True, old.bytes))
@@ -149,3 +154,67 @@ def test_a_region_that_replaces_another_does_not_wait_for_all_of_it(
     assert locked.progress() == (True, new.bytes)
     locked.close()
     assert {address for what, address in device.locks[16:]} == {(1 << 40) + n * CHUNK for n in range(8)}
+
+
+def test_where_much_cannot_be_locked_at_once_less_is_tried(device: Device) -> None:
+    device.largest = 3 * CHUNK
+    locked, memory = Registration(device, CHUNK), region(8)  # type: ignore[arg-type]
+    locked.register(memory)
+    assert locked.wait(SECONDS)
+    assert locked.progress() == (True, memory.bytes)
+    assert max(device.sizes) <= 3 * CHUNK
+    locked.close()
+
+
+def test_an_engine_that_serves_has_locked_what_copies_ask_for_while_it_is_idle(device: Device) -> None:
+    locked, memory, idle = Registration(device, CHUNK), region(8), threading.Event()  # type: ignore[arg-type]
+    asked = threading.Event()
+
+    def is_idle() -> bool:
+        asked.set()
+        return idle.is_set()
+
+    locked.serve(is_idle)
+    locked.register(memory)
+    assert locked.borrow(memory, np.array([5 * CHUNK]), SLOT) is None
+    assert asked.wait(SECONDS)  # it wants to, and may not
+    assert device.locks == []
+    idle.set()
+    wait_until(lambda: device.locks == [("lock", memory.address + 5 * CHUNK)])
+    borrowed = locked.borrow(memory, np.array([5 * CHUNK]), SLOT)
+    assert borrowed is not None
+    locked.give_back(borrowed)
+    assert locked.progress() == (False, CHUNK)  # and nothing that nobody has asked for
+    locked.close()
+
+
+def test_a_save_that_has_not_begun_is_cancelled_when_its_block_is_given_away(device: Device) -> None:
+    """The one that the ring is at ends with its present part; nobody waits for the others."""
+    at_it, go_on, ended = threading.Event(), threading.Event(), []
+
+    class SlowRing:
+        def load(self, job: Job) -> None:
+            at_it.set()
+            assert go_on.wait(SECONDS)
+
+        def close(self) -> None:
+            pass
+
+    lane = make_lane(device, Registration(device, CHUNK), lambda path: SlowRing())  # type: ignore[arg-type]
+    jobs = [Job(region(1), np.array([number]), np.array([0]), ended.append) for number in range(4)]
+    for job in jobs:
+        lane.put(job, 0)
+    assert at_it.wait(SECONDS)
+    given = np.zeros(8, np.bool_)
+    given[[1, 3]] = True
+    lane.cancel(given)
+    assert [job.cancelled for job in jobs] == [False, True, False, True]
+    go_on.set()
+    wait_until(lambda: (entry := lane.find(3)) is None or entry.queued)
+    for number in (1, 3):
+        entry = lane.find(number)
+        if entry is not None:
+            device.let(entry.events.end)
+    assert lane.drain(SECONDS)
+    assert len(ended) == 4 and [bool(job.error) for job in jobs] == [False, True, False, True]
+    lane.close()
