@@ -62,8 +62,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "kvcache_client": [
-        {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "plugin", "region", "replies"}
-        | {"noise", "notes", "sums"},
+        {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "region", "replies"}
+        | {"guard", "noise", "notes", "sums"},
         {"devices", "slots", "channel", "door", "engine", "tally", "events", "summary"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
         {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},
@@ -75,8 +75,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"session", "saves", "canaries"},
         {""},
         {"proof"},
-        {"scheduler", "worker", "stats", "doctor.copies", "doctor.mapping"},
-        {"connector", "doctor.conformance"},
+        {"scheduler", "worker", "stats", "early", "doctor.copies", "doctor.mapping"},
+        {"connector", "plugin", "doctor.conformance"},
         {"doctor", "doctor.__main__"},
     ],
 }
@@ -119,6 +119,7 @@ FROM_ENGINE = {
         "devices.cuda": {"torch"},
         "devices.npu": {"torch", "torch_npu"},
         "connector": {"vllm"},
+        "early": {"vllm"},
         "stats": {"vllm", "prometheus_client"},
         "doctor.conformance": {"pytest"},
         "engine": {"vllm"},

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from kvcache_client.handles import Namespace
 from kvcache_client.lease import Lease
-from kvcache_client.plugin import register_vllm_connector
 from kvcache_client.region import Region
 from kvcache_client.reservation import Reservation, Ticket
 from kvcache_client.session import Session
@@ -57,5 +56,4 @@ __all__ = [
     "Verdict",
     "VersionMismatch",
     "__version__",
-    "register_vllm_connector",
 ]

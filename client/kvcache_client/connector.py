@@ -6,6 +6,7 @@ What the engine has that we cannot cache is declined with one line, and the engi
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +23,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvcache_client import NamespaceSpec, Session
 from kvcache_client.devices import CopyError
+from kvcache_client.early import claim, open_session
 from kvcache_client.engine import join_logs, surroundings, tensor_parallel_rank, warn_of_random_seed
 from kvcache_client.events import Heard, Removed, Stored
+from kvcache_client.guard import guard, report
 from kvcache_client.namespace import (
     engine_block_size,
     has_experts,
@@ -32,7 +35,7 @@ from kvcache_client.namespace import (
     shards,
     why_not,
 )
-from kvcache_client.plan import NOTHING, StepPlan
+from kvcache_client.plan import NOTHING, LoadJob, StepPlan
 from kvcache_client.scheduler import Scheduler
 from kvcache_client.settings import Settings, blocks_per_slot, parse_settings
 from kvcache_client.stats import CacheMetrics, CacheStats, Feed
@@ -91,23 +94,39 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        settings, notes = parse_settings(transfer.kv_connector_extra_config)
-        # vLLM reads this after it has made us. Its own default, "fail", cannot be told from a "fail" that was meant:
-        # who means it says so in our settings.
-        transfer.kv_load_failure_policy = settings.kv_load_failure_policy
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
+        self._session: Session | None = None
+        self._feed: Feed | None = None  # for vLLM's metrics
+        self._tell = False
+        self._role, self._rank = role, 0
+        self._fault = ""  # of a rank's side that was given up, until the scheduler's side has heard of it
+        self._step = 0  # the last plan's number
+        # Loads that the engine waits for, by request, with their device blocks: a scheduler's that no plan has yet, a
+        # rank's that it has not reported. Whatever fails in ours, the engine hears how each of them ended.
+        self._awaited: dict[str, list[int]] = {}
+        self._not_loaded: set[int] = set()  # device blocks of such loads that have failed
+        self._quiet = threading.Event()  # not set while copies of a worker that was given up may still run
+        self._quiet.set()
+        self._start(vllm_config, role, kv_cache_config)
+
+    @guard()
+    def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        in_scheduler = role == KVConnectorRole.SCHEDULER
+        join_logs(quiet=not in_scheduler)
+        transfer = vllm_config.kv_transfer_config
+        # vLLM reads this after it has made us. Its own default, "fail", cannot be told from a "fail" that was meant:
+        # who means it says so in our settings.
+        transfer.kv_load_failure_policy = "recompute"
+        settings, notes = parse_settings(transfer.kv_connector_extra_config)
+        transfer.kv_load_failure_policy = settings.kv_load_failure_policy
         events = getattr(vllm_config, "kv_events_config", None)
         self._tell = events is not None and events.enable_kv_cache_events
-        self._feed: Feed | None = None  # for vLLM's metrics
-        in_scheduler = role == KVConnectorRole.SCHEDULER
         if in_scheduler:
             for note in notes:
                 logger.warning("kv_connector_extra_config: %s", note)
             if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
                 logger.warning(_BESIDE.format(type(self).__name__))
-        join_logs(quiet=not in_scheduler)
         reason = why_not(vllm_config, kv_cache_config)
         if reason:
             if in_scheduler:
@@ -123,9 +142,21 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = self._open_worker(settings, spec, engine, per_slot)
 
+    def give_up(self, where: str, error: Exception) -> None:
+        """Let the engine go on without us: nothing more is offered, loaded or saved, and what the engine waits for
+        has failed."""
+        self._fault = report(where, error, in_scheduler=self._role == KVConnectorRole.SCHEDULER)
+        scheduler, worker = self._scheduler, self._worker
+        self._scheduler = self._worker = self._feed = None
+        self._quiet.clear()
+        # To end a session takes answers of the daemon, and to end copies takes time: no step waits for either.
+        threading.Thread(
+            target=_leave, args=(scheduler, worker, self._session, self._quiet), name="kvcache-give-up", daemon=True
+        ).start()
+
     def _open_scheduler(self, settings: Settings, spec: NamespaceSpec, engine: str, per_slot: int) -> Scheduler | None:
         transfer, drafter = self._vllm_config.kv_transfer_config, self._vllm_config.speculative_config
-        session = _open_session(settings, engine, "scheduler")
+        self._session = session = open_session(settings, engine, "scheduler")
         try:
             scheduler = Scheduler(
                 session,
@@ -153,8 +184,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         return scheduler
 
     def _open_worker(self, settings: Settings, spec: NamespaceSpec, engine: str, per_slot: int) -> Worker:
-        rank = tensor_parallel_rank()
-        session = _open_session(settings, engine, f"rank {rank}")
+        self._rank = rank = tensor_parallel_rank()
+        session, registration = claim(engine, f"rank {rank}")
+        self._session = session = session or open_session(settings, engine, f"rank {rank}")
         worker = Worker(
             session,
             spec,
@@ -165,6 +197,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             per_slot,
             has_experts(self._vllm_config),
             self._tell,
+            registration,
         )
         self._feed = Feed(lambda: session.counters, lambda: worker.counters)
         return worker
@@ -176,6 +209,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         """A cache: a save that is dropped is a miss later on."""
         return False
 
+    @guard()
     def get_kv_connector_stats(self) -> CacheStats | None:
         return self._feed.take() if self._feed is not None else None
 
@@ -187,6 +221,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(cls, *arguments: Any, **named: Any) -> CacheMetrics:
         return CacheMetrics(*arguments, **named)
 
+    @guard()
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
             if side is not None:
@@ -195,22 +230,45 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler's side.
 
+    @guard(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
+    @guard()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        table = blocks.get_block_ids()[0]
+        if num_external_tokens > 0:
+            self._awaited[request.request_id] = list(table)
         if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._scheduler.allocated(request, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        plan = NOTHING if self._scheduler is None else self._scheduler.plan(scheduler_output)
+        plan = self._plan(scheduler_output)
         idle = not scheduler_output.total_num_scheduled_tokens
         if plan is NOTHING:
             return _IDLE if idle else _EMPTY
+        self._step = plan.number
         return StepMetadata(plan, idle)
 
+    @guard(lambda self, *_: self._fail_awaited())
+    def _plan(self, scheduler_output: Any) -> StepPlan:
+        if self._scheduler is None:
+            return self._fail_awaited()
+        plan = self._scheduler.plan(scheduler_output)
+        for load in plan.loads:
+            self._awaited.pop(load.request, None)
+        return plan
+
+    def _fail_awaited(self) -> StepPlan:
+        """Return a plan with the loads that the engine waits for and no plan has: each names no region, so that the
+        ranks report that it failed."""
+        loads = [LoadJob(request, b"", b"", blocks) for request, blocks in self._awaited.items()]
+        self._awaited.clear()
+        return StepPlan(self._step + 1, loads=loads) if loads else NOTHING
+
+    @guard()
     def update_connector_output(self, connector_output: Any) -> None:
         received, invalid = connector_output.finished_recving, connector_output.invalid_block_ids
         if self._scheduler is None:
@@ -229,12 +287,14 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             for heard in report.heard:
                 self._scheduler.events.settled(heard)
 
+    @guard(lambda *_: ())
     def take_events(self) -> Iterable[Any]:
         events = self._scheduler.events if self._scheduler is not None else None
         if events is None:
             return ()
         return [_vllm_event(event, engine_block_size(self._kv_cache_config)) for event in events.take()]
 
+    @guard(lambda *_: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
             self._scheduler.finished(request)
@@ -245,11 +305,13 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
+    @guard(lambda *_: True)  # where nothing is saved or loaded any more, nothing is left to be reset
     def reset_cache(self) -> bool | None:
         return True if self._scheduler is None else self._scheduler.reset()
 
     # A rank's side.
 
+    @guard()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._worker is None:
             return
@@ -265,13 +327,20 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         self._begin(connector_metadata)  # where a runner has not called handle_preemptions
 
+    @guard()
     def _begin(self, metadata: Any) -> None:
         if self._worker is not None and isinstance(metadata, StepMetadata):
             self._worker.begin(metadata.plan)
 
+    @guard()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._connector_metadata
-        if self._worker is not None and isinstance(metadata, StepMetadata):
+        if not isinstance(metadata, StepMetadata):
+            return
+        if metadata.plan.number > self._step:  # a plan may be presented more than once
+            self._step = metadata.plan.number
+            self._awaited.update((load.request, load.blocks) for load in metadata.plan.loads)
+        if self._worker is not None:
             self._worker.load(metadata.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -285,20 +354,50 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         idle = isinstance(self._connector_metadata, StepMetadata) and self._connector_metadata.idle
-        return None, (self._worker.received(idle) or None) if self._worker is not None else None
+        received = self._received(idle)
+        for request in received:
+            self._awaited.pop(request, None)
+        return None, received or None
 
+    @guard(lambda *_: set())
+    def _received(self, idle: bool) -> set[str]:
+        if self._worker is not None:
+            return self._worker.received(idle)
+        if not (self._awaited and self._quiet.is_set()):
+            return set()
+        for blocks in self._awaited.values():
+            self._not_loaded.update(blocks)
+        return set(self._awaited)
+
+    @guard()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
-            return None
+            fault, self._fault = self._fault, ""
+            return RankReport(declined={self._rank: fault}) if fault else None
         heard, declined = self._worker.take_verdicts(), self._worker.take_declined()
         return RankReport(heard, declined) if heard or declined else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        blocks, self._not_loaded = self._not_loaded, set()
+        return blocks | self._take_errors()
+
+    @guard(lambda *_: set())
+    def _take_errors(self) -> set[int]:
         return self._worker.take_errors() if self._worker is not None else set()
 
 
-def _open_session(settings: Settings, engine: str, label: str) -> Session:
-    return Session.open(settings.endpoint or None, engine=engine, label=label, deadline=settings.deadline_ms / 1000)
+def _leave(scheduler: Scheduler | None, worker: Worker | None, session: Session | None, quiet: threading.Event) -> None:
+    """End both sides of a connector that was given up; set `quiet` once no copy runs any more."""
+    try:
+        for side in (scheduler, worker, session):
+            try:
+                if side is not None:
+                    side.close()
+            except Exception as error:  # noqa: BLE001 - what has failed once may fail again: the rest must end all the same
+                logger.debug("a connector that was given up does not end well: %s", error, exc_info=error)
+    finally:
+        if worker is None or worker.wait_quiet():
+            quiet.set()
 
 
 def _vllm_event(event: Stored | Removed, block_size: int) -> Any:

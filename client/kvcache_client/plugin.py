@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-CONNECTOR = "KVCacheServerConnector"
+import logging
+
+from kvcache_client.early import install
+from kvcache_client.settings import CONNECTOR
+
+logger = logging.getLogger("vllm.kvcache")
 
 
 def register_vllm_connector() -> None:
-    """Make `kv_connector="KVCacheServerConnector"` known to vLLM. Touches no device and starts nothing."""
+    """Make `kv_connector="KVCacheServerConnector"` known to vLLM, and let ranks make the region ready while they start.
+
+    Touches no device and starts nothing by itself.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "kvcache_client.connector", CONNECTOR)
+    try:
+        install()
+    except Exception as error:  # noqa: BLE001 - of a vLLM that starts its ranks otherwise: the connector does it, later
+        logger.info("nothing is made ready while ranks start: %s", error, exc_info=error)

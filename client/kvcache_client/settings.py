@@ -10,6 +10,8 @@ import msgspec
 
 from kvcache_proto.errors import ConfigError
 
+CONNECTOR = "KVCacheServerConnector"  # as vLLM knows it
+
 # Every block is looked up, reserved, settled and kept in the index by itself: with 16 tokens, an engine's default on
 # GPUs, that is eight times the work, and what it saves is the computing of 64 tokens a prompt.
 BLOCK_TOKENS = 128

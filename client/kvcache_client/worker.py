@@ -20,6 +20,7 @@ from kvcache_client import Namespace, Session
 from kvcache_client.counters import Counters
 from kvcache_client.devices import CopyError, Device, Job, Scratch, open_device
 from kvcache_client.devices.canary import check_copies
+from kvcache_client.devices.registration import Registration
 from kvcache_client.events import Heard
 from kvcache_client.layout import Tensor, block_fragments, runs
 from kvcache_client.namespace import Shards
@@ -33,6 +34,7 @@ from kvcache_proto.types import REF_BYTES, Finding, NamespaceSpec, Outcome
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
+DRAIN = 60.0  # seconds between two lines about copies that do not end
 LINGER = 0.001  # seconds that a step without work waits for a load about to end
 
 
@@ -61,10 +63,11 @@ class Worker:
         blocks_per_slot: int,
         experts: bool = False,
         tell: bool = False,
+        registration: Registration | None = None,
     ) -> None:
         """`block_bytes` is what the rank stores for one block of the engine, `experts` whether its model has some.
 
-        `tell` keeps the daemon's verdicts for `take_verdicts`.
+        `tell` keeps the daemon's verdicts for `take_verdicts`; `registration` has page-locked the session's region.
         """
         self._session, self._spec, self._settings = session, spec, settings
         self._rank, self._experts = rank, experts
@@ -73,6 +76,7 @@ class Worker:
         begin = spec.groups[0].shard_offset(self._shard)
         self._inside: npt.NDArray[np.int64] = begin + block_bytes * np.arange(blocks_per_slot, dtype=np.int64)
         self._device: Device | None = None
+        self._registration = registration
         self._namespace: Namespace | None = None
         self._declined = ""  # why this rank takes no part, whatever the daemon says
         self._reported = ""  # why it takes no part, as the scheduler's side knows
@@ -108,6 +112,9 @@ class Worker:
         except CopyError:
             device.close()
             raise
+        if self._registration is not None:
+            device.adopt(self._registration)
+            self._registration = None
         self._device = device
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
         self._format = find_format(dtypes, self._spec.identity.get("kv_dtype", ""), self._experts)
@@ -139,7 +146,10 @@ class Worker:
 
     def begin(self, plan: StepPlan) -> None:
         """Start the saves of `plan`, then guard their blocks. Before anything of the step touches device memory."""
-        if plan.number <= self._begun or self._device is None:
+        if self._device is None:
+            return
+        self._device.enter_step()
+        if plan.number <= self._begun:
             return
         self._begun = plan.number
         if plan.namespace is not None and plan.namespace != self._spec:
@@ -168,6 +178,7 @@ class Worker:
         An `idle` engine has nothing to compute until they have, and looks again a millisecond later.
         """
         if self._device is not None:
+            self._device.leave_step()
             self._device.poll()
             if idle and not self._done:
                 self._device.linger(LINGER)
@@ -227,8 +238,18 @@ class Worker:
             self._proof.after_save(region, job, lambda sums: self._settle(namespace, job, done, sums))
 
     def _settle(self, namespace: Namespace, job: SaveJob, done: Job, sums: bytes) -> None:
+        try:
+            self._tell_end(namespace, job, done, sums)
+        except Exception:  # on a thread that others' copies need; the daemon frees the slots when this session ends
+            self._counts.add("save_ends_failed")
+            logger.exception("request %s: the end of its save was not told to the daemon", job.request)
+
+    def _tell_end(self, namespace: Namespace, job: SaveJob, done: Job, sums: bytes) -> None:
         outcome = Outcome.FAILED if done.error else Outcome.COMMITTED
-        if done.error:
+        if done.cancelled:
+            outcome = Outcome.NEVER_STARTED
+            self._counts.add("saves_given_away", len(job.positions))
+        elif done.error:
             self._counts.add("saves_failed", len(job.positions))
             logger.warning("request %s: %d blocks were not stored: %s", job.request, len(job.positions), done.error)
         else:
@@ -333,8 +354,21 @@ class Worker:
             self._proof.after_load(region, job, lambda sound: self._judge(job, region, epoch, done, sound))
 
     def _judge(self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None) -> None:
-        """Judge a load that has ended, whose slots are `sound`: what a new writer has touched meanwhile is not the
-        block."""
+        """Report a load that has ended, whose slots are `sound`. On a thread of the device or of the proof's."""
+        failed = job.blocks
+        try:
+            failed = self._not_filled(job, region, epoch, done, sound)
+        except Exception:  # the engine waits for this load: whatever went wrong here, it has failed
+            self._counts.add("load_ends_failed")
+            logger.exception("request %s: its load cannot be judged, and has failed", job.request)
+        finally:
+            self._done.append((job.request, failed))
+
+    def _not_filled(
+        self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None
+    ) -> list[int]:
+        """Return the device blocks that do not hold what was to be loaded: what a new writer has touched meanwhile is
+        not the block."""
         failed = job.blocks
         if done.error:
             logger.warning("request %s: %d blocks were not loaded: %s", job.request, len(failed), done.error)
@@ -353,12 +387,14 @@ class Worker:
             self._count_copy("loaded_bytes", "load_us", len(job.blocks), done)
             if not self._rank:
                 logger.debug("loaded %s", self._amount(len(job.blocks) / self._per_slot, done.seconds, job.request))
-        self._done.append((job.request, failed))
+        return failed
 
     # The end.
 
     def close(self) -> None:
         """Let running saves end, for `drain_ms` at most, settle the rest as failed, and end the session."""
+        if self._registration is not None:
+            self._registration.close()
         if self._device is not None:
             if not self._device.drain(self._settings.drain_ms / 1000):
                 self._counts.add("drains_cut_short")
@@ -366,6 +402,16 @@ class Worker:
             self._device.close()
         self._proof.close()
         self._session.close()
+
+    def wait_quiet(self) -> bool:
+        """Wait until no copy can touch the engine's blocks any more; return False where that cannot be known."""
+        try:
+            while self._device is not None and not self._device.drain(DRAIN):
+                logger.warning("rank %d: copies have not ended after %.0f s", self._rank, DRAIN)
+        except Exception as error:  # noqa: BLE001 - of a device that has failed; asked when all else has failed, too
+            logger.debug("rank %d: the device does not say whether copies run", self._rank, exc_info=error)
+            return False
+        return True
 
 
 def _heard(job: SaveJob, verdicts: Sequence[int]) -> Heard:

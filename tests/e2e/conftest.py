@@ -134,6 +134,35 @@ def engine_options(model: str, blocks: int = 256) -> dict[str, Any]:
     }
 
 
+def connector_options(
+    name: str, endpoint: str, extra: dict[str, Any] | None = None, module: str = "kvcache_client.connector"
+) -> dict[str, Any]:
+    settings = {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, **(extra or {})}
+    return {"engine_id": name, "kv_connector_module_path": module, "kv_connector_extra_config": settings}
+
+
+@pytest.fixture(scope="module")
+def reopened(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One process in which engines run one after the other: `reopened(name, endpoint, ...)` returns it with the next.
+
+    Seconds each, where a process of its own takes half a minute.
+    """
+    process = EngineProcess(
+        tmp_path_factory.mktemp("reopened") / "engines.log", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    )
+
+    def start(name: str, endpoint: str, extra: dict[str, Any] | None = None, **more: Any) -> EngineProcess:
+        module = more.pop("module", "kvcache_client.connector")
+        process.ask("environ", **more.pop("env", {}))
+        process.open(connector=connector_options(name, endpoint, extra, module), **engine_options(model) | more)
+        return process
+
+    try:
+        yield start
+    finally:
+        process.close()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model") / "tiny-llama"
@@ -162,18 +191,7 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
     ) -> EngineProcess:
         process = EngineProcess(logs / f"{name}.log", env)
         started.append(process)
-        connector = None
-        if endpoint is not None:
-            connector = {
-                "engine_id": name,
-                "kv_connector_module_path": module,
-                "kv_connector_extra_config": {
-                    "endpoint": endpoint,
-                    "deadline_ms": 5000,
-                    "block_size": BLOCK,
-                    **(extra or {}),
-                },
-            }
+        connector = None if endpoint is None else connector_options(name, endpoint, extra, module)
         options = engine_options(model, blocks) | arguments
         process.open(connector=connector, **options)
         return process

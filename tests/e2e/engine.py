@@ -4,6 +4,7 @@
     {"op": "open", ...LLM arguments, "connector": {...} | null}
     {"op": "generate", "prompts": [[token, ...], ...], "max_tokens": 8, "abort": [index, ...]}
     {"op": "reset", "connector": false}
+    {"op": "environ", "NAME": "value", ...}
     {"op": "close"}
 
 Each answer is {"ok": ...} or {"error": "..."}.
@@ -108,6 +109,10 @@ class Engine:
 
     def reset(self, running: bool = False, connector: bool = False) -> dict[str, Any]:
         return {"reset": self.llm.llm_engine.reset_prefix_cache(running, connector)}
+
+    def environ(self, **values: str) -> dict[str, Any]:
+        os.environ.update(values)
+        return {}
 
     def metric(self, name: str) -> dict[str, Any]:
         return {"value": sum(m.value for m in self.llm.get_metrics() if m.name == name)}

@@ -1,0 +1,182 @@
+"""What a rank makes ready before its first request: the region is mapped, and page-locked beside the engine's start.
+
+vLLM makes a connector after it has loaded and profiled the model, shortly before it captures graphs and serves: too
+late for what holds the device's driver for a second. So vLLM's plugin hook lets each rank begin when its process has a
+device: the daemon is asked and the region's pages are mapped while the device is initialised, and locked while the
+weights are read. The connector takes over what it finds here; whatever goes wrong here it does by itself, later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvcache_client import Session
+from kvcache_client.devices import Memory
+from kvcache_client.devices.registration import Registration
+from kvcache_client.devices.runtime import Runtime
+from kvcache_client.devices.tuning import read_tuning
+from kvcache_client.settings import CONNECTOR, Settings, parse_settings
+
+logger = logging.getLogger("vllm.kvcache.device")
+
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fills this process's page tables; the pages are there
+_PART = 64 << 20
+_THREADS = 8
+_CLAIM = 5.0  # seconds that a connector waits for the daemon's answer to what was begun here
+_LOCK = 10.0  # seconds that it waits for page-locking: an engine that serves would be slowed down by it
+
+_libc = ctypes.CDLL(None, use_errno=True)  # lets go of the GIL, unlike `mmap.madvise`
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_begun: dict[tuple[str, str], Preparation] = {}  # by engine and label
+
+
+class Preparation:
+    """Of one rank: a session, once the daemon has answered, and a registration, once there is a device."""
+
+    def __init__(self, settings: Settings, engine: str, label: str) -> None:
+        self.session: Session | None = None
+        self.registration: Registration | None = None
+        self._settings, self._engine, self._label = settings, engine, label
+        self._runtime: Runtime | None = None
+        self._piece = 0
+        self._attached, self._device = threading.Event(), threading.Event()
+        self._given_up = False
+        self._thread = threading.Thread(target=self._run, name="kvcache-early", daemon=True)
+        self._thread.start()
+
+    def found_device(self, runtime: Runtime | None, piece: int) -> None:
+        """Begin to page-lock, by `runtime`; None where there is none that can."""
+        self._runtime, self._piece = runtime, piece
+        self._device.set()
+
+    def claim(self) -> tuple[Session | None, Registration | None]:
+        """Return what is ready, to be closed by the caller from now on; wait for what will be soon."""
+        self._attached.wait(_CLAIM)
+        if self.session is None or self._runtime is None or self.session.region is None:
+            self._given_up = True
+            self._device.set()
+        self._thread.join(_LOCK)
+        if self.registration is not None and not self.registration.wait(_LOCK):
+            logger.info(
+                "page-locking goes on where the device is idle: %d bytes are locked", self.registration.progress()[1]
+            )
+        return self.session, self.registration
+
+    def _run(self) -> None:
+        try:
+            self.session = open_session(self._settings, self._engine, self._label)
+            region = self.session.region
+            self._attached.set()
+            if region is None:  # no daemon; the session comes upon one by itself
+                return
+            map_pages(region)
+            self._device.wait()
+            if self._runtime is not None and not self._given_up:
+                self.registration = Registration(self._runtime, self._piece)
+                self.registration.register(region)
+        except Exception as error:  # noqa: BLE001 - the connector does it all again, and says what is wrong
+            logger.info("nothing is made ready for the engine's start: %s", error, exc_info=error)
+        finally:
+            self._attached.set()
+
+
+def install() -> None:
+    """Let every rank of this process begin when vLLM initialises its device. Touches no device and starts nothing."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    inner = WorkerWrapperBase.init_device
+    if hasattr(inner, "kvcache_early"):
+        return
+
+    @functools.wraps(inner)
+    def init_device(self: Any, *arguments: Any, **named: Any) -> Any:
+        prepared = _begin(self)
+        result = inner(self, *arguments, **named)
+        if prepared is not None:
+            _continue(prepared)
+        return result
+
+    init_device.kvcache_early = True  # type: ignore[attr-defined]
+    WorkerWrapperBase.init_device = init_device
+
+
+def claim(engine: str, label: str) -> tuple[Session | None, Registration | None]:
+    """Return what was made ready for this rank: a session and a registration, or None."""
+    prepared = _begun.pop((engine, label), None)
+    return prepared.claim() if prepared is not None else (None, None)
+
+
+def open_session(settings: Settings, engine: str, label: str) -> Session:
+    """Return the session of one process of an engine; daemon or none. Raises ConfigError."""
+    return Session.open(settings.endpoint or None, engine=engine, label=label, deadline=settings.deadline_ms / 1000)
+
+
+def map_pages(region: Memory) -> None:
+    """Fill this process's page tables for `region`: to lock a page that is mapped takes the driver half as long."""
+    holes = [(begin, begin + size) for begin, size in region.holes]
+    parts = [
+        (region.address + begin, min(_PART, region.bytes - begin))
+        for begin in range(0, region.bytes, _PART)
+        if not any(low < begin + _PART and begin < high for low, high in holes)
+    ]
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "kvcache-map") as pool:
+        failed = sum(bool(result) for result in pool.map(lambda part: _libc.madvise(*part, POPULATE_WRITE), parts))
+    if failed:
+        logger.debug("the pages of %d parts of the region are mapped when they are locked", failed)
+
+
+def _ours(transfer: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of each connector of ours in a KV transfer configuration."""
+    if transfer is None:
+        return
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == CONNECTOR:
+        yield extra
+    for inner in extra.get("connectors", ()):
+        if inner.get("kv_connector") == CONNECTOR:
+            yield inner.get("kv_connector_extra_config", {})
+
+
+def _begin(wrapper: Any) -> Preparation | None:
+    try:
+        from vllm.platforms import current_platform
+
+        config = wrapper.vllm_config
+        found = list(_ours(config.kv_transfer_config))
+        if not found or current_platform.device_type not in ("cuda", "npu"):
+            return None
+        settings, _ = parse_settings(found[0])
+        engine = str(config.kv_transfer_config.engine_id)
+        label = f"rank {int(wrapper.worker.rank) % config.parallel_config.tensor_parallel_size}"
+        _begun[(engine, label)] = prepared = Preparation(settings, engine, label)
+        return prepared
+    except Exception as error:  # noqa: BLE001 - as in Preparation
+        logger.info("nothing is made ready for the engine's start: %s", error, exc_info=error)
+        return None
+
+
+def _continue(prepared: Preparation) -> None:
+    runtime: Runtime | None = None
+    piece = 0
+    try:
+        from vllm.platforms import current_platform
+
+        if current_platform.device_type == "cuda":
+            from kvcache_client.devices.cuda_driver import Driver
+
+            runtime, piece = Driver(), read_tuning().register_chunk
+        else:
+            from kvcache_client.devices.npu import early_runtime
+
+            runtime, piece = early_runtime()
+    except Exception as error:  # noqa: BLE001 - as above
+        logger.info("nothing is page-locked before the engine's cache is there: %s", error, exc_info=error)
+    prepared.found_device(runtime, piece)

@@ -1,0 +1,53 @@
+"""No exception of ours leaves a hook: the engine goes on as if it had no connector, and one line says so.
+
+vLLM calls hooks from its scheduler's and its ranks' step loops, where any exception ends the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+logger = logging.getLogger("vllm.kvcache")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Guarded(Protocol):
+    """Has hooks, and can do without what stands behind them."""
+
+    def give_up(self, where: str, error: Exception) -> None:
+        """Stop using what raised `error` in the hook `where`. May raise nothing."""
+
+
+def guard(otherwise: Callable[..., Any] = lambda *arguments: None) -> Callable[[F], F]:
+    """Let a method of a `Guarded` return `otherwise(self, *its positional arguments)` where it would raise."""
+
+    def decorate(hook: F) -> F:
+        @functools.wraps(hook)
+        def guarded(self: Guarded, *arguments: Any, **named: Any) -> Any:
+            try:
+                return hook(self, *arguments, **named)
+            except Exception as error:  # noqa: BLE001 - whatever it is: the engine must not end for its cache
+                self.give_up(hook.__name__, error)
+                return otherwise(self, *arguments)
+
+        return cast(F, guarded)
+
+    return decorate
+
+
+def report(where: str, error: Exception, in_scheduler: bool) -> str:
+    """Log, once per engine, that it goes on without us, and return why. The traceback is for who looks for the defect.
+
+    The scheduler's side hears of a rank's fault with the next step, and logs it.
+    """
+    why = f"{where} failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if in_scheduler:
+        logger.error("this engine runs without the KV cache server from now on: %s", why)
+    else:
+        logger.info("this rank takes no part in the cache from now on: %s", why)
+    logger.debug("in %s:", where, exc_info=error)
+    return why

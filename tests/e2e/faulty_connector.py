@@ -1,0 +1,45 @@
+"""The connector, in an engine where what KVCACHE_FAULT names (`Scheduler.plan`) raises whenever it is called."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import kvcache_client.connector
+from kvcache_client import Session
+from kvcache_client.channel import Channel
+from kvcache_client.connector import KVCacheServerConnector
+from kvcache_client.devices.cpu import CpuDevice
+from kvcache_client.keeper import Keeper
+from kvcache_client.scheduler import Scheduler
+from kvcache_client.worker import Worker
+
+__all__ = ["KVCacheServerConnector"]
+
+POINTS = {
+    kvcache_client.connector: ["namespace_spec", "parse_settings", "why_not", "open_session", "tensor_parallel_rank"],
+    Scheduler: ["__init__", "matched_tokens", "allocated", "plan", "ended", "finished", "reset", "close"],
+    Worker: ["__init__", "register", "begin", "load", "received", "take_errors", "close", "_tell_end", "_not_filled"],
+    Session: ["missed", "call", "post"],
+    Channel: ["pump"],
+    Keeper: ["_watch"],
+    CpuDevice: ["_save", "_load", "_ended", "poll", "fence"],
+}
+
+
+def _plant(owner: Any, name: str) -> None:
+    inner, point = getattr(owner, name), f"{owner.__name__.rpartition('.')[2]}.{name}"
+
+    @functools.wraps(inner)
+    def planted(*arguments: Any, **named: Any) -> Any:
+        if os.environ.get("KVCACHE_FAULT") == point:
+            raise RuntimeError(f"a fault planted in {point}")
+        return inner(*arguments, **named)
+
+    setattr(owner, name, planted)
+
+
+for _owner, _names in POINTS.items():
+    for _name in _names:
+        _plant(_owner, _name)
