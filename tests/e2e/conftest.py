@@ -1,4 +1,4 @@
-"""Real vLLM engines for the end-to-end tests: each a process, driven by JSON lines."""
+"""Real vLLM engines for the end-to-end tests: each a process, driven by JSON lines; and vLLM's OpenAI servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import json
 import os
 import random
 import re
+import select
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from openai_server import OpenAIServer
 
 pytest.importorskip("vllm", reason="end to end: needs vLLM (`pip install -e .[cpu,test]`)", exc_type=ImportError)
 
@@ -36,36 +40,59 @@ MODEL = {
 }
 
 
+class Mother:
+    """The process that forks the engines; mother.py says why."""
+
+    def __init__(self, log: Path) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).parent / "mother.py"), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **_ENVIRONMENT},
+            )
+        self._log = log
+
+    def bear(self, environment: dict[str, str], *descriptors: int) -> int:
+        """Return the process id of a new engine, which has these descriptors."""
+        with contextlib.suppress(BrokenPipeError):
+            socket.send_fds(self._orders, [json.dumps(environment).encode()], descriptors)
+        answer = self._orders.recv(64)
+        assert answer, f"no engine can be forked:\n{self._log.read_text(errors='replace')[-6000:]}"
+        return int(json.loads(answer))
+
+    def close(self) -> None:
+        self._orders.close()
+        self._process.wait(60)
+
+
 class EngineProcess:
     """One engine; `ask` sends a request of engine.py and returns its answer."""
 
-    def __init__(self, log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(self, mother: Mother, log: Path, env: dict[str, str] | None = None) -> None:
         self.log_path = log
         self._sockets = tempfile.mkdtemp(prefix="kve")  # vLLM leaves them there
         self._shared: set[str] = set()
-        read, write = os.pipe()
+        their_commands, commands = os.pipe()
+        answers, their_answers = os.pipe()
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).parent / "engine.py"), str(write)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=[write],
-                text=True,
-                env={**os.environ, **_ENVIRONMENT, "VLLM_RPC_BASE_PATH": self._sockets, **(env or {})},
-                start_new_session=True,
-            )
-        os.close(write)
-        self._answers = os.fdopen(read)
+            theirs = (their_commands, their_answers, output.fileno())
+            self.pid = mother.bear({"VLLM_RPC_BASE_PATH": self._sockets, **(env or {})}, *theirs)
+        self._ended = os.pidfd_open(self.pid)  # the mother does not reap it before she is asked for another one
+        os.close(their_commands)
+        os.close(their_answers)
+        self._commands, self._answers = os.fdopen(commands, "w"), os.fdopen(answers)
 
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
     def ask(self, op: str, **arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self.process.stdin.flush()
+        self._commands.write(json.dumps({"op": op, **arguments}) + "\n")
+        self._commands.flush()
         line = self._answers.readline()
         assert line, f"the engine ended:\n{self.log[-6000:]}"
         answer = json.loads(line)
@@ -75,7 +102,7 @@ class EngineProcess:
     def open(self, **options: Any) -> None:
         """Load the model. What vLLM shares in memory is noted: an engine that is killed leaves it there."""
         self.ask("open", **options)
-        first = psutil.Process(self.process.pid)
+        first = psutil.Process(self.pid)
         for process in (first, *first.children(recursive=True)):
             maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
             self._shared.update(line.split(maxsplit=5)[5] for line in maps if _SHARED.search(line))
@@ -85,22 +112,33 @@ class EngineProcess:
 
     def kill_rank(self, rank: int) -> None:
         """kill -9 of one tensor-parallel rank."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
+        children = psutil.Process(self.pid).children(recursive=True)
         (process,) = [child for child in children if f"Worker_TP{rank}" in " ".join(child.cmdline())]
         process.kill()
 
-    def close(self) -> None:
-        assert self.process.stdin is not None
+    def kill(self) -> None:
+        """kill -9 of all its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        assert self._has_ended(60)
+
+    def _has_ended(self, seconds: float) -> bool:
+        return bool(select.select([self._ended], [], [], seconds)[0])
+
+    def let_go(self) -> None:
+        """Have it end, without waiting for that."""
         with contextlib.suppress(BrokenPipeError):  # it was killed, with a request unread
-            self.process.stdin.close()
-        if self.process.poll() is None:
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, 9)
-                self.process.wait()
+            self._commands.close()
+
+    def close(self) -> None:
+        if self._answers.closed:
+            return
+        self.let_go()
+        if not self._has_ended(60):
+            self.kill()
+        os.close(self._ended)
         self._answers.close()
-        shutil.rmtree(self._sockets, ignore_errors=True)  # it may have been closed before
+        shutil.rmtree(self._sockets, ignore_errors=True)
         for path in self._shared:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -164,9 +202,18 @@ def reopened(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def mother(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mother]:
+    mother = Mother(tmp_path_factory.mktemp("mother") / "mother.log")
+    try:
+        yield mother
+    finally:
+        mother.close()
+
+
+@pytest.fixture(scope="session")
+def model(mother: Mother, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model") / "tiny-llama"
-    maker = EngineProcess(folder.parent / "make.log")
+    maker = EngineProcess(mother, folder.parent / "make.log")
     try:
         maker.ask("make_model", folder=str(folder), config=MODEL)
     finally:
@@ -175,7 +222,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def engines(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """`engines(name, endpoint=None, ...)` starts an engine, without the connector where there is no endpoint."""
     logs = tmp_path_factory.mktemp("engines")
     started: list[EngineProcess] = []
@@ -189,7 +236,7 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
         blocks: int = 256,
         **arguments: Any,
     ) -> EngineProcess:
-        process = EngineProcess(logs / f"{name}.log", env)
+        process = EngineProcess(mother, logs / f"{name}.log", env)
         started.append(process)
         connector = None if endpoint is None else connector_options(name, endpoint, extra, module)
         options = engine_options(model, blocks) | arguments
@@ -199,8 +246,39 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
     try:
         yield start
     finally:
+        for process in started:  # all at once: each waits some seconds for its ranks
+            process.let_go()
         for process in started:
             process.close()
+
+
+@pytest.fixture(scope="module")
+def openai_servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`openai_servers(name, endpoint, extra, *arguments)` starts a server of vLLM with the connector, ready."""
+    logs = tmp_path_factory.mktemp("servers")
+    started: list[OpenAIServer] = []
+
+    def start(name: str, endpoint: str, extra: dict[str, Any], *arguments: str) -> OpenAIServer:
+        connector = {
+            "kv_connector": "KVCacheServerConnector",
+            "kv_role": "kv_both",
+            "engine_id": name,
+            "kv_connector_module_path": "kvcache_client.connector",
+            "kv_connector_extra_config": {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, **extra},
+        }
+        options = [
+            *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK)),
+            *("--kv-cache-memory-bytes", str(512 * BLOCK_BYTES), "--seed", "0"),
+            *("--kv-transfer-config", json.dumps(connector)),
+        ]
+        started.append(OpenAIServer(logs / f"{name}.log", _ENVIRONMENT, model, *options, *arguments))
+        return started[-1].wait_ready()
+
+    try:
+        yield start
+    finally:
+        for server in started:
+            server.close()
 
 
 class Reference:
@@ -221,8 +299,8 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def reference(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    process = EngineProcess(tmp_path_factory.mktemp("reference") / "plain.log")
+def reference(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    process = EngineProcess(mother, tmp_path_factory.mktemp("reference") / "plain.log")
     try:
         process.open(connector=None, **engine_options(model) | {"max_model_len": 4096})
         yield Reference(process)

@@ -1,4 +1,4 @@
-"""One vLLM engine as a process of its own: JSON lines in, JSON lines out on the descriptor that argv names.
+"""One vLLM engine, in a process that mother.py forks: JSON lines in, JSON lines out on a descriptor of their own.
 
     {"op": "make_model", "folder": ..., "config": {...}}
     {"op": "open", ...LLM arguments, "connector": {...} | null}
@@ -124,8 +124,8 @@ class Engine:
         return {}
 
 
-def main() -> None:
-    answers = os.fdopen(int(sys.argv[1]), "w")
+def main(descriptor: int) -> None:
+    answers = os.fdopen(descriptor, "w")
     engine = Engine()
     for line in sys.stdin:
         request = json.loads(line)
@@ -137,7 +137,3 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
     engine.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -120,8 +120,7 @@ def test_a_batch_with_the_daemon_killed_twice_and_an_engine_once(
     batch.step(4)  # nobody is there
     daemon.append(start())
     batch.until(REQUESTS * 2 // 3)
-    os.killpg(neighbour.process.pid, signal.SIGKILL)  # in the middle of a batch of its own
-    neighbour.process.wait()
+    neighbour.kill()  # in the middle of a batch of its own
     attached(daemon[-1], "batch")
     batch.until(REQUESTS // 3)
     daemon[-1].kill()

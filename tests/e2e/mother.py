@@ -1,0 +1,66 @@
+"""Forks engines: vLLM is imported once, and not by each of an engine's three processes, which takes 20 s on one core.
+
+    python mother.py DESCRIPTOR
+
+The descriptor is a socket. Each message on it, a JSON object that is added to the environment, comes with three
+descriptors: what the engine reads (see engine.py), where it answers, its log. The answer is its process id. An engine
+leads a session of its own; it ends when nobody writes to it any more, and the mother when the socket is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+
+import engine
+
+
+def fork_what_is_to_be_spawned() -> None:
+    """vLLM forks its processes, but not on CPUs: threads of OpenMP's would not live through it, and here are none."""
+    of = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: of("fork" if method == "spawn" else method)
+
+
+def bear(descriptors: list[int], environment: dict[str, str]) -> None:
+    """Be an engine, in a forked child."""
+    os.setsid()
+    commands, answers, log = descriptors
+    for ours, standard in ((commands, 0), (log, 1), (log, 2)):
+        os.dup2(ours, standard)
+    os.environ.update(environment)
+    engine.main(answers)
+
+
+def main() -> None:
+    fork_what_is_to_be_spawned()
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401 - what the engine's processes import
+    from transformers import LlamaForCausalLM  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread: forked children would lack it"
+    with socket.socket(fileno=int(sys.argv[1])) as orders:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(orders, 1 << 16, 3)
+            if not message:
+                return
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            child = os.fork()
+            if not child:
+                orders.close()
+                bear(descriptors, json.loads(message))
+                return
+            for descriptor in descriptors:
+                os.close(descriptor)
+            orders.send(json.dumps(child).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""vLLM's OpenAI server as a process, and clients that stream from it and hang up on it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Refused(Exception):
+    """The server's answer is an error."""
+
+
+START_SECONDS = 240.0  # about 25 on two quiet cores
+
+
+class OpenAIServer:
+    """`python -m vllm.entrypoints.openai.api_server` on a free port of the loopback interface.
+
+    `name` is the model's name in requests; `arguments` are those of the command line.
+    """
+
+    def __init__(self, log: Path, environment: dict[str, str], model: str, *arguments: str) -> None:
+        self._log = log
+        self._folder = tempfile.mkdtemp(prefix="kve")  # vLLM leaves its sockets there
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+        command += ["--port", str(self.port), "--model", model, "--served-model-name", "toy", *arguments]
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **environment, "VLLM_RPC_BASE_PATH": self._folder},
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_ready(self) -> OpenAIServer:
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            assert self.process.poll() is None, f"the server ended:\n{self.log[-6000:]}"
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10).close()
+                return self
+            time.sleep(0.1)  # between two knocks
+        raise AssertionError(f"the server is not ready after {START_SECONDS} s:\n{self.log[-6000:]}")
+
+    def request(self, prompt: list[int], max_tokens: int, stream: bool) -> http.client.HTTPConnection:
+        """Send a completion request, greedy and for token ids; nothing has been read of the answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=200)
+        body: dict[str, Any] = {"model": "toy", "prompt": prompt, "max_tokens": max_tokens, "stream": stream}
+        body |= {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def complete(self, prompt: list[int], max_tokens: int, stream: bool = False) -> list[int]:
+        """Return the tokens of a whole answer. Raises Refused, and OSError or HTTPException where the server goes."""
+        with contextlib.closing(self.request(prompt, max_tokens, stream)) as connection:
+            response = connection.getresponse()
+            if response.status != 200:
+                raise Refused(response.read())
+            if stream:
+                return [token for tokens in events(response) for token in tokens]
+            (choice,) = json.loads(response.read())["choices"]
+            return list(choice["token_ids"])
+
+    def hang_up_in_mid_stream(self, prompt: list[int], max_tokens: int, chunks: int) -> None:
+        """Read `chunks` pieces of an answer that has more, then close the connection."""
+        connection = self.request(prompt, max_tokens, stream=True)
+        response = connection.getresponse()
+        assert response.status == 200
+        read = events(response)
+        for _ in range(chunks):
+            next(read)
+        hang_up(connection)
+
+    def hang_up_before_an_answer(self, prompt: list[int], begun: Callable[[], bool]) -> bool:
+        """Close the connection once `begun()` holds. Returns whether that was before the first token."""
+        connection = self.request(prompt, 4, stream=False)
+        while not begun():
+            time.sleep(0.001)
+        early = not select.select([connection.sock], [], [], 0)[0]
+        hang_up(connection)
+        return early
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric's samples."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+    def kill(self) -> None:
+        """kill -9 of the server and of all its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; return the exit code."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def events(response: http.client.HTTPResponse) -> Any:
+    """Yield the token ids of each server-sent event until the answer is said to be whole. Raises as `complete`."""
+    while line := response.readline():
+        if not line.startswith(b"data: "):
+            continue
+        if line.strip() == b"data: [DONE]":
+            return
+        told = json.loads(line.removeprefix(b"data: "))
+        if "error" in told:
+            raise Refused(told)
+        yield [token for choice in told["choices"] for token in choice["token_ids"] or []]
+    raise http.client.IncompleteRead(b"")
+
+
+def hang_up(connection: http.client.HTTPConnection) -> None:
+    assert connection.sock is not None
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()

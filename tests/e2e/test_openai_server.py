@@ -1,0 +1,180 @@
+"""vLLM's OpenAI server with the connector: clients that come together, stream and hang up; server and daemon killed.
+
+The tests go on from each other: the second server finds what the first one has saved.
+"""
+
+from __future__ import annotations
+
+import http.client
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from openai_server import Refused
+
+BLOCK = 32
+TOKENS = 24
+LONGEST = 4096
+CLIENTS = 12
+GONE = (OSError, http.client.HTTPException, Refused)  # what a client meets whose server is killed
+
+
+@pytest.fixture(scope="module")
+def start(start_module_daemon: Any) -> Callable[..., Any]:
+    """`start()` starts a daemon; the next one goes on with the region of the last one."""
+    return lambda: start_module_daemon(size="128MiB", quarantine=1, keep="true")
+
+
+@pytest.fixture(scope="module")
+def daemons(start: Callable[..., Any]) -> list[Any]:
+    """The daemons so far, the present one last."""
+    return [start()]
+
+
+@pytest.fixture(scope="module")
+def servers(openai_servers: Any, daemons: list[Any]) -> Iterator[Any]:
+    """`servers(name)` starts a server whose prefills take many steps; every block that it loads is verified."""
+
+    def serve(name: str) -> Any:
+        return openai_servers(
+            name,
+            daemons[-1].endpoint,
+            {"verify": "all"},
+            *("--max-model-len", str(LONGEST), "--max-num-batched-tokens", "64", "--max-num-seqs", "8"),
+        )
+
+    return serve
+
+
+@pytest.fixture(scope="module")
+def first(servers: Any) -> Any:
+    return servers("first")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Two system prompts that many share, with questions of their own behind them."""
+    draw = random.Random("prompts")
+    system = [[draw.randrange(3, 512) for _ in range(6 * BLOCK + 5)] for _ in range(2)]
+    return [[*system[n % 2], *(draw.randrange(3, 512) for _ in range(3 * BLOCK + 17 * n))] for n in range(CLIENTS)]
+
+
+def wait_idle(daemon: Any) -> dict[str, Any]:
+    """Wait until nothing is leased, reserved or being written."""
+    held = ("leases", "reservations", "pinned_bytes", "blocks_writing", "blocks_hidden", "slots_quarantined")
+    return daemon.wait_status(lambda s: not any(s["pool"][name] for name in held), "an idle cache")
+
+
+def wait_attached(daemon: Any, engine: str) -> None:
+    daemon.wait_status(
+        lambda s: len([e for e in s["sessions"] if e["engine"] == engine and e["namespaces"]]) == 2,
+        f"scheduler and rank of {engine}",
+    )
+
+
+def figure(daemon: Any, name: str) -> int:
+    return sum(namespace[name] for namespace in daemon.status()["namespaces"])
+
+
+def blocks_of(prompts: list[list[int]]) -> set[tuple[int, ...]]:
+    """The distinct blocks that a request for each prompt may hit, by the tokens up to their end."""
+    return {tuple(p[: n * BLOCK]) for p in prompts for n in range(1, (len(p) - 1) // BLOCK + 1)}
+
+
+def all_at_once(server: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """The answers to clients that come together; every other one streams."""
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        futures = [clients.submit(server.complete, p, TOKENS, n % 2 == 0) for n, p in enumerate(prompts)]
+        return [future.result() for future in futures]
+
+
+def test_clients_that_come_together(first: Any, daemons: list[Any], prompts: list[Any], reference: Any) -> None:
+    expected = reference(prompts, TOKENS)
+    for _ in range(2):
+        assert all_at_once(first, prompts) == expected
+    status = wait_idle(daemons[-1])
+    assert status["pool"]["blocks"] >= len(blocks_of(prompts))
+
+
+def test_clients_that_hang_up(first: Any, daemons: list[Any], prompts: list[Any], prompt: Any, reference: Any) -> None:
+    daemon, expected = daemons[-1], reference(prompts, TOKENS)
+    long = [prompt(LONGEST - 200 - n) for n in range(4)]
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        beside = [clients.submit(first.complete, p, TOKENS, n % 2 == 0) for n, p in enumerate(prompts)]
+        doomed = [clients.submit(first.hang_up_in_mid_stream, prompt(5 * BLOCK + n), 400, n) for n in (1, 2, 5, 9)]
+        assert [future.result() for future in doomed] == [None] * 4
+        assert [future.result() for future in beside] == expected
+    early = []
+    for asked in long:  # one at a time: whose lookup the daemon has counted is the one that is being prefilled
+        before = figure(daemon, "lookups")
+        early.append(first.hang_up_before_an_answer(asked, lambda at=before: figure(daemon, "lookups") > at))
+    assert any(early), "no client has left in the middle of its prefill"
+    wait_idle(daemon)
+    assert first.metric("vllm:num_requests_running") == 0
+    # Two of them come back: what was cut short has harmed nothing.
+    assert all_at_once(first, [*prompts, *long[:2]]) == [*expected, *reference(long[:2], TOKENS)]
+    wait_idle(daemon)
+
+
+def test_a_daemon_that_is_killed_in_mid_stream(
+    first: Any, daemons: list[Any], start: Callable[..., Any], prompts: list[Any], prompt: Any, reference: Any
+) -> None:
+    batch = [*prompts, *(prompt(20 * BLOCK + n) for n in range(4))]
+    expected = reference(batch, TOKENS)
+    before = figure(daemons[-1], "lookups")
+    with ThreadPoolExecutor(len(batch)) as clients:
+        answers = [clients.submit(first.complete, p, TOKENS, True) for p in batch]
+        daemons[-1].wait_status(lambda s: sum(n["lookups"] for n in s["namespaces"]) >= before + 4, "the batch")
+        daemons[-1].kill()
+        assert [answer.result() for answer in answers] == expected
+    daemons.append(start())
+    wait_attached(daemons[-1], "first")
+    assert all_at_once(first, batch) == expected
+    wait_idle(daemons[-1])
+
+
+def test_a_server_that_is_killed_and_the_next_one(
+    first: Any, servers: Any, daemons: list[Any], prompts: list[Any], prompt: Any, reference: Any
+) -> None:
+    daemon, expected = daemons[-1], reference(prompts, TOKENS)
+    lost = [prompt(40 * BLOCK + n) for n in range(CLIENTS)]
+    before = figure(daemon, "lookups")
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = [clients.submit(first.complete, p, 400, True) for p in lost]
+        daemon.wait_status(lambda s: sum(n["lookups"] for n in s["namespaces"]) >= before + 6, "the batch")
+        first.kill()
+        assert all(isinstance(answer.exception(), GONE) for answer in answers)
+    daemon.wait_status(lambda s: not s["sessions"] and not s["away"], "the end of its sessions")
+    daemon.check_integrity()
+
+    second = servers("second")
+    wait_attached(daemon, "second")
+    wait_idle(daemon)
+    saved, hit = figure(daemon, "saved_blocks"), figure(daemon, "hit_blocks")
+    assert [second.complete(p, TOKENS) for p in prompts] == expected
+    wait_idle(daemon)
+    assert figure(daemon, "hit_blocks") - hit >= len(blocks_of(prompts))
+    assert figure(daemon, "saved_blocks") == saved  # all were there
+    # Those whose server was killed ask again, and find what it had finished: every block of it is sound.
+    assert all_at_once(second, lost) == reference(lost, TOKENS)
+    assert "blocks_corrupt" not in wait_idle(daemon)["counters"]
+
+    before = figure(daemon, "lookups")
+    with ThreadPoolExecutor(4) as clients:  # and an orderly end with clients in mid-stream
+        answers = [clients.submit(second.complete, prompt(9 * BLOCK + n), 2000, True) for n in range(4)]
+        daemon.wait_status(lambda s: sum(n["lookups"] for n in s["namespaces"]) >= before + 4, "the last batch")
+        second.stop()
+        assert all(ended(answer) for answer in answers)
+    daemon.wait_status(lambda s: not s["sessions"] and not s["away"], "the end of its sessions")
+    wait_idle(daemon)
+    daemon.check_integrity()
+    for server in (first, second):
+        assert "/kvcache_client/" not in server.log, "a traceback of ours"
+
+
+def ended(answer: Future[list[int]]) -> bool:
+    """Whether the client was answered, or saw that its server went."""
+    error = answer.exception()
+    return error is None or isinstance(error, GONE)
