@@ -88,6 +88,11 @@ class Http:
         self._opening.cancel()
         self._loop.run_until_complete(self._runner.cleanup())
 
+    def collect(self) -> None:
+        """Free what connections have left behind. O(what is new)."""
+        if self._turnstile:
+            self._turnstile.collect()
+
     def figures(self) -> dict[str, Any]:
         cuts = self._turnstile.cuts if self._turnstile else {}
         return {"address": self.address, "answers": dict(self._answers), "cuts": dict(cuts)}

@@ -83,7 +83,7 @@ RECEIVE_QUEUE = 32  # messages a peer may have under way; more wait on its side
 SEND_QUEUE = 1024  # replies that a peer may leave unread
 LONG = 64 << 10  # replies from here on are watched until they have left; shorter ones cost less copied
 UNREAD_BYTES = 8 << 20  # of long replies, a peer
-YOUNG_OBJECTS = 10_000
+YOUNG_OBJECTS, YOUNG_LOOKS = 10_000, 4  # between two looks at what is new, and at what has survived one of them
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
 
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
@@ -183,11 +183,11 @@ class Service:
         loop.add_reader(self._router.getsockopt(zmq.FD), self._drain)
         loop.call_later(TICK, self._tick)
         loop.call_later(SUMMARY, self._summarise)
-        # Blocks are millions of objects that form no rubbish in cycles. Looking through them all takes half a second;
-        # only what is new since the last look is looked through, and what survives that is never looked at again.
+        # Blocks are millions of objects, and looking through them all takes half a second. Nothing that lives long here
+        # forms cycles (tests/chaos/churn.py): what is new is looked through twice, and then never again.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(YOUNG_OBJECTS, 1 << 30, 1 << 30)
+        gc.set_threshold(YOUNG_OBJECTS, YOUNG_LOOKS, 1 << 30)
         try:
             self._drain()
             loop.run_forever()
@@ -400,6 +400,7 @@ class Service:
             self._shrink,
             self._publish,  # what somebody has done who has sent no message
             self._unread.tidy,
+            self._http.collect if self._http else lambda: None,
             self._look_after_sockets,
             lambda: self._manager.tick(time.monotonic()),
         ):

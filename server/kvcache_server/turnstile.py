@@ -7,6 +7,7 @@ rate, bounded in number, in time and in bytes, whatever is said in them; what wa
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections import Counter
@@ -100,6 +101,7 @@ class Turnstile:
         self._open: dict[Connection, asyncio.TimerHandle] = {}  # the one that came first is first
         self._coming: set[asyncio.Task[object]] = set()
         self._rate = Rate(A_SECOND, AT_ONCE)
+        self._left = False  # somebody, since the last `collect`
         listener.setblocking(False)
         self._look()
 
@@ -111,6 +113,15 @@ class Turnstile:
             task.cancel()
         for connection in list(self._open):
             connection.cut("stopped")
+
+    def collect(self) -> None:
+        """Free what connections have left in cycles: an error of aiohttp's parser holds the frame that holds it.
+
+        Only while nobody is here: what is in use at this look becomes old, and the old is never looked at.
+        """
+        if self._left and not self._open and not self._coming:
+            self._left = False
+            gc.collect(1)
 
     def _look(self) -> None:
         if self._listener.fileno() >= 0:
@@ -153,6 +164,7 @@ class Turnstile:
         self._open[connection] = self._loop.call_later(self._seconds, connection.cut, "too_slow")
 
     def left(self, connection: Connection) -> None:
+        self._left = True
         timer = self._open.pop(connection, None)
         if timer is not None:
             timer.cancel()

@@ -34,15 +34,23 @@ class Broken(Exception):
 
 
 class Daemon:
-    """One life of the daemon at `endpoint`; `point` as in daemon_that_dies.py."""
+    """One life of the daemon at `endpoint`; `point` as in daemon_that_dies.py, `program` another way to run it."""
 
-    def __init__(self, endpoint: str, folder: Path, point: str = "", fresh: bool = False, **flags: object) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        folder: Path,
+        point: str = "",
+        fresh: bool = False,
+        program: tuple[str, ...] = ("-m", "kvcache_server"),
+        **flags: object,
+    ) -> None:
         self.endpoint, self.point = endpoint, point
         serve = ["serve", "--endpoint", endpoint, "--lock", "never", *(["--fresh"] if fresh else [])]
         for name, value in flags.items():
             serve += [f"--{name.replace('_', '-')}", str(value)]
         dying = [str(HERE / "daemon_that_dies.py"), "--point", point]
-        command = [sys.executable, *(dying if point else ["-m", "kvcache_server"]), *serve]
+        command = [sys.executable, *(dying if point else program), *serve]
         self.log_path = folder / f"daemon-{len(list(folder.glob('daemon-*.log')))}.log"
         environ = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHE_")}
         with self.log_path.open("wb") as log:

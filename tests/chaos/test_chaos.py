@@ -1,4 +1,4 @@
-"""A short run of each kind of fault; `run.py`, `soak.py` and `stopped_writer.py` take longer ones by their flags."""
+"""A short run of each kind of fault; `run.py`, `soak.py`, `churn.py`, `stopped_writer.py` take longer ones by flags."""
 
 from __future__ import annotations
 
@@ -75,3 +75,10 @@ def test_a_full_pool_in_which_the_counters_add_up() -> None:
     *_, total = play("soak.py", "--minutes", 0.05, "--period", 1, "--clients", 4)
     assert total["counters"] == "add up"
     assert total["verified"] > 1000
+
+
+def test_what_comes_and_goes_leaves_nothing_in_the_daemon() -> None:
+    rounds = 20
+    *_, total = play("churn.py", "--rounds", rounds, "--period", rounds)
+    assert total["grown"] == {}
+    assert total["cycles"] == {}
