@@ -72,7 +72,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"devices.streams"},
         {"devices.cuda", "devices.npu"},
         {"handles", "tracked", "keeper", "settlements", "telling"},
-        {"session", "saves", "canaries"},
+        {"session", "saves", "canaries", "loads"},
         {""},
         {"proof"},
         {"scheduler", "worker", "stats", "early", "doctor.copies", "doctor.mapping"},

@@ -6,12 +6,12 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvcache_client import Lease, Session
+from kvcache_client import Session
 from kvcache_client.canaries import Canaries
 from kvcache_client.events import Events
+from kvcache_client.loads import Loads
 from kvcache_client.namespace import with_weights
 from kvcache_client.notes import Notes
 from kvcache_client.plan import NOTHING, CheckJob, LoadJob, SaveJob, StepPlan, cut_load, hit_limit, slot_hashes
@@ -33,13 +33,6 @@ NAME_EVERY = 1.0  # seconds between two lookups of a request that bear its name
 IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is given back
 FAILED_LOADS = 3  # in a row, and no hit is offered for LOAD_PAUSE seconds
 LOAD_PAUSE = 10.0
-
-
-@dataclass(slots=True)
-class _Load:
-    lease: Lease | None
-    blocks: set[int]
-    failed: bool = False
 
 
 class Scheduler:
@@ -71,10 +64,9 @@ class Scheduler:
         self._step = 0
         self._requests: dict[str, Tracked] = {}
         self._held: set[str] = set()  # requests whose lookup holds a lease
-        self._loads: dict[str, _Load] = {}
+        self._loads = Loads()
         self._new_loads: list[LoadJob] = []
         self._finished: list[str] = []
-        self._loads_ended = 0
         self._failures = 0
         self._no_loads_until = 0.0
         self._spent = 0.0  # seconds of this schedule that lookups took: all of them together have one deadline
@@ -102,8 +94,8 @@ class Scheduler:
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `computed` ones the cache has, and whether they come asynchronously.
 
-        (None, False): to be asked again. Blocks are being written that are worth a short wait, or running loads hold
-        all that this engine may pin.
+        (None, False): to be asked again. Blocks are being written that are worth a short wait, running loads hold all
+        that this engine may pin, or another request's load brings most of what this one would load.
         """
         state = self._track(request)
         if state.barred and computed == 0:
@@ -120,7 +112,9 @@ class Scheduler:
             self._forget_lookup(state)
             return 0, False
         now = time.monotonic()
-        if self._loads and state.wait_loads > self._loads_ended and now < state.quota_until:
+        if self._loads and state.wait_loads > self._loads.ended and now < state.quota_until:
+            return None, False
+        if self._loads.following(state, start, now):
             return None, False
         lookup = state.lookup
         if lookup is not None and lookup.hits and not lookup.lease.id:
@@ -142,6 +136,10 @@ class Scheduler:
         if tokens <= 0:
             self._release(state)
             return 0, False
+        if self._worth_following(state, start, min(lookup.hits, limit), now):
+            self._tally.add("lookups_waited_for_load")
+            self._forget_lookup(state)
+            return None, False
         if self._canaries.choose(state, lookup.lease, min(lookup.hits, limit), start):
             self._tally.add("canary_requests")
             self._note(state, "canary")
@@ -210,7 +208,7 @@ class Scheduler:
             # What is loading now gives its slots back soon; to compute what is cached takes longer.
             state.quota_until = state.quota_until or now + QUOTA_WAIT
             if now < state.quota_until:
-                state.wait_loads = self._loads_ended + 1
+                state.wait_loads = self._loads.ended + 1
                 self._tally.add("lookups_waited_for_quota")
                 return True
         if not lease.pending or (lease.hits + lease.pending) * self._per_slot <= start:
@@ -218,6 +216,13 @@ class Scheduler:
         if not state.wait_until:
             state.wait_until = now + PENDING_WAIT
         return now < state.wait_until
+
+    def _worth_following(self, state: Tracked, start: int, hits: int, now: float) -> bool:
+        """Whether another request's load brings most of what this one would load."""
+        if self._loads.idle or self._failures:  # while loads fail, each request has its own
+            return False
+        hashes = slot_hashes(state.request.block_hashes, self._per_slot)[start // self._per_slot : hits]
+        return self._loads.follow(state, start, hashes, now)
 
     def _forget_lookup(self, state: Tracked) -> None:
         self._release(state)
@@ -254,20 +259,20 @@ class Scheduler:
         region, packed = (lease.region_id, lease.packed) if lease else (b"", b"")
         job = cut_load(request.request_id, region, packed, state.blocks, state.start, count, self._per_slot, sums)
         self._new_loads.append(job)
-        self._loads[request.request_id] = _Load(lease, set(job.blocks))
+        begin, end = state.start // self._per_slot, (state.start + count) // self._per_slot
+        hashes = slot_hashes(request.block_hashes, self._per_slot)[begin:end]
+        self._loads.begin(request.request_id, lease, job.blocks, hashes)
         self._held.discard(request.request_id)
         state.lookup, state.loading = None, True
 
     def ended(self, received: Sequence[str], invalid: set[int]) -> None:
         """Note that every rank has ended the loads of `received`, and that device blocks `invalid` did not arrive."""
         if invalid:
-            for load in self._loads.values():
-                load.failed |= not invalid.isdisjoint(load.blocks)
+            self._loads.fail(invalid)
         for request_id in received:
-            ended = self._loads.pop(request_id, None)
+            ended = self._loads.end(request_id)
             if ended is None:
                 continue
-            self._loads_ended += 1
             if ended.lease is not None:
                 ended.lease.release()
             state = self._requests.get(request_id)
@@ -300,6 +305,7 @@ class Scheduler:
         """Return what the ranks do in the step that `output` describes. Called once a schedule."""
         self._step += 1
         self._spent = 0.0
+        self._loads.scheduled()
         if self._notes.entries:
             self._tell()
         if not (self._requests or self._saves.waiting or self._canaries.waiting or self._finished or self._announce):
@@ -454,6 +460,7 @@ class Scheduler:
             self._forget_lookup(state)
             state.barred, state.saved, state.retry_at, state.canary = True, 0, 0.0, None
         self._canaries.forget()
+        self._loads.forget()
         if self.events is not None:
             self.events.reset()
         logger.info("cache reset: this engine goes on in namespace %s, weights %s", spec.id, weights)

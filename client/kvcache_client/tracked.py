@@ -43,6 +43,9 @@ class Tracked:
     wait_until: float = 0.0  # for blocks that were being written; 0: it has not waited
     wait_loads: int = 0  # no lookup before so many loads of the engine have ended: they hold what it may pin
     quota_until: float = 0.0  # but not for longer; 0: it has not waited
+    follows: str = ""  # the request whose load brings what this one would load
+    follow_start: int = 0  # device blocks that the engine had itself when it began to follow
+    follow_until: float = 0.0  # but not for longer, for all loads together; 0: it has followed none
     retry_at: float = 0.0  # no saves before that
     pause: float = PAUSE
     drawn: bool = False  # whether it was counted among the requests of which one in many is a canary

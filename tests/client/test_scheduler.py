@@ -204,6 +204,93 @@ def test_pending_blocks_are_waited_for_once(rigs: Any, daemon: Any) -> None:
     idle(daemon)
 
 
+def followers(rig: Any, daemon: Any, prefix: int, *extra: int) -> list[Request]:
+    """Return requests of one prefix of cached blocks, with so many cached blocks of their own and one token each."""
+    shared = Request("prefix", prefix * BLOCK)
+    rig.run(shared, list(range(prefix)))
+    cached = prefix
+    made = []
+    for number, own in enumerate(extra):
+        whole = Request(f"whole {number}", (prefix + own) * BLOCK)
+        whole.block_hashes[:prefix] = shared.block_hashes
+        if own:
+            rig.run(whole, list(range(prefix + own)))
+        cached += own
+        made.append(Request(f"{number}", whole.num_tokens + 1, whole.block_hashes))
+    idle(daemon, cached)
+    return made
+
+
+def test_of_requests_with_one_prefix_one_loads_and_the_others_wait_for_it(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    first, second, third = followers(rig, daemon, 4, 0, 0, 0)
+    assert rig.scheduler.matched_tokens(first, 0) == (4 * BLOCK, True)
+    rig.admit(first, [10, 11, 12, 13, 14], 0, 4 * BLOCK)
+    assert rig.scheduler.matched_tokens(second, 0) == (None, False)
+    rig.step()
+    assert daemon.status()["pool"]["leases"] == 1, "who waits pins nothing"
+    assert rig.scheduler.matched_tokens(second, 0) == (None, False)
+    assert rig.scheduler.matched_tokens(third, 0) == (None, False)
+    assert rig.scheduler.counters["lookups_waited_for_load"] == 2, "one lookup each"
+    rig.await_loads()
+    # In the schedule after the end the engine caches what came: before it asks for these, or after.
+    assert rig.scheduler.matched_tokens(second, 0) == (None, False)
+    assert rig.scheduler.matched_tokens(third, 4 * BLOCK) == (0, False)
+    rig.step({first: 1})
+    assert rig.scheduler.matched_tokens(second, 4 * BLOCK) == (0, False)
+    idle(daemon, 4)
+    assert rig.scheduler.counters["needed_blocks"] == 4
+
+
+def test_what_a_load_does_not_bring_is_not_waited_for(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    first, second, third = followers(rig, daemon, 2, 0, 3, 2)
+    rig.scheduler.matched_tokens(first, 0)
+    rig.admit(first, [20, 21, 22], 0, 2 * BLOCK)
+    assert rig.scheduler.matched_tokens(second, 0) == (5 * BLOCK, True), "most of it is its own"
+    assert rig.scheduler.matched_tokens(third, 0) == (None, False), "half of it comes"
+    assert rig.scheduler.matched_tokens(third, 2 * BLOCK) == (2 * BLOCK, True), "and the rest it loads itself"
+
+
+def test_a_load_that_fails_or_brings_nothing_is_waited_for_no_longer(rigs: Any, daemon: Any) -> None:
+    rig = rigs("one")
+    first, second, third = followers(rig, daemon, 3, 0, 0, 0)
+    rig.scheduler.matched_tokens(first, 0)
+    rig.admit(first, [10, 11, 12, 13], 0, 3 * BLOCK)
+    assert rig.scheduler.matched_tokens(second, 0) == (None, False)
+    rig.step()
+    rig.scheduler.finished(first)  # aborted: its blocks are freed when the load has ended, not cached
+    rig.await_loads()
+    assert rig.scheduler.matched_tokens(second, 0) == (None, False)
+    rig.step()
+    assert rig.scheduler.matched_tokens(second, 0) == (3 * BLOCK, True)
+    rig.admit(second, [14, 15, 16, 17], 0, 3 * BLOCK)
+    assert rig.scheduler.matched_tokens(third, 0) == (None, False)
+    rig.scheduler.ended(["1"], {15})
+    assert rig.scheduler.matched_tokens(third, 0) == (3 * BLOCK, True), "it failed: each has its own"
+    fourth = Request("fourth", third.num_tokens, third.block_hashes)
+    rig.admit(third, [20, 21, 22, 23], 0, 3 * BLOCK)
+    assert rig.scheduler.matched_tokens(fourth, 0) == (3 * BLOCK, True), "as long as loads fail"
+    rig.step()
+    while rig.scheduler._loads:
+        rig.await_loads()
+
+
+def test_a_load_that_does_not_end_is_not_waited_for_long(
+    rigs: Any, daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache_client.loads.PATIENCE", 0.05)
+    rig = rigs("one")
+    first, second = followers(rig, daemon, 3, 0, 0)
+    rig.scheduler.matched_tokens(first, 0)
+    rig.admit(first, [10, 11, 12, 13], 0, 3 * BLOCK)  # and no step that has it loaded
+    until = time.monotonic() + PATIENCE
+    while (answer := rig.scheduler.matched_tokens(second, 0)) == (None, False):
+        assert time.monotonic() < until, "it waits for ever"
+        time.sleep(0.001)
+    assert answer == (3 * BLOCK, True)
+
+
 def test_what_running_loads_leave_no_quota_for_is_waited_for(
     start_daemon: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ BLOCK, MAX_LEN = 32, 1024
 EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 7, MAX_LEN - 10]
 
 
+BLOCK_BYTES = 4 * 2 * 2 * 32 * BLOCK * 4  # as conftest.py's model has it
 DEBUG = {"VLLM_LOGGING_LEVEL": "DEBUG"}  # with a line for each request and each of its copies
 
 
@@ -132,6 +133,26 @@ def test_both_at_once_with_one_prefix(first: Any, second: Any, daemon: Any, prom
         answers = engine.ask("finish")["tokens"]
         assert [answers[name] for name in sorted(answers, key=lambda name: int(name[1:]))] == expected
     wait_idle(daemon)
+
+
+def test_requests_of_one_prefix_that_come_together_load_it_once(
+    first: Any, second: Any, daemon: Any, prompt: Any, reference: Any
+) -> None:
+    def told(status: dict[str, Any]) -> tuple[int, int]:
+        """What the second engine has asked its rank to load, and what that has loaded, in bytes."""
+        counts = [session["counts"] for session in status["sessions"] if session["engine"] == "second"]
+        return sum(each.get("needed_bytes", 0) for each in counts), sum(each.get("loaded_bytes", 0) for each in counts)
+
+    shared, last = prompt(24 * BLOCK), prompt(BLOCK + 1)
+    prompts = [prompt(24 * BLOCK + 3 * n, shared) for n in range(1, 9)]
+    first.generate([*shared, 1], last)
+    wait_idle(daemon)
+    needed, loaded = told(daemon.wait_status(lambda s: len(set(told(s))) == 1, "what it has loaded until now"))
+    assert second.generate(*prompts) == reference(prompts)
+    second.generate(last)  # with this one, all before it are told
+    whole = 24 * BLOCK_BYTES
+    status = daemon.wait_status(lambda s: min(told(s)) - needed >= whole + BLOCK_BYTES, "what it has loaded")
+    assert told(status) == (needed + whole + BLOCK_BYTES, loaded + whole + BLOCK_BYTES)
 
 
 def test_aborted_requests_leave_nothing_behind(
