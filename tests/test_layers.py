@@ -63,7 +63,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache_client": [
         {"layout", "plan", "settings", "namespace", "breaker", "counters", "forks", "region", "replies"}
-        | {"guard", "noise", "notes", "sums"},
+        | {"guard", "noise", "notes", "sums", "checkpoint", "sleep"},
         {"devices", "slots", "channel", "door", "engine", "tally", "events", "summary"},
         {"devices.cpu", "devices.canary", "devices.runtime", "devices.spans", "devices.tuning"},
         {"devices.cuda_driver", "devices.acl", "devices.paths", "devices.registration", "lease", "reservation", "link"},

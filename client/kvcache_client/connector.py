@@ -28,6 +28,7 @@ from kvcache_client.engine import join_logs, surroundings, tensor_parallel_rank,
 from kvcache_client.events import Heard, Removed, Stored
 from kvcache_client.guard import guard, report
 from kvcache_client.namespace import (
+    checkpoint_id,
     engine_block_size,
     has_experts,
     namespace_spec,
@@ -38,6 +39,7 @@ from kvcache_client.namespace import (
 from kvcache_client.plan import NOTHING, LoadJob, StepPlan
 from kvcache_client.scheduler import Scheduler
 from kvcache_client.settings import Settings, blocks_per_slot, parse_settings
+from kvcache_client.sleep import before_sleep
 from kvcache_client.stats import CacheMetrics, CacheStats, Feed
 from kvcache_client.worker import Worker
 from kvcache_proto.errors import ConfigError, KVCacheError
@@ -168,6 +170,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 loads=transfer.is_kv_consumer,
                 volatile=1 if drafter is not None and drafter.use_eagle() else 0,
                 tell=self._tell,
+                checkpoint=lambda: checkpoint_id(self._vllm_config),
             )
         except KVCacheError as error:
             logger.error("this engine runs without the KV cache server: %s", error)
@@ -199,6 +202,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             self._tell,
             registration,
         )
+        before_sleep(self._vllm_config.parallel_config.worker_cls, worker.drain)
         self._feed = Feed(lambda: session.counters, lambda: worker.counters)
         return worker
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvcache_client import Session
 from kvcache_client.canaries import Canaries
+from kvcache_client.checkpoint import Check
 from kvcache_client.events import Events
 from kvcache_client.loads import Loads
 from kvcache_client.namespace import with_weights
@@ -20,7 +21,7 @@ from kvcache_client.settings import Settings
 from kvcache_client.summary import Summary
 from kvcache_client.sums import pick_sums
 from kvcache_client.tally import Tally
-from kvcache_client.tracked import Lookup, Tracked, track
+from kvcache_client.tracked import Lookup, Tracked, follow_blocks, track
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import NamespaceSpec
 
@@ -49,10 +50,12 @@ class Scheduler:
         loads: bool = True,
         volatile: int = 0,
         tell: bool = False,
+        checkpoint: Callable[[], str] = lambda: "",
     ) -> None:
         """`volatile` cached blocks at the end of a hit are computed anew: a drafter's KV depends on the next token.
 
-        `tell` keeps `events` for who asks for them.
+        `tell` keeps `events` for who asks for them. `checkpoint` returns what `spec` calls so, as it is now; "" where
+        that is not known.
         """
         self._session, self._settings = session, settings
         self._block, self._per_slot, self._slot_tokens = engine_block, blocks_per_slot, engine_block * blocks_per_slot
@@ -61,6 +64,9 @@ class Scheduler:
         self._ceiling = settings.num_cpu_blocks * spec.groups[0].block_bytes
         self._namespace = session.attach(spec, (), self._ceiling)
         self._announce: NamespaceSpec | None = spec
+        self._checkpoint, self._weights_of = checkpoint, spec.identity.get("checkpoint", "")
+        self._check: Check | None = None  # after a reset, until it is known which weights the engine has
+        self._resets = 0
         self._step = 0
         self._requests: dict[str, Tracked] = {}
         self._held: set[str] = set()  # requests whose lookup holds a lease
@@ -98,6 +104,8 @@ class Scheduler:
         that this engine may pin, or another request's load brings most of what this one would load.
         """
         state = self._track(request)
+        if self._check is not None and self._check.waits(time.monotonic()) and not self._settled():
+            return None, False
         if state.barred and computed == 0:
             state.barred = False
         reason = self._no_lookup(state, computed)
@@ -154,7 +162,7 @@ class Scheduler:
             return "rank"
         if state.excluded:
             return state.excluded
-        if state.barred:
+        if state.barred or not self._settled():
             return "weights"
         if state.load_failed:
             return "load_failed"
@@ -306,11 +314,12 @@ class Scheduler:
         self._step += 1
         self._spent = 0.0
         self._loads.scheduled()
+        self._settled()
         if self._notes.entries:
             self._tell()
         if not (self._requests or self._saves.waiting or self._canaries.waiting or self._finished or self._announce):
             return NOTHING
-        given = self._note_blocks(output)
+        given = follow_blocks(self._requests, output, self._block)
         loads, self._new_loads = self._new_loads, []
         for load in loads:
             given.extend(load.blocks)
@@ -358,32 +367,6 @@ class Scheduler:
         ready = [request_id for request_id in self._finished if request_id not in waiting]
         self._finished = [request_id for request_id in self._finished if request_id in waiting]
         return ready
-
-    def _note_blocks(self, output: Any) -> list[int]:
-        """Follow the block tables; return the device blocks that this step gives to somebody."""
-        given: list[int] = []
-        for new in output.scheduled_new_reqs:
-            state = self._requests.get(new.req_id)
-            if state is not None:
-                state.blocks = list(new.block_ids[0])
-            given.extend(new.block_ids[0][new.num_computed_tokens // self._block :])
-        cached = output.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids
-        for request_id, ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if not ids or not ids[0]:
-                continue
-            state = self._requests.get(request_id)
-            if request_id in resumed:
-                given.extend(ids[0][computed // self._block :])
-                if state is not None:
-                    state.blocks = list(ids[0])
-            else:
-                given.extend(ids[0])
-                if state is not None:
-                    state.blocks.extend(ids[0])
-        return given
 
     def finished(self, request: Any) -> None:
         """Save what the last step has filled; the engine may take the blocks back at once."""
@@ -442,8 +425,38 @@ class Scheduler:
     # The rest.
 
     def reset(self) -> bool:
-        """Leave the namespace: the weights have changed. Others stay where they are."""
-        weights = uuid.uuid4().hex
+        """The weights may have changed: go on as `on_reset` says. Others stay where they are."""
+        # The device memory that these were to be read from may be unmapped before the next step: sleep resets first.
+        self._saves.drop()
+        for state in self._requests.values():
+            self._forget_lookup(state)
+            state.barred, state.saved, state.retry_at, state.canary = True, 0, 0.0, None
+        self._canaries.forget()
+        self._loads.forget()
+        self._resets += 1
+        how = self._settings.on_reset
+        if how == "keep":
+            self._check = Check(self._checkpoint)
+            return True
+        # A version names one state of the weights, and the engine leaves that with its next reset.
+        return self._move(how if how != "new" and self._resets == 1 else uuid.uuid4().hex)
+
+    def _settled(self) -> bool:
+        """Return whether it is known which weights the engine has; after a reset that may keep them, find out."""
+        if self._check is None:
+            return True
+        found = self._check.found
+        if found is None:
+            return False
+        self._check = None
+        if found and found == self._weights_of:
+            logger.info("cache reset: the checkpoint is what it was, namespace %s is kept", self._namespace.id)
+            return True
+        self._weights_of = found
+        return self._move(uuid.uuid4().hex)
+
+    def _move(self, weights: str) -> bool:
+        """Leave the namespace for that of other weights."""
         spec = with_weights(self._namespace.spec, weights)
         try:
             # The engine's steps wait for this call: a daemon that is slow to answer is joined later.
@@ -454,13 +467,6 @@ class Scheduler:
             self._saving = self._loading = False
             return False
         self._announce = spec
-        # The device memory that these were to be read from may be unmapped before the next step: sleep resets first.
-        self._saves.drop()
-        for state in self._requests.values():
-            self._forget_lookup(state)
-            state.barred, state.saved, state.retry_at, state.canary = True, 0, 0.0, None
-        self._canaries.forget()
-        self._loads.forget()
         if self.events is not None:
             self.events.reset()
         logger.info("cache reset: this engine goes on in namespace %s, weights %s", spec.id, weights)
@@ -475,7 +481,8 @@ class Scheduler:
     @property
     def _may_save(self) -> bool:
         """Whether a Reserve that is sent now can be answered; right after a reset the namespace is not joined yet."""
-        return self._saving and not self._declined and self._session.up and self._namespace.attached
+        ready = self._saving and not self._declined and self._check is None
+        return ready and self._session.up and self._namespace.attached
 
     def _track(self, request: Any) -> Tracked:
         state = self._requests.get(request.request_id)

@@ -17,6 +17,7 @@ CONNECTOR = "KVCacheServerConnector"  # as vLLM knows it
 BLOCK_TOKENS = 128
 SAVE_MODES = ("all", "prompt")
 VERIFY_MODES = ("off", "sample", "all")
+RESETS = ("new", "keep")  # what else `on_reset` says is a version
 FAILURE_POLICIES = ("recompute", "fail")
 
 # Keys of other connectors, and what stands in their place here.
@@ -64,6 +65,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         save: `all` full blocks, or those of the `prompt` only.
         drain_ms: how long a shutdown waits for running saves.
         weights_version: names the weights; engines that name the same share, others do not.
+        on_reset: which weights a reset of the cache leaves the engine with: `new` ones, which nobody shares; those that
+            it has, if its checkpoint is what it was (`keep`); or the version so named.
         verify: of which blocks a checksum is taken when they are saved and compared when they are loaded: `all`, none
             (`off`), or a `sample` of one in 16.
         canary_every: one request with a hit in so many is computed, and the cache compared with that; 0 is none.
@@ -77,6 +80,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     save: str = "all"
     drain_ms: float = 5000.0
     weights_version: str = ""
+    on_reset: str = "new"
     verify: str = "off"
     canary_every: int = 10_000
     kv_load_failure_policy: str = "recompute"
@@ -112,6 +116,11 @@ def _check(settings: Settings) -> None:
             raise ConfigError(f"kv_connector_extra_config: {name} {getattr(settings, name)} is negative")
     if not 1 <= settings.deadline_ms <= 10_000:
         raise ConfigError(f"kv_connector_extra_config: deadline_ms {settings.deadline_ms}: 1 to 10000")
+    if settings.on_reset not in RESETS and settings.on_reset in ("", settings.weights_version):
+        raise ConfigError(
+            f"kv_connector_extra_config: on_reset {settings.on_reset!r}: new, keep, or the version of other weights "
+            "than the engine starts with"
+        )
     choices = (("save", SAVE_MODES), ("verify", VERIFY_MODES), ("kv_load_failure_policy", FAILURE_POLICIES))
     for name, allowed in choices:
         if getattr(settings, name) not in allowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,3 +75,28 @@ def track(request: Any) -> Tracked:
     if getattr(request, "prompt_embeds", None) is not None:
         tracked.excluded = "prompt_embeds"
     return tracked
+
+
+def follow_blocks(requests: Mapping[str, Tracked], output: Any, engine_block: int) -> list[int]:
+    """Follow the block tables of `requests`; return the device blocks that the step `output` gives to somebody."""
+    given: list[int] = []
+    for new in output.scheduled_new_reqs:
+        state = requests.get(new.req_id)
+        if state is not None:
+            state.blocks = list(new.block_ids[0])
+        given.extend(new.block_ids[0][new.num_computed_tokens // engine_block :])
+    cached = output.scheduled_cached_reqs
+    resumed = cached.resumed_req_ids
+    for request_id, ids, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        if not ids or not ids[0]:
+            continue
+        state = requests.get(request_id)
+        if request_id in resumed:
+            given.extend(ids[0][computed // engine_block :])
+            if state is not None:
+                state.blocks = list(ids[0])
+        else:
+            given.extend(ids[0])
+            if state is not None:
+                state.blocks.extend(ids[0])
+    return given

@@ -391,6 +391,12 @@ class Worker:
 
     # The end.
 
+    def drain(self) -> None:
+        """Wait for running copies, `drain_ms` at most: the device's memory is about to be taken away."""
+        if self._device is not None and not self._device.drain(self._settings.drain_ms / 1000):
+            self._counts.add("drains_cut_short")
+            logger.warning("rank %d: copies were still running after %.0f ms", self._rank, self._settings.drain_ms)
+
     def close(self) -> None:
         """Let running saves end, for `drain_ms` at most, settle the rest as failed, and end the session."""
         if self._registration is not None:

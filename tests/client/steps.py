@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 BLOCK, BLOCKS, LAYERS = 16, 32, 3
 PAGE = 4096
-SPEC = NamespaceSpec("tiny", (GroupSpec(BLOCK, LAYERS * PAGE),), {"weights": ""})
+SPEC = NamespaceSpec("tiny", (GroupSpec(BLOCK, LAYERS * PAGE),), {"weights": "", "checkpoint": "files 1"})
 PATIENCE = 30.0
 
 
@@ -48,6 +48,7 @@ class Rig:
     """An engine of one rank, whose steps a test writes out."""
 
     def __init__(self, endpoint: str, name: str, dtype: Any = torch.uint8, tell: bool = False, **settings: Any) -> None:
+        self.checkpoint = "files 1"  # what is found where one looks
         options = Settings(endpoint, **settings)
         sessions = [Session.open(endpoint, engine=name, label=label, deadline=5.0) for label in ("rank", "scheduler")]
         if dtype is torch.uint8:
@@ -57,7 +58,7 @@ class Rig:
         self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, LAYERS * PAGE, 1, tell=tell)
         self.worker.register({str(layer): tensor for layer, tensor in enumerate(self.tensors)}, BLOCKS)
         self.session = sessions[1]
-        self.scheduler = Scheduler(self.session, SPEC, options, BLOCK, 1, tell=tell)
+        self.scheduler = Scheduler(self.session, SPEC, options, BLOCK, 1, tell=tell, checkpoint=lambda: self.checkpoint)
         self.seen: set[str] = set()
 
     def block(self, number: int) -> bytes:

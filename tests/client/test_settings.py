@@ -23,6 +23,7 @@ def test_every_field_can_be_given() -> None:
         "save": "prompt",
         "drain_ms": 0,
         "weights_version": "step-12",
+        "on_reset": "step-13",
         "verify": "all",
         "canary_every": 100,
         "kv_load_failure_policy": "fail",
