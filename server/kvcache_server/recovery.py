@@ -202,10 +202,8 @@ class _Recovery:
                 generation = self.row["generation"]
                 late, early = sorted((position, rival), key=lambda each: -int(generation[each]))
                 heirs[name], self.heir[early] = late, late
-        for early, late in self.heir.items():
-            while late in self.heir:
-                late = self.heir[late]
-            self.heir[early] = late
+        for early, late in reversed(self.heir.items()):  # whoever came later than `late` was entered later
+            self.heir[early] = self.heir.get(late, late)
 
     def _hash(self, position: int) -> bytes:
         row = self.row[position]
@@ -227,10 +225,10 @@ class _Recovery:
             parent[matches] = found[matches]
         parent[wanted == 0] = count
         parent[~alive] = count + 1
-        for early, late in self.heir.items():
-            for child in np.flatnonzero(parent == early).tolist():
-                parent[child] = late
-                self.rows.set_parent(self._at(child), int(self.row["generation"][late]))
+        for child in np.flatnonzero(np.isin(parent, list(self.heir))).tolist():
+            late = parent[child] = self.heir[int(parent[child])]
+            self.rows.set_parent(self._at(child), int(self.row["generation"][late]))
+        for early in self.heir:
             self._set(early, DOOMED)
         self.parent = parent
 
@@ -267,7 +265,9 @@ class _Recovery:
 
     def _adopt_extents(self) -> None:
         pool = self.cache.pool
-        tops = [int(self.tick[self.extent == number].max()) for number in range(len(self.cuts))]
+        # The rows lie in the order of their extents, each of which has some: no extent is searched for in all rows.
+        begins = np.flatnonzero(np.diff(self.extent, prepend=-1))
+        tops = np.maximum.reduceat(self.tick, begins).tolist() if len(begins) else []
         self.extents: list[Extent] = []
         for cut, top in zip(self.cuts, tops, strict=True):
             extent = pool.adopt(cut.number, cut.slot_bytes, cut.generation, cut.slots)

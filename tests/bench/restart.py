@@ -1,14 +1,19 @@
 """How long a killed daemon's cache is away: from the start of the next one to its first answer.
 
-    python tests/bench/restart.py [--blocks 100000,1000000] [--rounds 3] [--json]
+    python tests/bench/restart.py [--blocks 100000,1000000] [--rounds 3] [--extents 24,4000] [--json]
 
 Beside it, by turns: a daemon that begins with an empty region of the same size.
+
+With --extents, instead: how long the rows of as many blocks take to be read back from so many extents of 258 MiB. The
+region is a sparse file, in this process, so that 4,000 extents, 1 TiB, take 1 GiB of memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import secrets
 import statistics
 import subprocess
 import sys
@@ -17,11 +22,19 @@ import time
 from pathlib import Path
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_proto import messages as m
 from kvcache_proto.errors import KVCacheError
+from kvcache_proto.region import SLOT_ROW, plan_geometry
+from kvcache_proto.types import Outcome
+from kvcache_server import journal, recovery
+from kvcache_server.cache import Cache
+from kvcache_server.limits import Limits
+from kvcache_server.replay.shadow import sparse_region
 
 SPEC = NamespaceSpec(model="bench", groups=[GroupSpec(16, 64)], hash_bytes=16)
 CHAIN = 100  # blocks of a prompt
 BYTES = 64 + 128  # of a block and its row
+EXTENT = 258 << 20  # as the daemon cuts a region of 8 GiB and more
 
 
 def chain(number: int) -> list[bytes]:
@@ -76,17 +89,55 @@ def measure(blocks: int, rounds: int) -> dict[str, float]:
     return {"blocks": blocks, "warm_s": statistics.median(warm), "empty_s": statistics.median(empty)}
 
 
+def read_back(blocks: int, extents: int, rounds: int) -> dict[str, float]:
+    geometry = plan_geometry(secrets.token_bytes(16), extents * EXTENT, EXTENT)
+    buffer, limits = sparse_region(geometry), Limits(write_quota=1.0)
+    records: list[journal.Record] = [journal.Began(geometry.region_id, 1)]
+    cache = Cache(buffer, geometry, limits, 11, records.append)
+    session = cache.open_session("bench", "", 0.0)
+    slots = -(-blocks // extents)
+    spec = NamespaceSpec(model="bench", groups=[GroupSpec(16, EXTENT // slots // 64 * 64 - SLOT_ROW)], hash_bytes=16)
+    namespace = cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0).namespace
+    for number in range(blocks // CHAIN):
+        reserved = cache.handle(session, m.Reserve(1, b"", namespace, [m.Run(chain(number))]), 0.0)
+        cache.handle(session, m.Settle(1, b"", geometry.region_id, reserved.reservation, (0,), Outcome.COMMITTED), 0.0)
+    cut = len(cache.pool.extents)
+    del cache
+    seconds = []
+    for life in range(2, 2 + rounds):
+        book = journal.read(journal.MAGIC + b"".join(map(journal.pack, records)))
+        book.life = life
+        gc.collect()
+        gc.disable()  # as the daemon does
+        since = time.monotonic()
+        cache = recovery.reopen(buffer, geometry, limits, book, set(), 0.0)
+        seconds.append(time.monotonic() - since)
+        gc.enable()
+        found = sum(len(each.visible) for each in cache.namespaces[namespace].groups)
+        assert found == blocks // CHAIN * CHAIN, f"{found} of {blocks} blocks were found"
+        del cache
+    return {"blocks": blocks, "extents": cut, "read_back_s": statistics.median(seconds)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", default="100000,1000000")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--extents", default="")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    found = [measure(int(blocks), chosen.rounds) for blocks in chosen.blocks.split(",")]
+    sizes, extents = ([int(each) for each in given.split(",") if each] for given in (chosen.blocks, chosen.extents))
+    if extents:
+        found = [read_back(blocks, cut, chosen.rounds) for blocks in sizes for cut in extents]
+    else:
+        found = [measure(blocks, chosen.rounds) for blocks in sizes]
     if chosen.json:
         print(json.dumps(found))
         return
     for each in found:
+        if extents:
+            print(f"{each['blocks']:>9,} blocks in {each['extents']:>5,} extents: {each['read_back_s']:.2f} s")
+            continue
         print(
             f"{each['blocks']:>9,} blocks: {each['warm_s']:.2f} s; an empty region of that size {each['empty_s']:.2f} s"
         )

@@ -36,6 +36,20 @@ def test_blocks_are_found_again_with_their_place_and_evicted_in_the_same_order()
     host.cache.check_integrity()
 
 
+def test_each_extent_is_as_young_as_its_youngest_block() -> None:
+    host = Host(extents=6)
+    engine = Client(host, "one", spec_of(512 << 10))  # three an extent
+    for number in range(14):
+        engine.store([f"c{number}"])
+    for number in (3, 7, 12):
+        engine.acquire([f"c{number}"])
+    before = {extent.index: extent.newest for extent in host.cache.pool.extents.values()}
+    assert len(before) == 5
+    after = host.restart(gone=(engine.session,)).pool
+    assert {extent.index: extent.newest for extent in after.extents.values()} == before
+    assert after.tick == max(before.values())
+
+
 def test_what_a_gone_child_left_its_parent_survives() -> None:
     host = Host(extents=1)
     engine = Client(host, "one", spec_of(256 << 10))

@@ -141,7 +141,7 @@ def test_a_killed_daemon_s_resize_goes_on_and_loses_no_block_that_it_need_not():
         if fuse:
             assert cache.pool.capacity == 8 * MIB
             assert given_up <= cache.pool.retired
-            assert cache.shares._capacity == 8 * MIB and cache._pin_quota == 2 * MIB and cache.writing._quota == 4 * MIB
+            assert cache.shares._capacity == 8 * MIB and cache.pin_quota == 2 * MIB and cache.writing._quota == 4 * MIB
             assert sum(cache.rows.is_retired(extent) for extent in range(8)) == 4
         assert sum(len(each.visible) for each in cache.namespaces[1].groups) == 12
 
