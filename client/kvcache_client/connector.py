@@ -74,15 +74,18 @@ class RankReport(KVConnectorWorkerMetadata):
     Attributes:
         heard: the daemon's verdicts on the blocks that they saved; only where events are wanted.
         declined: why a rank takes no part in the cache, by rank; "" for one that does again.
+        given_away: saves, by reservation and first position, that had not begun when others got their blocks.
     """
 
     heard: list[Heard] = field(default_factory=list)
     declined: dict[int, str] = field(default_factory=dict)
+    given_away: list[tuple[int, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         if not isinstance(other, RankReport):
             return self
-        return RankReport(self.heard + other.heard, self.declined | other.declined)
+        given_away = self.given_away + other.given_away
+        return RankReport(self.heard + other.heard, self.declined | other.declined, given_away)
 
 
 _EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
@@ -287,6 +290,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if report.declined:
             self._scheduler.ranks_declined(report.declined)
+        if report.given_away:
+            self._scheduler.given_away(report.given_away)
         if self._scheduler.events is not None:
             for heard in report.heard:
                 self._scheduler.events.settled(heard)
@@ -378,8 +383,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             fault, self._fault = self._fault, ""
             return RankReport(declined={self._rank: fault}) if fault else None
-        heard, declined = self._worker.take_verdicts(), self._worker.take_declined()
-        return RankReport(heard, declined) if heard or declined else None
+        worker = self._worker
+        heard, declined, given_away = worker.take_verdicts(), worker.take_declined(), worker.take_given_away()
+        return RankReport(heard, declined, given_away) if heard or declined or given_away else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         blocks, self._not_loaded = self._not_loaded, set()

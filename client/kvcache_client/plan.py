@@ -12,6 +12,8 @@ import msgspec
 
 from kvcache_proto.types import REF_BYTES, NamespaceSpec
 
+SHIPPED = 1024  # saves that are remembered, of which ranks may yet say that they never began
+
 
 class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     """Fill device blocks from slots.

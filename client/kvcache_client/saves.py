@@ -8,13 +8,13 @@ step waits for the daemon, and no block is kept from the engine for our sake.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcache_client.breaker import Backoff
 from kvcache_client.events import Events
 from kvcache_client.handles import Namespace
-from kvcache_client.plan import SaveJob, full_slots, pick_refs, slot_hashes
+from kvcache_client.plan import SHIPPED, SaveJob, full_slots, pick_refs, slot_hashes
 from kvcache_client.reservation import Reservation, Ticket
 from kvcache_client.sums import chosen
 from kvcache_client.tally import Tally
@@ -106,6 +106,7 @@ class Saves:
         self._block, self._per_slot, self._prompt_only, self._tally = engine_block, blocks_per_slot, prompt_only, tally
         self._verify, self._events, self._lost = verify, events, lost
         self._next: list[_Asked] = []
+        self._shipped: dict[tuple[int, int], tuple[str, list[bytes]]] = {}  # by reservation and first position
         self._sent: list[_Sent] = []
         self._refusals = _Refusals()
 
@@ -195,6 +196,12 @@ class Saves:
         self._sent = unanswered
         return jobs
 
+    def given_away(self, jobs: Iterable[tuple[int, int]]) -> None:
+        """Note jobs that a rank has not begun, for their blocks were others' by then; other ranks report them, too."""
+        for job in jobs:
+            if (shipped := self._shipped.pop(job, None)) is not None:
+                self._lost(*shipped)
+
     def concerned(self) -> set[str]:
         """Return the requests whose answers are out."""
         return {asked.state.id for sent in self._sent for asked in sent.asked}
@@ -229,7 +236,11 @@ class Saves:
             for position, place in zip(kept, places, strict=False):
                 slot_number = asked.first + place
                 self._events.shipped(reservation.region_id, reservation.id, position, asked.state.request, slot_number)
-        summed = chosen(self._verify, [asked.run.hashes[place] for place in places[: len(kept)]])
+        hashes = [asked.run.hashes[place] for place in places[: len(kept)]]
+        self._shipped[reservation.id, kept[0]] = asked.state.id, hashes
+        if len(self._shipped) > SHIPPED:
+            del self._shipped[next(iter(self._shipped))]
+        summed = chosen(self._verify, hashes)
         return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed)
 
     def _answer(self, sent: _Sent, until: float | None) -> Reservation | None:

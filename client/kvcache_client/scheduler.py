@@ -77,13 +77,13 @@ class Scheduler:
         self._no_loads_until = 0.0
         self._spent = 0.0  # seconds of this schedule that lookups took: all of them together have one deadline
         self._tally = Tally(logger)
-        self._summary = Summary(self._log_summary, self._tally.snapshot)
+        self._summary = Summary(lambda line: logger.info("engine %s, %s", session.engine, line), self._tally.snapshot)
         self._verify, self._shards = settings.verify, spec.shards
         self.events = Events(engine_block, blocks_per_slot) if tell else None
         self._notes = Notes()
         self._saves = Saves(
             *(engine_block, blocks_per_slot, settings.save == "prompt", self._tally, settings.verify, self.events),
-            self._lost,
+            lambda request, hashes: self._remember(request, "given_away", hashes),
         )
         session.telling.count_too(self._tally.snapshot)
         self._declined: dict[int, str] = {}  # ranks that take no part, and why
@@ -295,8 +295,9 @@ class Scheduler:
         """Note what ranks have copied since the last time, for the summary in the log."""
         self._summary.copied(counts)
 
-    def _log_summary(self, line: str) -> None:
-        logger.info("%s, engine %s", line, self._session.engine)
+    def given_away(self, jobs: Sequence[tuple[int, int]]) -> None:
+        """Note saves, by reservation and first position, that a rank has not begun before others got their blocks."""
+        self._saves.given_away(jobs)
 
     def _judge(self, failed: bool) -> None:
         self._failures = self._failures + 1 if failed else 0
@@ -409,9 +410,6 @@ class Scheduler:
         if state.noted != cause:  # it is asked for again and again
             state.noted = cause
             self._remember(state.id, cause)
-
-    def _lost(self, request: str, hashes: Sequence[bytes]) -> None:
-        self._remember(request, "given_away", hashes)
 
     def _remember(self, request: str, cause: str, hashes: Sequence[bytes] = ()) -> None:
         self._tally.add("notes_dropped", self._notes.add(request, cause, time.monotonic(), hashes))

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvcache_proto.errors import ConfigError
+from kvcache_proto.types import MAX_NAME
 
 CONNECTOR = "KVCacheServerConnector"  # as vLLM knows it
 
@@ -116,7 +117,8 @@ def _check(settings: Settings) -> None:
             raise ConfigError(f"kv_connector_extra_config: {name} {getattr(settings, name)} is negative")
     if not 1 <= settings.deadline_ms <= 10_000:
         raise ConfigError(f"kv_connector_extra_config: deadline_ms {settings.deadline_ms}: 1 to 10000")
-    if settings.on_reset not in RESETS and settings.on_reset in ("", settings.weights_version):
+    version = settings.on_reset
+    if version not in RESETS and (version in ("", settings.weights_version) or len(version) > MAX_NAME):
         raise ConfigError(
             f"kv_connector_extra_config: on_reset {settings.on_reset!r}: new, keep, or the version of other weights "
             "than the engine starts with"

@@ -10,6 +10,7 @@ from kvcache_client.counters import Counters, Gains
 
 EVERY = 60.0  # seconds
 COPIES = ("loaded_bytes", "load_us", "saved_bytes", "save_us")  # of what ranks count
+UNDONE = ("saves_given_away", "saves_failed", "load_blocks_failed")  # and that
 _REFUSED = ("saves_", "lookups_declined_", "lookups_refused", "lookups_over_budget", "loads_fail")
 
 
@@ -34,7 +35,7 @@ class Summary:
 
     def copied(self, counts: Mapping[str, int]) -> None:
         """Note what ranks have counted since the last time."""
-        self._add({name: counts[name] for name in COPIES if counts.get(name)})
+        self._add({name: counts[name] for name in (*COPIES, *UNDONE) if counts.get(name)})
 
     def close(self) -> None:
         """Log what there is to log, and stop."""
@@ -79,6 +80,7 @@ def summarize(counts: Mapping[str, int], refusals: Mapping[str, int], seconds: f
             rate = done / max(counts.get(duration, 0), 1) / 1e3
             parts.append(f"{what} {done / (1 << 20):,.1f} MiB at {rate:.1f} GB/s")
     refused = sorted((name, count) for name, count in refusals.items() if name.startswith(_REFUSED))
+    refused += [(name, counts[name]) for name in UNDONE if counts.get(name)]
     if refused:
         parts.append("refused: " + ", ".join(f"{name} {count:,}" for name, count in refused))
     return f"in {seconds:.0f} s: " + "; ".join(parts) if parts else ""

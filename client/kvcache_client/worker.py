@@ -25,7 +25,7 @@ from kvcache_client.events import Heard
 from kvcache_client.layout import Tensor, block_fragments, runs
 from kvcache_client.namespace import Shards
 from kvcache_client.noise import Format, find_format
-from kvcache_client.plan import CheckJob, LoadJob, SaveJob, StepPlan, pick_refs
+from kvcache_client.plan import SHIPPED, CheckJob, LoadJob, SaveJob, StepPlan, pick_refs
 from kvcache_client.proof import Proof
 from kvcache_client.region import Region
 from kvcache_client.settings import Settings
@@ -86,6 +86,7 @@ class Worker:
         self._errors: set[int] = set()
         self._told: deque[Heard] | None = deque() if tell else None
         self._stored: dict[str, _Stored] = {}
+        self._given_away: deque[tuple[int, int]] = deque(maxlen=SHIPPED)
         self._stored_lock = threading.Lock()
         self._counts = Counters()
         self._proof = Proof(spec, self._shard, self._counts)
@@ -205,6 +206,10 @@ class Worker:
         self._reported = why
         return {self._rank: why}
 
+    def take_given_away(self) -> list[tuple[int, int]]:
+        """Return the saves, by reservation and first position, that were cancelled since the last call."""
+        return [self._given_away.popleft() for _ in range(len(self._given_away))]
+
     def take_verdicts(self) -> list[Heard]:
         """Return what the daemon has said to settlements since the last call."""
         if not self._told:
@@ -249,6 +254,7 @@ class Worker:
         if done.cancelled:
             outcome = Outcome.NEVER_STARTED
             self._counts.add("saves_given_away", len(job.positions))
+            self._given_away.append((job.reservation, job.positions[0]))
         elif done.error:
             self._counts.add("saves_failed", len(job.positions))
             logger.warning("request %s: %d blocks were not stored: %s", job.request, len(job.positions), done.error)

@@ -127,7 +127,9 @@ def test_a_version_is_shared_by_those_that_name_it_and_left_by_the_next_reset(ri
     assert len(weights(daemon)[-1]) == 32, "a version names one state of the weights"
 
 
-@pytest.mark.parametrize("extra", [{"on_reset": ""}, {"on_reset": "v1", "weights_version": "v1"}])
+@pytest.mark.parametrize(
+    "extra", [{"on_reset": ""}, {"on_reset": "v1", "weights_version": "v1"}, {"on_reset": "v" * 257}]
+)
 def test_a_version_that_is_none(extra: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"on_reset '.*': new, keep, or the version of other weights"):
         parse_settings(extra)

@@ -6,10 +6,11 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from steps import BLOCK, SPEC, Request, idle
+from steps import BLOCK, PATIENCE, SPEC, Request, idle
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.notes import HASHES, NOTES, Notes
@@ -95,6 +96,27 @@ def test_generated_tokens_that_are_not_saved(rigs: Any, daemon: Any) -> None:
     assert causes(told) == [(0, 1, "hit"), (2, 3, "save_prompt")]
     assert told["runs"][1]["engine"] == "one"
     assert (told["tokens"], told["block_tokens"]) == (4 * BLOCK + 1, BLOCK)
+
+
+def test_a_save_that_had_not_begun_when_its_blocks_were_given_away(rigs: Any, daemon: Any) -> None:
+    one, two = rigs("one"), rigs("two")
+    device = one.worker._device
+    device.save = lambda job: (job.cancel(), job.ended(job))  # as one whose thread has come to nothing yet
+    request = Request("first", 4 * BLOCK)
+    one.run(request, [0, 1, 2, 3])
+    until = time.monotonic() + PATIENCE
+    while not (given_away := one.worker.take_given_away()):
+        assert time.monotonic() < until, "no save was cancelled"
+        time.sleep(0.001)
+    one.scheduler.given_away([*given_away, *given_away])  # two ranks report
+    one.step()
+    one.session.ping()
+    idle(daemon, 0)
+    two.scheduler.matched_tokens(follow_up("second", request), 0)
+    two.session.ping()
+    assert causes(why(daemon, "second")) == [(0, 3, "given_away")]
+    assert noted(why(daemon, "first")) == ["given_away"]
+    assert one.worker.counters["saves_given_away"] == 4
 
 
 def test_a_block_that_was_given_away_too_soon(rigs: Any, daemon: Any) -> None:
