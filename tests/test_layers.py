@@ -26,14 +26,14 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "misses", "rates", "ration", "signals"}
-        | {"sampling", "sockets", "sums", "traffic", "unread"},
-        {"ghosts", "questions"},
+        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "rates", "ration", "signals"}
+        | {"sampling", "slices", "sockets", "sums", "traffic", "unread"},
+        {"ghosts", "misses", "questions", "underway"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
         {"leases", "pins"},
         {"sessions", "room"},
-        {"report", "reasons", "writing", "distrust", "restate"},
+        {"report", "reasons", "writing", "distrust", "orders", "restate"},
         {"cache"},
         {"recovery", "stream"},
         {"config", "logs", "admin", "doctor.child", "plan.models", "plan.host", "replay.trace"}
@@ -84,10 +84,10 @@ FLOORS: dict[str, list[set[str]]] = {
 PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings", "counts"},
     "kvcache_server": {
-        *("ages", "ghosts", "histogram", "lost", "sampling"),
+        *("ages", "ghosts", "histogram", "lost", "sampling", "slices"),
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "pins", "sessions", "room"),
         *("report", "cache", "journal", "writing", "recovery", "sums", "distrust", "restate", "stream", "misses"),
-        *("reasons", "traffic"),
+        *("orders", "reasons", "traffic"),
         *("plan.models", "plan.host", "plan.pages", "plan.weights", "plan.device", "plan.figures"),
         *("doctor.table", "api", "hosts", "replay.bounds"),
         *("dashboard.envfile", "dashboard.history", "dashboard.settings"),

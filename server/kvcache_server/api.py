@@ -259,7 +259,7 @@ ROUTES = (
         "clear",
         "POST",
         "/api/v1/clear",
-        "Forget every cached block that nobody is reading or writing; of a million, engines miss for some seconds.",
+        "Forget every cached block that nobody is reading or writing, bit by bit: what is stored meanwhile stays.",
         Cleared,
         Clear,
         (400, 404, 503),

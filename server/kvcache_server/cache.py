@@ -7,14 +7,14 @@ gives way), and writes every change of a slot's row into the region before the r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, Unavailable, UnknownHandle
+from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows, slot_size
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, PoolGeometry, check_hashes
-from kvcache_server import reasons, report
+from kvcache_server import orders, reasons, report
 from kvcache_server.distrust import distrust
 from kvcache_server.index import Account, Block, Group
 from kvcache_server.journal import (
@@ -28,7 +28,7 @@ from kvcache_server.journal import (
     SessionEnded,
 )
 from kvcache_server.limits import Limits
-from kvcache_server.misses import Lookup, Misses
+from kvcache_server.misses import Misses
 from kvcache_server.pins import STEPS, Lease
 from kvcache_server.pool import Pool
 from kvcache_server.restate import restate
@@ -36,6 +36,7 @@ from kvcache_server.room import Room
 from kvcache_server.sampling import keyed_draw
 from kvcache_server.sessions import Engine, Namespace, Session, Watcher
 from kvcache_server.shares import Shares
+from kvcache_server.slices import Chores, Steps, begin, finish
 from kvcache_server.sums import Sums
 from kvcache_server.traffic import Traffic
 from kvcache_server.writing import Writing
@@ -87,13 +88,15 @@ class Cache:
         self.traffic = Traffic()
         self.room = Room(self.pool, self.shares, limits.namespace_ceiling, self.counters, self.misses)
         self.writing = Writing(
-            *(self.pool, self.room, limits, self.engines, self._held, journal, self.counters, self.refusals),
-            self.misses,
+            *(self.pool, self.room, limits, self.engines, journal, self.counters, self.refusals, self.misses)
         )
         self.writing.last_reservation = self.last_lease = life << LIFE_SHIFT
         self.last_namespace = self.last_engine = self.last_session = 0
+        self.chores = Chores()
+        self.distrusting: list[list[Block]] = []  # blocks that are about to be forgotten: what is above them is already
+        self._freeing = False
         self._journal = journal
-        self._by_id: dict[str, Namespace] = {}
+        self.by_id: dict[str, Namespace] = {}
         self.bound(limits)
         self._handlers: dict[type, Any] = {
             m.Acquire: self._acquire,
@@ -123,39 +126,43 @@ class Cache:
         self.pin_quota = int(limits.pin_quota * self.pool.capacity)
 
     def resize(self, size: int) -> int:
-        """Make the pool smaller, by `shrink`, to the whole extents in `size` bytes; return how many bytes that is.
+        """Make the pool smaller, by `shrinking`, to the whole extents in `size` bytes; return how many bytes that is.
 
         Raises BadArgument where that is none, or more than there is.
         """
-        extents = size // self.pool.extent_bytes
-        if not 1 <= extents * self.pool.extent_bytes <= self.pool.capacity:
-            raise BadArgument(
-                f"{size} bytes: {self.pool.extent_bytes}, an extent, to {self.pool.capacity}, what there is; "
-                "only another region, of a daemon that is started anew, is larger"
-            )
-        self.wanted = extents * self.pool.extent_bytes
+        self.wanted = orders.smaller(self.pool, size)
         self._journal(Resized(self.wanted))
         return self.wanted
 
-    def shrink(self, now: float) -> int | None:
+    def shrinking(self, now: float) -> Steps[int | None]:
         """Give up one extent on the way to the size that was asked for; return its number, whose memory may go now.
 
-        None where the size is reached, or all extents are being read or written: try again later. O(blocks of one).
+        None where the size is reached, or all extents are being read or written: try again later.
         """
-        if not self.wanted or self.wanted >= self.pool.capacity:
-            return None
-        self.misses.acting(now, "", 0)
-        extent = self.room.idle(self._held())
-        if extent is not None:
-            self._journal(ExtentRetired(extent))
-            self.pool.retire(extent)
-            self.bound(self.limits)
-        return extent
+        return orders.shrinking(self, now)
+
+    def shrink(self, now: float) -> int | None:
+        """Do all of `shrinking` at once."""
+        return finish(self.shrinking(now))
+
+    def retire(self, extent: int) -> None:
+        """Give up an idle extent."""
+        self._journal(ExtentRetired(extent))
+        self.pool.retire(extent)
+        self.bound(self.limits)
 
     def handle(self, session: int, request: m.Request, now: float) -> m.Reply | None:
         """Answer one request of an open session; Release has no answer.
 
         Raises a ClientError that says what is wrong with the request; the state is then unchanged.
+        """
+        reply = self.begin(session, request, now)
+        return finish(reply) if isinstance(reply, Generator) else reply
+
+    def begin(self, session: int, request: m.Request, now: float) -> m.Reply | None | Steps[m.Reply | None]:
+        """As `handle`, but take one slice: where that is not all of it, return what is left to do.
+
+        Whoever gets it goes on with it to the end, also where the session ends in between.
         """
         return self._handlers[type(request)](self.sessions[session], request, now)  # type: ignore[no-any-return]
 
@@ -213,11 +220,20 @@ class Cache:
         engine = self.absent.pop(session)
         engine.absent.discard(session)
         self.awaited.discard(session)
-        self.misses.acting(now, engine.name, 0)
-        self.writing.writer_gone(engine, session, now)
         self.writing.disband(session)
         self._journal(SessionEnded(session))
+        self.chores.do(self._end(engine, session, now))
+
+    def _end(self, engine: Engine, session: int, now: float) -> Steps[None]:
+        yield from self.misses.throughout(self.writing.writer_gone(engine, session, now), now, engine.name, 0)
         self.prune()
+
+    def abandon(self, session: int, reservation: int, now: float) -> None:
+        """Give back what was granted and what its session could not be told of."""
+        engine = self.sessions[session].engine
+        self.chores.do(
+            self.misses.throughout(self.writing.abandon(engine.reservations[reservation]), now, engine.name, 0)
+        )
 
     def prune(self) -> None:
         """Drop engines and namespaces that nobody is in and that hold nothing."""
@@ -231,7 +247,7 @@ class Cache:
         for session in self.sessions.values():
             used.update(session.attached)
         for namespace in [each for number, each in self.namespaces.items() if number not in used]:
-            del self.namespaces[namespace.number], self._by_id[namespace.id]
+            del self.namespaces[namespace.number], self.by_id[namespace.id]
             namespace.forget()
             for engine in self.engines.values():
                 engine.writers.pop(namespace.number, None)
@@ -241,12 +257,20 @@ class Cache:
         """Free the slots whose quarantine is over, and count what was released. Call it a few times a second."""
         if self.room.frozen and (not self.awaited or now >= self.grace_until):
             self.room.frozen = False
-        self.writing.tick(now)
+        if not self._freeing:
+            self.chores.do(self._free(now))
         steps = STEPS
         for engine in self.engines.values():
             steps = engine.pins.pay(steps)
         self.room.ages.tick(self.pool.generation, now)
         self.traffic.tick(now)
+
+    def _free(self, now: float) -> Steps[None]:
+        self._freeing = True
+        try:
+            yield from self.writing.tick(now)
+        finally:
+            self._freeing = False
 
     def await_sessions(self, sessions: dict[int, Engine], now: float) -> None:
         """Evict nothing until `sessions`, of the last life, have restated what they hold, or the grace is over."""
@@ -257,9 +281,8 @@ class Cache:
         self.room.frozen = bool(sessions)
         self.grace_until = now + self.limits.grace
 
-    def _restate(self, session: Session, request: m.Restate, now: float) -> m.Restated:
-        self.misses.acting(now, session.engine.name, 0)
-        return restate(self, session, request, now)
+    def _restate(self, session: Session, request: m.Restate, now: float) -> m.Restated | Steps[m.Restated]:
+        return begin(self.misses.throughout(restate(self, session, request, now), now, session.engine.name, 0))
 
     def _fence(self, session: Session, request: m.Fence, now: float) -> m.Fenced:
         return m.Fenced(request.id, self.fence_off(request.session, now))
@@ -283,7 +306,7 @@ class Cache:
             raise BadArgument(f"shards {shards}: distinct numbers from 0 to {spec.shards - 1}")
         if not 0 <= request.ceiling_bytes < 1 << 62:
             raise BadArgument(f"ceiling_bytes {request.ceiling_bytes}: 0 to {1 << 62}")
-        namespace = self._by_id.get(spec.id)
+        namespace = self.by_id.get(spec.id)
         if namespace is None:
             if len(self.namespaces) >= self.limits.max_namespaces:
                 raise NotPermitted(f"{len(self.namespaces)} namespaces: max_namespaces is {self.limits.max_namespaces}")
@@ -313,7 +336,7 @@ class Cache:
 
     def add_namespace(self, namespace: Namespace) -> None:
         self.last_namespace = max(self.last_namespace, namespace.number)
-        self.namespaces[namespace.number] = self._by_id[namespace.id] = namespace
+        self.namespaces[namespace.number] = self.by_id[namespace.id] = namespace
         if self.watcher is not None:
             self.watcher.made(namespace)
         self.misses.know(namespace.number, namespace.spec)
@@ -397,28 +420,18 @@ class Cache:
 
     # Writing.
 
-    def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved:
+    def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved | Steps[m.Reserved]:
         _, group = session.group(request.namespace, request.group)
-        self.misses.acting(now, session.engine.name, request.namespace)
-        return self.writing.reserve(session, request, self.account(session.engine, group), now)
+        granting = self.writing.reserve(session, request, self.account(session.engine, group), now)
+        return begin(self.misses.throughout(granting, now, session.engine.name, request.namespace))
 
-    def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled:
-        self.misses.acting(now, session.engine.name, 0)
-        return self.writing.settle(session, request, self.sums)
+    def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled | Steps[m.Settled]:
+        return begin(
+            self.misses.throughout(self.writing.settle(session, request, self.sums), now, session.engine.name, 0),
+        )
 
-    def _distrust(self, session: Session, request: m.Distrust, now: float) -> m.Distrusted:
-        self.misses.acting(now, session.engine.name, 0)
-        return distrust(self, session, request)
-
-    def _held(self) -> Iterator[Block]:
-        """Yield the ends of what is read or written now: leased blocks, and blocks that are not visible yet."""
-        for session in self.sessions.values():
-            for lease in session.leases.values():
-                yield lease.block
-        for namespace in self.namespaces.values():
-            for group in namespace.groups:
-                for grant in group.pending.values():
-                    yield grant.block
+    def _distrust(self, session: Session, request: m.Distrust, now: float) -> m.Distrusted | Steps[m.Distrusted]:
+        return begin(self.misses.throughout(distrust(self, session, request), now, session.engine.name, 0))
 
     # Questions.
 
@@ -436,15 +449,7 @@ class Cache:
 
         After the answer has left: nobody waits for this.
         """
-        asker = self.sessions[session]
-        if self.traffic.on:
-            _, group = asker.group(request.namespace, request.group)
-            self.traffic.note(now, asker.engine.name, request, group.spec.block_tokens, reply.hits)
-        if request.request and reply.hits < len(request.hashes):
-            cause, blocks = reasons.kept_back(asker, request, reply, self.limits)
-            self.misses.missed(
-                Lookup(now, asker.engine.name, request.request, frame, reply.hits, cause, blocks, self.pool.generation)
-            )
+        reasons.remember(self, self.sessions[session], request, reply, frame, now)
 
     # Admin.
 
@@ -458,28 +463,19 @@ class Cache:
     def _stats(self, session: Session, request: m.Stats, now: float) -> m.Report:
         return m.Report(request.id, self.stats(now))
 
-    def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared:
-        return m.Cleared(request.id, self.clear(request.namespace, session.engine.name, now))
+    def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared | Steps[m.Cleared]:
+        return begin(orders.clear_and_tell(self, session, request, now))
 
-    def clear(self, namespace: str, by: str, now: float) -> int:
+    def clearing(self, namespace: str, by: str, now: float) -> Steps[int]:
         """Forget what may be forgotten of the namespace with that id, or of all for ""; return how many blocks.
 
-        Raises ClientError where there is none, Unavailable during the grace.
+        What is stored meanwhile stays. Raises ClientError where there is none, Unavailable during the grace.
         """
-        if namespace and namespace not in self._by_id:
-            raise ClientError(f"no namespace {namespace!r}; there are: {', '.join(self._by_id) or 'none'}")
-        if self.room.frozen:
-            raise Unavailable("engines are coming back after a restart, what they read is not known yet: try again")
-        only = self._by_id.get(namespace)
-        self.misses.acting(now, by, 0)
-        cleared = self.room.clear(
-            [each for each in self.shares.accounts if only is None or each.group.namespace == only.number]
-        )
-        if self.watcher is not None:
-            for each in self.namespaces.values() if only is None else [only]:
-                if not any(group.visible for group in each.groups):
-                    self.watcher.emptied(each)
-        return cleared
+        return orders.clearing(self, namespace, by, now)
+
+    def clear(self, namespace: str, by: str, now: float) -> int:
+        """Do all of `clearing` at once."""
+        return finish(self.clearing(namespace, by, now))
 
     def stats(self, now: float) -> dict[str, Any]:
         """Return what `status` shows; see report.py."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from kvcache_proto.messages import Distrust, Distrusted
+from kvcache_proto.types import Finding
 from kvcache_server import logs
 from kvcache_server.cache import Cache
 from kvcache_server.config import format_size
+from kvcache_server.slices import Steps
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +20,18 @@ log = logging.getLogger(__name__)
 class Desk:
     """Belongs to the daemon's loop: call it there alone. `who` is how the log calls the one who asks."""
 
-    def __init__(self, cache: Cache, tidy: Callable[[int], None], figures: Callable[[], dict[str, Any]]) -> None:
-        """`tidy()` removes what a session that was given up left; `figures()` are the daemon's own."""
+    def __init__(
+        self,
+        cache: Cache,
+        tidy: Callable[[int], None],
+        figures: Callable[[], dict[str, Any]],
+        run: Callable[[Steps[Any]], Awaitable[Any]],
+    ) -> None:
+        """`tidy()` removes what a session that was given up left; `figures()` are the daemon's own; `run()` does long
+        work, slice by slice."""
         self.integrity = {"checks": 0, "failures": 0}
-        self._cache, self._tidy, self._figures = cache, tidy, figures
+        self._cache, self._tidy, self._figures, self._run = cache, tidy, figures, run
+        self._told: dict[str, int] = {}
 
     @property
     def in_grace(self) -> bool:
@@ -31,17 +42,51 @@ class Desk:
         """Return what `status` shows."""
         return self._cache.stats(time.monotonic()) | {"daemon": self._figures()}
 
-    def clear(self, namespace: str, who: str) -> int:
+    def summarise(self, messages: int, sessions: int) -> None:
+        """Log one line of what has happened since the last one, if anything has; `messages` have come so far."""
+        if messages == self._told.get("messages", 0):
+            return
+        stats = self._cache.stats(time.monotonic())
+        counters, pool = stats["counters"], stats["pool"]
+        now = {
+            "messages": messages,
+            "asked": counters.get("blocks_requested", 0),
+            "hit": counters.get("blocks_hit", 0),
+            "stored": counters.get("blocks_committed", 0),
+            "evicted": counters.get("blocks_evicted", 0),
+            "refused": sum(stats["refusals"].values()),
+        }
+        new = {key: value - self._told.get(key, 0) for key, value in now.items()}
+        self._told = now
+        if any(count for key, count in new.items() if key != "messages"):
+            log.info(
+                "stored %s blocks, hit %s of %s asked, evicted %s, refused %s; %s blocks in %s of %s, %d sessions",
+                *(f"{new[key]:,}" for key in ("stored", "hit", "asked", "evicted", "refused")),
+                *(f"{pool['blocks']:,}", format_size(pool["used_bytes"]), format_size(pool["bytes"]), sessions),
+                extra={"fields": {"event": "summary", **new}},
+            )
+
+    async def clear(self, namespace: str, who: str) -> int:
         """Forget what may be forgotten of that namespace, or of all; return how many blocks.
 
         Raises ClientError where there is no such namespace, Unavailable during the grace.
         """
-        blocks = self._cache.clear(namespace, who, time.monotonic())
+        blocks: int = await self._run(self._cache.clearing(namespace, who, time.monotonic()))
         self.cleared(namespace, blocks, who)
         return blocks
 
     def cleared(self, namespace: str, blocks: int, who: str) -> None:
         log.info("cleared %d blocks of %s, asked by %s", blocks, namespace or "every namespace", who)
+
+    def distrusted(self, request: Distrust, reply: Distrusted, session: int, who: str) -> None:
+        if not reply.blocks:
+            return
+        writers = sorted({f"engine {engine} (session {number})" for engine, number in reply.writers if engine})
+        log.error(
+            "shard %d of cached blocks is wrong (%s), found by %s: stored by %s; with those below, %d are forgotten",
+            *(request.shard, Finding(request.finding).name.lower(), who, ", ".join(writers), reply.blocks),
+            extra={"fields": {"event": "distrust", "session": session, "writers": writers, "blocks": reply.blocks}},
+        )
 
     def fence_off(self, session: int, who: str) -> int:
         """Give up a session that is away; return how many reservations ended. Raises ClientError where it is not."""

@@ -209,7 +209,7 @@ class Http:
 
     async def _clear(self, request: web.Request) -> web.Response:
         body = await _body(request, api.Clear)
-        return _response(api.Cleared(self._desk.clear(body.namespace, _who(request))))
+        return _response(api.Cleared(await self._desk.clear(body.namespace, _who(request))))
 
     async def _resize(self, request: web.Request) -> web.Response:
         body = await _body(request, api.Resize)

@@ -17,6 +17,7 @@ from kvcache_proto.region import slot_size
 from kvcache_proto.types import GroupSpec
 from kvcache_server.ghosts import Ghosts
 from kvcache_server.sampling import Draw
+from kvcache_server.slices import LOOK
 from kvcache_server.sums import Sums
 
 if TYPE_CHECKING:
@@ -96,6 +97,27 @@ class Block(msgspec.Struct, gc=False, order=True):
         """Whether this block is `other`, or hangs somewhere below it. O(1) where `other` is a child of this one."""
         return other.parent is not self and any(each is other for each in self.ancestors())
 
+    def upwards(self) -> Iterator[Block | None]:
+        """Yield the blocks below this one and then itself, children before parents.
+
+        Whoever takes a block must unlink it before asking for the next one; others may change the tree in between. None
+        is a pause on a long way down.
+        """
+        path = [self]
+        while self.pins != GONE:
+            at = path[-1]
+            if at.pins == GONE or (at is not self and at.parent is not path[-2]):
+                path = [self]  # others have taken it away
+            elif at.child is not None:
+                path.append(at.child)
+                if len(path) % LOOK == 0:
+                    yield None
+            else:
+                path.pop()
+                yield at
+                if at is self:
+                    return
+
     def subtree(self) -> list[Block]:
         """Return this block and all below it, parents before children."""
         found = [self]
@@ -112,7 +134,7 @@ class Account:
     others and SPARE, and no change takes longer because there are millions of others.
     """
 
-    __slots__ = ("bytes", "ceiling", "engine", "group", "hit_bytes", "live", "order", "stale", "swept")
+    __slots__ = ("bytes", "ceiling", "clearing", "engine", "group", "hit_bytes", "live", "order", "stale", "swept")
 
     def __init__(self, engine: str, group: Group) -> None:
         self.engine = engine
@@ -123,7 +145,8 @@ class Account:
         self.live = True
         self.order: list[Block] = []  # a heap
         self.swept: list[Block] = []  # the heap that is being moved into `order`
-        self.stale = 0  # entries of both whose blocks have gone
+        self.clearing: list[Block] = []  # leaves that a clear has come to: in no heap, and about to go
+        self.stale = 0  # entries of these whose blocks have gone
 
     def enter(self, block: Block) -> None:
         """Let `block` stand in the order if it may go and does not stand there yet."""
@@ -147,7 +170,7 @@ class Account:
             if self.swept and (not order or self.swept[0] < order[0]):
                 heap = self.swept
             if not heap:
-                return None
+                return self.pop_clearing()
             block = heapq.heappop(heap)
             if block.pins == GONE:
                 self.stale -= 1
@@ -161,13 +184,31 @@ class Account:
                 block.queued = UNQUEUED
                 return block
 
+    def begin_to_clear(self) -> None:
+        """Let `pop_clearing` return all that stand in the order now."""
+        self.clearing += self.order
+        self.clearing += self.swept
+        self.order, self.swept = [], []
+
+    def pop_clearing(self) -> Block | None:
+        """Return one of the leaves that a clear has come to, or None."""
+        while self.clearing:
+            block = self.clearing.pop()
+            if block.pins == GONE:
+                self.stale -= 1
+                continue
+            block.queued = UNQUEUED
+            if not block.pins and block.child is None:
+                return block
+        return None
+
     def standing(self) -> list[Block]:
         """Return the entries of the order, stale ones among them."""
-        return self.order + self.swept
+        return self.order + self.swept + self.clearing
 
     def clear(self) -> None:
         """Let go of the order's entries."""
-        self.order, self.swept, self.stale = [], [], 0
+        self.order, self.swept, self.clearing, self.stale = [], [], [], 0
 
     def _sweep(self) -> None:
         """Begin to move the order over where a third of it is stale; go on with it where that has begun."""
@@ -245,11 +286,17 @@ class Group:
             end += 1
         return end - hits
 
-    def show(self, block: Block) -> None:
-        """Make a READY block visible, and with it every READY descendant that waited for it."""
-        waiting = [block]
-        while waiting:
+    def show(self, waiting: list[Block]) -> None:
+        """Make the READY blocks in `waiting`, whose parents are visible, visible, and READY descendants with them.
+
+        At most LOOK of them: the rest is left in `waiting`.
+        """
+        for _ in range(LOOK):
+            if not waiting:
+                return
             block = waiting.pop()
+            if block.pins == GONE or block.parent is None or not self.reaches(block.parent):
+                continue  # it was doomed while it waited, or will be: its parent is distrusted
             del self.pending[block.hash]
             self.visible[block.hash] = block
             block.queued = UNQUEUED
@@ -271,6 +318,10 @@ class Group:
                 parent.tick = block.tick
             parent.account.enter(parent)
         return trusted
+
+    def reaches(self, parent: Block) -> bool:
+        """Whether lookups find what hangs below `parent` once it is READY."""
+        return parent is self.root or self.trusts(parent)
 
     def trusts(self, block: Block) -> bool:
         """Whether lookups find it. What is distrusted may stand in the tree yet: its slot is being read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 from kvcache_proto.types import Verdict
 from kvcache_server.index import Block, Group
@@ -18,7 +19,7 @@ class Grant:
     `fate` is None, or the Verdict for which the block cannot become visible any more.
     """
 
-    __slots__ = ("block", "extent", "fate", "ready", "reservation", "settled", "slot", "tainted_until")
+    __slots__ = ("block", "claimed", "extent", "fate", "ready", "reservation", "settled", "slot", "tainted_until")
 
     def __init__(self, block: Block, extent: Extent, slot: int, reservation: Reservation) -> None:
         self.block = block
@@ -26,9 +27,15 @@ class Grant:
         self.slot = slot
         self.reservation = reservation
         self.settled = 0  # bit set of shards
+        self.claimed = 0  # those that have failed, and are settled once all below the block is doomed
         self.ready = False
         self.fate: Verdict | None = None
         self.tainted_until = 0.0  # the end of the quarantine that a dead writer asks for
+
+    @property
+    def taken(self) -> int:
+        """The shards that nobody can settle any more."""
+        return self.settled | self.claimed
 
     @property
     def whole(self) -> bool:
@@ -36,9 +43,12 @@ class Grant:
 
 
 class Reservation:
-    """The grants of one Reserve. `writers[shard]` is the session that may write that shard; `crew` numbers them."""
+    """The grants of one Reserve. `writers[shard]` is the session that may write that shard; `crew` numbers them.
 
-    __slots__ = ("created", "crew", "grants", "group", "id", "owner", "unsettled", "writers")
+    `told` is false while it is being granted: nobody may settle it yet.
+    """
+
+    __slots__ = ("created", "crew", "grants", "group", "id", "owner", "told", "unsettled", "writers")
 
     def __init__(self, number: int, group: Group, owner: int, writers: tuple[int, ...], created: float) -> None:
         self.id = number
@@ -47,6 +57,7 @@ class Reservation:
         self.writers = writers
         self.created = created
         self.crew = 0
+        self.told = True
         self.grants: list[Grant] = []
         self.unsettled = 0
 
@@ -71,13 +82,11 @@ class Quarantine:
     def add(self, until: float, extent: Extent, slot: int) -> None:
         heapq.heappush(self._slots, (until, extent.index, slot, extent))
 
-    def over(self, now: float) -> list[tuple[Extent, int]]:
-        """Take out the slots whose time is over."""
-        found = []
+    def over(self, now: float) -> Iterator[tuple[Extent, int]]:
+        """Take out the slots whose time is over, one after the other."""
         while self._slots and self._slots[0][0] <= now:
             _, _, slot, extent = heapq.heappop(self._slots)
-            found.append((extent, slot))
-        return found
+            yield extent, slot
 
     def slots(self) -> list[tuple[Extent, int]]:
         return [(extent, slot) for _, _, slot, extent in self._slots]

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import mmap
 import os
+import queue
 import resource
 import stat
 import threading
@@ -35,6 +36,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 CHUNK = 32 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MAX_THREADS = 16
+RETURNS = 8  # extents that wait to be given back
 _PUNCH_HOLE = 0x01 | 0x02  # of fallocate: and the file keeps its size
 RAISE_MEMLOCK = "raise it (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock=-1 in docker), or give CAP_IPC_LOCK"
 
@@ -58,6 +60,8 @@ class Region:
         self.notes: list[str] = []
         self._lock_fd = lock_fd
         self._locker: threading.Thread | None = None
+        self._returner: threading.Thread | None = None
+        self._returns: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None is the end
         self._mapping = mapping
 
     def lock_later(self, lock: str, holes: Collection[int] = ()) -> None:
@@ -80,11 +84,26 @@ class Region:
     def being_locked(self) -> bool:
         return self._locker is not None and self._locker.is_alive()
 
+    @property
+    def giving_back(self) -> bool:
+        """Whether more extents wait to be given back than the thread is soon through with."""
+        return self._returns.qsize() >= RETURNS
+
     def give_back(self, extent: int) -> None:
-        """Give the extent's memory back to the host; who touches it, takes it again. May take some 10 ms.
+        """Give the extent's memory back to the host, on a thread, for it takes some 10 ms. Who touches it, takes it
+        again.
 
         Pages that a device has locked go when it lets go of them.
         """
+        self._returns.put(extent)
+        if self._returner is None:
+            self._returner = signals.start_thread("give-back", self._give_back_all)
+
+    def _give_back_all(self) -> None:
+        while (extent := self._returns.get()) is not None and self._lock_fd >= 0:
+            self._give_back(extent)
+
+    def _give_back(self, extent: int) -> None:
         g = self.geometry
         if _libc.fallocate(self.fd, _PUNCH_HOLE, g.data_offset + extent * g.extent_bytes, g.extent_bytes):
             log.warning("extent %d is not given back: %s", extent, os.strerror(ctypes.get_errno()))
@@ -94,14 +113,17 @@ class Region:
         nothing."""
         if self._lock_fd < 0:
             return
+        lock_fd, self._lock_fd = self._lock_fd, -1
+        if self._returner is not None:
+            self._returns.put(None)  # what still waits is for the next daemon
+            self._returner.join()
         if not keep:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
         self.buffer.release()
         _close_mapping(self._mapping)
         os.close(self.fd)
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        os.close(lock_fd)
 
 
 def _close_mapping(mapping: mmap.mmap) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvcache_proto.types import NamespaceSpec
+from kvcache_server.slices import Result, Steps
 
 LOOKUPS = 16 << 20  # bytes of the lookups that are remembered, each of which counts for EACH more
 EACH = 512
@@ -95,6 +96,17 @@ class Misses:
     def acting(self, now: float, engine: str, namespace: int) -> None:
         """Let whatever leaves from now on leave for that engine's sake."""
         self._at, self._engine, self._namespace, self._occasion = now, engine, namespace, None
+
+    def throughout(self, steps: Steps[Result], now: float, engine: str, namespace: int) -> Steps[Result]:
+        """Do it; whatever leaves in any of its slices leaves for that engine's sake."""
+        while True:
+            self.acting(now, engine, namespace)
+            try:
+                next(steps)
+            except StopIteration as done:
+                result: Result = done.value
+                return result
+            yield
 
     def left(self, name: bytes, cause: str) -> None:
         """Remember that the block has left, or was not let in. `name` is its hash and its group's tag."""

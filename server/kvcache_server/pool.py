@@ -19,7 +19,8 @@ class Extent:
     """One run of the region, cut into slots of `slot_bytes`; `blocks[slot]` is who lives there."""
 
     __slots__ = (
-        *("blocks", "busy", "generation", "index", "newest", "read", "rows", "slot_bytes", "start", "used", "vacant"),
+        *("blocks", "busy", "closed", "generation", "index", "newest", "read", "rows", "slot_bytes", "start", "used"),
+        "vacant",
     )
 
     def __init__(self, index: int, start: int, slot_bytes: int, slots: int, rows: int, generation: int) -> None:
@@ -33,6 +34,7 @@ class Extent:
         self.vacant = list(range(slots - 1, -1, -1))
         self.used = 0
         self.busy = 0  # slots that a writer may still write: WRITING or in quarantine
+        self.closed = False  # it is being emptied: its slots are not given away
         self.newest = 0  # the latest tick stored or touched here; ancestors are touched through their descendants
 
 
@@ -126,7 +128,7 @@ class Pool:
         """Make the slot FREE."""
         self.rows.set_state(self.row(extent, slot), FREE)
         extent.blocks[slot] = None
-        if not extent.vacant:
+        if not extent.vacant and not extent.closed:
             self._roomy[extent.slot_bytes].append(extent)
         extent.vacant.append(slot)
         extent.used -= 1
@@ -149,6 +151,19 @@ class Pool:
         extent, slot = self.locate(parent)
         self.rows.set_tick(self.row(extent, slot), parent.tick)
         extent.read[slot] |= read
+
+    def close(self, extent: Extent) -> None:
+        """Give none of its slots away until `open`."""
+        extent.closed = True
+        roomy = self._roomy[extent.slot_bytes]
+        roomy[:] = [each for each in roomy if each is not extent]
+
+    def open(self, extent: Extent) -> None:
+        """Take back `close`. Nothing is done where the extent has been cut anew."""
+        if self.extents.get(extent.index) is extent:
+            extent.closed = False
+            if extent.vacant:
+                self._roomy[extent.slot_bytes].append(extent)
 
     def uncut_extent(self, extent: Extent) -> None:
         """Give an empty extent up to whichever size asks next."""

@@ -53,6 +53,18 @@ def take(cache: Cache, session: Session, request: Remark, now: float) -> None:
         cache.misses.told.append(Told(at, session.engine.name, note.request, note.cause, len(note.hashes)))
 
 
+def remember(cache: Cache, asker: Session, request: Acquire, reply: Acquired, frame: bytes, now: float) -> None:
+    """As Cache.remember."""
+    if cache.traffic.on:
+        _, group = asker.group(request.namespace, request.group)
+        cache.traffic.note(now, asker.engine.name, request, group.spec.block_tokens, reply.hits)
+    if request.request and reply.hits < len(request.hashes):
+        cause, blocks = kept_back(asker, request, reply, cache.limits)
+        cache.misses.missed(
+            Lookup(now, asker.engine.name, request.request, frame, reply.hits, cause, blocks, cache.pool.generation)
+        )
+
+
 def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limits) -> tuple[str, int]:
     """Return why, and how many, blocks were there and were not given, ("", 0) where none were."""
     if reply.pending:

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvcache_proto.errors import NotPermitted
+from kvcache_proto.errors import NotPermitted, UnknownHandle
 from kvcache_proto.messages import Restate, Restated
 from kvcache_proto.types import REF_BYTES, SlotRef
 from kvcache_server.index import Block
 from kvcache_server.pins import Lease
 from kvcache_server.sessions import Session
+from kvcache_server.slices import Steps
 
 if TYPE_CHECKING:
     from kvcache_server.cache import Cache
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 MOST_BLOCKS = 1 << 17  # looked at for one restate: a few milliseconds
 
 
-def restate(cache: Cache, session: Session, request: Restate, now: float) -> Restated:
+def restate(cache: Cache, session: Session, request: Restate, now: float) -> Steps[Restated]:
     """Take back what a session that has resumed holds: its leases, and of its reservations those it has heard of.
 
     It is believed once, and given no more than it could have asked for: leases beyond `max_leases` and the pin quota
@@ -31,8 +32,10 @@ def restate(cache: Cache, session: Session, request: Restate, now: float) -> Res
     session.may_restate = False
     for reservation in list(session.engine.reservations.values()):
         if reservation.owner == session.id and reservation.id > request.heard:
-            cache.writing.abandon(reservation, now)
             cache.counters["reservations_unheard"] += 1
+            yield from cache.writing.abandon(reservation, now + cache.limits.quarantine)
+    if not session.here:
+        raise UnknownHandle(f"session {session.id} has left")
     lost = []
     pinned = _Pinned(lease for each in session.engine.sessions.values() for lease in each.leases.values())
     for number, ref in request.leases:

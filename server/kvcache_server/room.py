@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
 
 from kvcache_proto.types import Refusal
 from kvcache_server.ages import Ages
@@ -12,6 +13,7 @@ from kvcache_server.index import Account, Block
 from kvcache_server.misses import Misses
 from kvcache_server.pool import Extent, Pool
 from kvcache_server.shares import Shares
+from kvcache_server.slices import LOOK, STEP, Steps
 
 # Why a block was evicted: for another one; the engine's ceiling; its namespace's; slots of another size; a resize.
 EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "resize")
@@ -19,6 +21,12 @@ ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT, RESIZE = EVICTED_FOR
 
 _LOOKS = 8  # of the coldest extents and of the latest: each costs a walk of all below its blocks,
 _LOOK_BLOCKS = 4096  # or of so many: a look at 16 extents takes some 10 ms at most
+
+
+class Recut(NamedTuple):
+    """An extent of such slots that would have to be given up."""
+
+    slot_bytes: int
 
 
 class Room:
@@ -40,12 +48,10 @@ class Room:
     def bound(self, namespace_ceiling: float) -> None:
         self._namespace_ceiling = int(namespace_ceiling * self._pool.capacity) if namespace_ceiling < 1 else 0
 
-    def make(
-        self, account: Account, parent: Block, held: Callable[[], Iterable[Block]]
-    ) -> tuple[Extent, int] | Refusal:
-        """Return a vacant slot for a child of `parent`, or QUOTA or NO_SPACE.
+    def make(self, account: Account, fixed: Container[int]) -> tuple[Extent, int] | Refusal | Recut:
+        """Return a vacant slot, or QUOTA or NO_SPACE, or the Recut that would give one.
 
-        `held()` yields the blocks that are read or written now; they and what is above them stay where they are.
+        `fixed` are slot sizes of which no extent can be had.
         """
         size = account.group.slot_bytes
         if account.ceiling and account.bytes + size > account.ceiling and not self.evict(account, OWN_CEILING):
@@ -61,7 +67,9 @@ class Room:
             else:
                 # A whole extent changes hands: not for the sake of a few slots, unless there is nothing to begin with.
                 worth = excess >= self._pool.extent_bytes or (excess > 0 and not account.bytes)
-                freed = worth and not self.frozen and self._recut(victim.group.slot_bytes, [parent, *held()])
+                if worth and not self.frozen and victim.group.slot_bytes not in fixed:
+                    return Recut(victim.group.slot_bytes)
+                freed = False
             if freed:
                 place = self._pool.take(size)
                 if place is not None:
@@ -76,18 +84,53 @@ class Room:
         self._evicted(block, cause)
         return True
 
-    def clear(self, accounts: Sequence[Account]) -> int:
-        """Forget all blocks of `accounts` that may go and return how many; what is above a block that stays, stays."""
-        cleared, before = 0, -1
-        while cleared > before:  # a block is a leaf only after those of other accounts below it have gone
+    def clear(self, accounts: Sequence[Account]) -> Steps[int]:
+        """Forget all blocks of `accounts` that may go and return how many; what is above a block that stays, stays.
+
+        So does what is stored meanwhile.
+        """
+        newest = self._pool.generation
+        cleared = looks = 0
+        before = -1
+        while cleared > before:  # what others make a leaf by evictions is found the next time
             before = cleared
             for account in accounts:
-                while (block := account.pop_coldest()) is not None:
-                    if self._forget(block)[0]:
-                        self._misses.left(block.hash + block.account.group.tag, "cleared")
-                        cleared += 1
-        self._counters["blocks_cleared"] += cleared
+                account.begin_to_clear()
+                while (leaf := account.pop_clearing()) is not None:
+                    block: Block | None = leaf
+                    looks += 1
+                    while block is not None and block.generation <= newest:
+                        if looks >= STEP:
+                            looks = 0
+                            block.account.enter(block)
+                            yield
+                            if not _is_leaf(block):
+                                block = None
+                                break
+                        found, block = self._clear(block)
+                        looks += 1
+                        cleared += found
+                    if block is not None:
+                        block.account.enter(block)
         return cleared
+
+    def _clear(self, block: Block) -> tuple[bool, Block | None]:
+        """Forget a leaf; return whether anybody could have found it, and its parent, where that is a leaf now.
+
+        The parent does not stand in the order yet: it would be found there in a moment.
+        """
+        parent = block.parent
+        assert parent is not None
+        parent.pins += 1
+        found, _ = self._forget(block)
+        if found:
+            self._misses.left(block.hash + block.account.group.tag, "cleared")
+            self._counters["blocks_cleared"] += 1
+        parent.pins -= 1
+        if _is_leaf(parent):
+            return found, parent
+        parent.account.enter(parent)
+        return found, None
 
     def _evicted(self, block: Block, cause: str) -> None:
         group = block.account.group
@@ -118,59 +161,101 @@ class Room:
             return True
         return any(self.evict(each, NAMESPACE_CEILING) for each in mine)
 
-    def idle(self, held: Iterable[Block]) -> int | None:
+    def idle(self) -> Steps[int | None]:
         """Return an extent in which nothing is, the coldest one, emptied, where all are in use; None where each one is
         read or written."""
         index = self._pool.idle()
-        if index is not None or self.frozen or not self._empty(self._pool.extents.values(), held, RESIZE):
-            return index
-        return self._pool.idle()
+        if index is None and not self.frozen and (yield from self._empty_one(self._pool.extents.values(), RESIZE)):
+            index = self._pool.idle()
+        return index
 
-    def _recut(self, slot_bytes: int, held: Iterable[Block]) -> bool:
+    def recut(self, wanted: Recut) -> Steps[bool]:
         """Empty the coldest extent of that slot size that nobody reads from or writes to; False where there is none."""
-        mine = [extent for extent in self._pool.extents.values() if extent.slot_bytes == slot_bytes]
-        done = self._empty(mine, held, RECUT)
+        mine = [extent for extent in self._pool.extents.values() if extent.slot_bytes == wanted.slot_bytes]
+        done = yield from self._empty_one(mine, RECUT)
         self._counters["extents_recut"] += done
         return done
 
-    def _empty(self, extents: Iterable[Extent], held: Iterable[Block], cause: str) -> bool:
-        kept = self._extents_above(held)
-        candidates = [extent for extent in extents if not extent.busy and extent.index not in kept]
-        if not candidates:
-            return False
+    def _empty_one(self, extents: Iterable[Extent], cause: str) -> Steps[bool]:
+        candidates = sorted((each for each in extents if _may_go(each)), key=lambda extent: extent.newest)
         # The coldest, and the latest cut: of a chain in many extents, the first one takes all others along.
-        candidates.sort(key=lambda extent: extent.newest)
-        looks = candidates if len(candidates) <= 2 * _LOOKS else candidates[:_LOOKS] + candidates[-_LOOKS:]
-        extent = min(looks[::-1], key=_loss)
-        for block in extent.blocks:
-            if block is not None:
-                for each in block.subtree()[::-1]:
-                    self._evicted(each, cause)
-        self._pool.uncut_extent(extent)
+        middle = max(_LOOKS, len(candidates) - _LOOKS)
+        looks = []
+        for extent in candidates[middle:][::-1] + candidates[:_LOOKS][::-1]:
+            loss = _loss(extent)
+            if loss is not None:
+                looks.append((loss, extent))
+            yield
+        looks.sort(key=lambda look: look[0])
+        for extent in [extent for _, extent in looks] + candidates[_LOOKS:middle][: 2 * _LOOKS]:
+            if _may_go(extent) and (yield from self._empty(extent, cause)):
+                return True
+        return False
+
+    def _empty(self, extent: Extent, cause: str) -> Steps[bool]:
+        """Evict what lives in the extent, and all below; False where somebody reads or writes some of it."""
+        if not (yield from self._unused(extent)):
+            return False
+        self._pool.close(extent)
+        try:
+            done = 0
+            for slot in range(len(extent.blocks)):
+                while (block := extent.blocks[slot]) is not None:
+                    for each in block.upwards():
+                        if each is not None:
+                            if each.pins or not each.visible or extent.busy:
+                                return False  # since it was looked at
+                            self._evicted(each, cause)
+                            done += 1
+                        if each is None or done % STEP == 0:
+                            yield
+            if self._pool.extents.get(extent.index) is extent:
+                self._pool.uncut_extent(extent)
+            return True
+        finally:
+            self._pool.open(extent)
+
+    def _unused(self, extent: Extent) -> Steps[bool]:
+        """Whether nobody reads or writes what lives in the extent, or below that."""
+        seen: set[int] = set()
+        for slot in range(len(extent.blocks)):
+            first = extent.blocks[slot]
+            waiting = [] if first is None or id(first) in seen else [first]
+            while waiting:
+                block = waiting.pop()
+                if block.pins > 0 or not block.visible or extent.busy:
+                    return False
+                seen.add(id(block))
+                waiting.extend(child for child in block.children() if id(child) not in seen)
+                if len(seen) % LOOK == 0:
+                    yield
         return True
 
-    def _extents_above(self, held: Iterable[Block]) -> set[int]:
-        """Return the extents of the held blocks and of all above them."""
-        found: set[int] = set()
-        seen: set[int] = set()
-        for end in held:
-            for block in end.ancestors():
-                if id(block) in seen:
-                    break
-                seen.add(id(block))
-                found.add(self._pool.locate(block)[0].index)
-        return found
+
+def _is_leaf(block: Block) -> bool:
+    """Whether the block may go: nothing hangs below it, and nobody reads it."""
+    return not block.pins and block.child is None and block.visible and block.parent is not None
 
 
-def _loss(extent: Extent) -> tuple[float, int]:
-    """Return the latest tick of the extent's blocks and all below them, and how many these are.
+def _may_go(extent: Extent) -> bool:
+    """Whether nothing is written in the extent, and nobody empties it already."""
+    return not extent.busy and not extent.closed
+
+
+def _loss(extent: Extent) -> tuple[float, float] | None:
+    """Return the latest tick of the extent's blocks and all below them, and how many these are; None where one is read
+    or written.
 
     Past a bound, nobody looks on: such an extent goes last.
     """
+    if extent.used > _LOOK_BLOCKS:
+        return math.inf, math.inf
     waiting = [block for block in extent.blocks if block is not None]
     seen = set(map(id, waiting))
     latest = 0
     for block in waiting:
+        if block.pins > 0 or not block.visible:
+            return None
         if block.tick > latest:
             latest = block.tick
         for child in block.children():
@@ -178,5 +263,5 @@ def _loss(extent: Extent) -> tuple[float, int]:
                 seen.add(id(child))
                 waiting.append(child)
         if len(waiting) > _LOOK_BLOCKS:
-            return math.inf, 0
+            return math.inf, math.inf
     return latest, len(waiting)

@@ -15,7 +15,8 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -23,15 +24,15 @@ import zmq
 import zmq.backend
 
 from kvcache_proto import __version__
-from kvcache_proto.codec import MAX_FRAME, decode_request, encode
+from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import (
     BadFrame,
     BadToken,
     EndpointLost,
     KVCacheError,
-    NotPermitted,
     ServerError,
+    Unavailable,
 )
 from kvcache_proto.messages import (
     Acquire,
@@ -49,10 +50,8 @@ from kvcache_proto.messages import (
     Report,
     Request,
     Reserved,
-    Settle,
     Tell,
 )
-from kvcache_proto.types import Finding, Outcome
 from kvcache_server import logs, signals
 from kvcache_server.attendance import Attendance
 from kvcache_server.config import Config, format_size
@@ -65,7 +64,8 @@ from kvcache_server.opening import Opened
 from kvcache_server.questions import QUESTIONS, Questions
 from kvcache_server.reload import Settings, rate_of
 from kvcache_server.signals import STOP_SIGNALS
-from kvcache_server.sockets import Place, admit, private
+from kvcache_server.sockets import Place, admit, bind_router
+from kvcache_server.underway import Underway
 from kvcache_server.unread import Unread
 
 if TYPE_CHECKING:
@@ -74,17 +74,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK = 0.25
-SHRINK_SECONDS = 0.01  # of a tick
 SUMMARY = 10.0
 BATCH, BATCH_SECONDS = 64, 0.01  # messages between two looks at timers and door; fewer where they take longer
-MAX_WIRE = 2 * MAX_FRAME  # up to here a frame is told that it is too long; beyond, ZeroMQ cuts its sender off
 LAST_WORDS = 16  # batches to look through for them
-RECEIVE_QUEUE = 32  # messages a peer may have under way; more wait on its side
-SEND_QUEUE = 1024  # replies that a peer may leave unread
 LONG = 64 << 10  # replies from here on are watched until they have left; shorter ones cost less copied
 UNREAD_BYTES = 8 << 20  # of long replies, a peer
 YOUNG_OBJECTS, YOUNG_LOOKS = 10_000, 4  # between two looks at what is new, and at what has survived one of them
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
+
+UNANSWERED = (Release, Detach, Tell, Remark)
 
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LAST = int(zmq.NOBLOCK)
@@ -106,7 +104,10 @@ class Service:
         self._loop.set_exception_handler(self._callback_failed)
         self._attendance = Attendance(opened, self._hear_last_words, self._show_out, self._failed)
         self._tokens = self._attendance.tokens
-        self._desk = Desk(self._cache, self._attendance.look_after, self._report)
+        self._underway = Underway(
+            *(self._loop, self._cache.chores, self._answer_in_order, self._drain_soon, self._failed)
+        )
+        self._desk = Desk(self._cache, self._attendance.look_after, self._report, self._underway.run)
         self._lost = ""  # the socket whose file has gone
         self._started, self._started_at = time.monotonic(), time.time()
         self._messages = 0
@@ -114,8 +115,8 @@ class Service:
         self._drops: Counter[str] = Counter()  # replies that could not be delivered, by reason
         self._acquire = Histogram(ACQUIRE_SECONDS)
         self._unread = Unread(UNREAD_BYTES)
-        self._told: dict[str, int] = {}
         self._draining = False  # again, soon
+        self._shrinking = False
         self._questions = Questions(self._loop, self._answer_at_last)
         self._http: Http | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -135,7 +136,7 @@ class Service:
                 region.fd,
                 region.geometry,
                 self._attendance.open,
-                self._attendance.leave,
+                self._leave,
                 allow_uids=config.allow_uids,
                 allow_gids=config.allow_gids,
                 rate=rate_of(config),
@@ -155,21 +156,9 @@ class Service:
         self._send = zmq.backend.Socket.send.__get__(self._router)
 
     def _bind(self) -> zmq.Socket[bytes]:
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who has gone, or does not read, is an error here and is counted
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_WIRE)
-        router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
-        router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-        router.setsockopt(zmq.LINGER, 100)
-        router.setsockopt(zmq.BACKLOG, 1024)
-        try:
-            with private():
-                router.bind(self._config.endpoint)
-        except zmq.ZMQError as error:
-            raise NotPermitted(f"endpoint {self._config.endpoint}: cannot be bound: {error}") from None
-        path = socket_path(self._config.endpoint)
-        self._place = Place(path)
-        admit(path, self._config.allow_uids, self._config.allow_gids)
+        router = bind_router(self._context, self._config.endpoint)
+        self._place = Place(socket_path(self._config.endpoint))
+        admit(self._place.path, self._config.allow_uids, self._config.allow_gids)
         return router
 
     def run(self) -> None:
@@ -270,51 +259,61 @@ class Service:
             self._events.flush()
 
     def _answer_at_last(self, identity: bytes, frame: bytes) -> None:
-        """Answer what has waited for its turn."""
-        self._answer(identity, frame, waited=True)
+        """Answer a question that has waited for its turn."""
+        self._answer(identity, frame, asked=True)
         self._drain_soon()
 
-    def _answer(self, identity: bytes, frame: bytes, waited: bool = False) -> None:
-        number = session = 0
+    def _answer_in_order(self, identity: bytes, frame: bytes) -> None:
+        """Answer what has waited behind an earlier request of its session."""
+        self._answer(identity, frame, in_order=True)
+
+    def _answer(self, identity: bytes, frame: bytes, asked: bool = False, in_order: bool = False) -> None:
+        session, now = 0, 0.0
         request: Request | None = None
         reply: Reply | None = None
+        error: Exception | None = None
         try:
             request = decode_request(frame)
-            number = request.id
             session = self._tokens[request.token]
-            if type(request) in QUESTIONS and not waited:
+            now = time.monotonic()
+            if self._underway and session in self._underway and not (in_order or asked):
+                self._wait(session, identity, frame, request, now)
+                return
+            if type(request) in QUESTIONS and not asked:
                 self._questions.add(session, identity, frame)
                 return
-            now = time.monotonic()
-            reply = self._cache.handle(session, request, now)
-            if reply is None:
+            answer = self._cache.begin(session, request, now)
+            if answer is None:
                 return
-            if type(reply) is Acquired:
-                self._acquire.add(time.monotonic() - now)
-            elif type(reply) is Cleared:
-                self._desk.cleared(getattr(request, "namespace", ""), reply.blocks, self._attendance.name(session))
-            elif type(reply) is Fenced:
-                self._desk.fenced_off(getattr(request, "session", 0), self._attendance.name(session))
-            elif type(reply) is Distrusted and type(request) is Distrust:
-                self._tell_of_distrust(session, request, reply)
-            elif type(reply) is Report:
-                reply.stats["daemon"] = self._report()
-            packed = encode(reply)
-        except KeyError as error:
-            if session:
-                packed = self._failed(number, error)
-            else:
-                self._errors[BadToken.code] += 1
-                if type(request) in (Release, Detach, Tell, Remark):
-                    return
-                packed = encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
-        except KVCacheError as error:
-            self._errors[error.code] += 1
-            if type(request) is Attach:
-                self._attendance.refused(session, error)
-            packed = encode(Error(number, error.code, str(error)))
-        except Exception as error:  # noqa: BLE001 - a defect of ours is answered and logged; the others are served on
-            packed = self._failed(number, error)
+            if type(answer) is not Acquired and isinstance(answer, Generator):
+                self._underway.begin(session, answer, partial(self._finish, identity, frame, session, request, now))
+                return
+            reply = answer
+        except Exception as failure:  # noqa: BLE001 - as in _refusal
+            error = failure
+        self._finish(identity, frame, session, request, now, reply, error)
+
+    def _finish(
+        self,
+        identity: bytes,
+        frame: bytes,
+        session: int,
+        request: Request | None,
+        now: float,
+        reply: Reply | None,
+        error: Exception | None,
+    ) -> None:
+        """Answer a request: with the reply, or with what was wrong. `now` is when it came."""
+        packed: bytes | None = None
+        if error is None and reply is not None:
+            try:
+                packed = self._pack(session, request, reply, now)
+            except Exception as failure:  # noqa: BLE001 - as in _refusal
+                error = failure
+        if error is not None:
+            packed = self._refusal(session, request, error)
+        if packed is None:
+            return
         try:
             if len(packed) < LONG:
                 self._send(identity, _MORE)
@@ -324,9 +323,9 @@ class Service:
                 self._unread.add(identity, self._send(packed, _LAST, copy=False, track=True), len(packed))
             else:
                 raise zmq.Again
-        except zmq.ZMQError as error:
-            self._drops["peer_slow" if error.errno == zmq.EAGAIN else "peer_gone"] += 1
-            if reply is not None:
+        except zmq.ZMQError as lost:
+            self._drops["peer_slow" if lost.errno == zmq.EAGAIN else "peer_gone"] += 1
+            if error is None and reply is not None:
                 self._undo(session, reply)
         if (
             type(reply) is Acquired
@@ -335,22 +334,55 @@ class Service:
         ):
             self._remember(session, request, reply, frame, now)
 
+    def _wait(self, session: int, identity: bytes, frame: bytes, request: Request, now: float) -> None:
+        """Let a message wait for the session's long request. Raises Unavailable where it may not."""
+        try:
+            self._underway.wait(session, identity, frame)
+        except Unavailable:
+            if type(request) not in UNANSWERED:
+                raise
+            # Nobody would hear that it is refused. What it ends was told of before the long request came.
+            self._drops["out_of_turn"] += 1
+            if type(request) is not Remark:
+                self._cache.handle(session, request, now)
+
+    def _pack(self, session: int, request: Request | None, reply: Reply, now: float) -> bytes:
+        """Return the reply's frame, with all that goes along with the reply done."""
+        if type(reply) is Acquired:
+            self._acquire.add(time.monotonic() - now)
+        elif type(reply) is Cleared:
+            self._desk.cleared(getattr(request, "namespace", ""), reply.blocks, self._attendance.name(session))
+        elif type(reply) is Fenced:
+            self._desk.fenced_off(getattr(request, "session", 0), self._attendance.name(session))
+        elif type(reply) is Distrusted and type(request) is Distrust:
+            self._desk.distrusted(request, reply, session, self._attendance.name(session))
+        elif type(reply) is Report:
+            reply.stats["daemon"] = self._report()
+        return encode(reply)
+
+    def _refusal(self, session: int, request: Request | None, error: Exception) -> bytes | None:
+        """Return the frame that says what is wrong; a defect of ours is answered and logged, the others are served on.
+
+        None where a request without a reply came from nobody.
+        """
+        number = request.id if request is not None else 0
+        if isinstance(error, KVCacheError):
+            self._errors[error.code] += 1
+            if type(request) is Attach:
+                self._attendance.refused(session, error)
+            return encode(Error(number, error.code, str(error)))
+        if session or not isinstance(error, KeyError):
+            return self._failed(number, error)
+        self._errors[BadToken.code] += 1
+        if type(request) in UNANSWERED:
+            return None
+        return encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
+
     def _remember(self, session: int, request: Acquire, reply: Acquired, frame: bytes, now: float) -> None:
         try:
             self._cache.remember(session, request, reply, frame, now)
         except Exception as error:  # noqa: BLE001 - as in _answer
             self._failed(0, error)
-
-    def _tell_of_distrust(self, session: int, request: Distrust, reply: Distrusted) -> None:
-        if not reply.blocks:
-            return
-        writers = sorted({f"engine {engine} (session {number})" for engine, number in reply.writers if engine})
-        log.error(
-            "shard %d of cached blocks is wrong (%s), found by %s: stored by %s; with those below, %d are forgotten",
-            *(request.shard, Finding(request.finding).name.lower(), self._attendance.name(session)),
-            *(", ".join(writers), reply.blocks),
-            extra={"fields": {"event": "distrust", "session": session, "writers": writers, "blocks": reply.blocks}},
-        )
 
     def _failed(self, number: int, error: Exception) -> bytes:
         what = f"request {number}" if number else "work"
@@ -378,18 +410,22 @@ class Service:
         if type(reply) is Acquired and reply.lease:
             self._cache.handle(session, Release(0, b"", [reply.lease]), now)
         elif type(reply) is Reserved and reply.reservation:
-            held = self._cache.sessions[session].engine.reservations[reply.reservation]
-            shards, region = tuple(range(len(held.writers))), self._region.geometry.region_id
-            unstarted = Settle(0, b"", region, reply.reservation, shards, Outcome.NEVER_STARTED)
-            self._cache.handle(session, unstarted, now)
+            self._cache.abandon(session, reply.reservation, now)
 
     def _hear_last_words(self) -> None:
         for _ in range(LAST_WORDS):
             if not self._drain(math.inf):  # what it does not say now, is lost
                 break
 
+    def _leave(self, session: int) -> None:
+        """The door has closed: what the session has asked before is done first."""
+        self._hear_last_words()
+        self._underway.after(session, lambda: self._attendance.leave(session))
+
     def _show_out(self, session: int) -> None:
+        """Its client comes back: let it leave now."""
         self._door.show_out(session)
+        self._underway.cut_short(session)
 
     # Timers.
 
@@ -401,6 +437,7 @@ class Service:
             self._publish,  # what somebody has done who has sent no message
             self._unread.tidy,
             self._http.collect if self._http else lambda: None,
+            self._underway.look,
             self._look_after_sockets,
             lambda: self._manager.tick(time.monotonic()),
         ):
@@ -411,12 +448,18 @@ class Service:
         self._loop.call_later(TICK, self._tick)
 
     def _shrink(self) -> None:
-        """Go on with a resize, for so long that engines hardly wait."""
-        if self._region.being_locked:  # that would take again what is given back
-            return
-        until = time.monotonic() + SHRINK_SECONDS
-        while time.monotonic() < until and (extent := self._cache.shrink(time.monotonic())) is not None:
-            signals.start_thread("give-back", self._region.give_back, extent)
+        """Go on with a resize, one extent after the other."""
+        # What is being locked would be taken again, and the thread that gives back is to keep up.
+        if not self._shrinking and not self._region.being_locked and not self._region.giving_back:
+            self._underway.run(self._cache.shrinking(time.monotonic())).add_done_callback(self._shrunk)
+            self._shrinking = True
+
+    def _shrunk(self, done: asyncio.Future[int | None]) -> None:
+        self._shrinking = False
+        extent = done.result()
+        if extent is not None:
+            self._region.give_back(extent)
+            self._shrink()
 
     def _look_after_sockets(self) -> None:
         """Stop where a socket's file has gone: nobody finds us then, and who starts us again makes it anew."""
@@ -430,30 +473,7 @@ class Service:
         """Log one line of what happened since the last one, if anything did."""
         self._loop.call_later(SUMMARY, self._summarise)
         self._manager.status(self._state())
-        if self._messages == self._told.get("messages", 0):
-            return
-        stats = self._cache.stats(time.monotonic())
-        counters, pool = stats["counters"], stats["pool"]
-        now = {
-            "messages": self._messages,
-            "asked": counters.get("blocks_requested", 0),
-            "hit": counters.get("blocks_hit", 0),
-            "stored": counters.get("blocks_committed", 0),
-            "evicted": counters.get("blocks_evicted", 0),
-            "refused": sum(stats["refusals"].values()),
-        }
-        new = {key: value - self._told.get(key, 0) for key, value in now.items()}
-        self._told = now
-        if any(count for key, count in new.items() if key != "messages"):
-            log.info(
-                "stored %s blocks, hit %s of %s asked, evicted %s, refused %s; %s blocks in %s of %s, %d sessions",
-                *(f"{new[key]:,}" for key in ("stored", "hit", "asked", "evicted", "refused")),
-                f"{pool['blocks']:,}",
-                format_size(pool["used_bytes"]),
-                format_size(pool["bytes"]),
-                len(self._attendance),
-                extra={"fields": {"event": "summary", **new}},
-            )
+        self._desk.summarise(self._messages, len(self._attendance))
 
     def _report(self) -> dict[str, Any]:
         return {

@@ -109,6 +109,11 @@ class Session:
         self.counts: Counter[str] = Counter()  # what its client told
 
     @property
+    def here(self) -> bool:
+        """Whether it has not left; one that resumes is another one."""
+        return self.engine.sessions.get(self.id) is self
+
+    @property
     def title(self) -> str:
         return f"session {self.id}" + (f" ({self.label})" if self.label else "")
 

@@ -12,6 +12,11 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 
+import zmq
+
+from kvcache_proto.codec import MAX_FRAME
+from kvcache_proto.errors import NotPermitted
+
 log = logging.getLogger(__name__)
 
 # An access control list as the kernel takes it (linux/posix_acl_xattr.h): a version, then (tag, permissions, id) each.
@@ -21,6 +26,28 @@ _ENTRY = struct.Struct("<HHI")
 _OWNER, _USER, _OWNING_GROUP, _GROUP, _MASK, _OTHER = 1, 2, 4, 8, 16, 32
 _READ_WRITE = 6  # to connect is to write; ls shows both
 _NOBODY = 0xFFFFFFFF  # for entries that name no id
+
+
+MAX_WIRE = 2 * MAX_FRAME  # up to here a frame is told that it is too long; beyond, ZeroMQ cuts its sender off
+RECEIVE_QUEUE = 32  # messages a peer may have under way; more wait on its side
+SEND_QUEUE = 1024  # replies that a peer may leave unread
+
+
+def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """Return the socket that requests come by. Raises NotPermitted where it cannot be bound."""
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who has gone, or does not read, is an error here and is counted
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_WIRE)
+    router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
+    router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+    router.setsockopt(zmq.LINGER, 100)
+    router.setsockopt(zmq.BACKLOG, 1024)
+    try:
+        with private():
+            router.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise NotPermitted(f"endpoint {endpoint}: cannot be bound: {error}") from None
+    return router
 
 
 @contextlib.contextmanager

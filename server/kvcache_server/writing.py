@@ -8,7 +8,7 @@ as settled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
@@ -20,13 +20,14 @@ from kvcache_server.leases import Grant, Quarantine, Reservation
 from kvcache_server.limits import Limits
 from kvcache_server.misses import Misses
 from kvcache_server.pool import Pool
-from kvcache_server.room import Room
+from kvcache_server.room import Recut, Room
 from kvcache_server.sessions import Engine, Namespace, Session
+from kvcache_server.slices import LOOK, STEP, Steps
 from kvcache_server.sums import Sums
 
 
 class Writing:
-    """Reservations and their settlement. `held()` yields the blocks that are read or written now."""
+    """Reservations and their settlement, in slices."""
 
     def __init__(
         self,
@@ -34,7 +35,6 @@ class Writing:
         room: Room,
         limits: Limits,
         engines: Mapping[str, Engine],
-        held: Callable[[], Iterator[Block]],
         journal: Callable[[Record], None],
         counters: Counter[str],
         refusals: Counter[str],
@@ -43,8 +43,10 @@ class Writing:
         self.quarantine = Quarantine()
         self.crews: dict[tuple[int, ...], int] = {}
         self.last_reservation = self.last_crew = 0
+        self.held: dict[int, Block] = {}  # by reservation that is being granted: what the next block hangs on, pinned
+        self.showing: list[tuple[Group, list[Block]]] = []  # READY blocks below visible ones, about to be shown
         self._pool, self._rows, self._room = pool, pool.rows, room
-        self._engines, self._held, self._journal = engines, held, journal
+        self._engines, self._journal = engines, journal
         self._counters, self._refusals, self._misses = counters, refusals, misses
         self.bound(limits)
 
@@ -54,10 +56,18 @@ class Writing:
 
     # Reserve.
 
-    def reserve(self, session: Session, request: m.Reserve, account: Account, now: float) -> m.Reserved:
-        """Grant what may be granted of the request's runs. Raises BadArgument; nothing has changed then."""
+    def reserve(self, session: Session, request: m.Reserve, account: Account, now: float) -> Steps[m.Reserved]:
+        """Grant what may be granted of the request's runs. Raises BadArgument; nothing has changed then.
+
+        Nobody can settle the reservation before the end. Where the session or a writer leaves in between, all of it is
+        given back, and UnknownHandle is raised.
+        """
         namespace, group = session.group(request.namespace, request.group)
-        check_hashes([each for run in request.runs for each in run.hashes], group.hash_bytes)
+        names = [each for run in request.runs for each in run.hashes]
+        check_hashes(names, group.hash_bytes)
+        long = len(names) > LOOK
+        if long:
+            yield
         for run in request.runs:
             if not run.hashes:
                 raise BadArgument("a run without a hash")
@@ -65,28 +75,37 @@ class Writing:
             check_hashes(chain[:1], group.hash_bytes)
             if len(set(chain)) != len(chain):
                 raise BadArgument("a hash occurs twice in one run")
+        if long:
+            yield
+            _check_there(session, [])
         writers = self._writers(session, namespace)
         self.last_reservation += 1
         reservation = Reservation(self.last_reservation, group, session.id, writers, now)
-        reservation.crew = self._crew(writers)
+        reservation.crew, reservation.told = self._crew(writers), False
         answers = bytearray()
-        for run in request.runs:
-            self._grant_run(reservation, account, run, answers, now)
+        granting = self._grant_runs(reservation, account, request.runs, answers, now)
+        for _ in granting:
+            yield
+            try:
+                _check_there(session, writers)
+            except UnknownHandle:
+                granting.close()
+                yield from self.abandon(reservation)
+                raise
         for refusal, count in Counter(answers).items():
             if refusal:
                 self._refusals[Refusal(refusal).name.lower()] += count
         if max(answers, default=0) > Refusal.IN_FLIGHT:
-            self._note_refused(request.runs, account, answers)
+            self._note_refused(names, account, answers)
         granted = reservation.grants
         self._counters["blocks_reserved"] += len(granted)
         if not granted:
             return m.Reserved(request.id, 0, bytes(answers), b"")
-        reservation.unsettled = len(granted)
-        session.engine.reservations[reservation.id] = reservation
+        reservation.told = True
         slots = b"".join([grant.block.ref for grant in granted])
         return m.Reserved(request.id, reservation.id, bytes(answers), slots)
 
-    def _note_refused(self, runs: Sequence[m.Run], account: Account, answers: bytearray) -> None:
+    def _note_refused(self, names: Sequence[bytes], account: Account, answers: bytearray) -> None:
         size = account.group.slot_bytes
         quota = "refused_namespace_ceiling"
         if account.ceiling and account.bytes + size > account.ceiling:
@@ -95,7 +114,6 @@ class Writing:
             quota = "refused_write_quota"
         causes = {Refusal.NO_PARENT: "no_parent", Refusal.QUOTA: quota}
         causes[Refusal.NO_SPACE] = "grace" if self._room.frozen else "no_space"
-        names = (each for run in runs for each in run.hashes)
         for name, answer in zip(names, answers, strict=True):
             if answer > Refusal.IN_FLIGHT:
                 self._misses.left(name + account.group.tag, causes[Refusal(answer)])
@@ -121,25 +139,79 @@ class Writing:
         """Forget the crews that `session`, which has ended, was in: no new reservation has them."""
         self.crews = {writers: number for writers, number in self.crews.items() if session not in writers}
 
-    def _grant_run(
-        self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray, now: float
-    ) -> None:
-        group = reservation.group
-        parent = group.root if run.parent is None else self._known(group, run.parent)
-        if parent is not None:
-            parent.pins += 1  # making room must not take the very block that the run hangs on
-        for block_hash in run.hashes:
-            if parent is None:
-                answers.append(Refusal.NO_PARENT)
-                continue
-            answer, block = self._grant(reservation, account, parent, block_hash, now)
-            answers.append(answer)
-            parent.unpin()
-            parent = block
+    def _grant_runs(
+        self, reservation: Reservation, account: Account, runs: Sequence[m.Run], answers: bytearray, now: float
+    ) -> Steps[None]:
+        """Grant one run after the other. The block that the next one hangs on is pinned: it must not make room."""
+        group, work = reservation.group, 0
+        fixed: set[int] = set()  # slot sizes of which every extent is in use
+        for run in runs:
+            parent = group.root if run.parent is None else self._known(group, run.parent)
             if parent is not None:
                 parent.pins += 1
-        if parent is not None:
+            for at, block_hash in enumerate(run.hashes):
+                if work >= STEP:
+                    work = 0
+                    parent = yield from self._pause(reservation, parent)
+                if parent is None:
+                    answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
+                    break
+                # Whether a pending block stands above the parent, is found out by walking all the way up.
+                work += STEP if block_hash in group.pending else 1
+                answer, block = self._grant(reservation, account, parent, block_hash, now, fixed)
+                while isinstance(answer, Recut):
+                    freed, parent = yield from self._recut(reservation, parent, answer)
+                    if not freed:
+                        fixed.add(answer.slot_bytes)
+                    if parent is None:
+                        answer, block = Refusal.NO_PARENT, None
+                    else:
+                        answer, block = self._grant(reservation, account, parent, block_hash, now, fixed)
+                answers.append(answer)
+                if parent is not None:
+                    parent.unpin()
+                parent = block
+                if parent is None:
+                    work += STEP  # every account was asked for room
+                else:
+                    parent.pins += 1
+            if parent is not None:
+                parent.unpin()
+
+    def _pause(self, reservation: Reservation, parent: Block | None) -> Steps[Block | None]:
+        """Let others have their turn. Return the block that has the hash of the pinned `parent` by then, pinned."""
+        if parent is None:
+            yield
+            return None
+        group = reservation.group
+        self.held[reservation.id] = parent
+        try:
+            yield
+            # It may have been doomed or distrusted, or another block has superseded it.
+            known = parent if parent is group.root else self._known(group, parent.hash)
+            if known is parent:
+                return parent
+        except GeneratorExit:
+            known = None
+        finally:
+            del self.held[reservation.id]
+        if parent.pins != GONE:
             parent.unpin()
+        if known is not None:
+            known.pins += 1
+        return known
+
+    def _recut(self, reservation: Reservation, parent: Block | None, recut: Recut) -> Steps[tuple[bool, Block | None]]:
+        """Return whether an extent was emptied, and what `parent` has become meanwhile."""
+        emptying = self._room.recut(recut)
+        while parent is not None:
+            try:
+                next(emptying)
+            except StopIteration as done:
+                return done.value, parent
+            parent = yield from self._pause(reservation, parent)
+        emptying.close()
+        return False, None
 
     @staticmethod
     def _known(group: Group, block_hash: bytes) -> Block | None:
@@ -147,9 +219,18 @@ class Writing:
         return pending.block if pending is not None else group.visible.get(block_hash)
 
     def _grant(
-        self, reservation: Reservation, account: Account, parent: Block, block_hash: bytes, now: float
-    ) -> tuple[Refusal, Block | None]:
-        """Answer for one hash below `parent`; the block, if there is one, is the parent of the next."""
+        self,
+        reservation: Reservation,
+        account: Account,
+        parent: Block,
+        block_hash: bytes,
+        now: float,
+        fixed: Container[int],
+    ) -> tuple[Refusal | Recut, Block | None]:
+        """Answer for one hash below `parent`; the block, if there is one, is the parent of the next.
+
+        A Recut is no answer: without it, or the size in `fixed`, there is no room.
+        """
         group = reservation.group
         block = group.visible.get(block_hash)
         if block is not None:
@@ -165,8 +246,8 @@ class Writing:
         engine = self._engines[account.engine]
         if engine.writing and engine.writing + group.slot_bytes > self._quota:
             return Refusal.QUOTA, None
-        place = self._room.make(account, parent, self._held)
-        if isinstance(place, Refusal):
+        place = self._room.make(account, fixed)
+        if isinstance(place, Refusal | Recut):
             return place, None
         extent, slot = place
         block = Block(HIDDEN, 0, block_hash, b"", account)
@@ -182,6 +263,8 @@ class Writing:
         grant = Grant(block, extent, slot, reservation)
         group.pending[block_hash] = grant
         reservation.grants.append(grant)
+        reservation.unsettled += 1
+        engine.reservations[reservation.id] = reservation
         engine.writing += group.slot_bytes
         account.bytes += group.slot_bytes
         extent.busy += 1
@@ -206,12 +289,12 @@ class Writing:
 
     # Settle.
 
-    def settle(self, session: Session, request: m.Settle, sums: Sums | None = None) -> m.Settled:
+    def settle(self, session: Session, request: m.Settle, sums: Sums | None = None) -> Steps[m.Settled]:
         """Note how shards ended, and their `sums`. Raises UnknownHandle, BadArgument; nothing has changed then."""
         if request.region != self._rows.geometry.region_id:
             raise UnknownHandle("the reservation belongs to another region")
         reservation = session.engine.reservations.get(request.reservation)
-        if reservation is None:
+        if reservation is None or not reservation.told:
             raise UnknownHandle(f"reservation {request.reservation}: settled, or of another engine")
         count = len(reservation.writers)
         for shard in request.shards:
@@ -223,68 +306,85 @@ class Writing:
                 raise BadArgument(f"shard {shard} is written by session {reservation.writers[shard]}")
         if not request.shards or request.outcome not in list(Outcome):
             raise BadArgument(f"shards {request.shards}, outcome {request.outcome}: at least one shard, 0 to 2")
-        grants = reservation.grants
+        grants = reservation.grants  # goes on with all of them, also when the last shard is settled
         positions = request.positions or range(len(grants))
         if min(positions) < 0 or max(positions) >= len(grants) or len(set(positions)) != len(positions):
             raise BadArgument(f"positions of {len(grants)} granted blocks, each once")
         if request.sums and len(request.sums) != len(positions) * len(request.shards) * SUM_BYTES:
             raise BadArgument(f"{len(request.sums)} bytes of sums: {SUM_BYTES} a shard and position")
         shards = sum(1 << shard for shard in set(request.shards))
-        if sums is not None and request.outcome == Outcome.COMMITTED:
-            _note_sums(sums, [grants[position] for position in positions], request)
-        verdict = Verdict.VISIBLE if request.outcome == Outcome.COMMITTED else Verdict.FAILED
+        committed = request.outcome == Outcome.COMMITTED
         cause = "write_failed" if request.outcome == Outcome.FAILED else "not_started"
         self._counters[f"shards_{Outcome(request.outcome).name.lower()}"] += len(positions) * shards.bit_count()
-        return m.Settled(
-            request.id,
-            bytes(
-                [
-                    self._settle_shards(grants[position], shards & ~grants[position].settled, verdict, cause)
-                    for position in positions
-                ]
-            ),
-        )
+        verdicts = bytearray()
+        for at, position in enumerate(positions):
+            if at and at % STEP == 0:
+                yield
+            grant = grants[position]
+            if not committed:
+                verdicts.append((yield from self._fail(grant, shards, cause)))
+                continue
+            if sums is not None:
+                _note_sums(sums, grant, request, at * len(request.shards) * SUM_BYTES)
+            verdicts.append(self._settle_shards(grant, shards & ~grant.taken))
+            if self.showing:
+                yield from self._show()
+        return m.Settled(request.id, bytes(verdicts))
 
-    def abandon(self, reservation: Reservation, now: float) -> None:
-        """Settle as never started what is unsettled: its session says that it was never told of it.
+    def abandon(self, reservation: Reservation, tainted_until: float = 0.0) -> Steps[None]:
+        """Settle as never started what is unsettled: nobody was told of it, or so its session says.
 
-        By way of the quarantine: nobody else says so, and whoever was told all the same may be writing.
+        With `tainted_until`, by way of the quarantine: whoever was told all the same may be writing.
         """
-        for grant in list(reservation.grants):
+        for done, grant in enumerate(list(reservation.grants), 1):
             if not grant.whole:
-                grant.tainted_until = now + self.limits.quarantine
-                self._settle_shards(grant, reservation.all_shards & ~grant.settled, Verdict.FAILED, "not_started")
+                grant.tainted_until = max(grant.tainted_until, tainted_until)
+                yield from self._fail(grant, reservation.all_shards, "not_started")
+            if done % STEP == 0:
+                yield
 
-    def writer_gone(self, engine: Engine, session: int, now: float) -> None:
+    def writer_gone(self, engine: Engine, session: int, now: float) -> Steps[None]:
         """Settle as dead the shards that `session`, which has ended, might be writing; they go into quarantine."""
+        until, done = now + self.limits.quarantine, 0
         for reservation in list(engine.reservations.values()):
+            if not reservation.told:
+                continue  # who grants it sees that a writer is gone, and gives it back
             written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
-            for grant in list(reservation.grants):
-                if dead := written & ~grant.settled:
-                    grant.tainted_until = now + self.limits.quarantine
+            for grant in list(reservation.grants) if written else ():
+                if dead := written & ~grant.taken:
+                    grant.tainted_until = until
                     self._counters["shards_dead"] += dead.bit_count()
-                    self._settle_shards(grant, dead, Verdict.FAILED, "writer_died")
+                    yield from self._fail(grant, dead, "writer_died")
+                    done += 1
+                    if done % STEP == 0:
+                        yield
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> Steps[None]:
         """Free the slots whose quarantine is over."""
-        for extent, slot in self.quarantine.over(now):
+        for done, (extent, slot) in enumerate(self.quarantine.over(now), 1):
             extent.busy -= 1
             self._pool.give_back(extent, slot)
+            if done % LOOK == 0:
+                yield
 
-    def _settle_shards(self, grant: Grant, shards: int, verdict: Verdict, cause: str) -> Verdict:
-        """Settle those shards of one grant; with the last one the grant becomes READY or is given back.
+    def _fail(self, grant: Grant, shards: int, cause: str) -> Steps[Verdict]:
+        """Settle those shards of one grant that are not settled, for `cause`, and doom it and all below it."""
+        shards &= ~grant.taken
+        if shards and grant.fate is None:
+            # Whatever waits below it can never be reached by way of it.
+            grant.claimed |= shards
+            yield from self.doom(grant, cause)
+            grant.claimed &= ~shards
+        return self._settle_shards(grant, shards)
 
-        `cause` is why they failed, if they did.
-        """
+    def _settle_shards(self, grant: Grant, shards: int) -> Verdict:
+        """Settle those shards of one grant; with the last one the grant becomes READY or is given back."""
         if not shards:
             self._counters["settled_twice"] += 1
             if grant.fate is not None or not grant.whole:
                 return grant.fate or Verdict.PARTIAL
             return Verdict.VISIBLE if grant.block.visible else Verdict.HIDDEN
         group, reservation = grant.reservation.group, grant.reservation
-        if verdict is Verdict.FAILED and grant.fate is None:
-            # Whatever waits below it can never be reached by way of it.
-            self.doom(grant, cause)
         grant.settled |= shards
         row = self._pool.row(grant.extent, grant.slot)
         self._rows.set_settled(row, grant.settled)
@@ -307,28 +407,48 @@ class Writing:
         self._rows.set_state(row, READY)
         parent = grant.block.parent
         assert parent is not None
-        if not parent.visible:
+        if not group.reaches(parent):
             return Verdict.HIDDEN
-        group.show(grant.block)
+        waiting = [grant.block]
+        group.show(waiting)
+        if waiting:
+            self.showing.append((group, waiting))
         return Verdict.VISIBLE
 
-    def doom(self, grant: Grant, cause: str = "orphaned") -> None:
-        """A block that hangs in the tree will not become visible: take it, and all below it, out of the index."""
-        group = grant.reservation.group
+    def _show(self) -> Steps[None]:
+        """Show what has not been shown at once."""
+        while self.showing:
+            yield
+            if self.showing:  # else another settlement has shown it
+                group, waiting = self.showing[0]
+                group.show(waiting)
+                if not waiting:
+                    del self.showing[0]
+
+    def doom(self, grant: Grant, cause: str = "orphaned") -> Steps[None]:
+        """A block that hangs in the tree will not become visible: take it, and all below it, out of the index.
+
+        The lowest ones go first. Nothing is done where it has been taken out meanwhile.
+        """
+        group, done = grant.reservation.group, 0
         parent = grant.block.parent
-        for block in grant.block.subtree()[::-1]:
-            each = group.pending.pop(block.hash)
-            block.unlink()
-            block.pins = GONE
-            each.fate = Verdict.FAILED if each is grant else Verdict.ORPHANED
-            self._misses.left(block.hash + group.tag, cause if each is grant else "orphaned")
-            if each.ready:
-                # Its writers have all settled: nobody will come back for it.
-                self._counters["blocks_unreachable"] += 1  # not as orphaned: it is counted as committed already
-                each.extent.busy += 1
-                self._give_back(each)
-            else:
-                self._rows.set_state(self._pool.row(each.extent, each.slot), DOOMED)
+        for block in grant.block.upwards():
+            if block is not None:
+                each = group.pending.pop(block.hash)
+                block.unlink()
+                block.pins = GONE
+                each.fate = Verdict.FAILED if each is grant else Verdict.ORPHANED
+                self._misses.left(block.hash + group.tag, cause if each is grant else "orphaned")
+                if each.ready:
+                    # Its writers have all settled: nobody will come back for it.
+                    self._counters["blocks_unreachable"] += 1  # not as orphaned: it is counted as committed already
+                    each.extent.busy += 1
+                    self._give_back(each)
+                else:
+                    self._rows.set_state(self._pool.row(each.extent, each.slot), DOOMED)
+                done += 1
+            if block is None or (done % STEP == 0 and each is not grant):
+                yield
         if parent is not None:
             parent.account.enter(parent)
 
@@ -341,12 +461,17 @@ class Writing:
             self._pool.give_back(grant.extent, grant.slot)
 
 
-def _note_sums(sums: Sums, grants: Sequence[Grant], request: m.Settle) -> None:
+def _note_sums(sums: Sums, grant: Grant, request: m.Settle, at: int) -> None:
     """Before the shards count as settled, and none where none was given: those of the slot's last block go."""
-    at = 0
-    for grant in grants:
-        begin, offsets = int.from_bytes(grant.block.ref[:8], "little"), grant.reservation.group.sum_offsets
-        for shard in request.shards if offsets else ():
-            if not grant.settled >> shard & 1:
-                sums.put(begin + offsets[shard], request.sums[at : at + SUM_BYTES])
-            at += SUM_BYTES
+    begin, offsets = int.from_bytes(grant.block.ref[:8], "little"), grant.reservation.group.sum_offsets
+    for shard in request.shards if offsets else ():
+        if not grant.settled >> shard & 1:
+            sums.put(begin + offsets[shard], request.sums[at : at + SUM_BYTES])
+        at += SUM_BYTES
+
+
+def _check_there(session: Session, sessions: Iterable[int]) -> None:
+    """Raise UnknownHandle unless `session`, and all of its engine with those numbers, are attached still."""
+    inside = session.engine.sessions
+    if not session.here or not all(each in inside for each in sessions):
+        raise UnknownHandle("a session that was to write has left")

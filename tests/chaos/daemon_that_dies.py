@@ -40,10 +40,10 @@ def _in(module: str, *functions: str) -> Where:
 ROWS = Where("kvcache_proto/region")
 POINTS: dict[str, tuple[Where, ...]] = {
     "store": (ROWS,),
-    "before-reply": (_in("service", "_answer"),),
-    "after-reply": (_in("service", "_answer"),),
+    "before-reply": (_in("service", "_finish"),),
+    "after-reply": (_in("service", "_finish"),),
     "grant": (
-        _in("writing", "_grant", "_grant_run", "_supersede"),
+        _in("writing", "_grant", "_grant_runs", "_supersede"),
         _in("pool", "take", "place"),
     ),
     "settle": (
@@ -56,7 +56,7 @@ POINTS: dict[str, tuple[Where, ...]] = {
         _in("pool", "give_back"),
     ),
     "recut": (
-        _in("room", "_recut", "_empty"),
+        _in("room", "recut", "_empty"),
         _in("pool", "uncut_extent", "_cut", "_empty_extent"),
         Where("kvcache_proto/region", frozenset({"cut"})),
     ),

@@ -6,6 +6,8 @@ import fcntl
 import os
 import stat
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
 from kvcache_proto.region import RegionRows
-from kvcache_server.memory import Region, available_memory, create_region, filesystem, region_path
+from kvcache_server.memory import RETURNS, Region, available_memory, create_region, filesystem, region_path
 
 SHM = "/dev/shm"
 MIB = 1 << 20
@@ -162,3 +164,39 @@ def test_a_mount_that_fills_up_meanwhile_is_an_error_and_no_signal(small_mount: 
 
 def test_available_memory_is_a_part_of_the_host() -> None:
     assert 0 < available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_extents_are_given_back_by_one_thread_and_only_so_many_wait(socket_path: str) -> None:
+    region = create_region(SHM, 64 * MIB, socket_path=socket_path, extent_size=2 * MIB)
+    try:
+        before = resident(region)
+        for extent in range(31):
+            region.give_back(extent)
+            assert [thread.name for thread in threading.enumerate()].count("give-back") == 1
+        until = time.monotonic() + 30
+        while resident(region) > before - 31 * 2 * MIB:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert not region.giving_back
+    finally:
+        region.close()
+    assert "give-back" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_who_gives_back_faster_than_the_thread_is_told_to_wait(
+    socket_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = create_region(SHM, 64 * MIB, socket_path=socket_path, extent_size=2 * MIB)
+    go = threading.Event()
+    real = Region._give_back
+    monkeypatch.setattr(Region, "_give_back", lambda self, extent: (go.wait(), real(self, extent)))
+    try:
+        for extent in range(RETURNS + 2):
+            region.give_back(extent)
+        assert region.giving_back
+        go.set()
+        while region.giving_back:
+            time.sleep(0.001)
+    finally:
+        go.set()
+        region.close()

@@ -391,7 +391,7 @@ def fail(part):
         raise RuntimeError(f"this {part} fails")
     return failing
 
-Cache.tick, Cache.shrink, Unread.tidy = map(fail, ("tick", "shrink", "tidy"))
+Cache.tick, Cache.shrinking, Unread.tidy = map(fail, ("tick", "shrink", "tidy"))
 """
 
 

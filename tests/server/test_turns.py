@@ -22,9 +22,14 @@ from kvcache_server.config import Config
 from kvcache_server.desk import Desk
 from kvcache_server.http import Http
 from kvcache_server.questions import SHARE, Questions
+from kvcache_server.slices import Steps, finish
 from kvcache_server.turnstile import SECONDS
 
 SLOW, QUICK = "/api/v1/namespaces", "/healthz"
+
+
+async def finish_soon(steps: Steps[Any]) -> Any:
+    return finish(steps)
 
 
 class Slow:
@@ -36,7 +41,7 @@ class Slow:
         self.error: Exception | None = None
         self.failures: list[Exception] = []
         self.loop = asyncio.new_event_loop()
-        desk = Desk(make_cache(), lambda session: None, self._figures)
+        desk = Desk(make_cache(), lambda session: None, self._figures, finish_soon)
         config = Config(endpoint=f"ipc://{folder}/kv.sock", http="127.0.0.1:0")
         self.http = Http(self.loop, config, desk, lambda number, error: self.failures.append(error))
         host, _, port = self.http.address.removeprefix("http://").rpartition(":")

@@ -1,0 +1,497 @@
+"""Long requests are cut into slices: the state is sound after each, and what others do in between comes out right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import BadArgument, KVCacheError, UnknownHandle
+from kvcache_proto.types import Finding, Outcome, Refusal, Verdict
+from kvcache_server.cache import Cache
+from kvcache_server.slices import LOOK, STEP, finish
+
+CUT = ("distrust", "index", "room", "writing")
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut as finely as can be."""
+    for module in CUT:
+        for name in ("STEP", "LOOK"):
+            monkeypatch.setattr(f"kvcache_server.{module}.{name}", 1, raising=False)
+
+
+class Long:
+    """A request under way: what is left of it, and what came of it."""
+
+    def __init__(self, engine: Engine, request: m.Request) -> None:
+        self.engine, self.request = engine, request
+        self.slices = 0
+        self.reply: Any = None
+        self.error: KVCacheError | None = None
+        self._left: Any = None
+        self._step(lambda: engine.cache.begin(engine.session, request, engine.now))
+
+    def _step(self, take: Any) -> None:
+        try:
+            result = take()
+        except StopIteration as done:
+            result = done.value
+        except KVCacheError as error:
+            self.error, result = error, None
+        self.slices += 1
+        self._left = result if isinstance(result, Generator) else None
+        self.reply = None if self._left is not None else result
+        self.engine.cache.check_integrity()
+
+    @property
+    def under_way(self) -> bool:
+        return self._left is not None
+
+    def take_slice(self) -> None:
+        left = self._left
+
+        def take() -> Any:
+            next(left)
+            return left
+
+        self._step(take)
+
+    def finish(self) -> Any:
+        while self.under_way:
+            self.take_slice()
+        if self.error is not None:
+            raise self.error
+        return self.reply
+
+
+def do_chores(cache: Cache) -> int:
+    done = 0
+    while cache.chores:
+        cache.chores.go_on()
+        cache.check_integrity()
+        done += 1
+    return done
+
+
+def reserving(engine: Engine, names: list[str], parent: str | None = None) -> Long:
+    return Long(
+        engine, m.Reserve(1, b"", engine.namespace, [m.Run(hashes(names), hashes([parent])[0] if parent else None)])
+    )
+
+
+def begun(engine: Engine, names: list[str], parent: str | None = None) -> Long:
+    """Return a Reserve whose first block has just been granted."""
+    long = reserving(engine, names, parent)
+    while long.under_way and not engine.cache.writing.held:
+        long.take_slice()
+    return long
+
+
+def settling(
+    engine: Engine, reserved: m.Reserved, outcome: Outcome = Outcome.COMMITTED, at: tuple[int, ...] = ()
+) -> Long:
+    region = engine.cache.geometry.region_id
+    return Long(engine, m.Settle(1, b"", region, reserved.reservation, (0,), outcome, list(at)))
+
+
+def answers(reserved: m.Reserved) -> list[Refusal]:
+    return [Refusal(answer) for answer in reserved.answers]
+
+
+def verdicts(settled: m.Settled) -> list[Verdict]:
+    return [Verdict(verdict) for verdict in settled.verdicts]
+
+
+# How much a slice is.
+
+
+def test_a_slice_has_a_bound_and_who_asks_for_little_is_answered_in_one() -> None:
+    cache = make_cache(extents=8)
+    engine = Engine(cache, "one", block_bytes=1 * KIB)
+    assert reserving(engine, chain("a", STEP)).slices == 1
+    reserved = reserving(engine, chain("b", 10 * STEP))
+    assert not reserved.under_way or reserved.finish()
+    assert reserved.slices == 10
+    settled = settling(engine, reserved.reply)
+    settled.finish()
+    assert settled.slices == 10
+    failed = settling(engine, engine.reserve(chain("c", 10 * STEP)), Outcome.FAILED)
+    failed.finish()
+    assert failed.slices == 19  # it dooms them, then it frees their slots
+
+
+def test_a_commit_that_shows_many_shows_some_at_a_time() -> None:
+    cache = make_cache(extents=12)
+    engine = Engine(cache, "one", block_bytes=512)
+    names = chain("a", 2 * LOOK)
+    reserved = engine.reserve(names)
+    engine.settle(reserved, at=tuple(range(1, len(names))))
+    first = settling(engine, reserved, at=(0,))
+    assert first.under_way
+    assert engine.hits(names) == LOOK
+    assert verdicts(first.finish()) == [Verdict.VISIBLE]
+    assert engine.hits(names) == len(names)
+
+
+def test_a_bad_request_changes_nothing_however_long() -> None:
+    cache = make_cache(extents=16)
+    engine = Engine(cache, "one", block_bytes=512)
+    names = chain("a", 2 * LOOK)
+    with pytest.raises(BadArgument, match="twice"):
+        reserving(engine, [*names, names[5]]).finish()
+    assert not cache.engines["one"].writing and not cache.namespaces[1].groups[0].pending
+    reserved = engine.reserve(names)
+    with pytest.raises(BadArgument, match="positions"):
+        settling(engine, reserved, at=(*range(len(names)), 0)).finish()
+    assert verdicts(settling(engine, reserved).finish()) == [Verdict.VISIBLE] * len(names)
+
+
+# Reserve, and what happens to it on the way.
+
+
+def test_others_are_answered_between_the_slices_of_a_reserve(tiny: None) -> None:
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    other.store(chain("b", 4))
+    long = reserving(engine, chain("a", 8))
+    seen = []
+    while long.under_way:
+        assert other.hits(chain("b", 4)) == 4
+        seen.append(other.acquire(chain("a", 8), pin=False).pending)
+        long.take_slice()
+    assert seen == [0, 0, *range(1, 8)]  # it is looked at as a whole first
+    assert answers(long.reply) == [Refusal.GRANTED] * 8
+    assert engine.settle(long.reply) == [Verdict.VISIBLE] * 8
+
+
+def test_nobody_settles_what_nobody_was_told_of(tiny: None) -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    long = reserving(engine, chain("a", 4))
+    with pytest.raises(UnknownHandle):
+        engine.settle(m.Reserved(1, cache.writing.last_reservation, b"", b""))
+    assert engine.settle(long.finish()) == [Verdict.VISIBLE] * 4
+
+
+@pytest.mark.parametrize("slices", range(6))
+def test_a_session_that_ends_midway_leaves_nothing_behind(tiny: None, slices: int) -> None:
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    other.store(chain("a", 2))
+    long = reserving(engine, chain("a", 8))
+    for _ in range(slices):
+        long.take_slice()
+    cache.end_session(engine.session, 0.0)
+    cache.check_integrity()
+    do_chores(cache)
+    with pytest.raises(UnknownHandle, match="has left"):
+        long.finish()
+    cache.prune()
+    cache.check_integrity()
+    stats = cache.stats(0.0)["pool"]
+    assert (stats["blocks"], stats["blocks_writing"], stats["slots_quarantined"], stats["reservations"]) == (2, 0, 0, 0)
+    assert other.store(chain("a", 8))[2:] == [Refusal.GRANTED] * 6
+
+
+def test_a_writer_that_ends_midway_ends_the_request(tiny: None) -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    scheduler = Engine.__new__(Engine)
+    scheduler.cache, scheduler.now = cache, 0.0
+    scheduler.session = cache.open_session("one", "scheduler", 0.0)
+    spec = cache.namespaces[engine.namespace].spec
+    scheduler.namespace = scheduler.ask(m.Attach(1, b"", spec)).namespace
+    long = reserving(scheduler, chain("a", 8))
+    for _ in range(4):
+        long.take_slice()
+    cache.end_session(engine.session, 0.0)
+    with pytest.raises(UnknownHandle, match="has left"):
+        long.finish()
+    do_chores(cache)
+    pool = cache.stats(0.0)["pool"]
+    assert (pool["blocks_writing"], pool["reservations"], pool["used_bytes"]) == (0, 0, 0)
+
+
+def test_what_a_run_hangs_on_may_fail_or_be_superseded_midway(tiny: None) -> None:
+    cache = make_cache(supersede_after=2.0)
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    theirs = other.reserve(["p"])
+    long = begun(engine, chain("a", 4), parent="p")
+    other.settle(theirs, Outcome.FAILED)
+    assert answers(long.finish()) == [Refusal.GRANTED, *[Refusal.NO_PARENT] * 3]
+    assert engine.settle(long.reply) == [Verdict.ORPHANED]
+
+    theirs = other.reserve(["p"])
+    long = begun(engine, chain("a", 4), parent="p")
+    third = Engine(cache, "three")
+    third.now = 5.0
+    again = third.reserve(["p"])
+    assert answers(again) == [Refusal.GRANTED]
+    assert answers(long.finish()) == [Refusal.GRANTED] * 4
+    assert third.settle(again) == [Verdict.VISIBLE]
+    assert engine.settle(long.reply) == [Verdict.VISIBLE] * 4
+    assert other.settle(theirs) == [Verdict.SUPERSEDED]
+    assert engine.hits(["p", *chain("a", 4)]) == 5
+
+
+def test_room_is_not_made_of_what_the_run_hangs_on(tiny: None) -> None:
+    cache = make_cache(extents=1)
+    engine, other = Engine(cache, "one", 512 * KIB), Engine(cache, "two", 512 * KIB)
+    engine.store(["p", "q"])
+    long = begun(engine, ["q", "r"], parent="p")  # q is present, and a leaf
+    assert other.store(chain("b", 2)) == [Refusal.GRANTED, Refusal.NO_SPACE]
+    assert answers(long.finish()) == [Refusal.PRESENT, Refusal.GRANTED]
+    assert engine.hits(["p", "q"]) == 2
+
+
+# Making room.
+
+
+def test_an_extent_that_is_leased_while_it_is_emptied_stays(tiny: None) -> None:
+    cache = make_cache(extents=2, pin_quota=1.0)
+    small, large = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 1 * MIB, model="large")
+    small.store(chain("a", 14))
+    long = reserving(large, ["x"])
+    while long.under_way and cache.room.evictions["recut"] < 3:
+        long.take_slice()
+    assert cache.room.evictions["recut"] == 3
+    lease = small.acquire(chain("a", 14))
+    assert lease.hits == 11
+    assert answers(long.finish()) == [Refusal.NO_SPACE]
+    assert small.hits(chain("a", 14)) == 11
+    assert small.store(chain("b", 3)) == [Refusal.GRANTED] * 3  # its vacant slots are given away again
+
+
+def test_nobody_is_given_a_slot_of_an_extent_that_is_being_emptied(tiny: None) -> None:
+    cache = make_cache(extents=2)
+    small, large = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 1 * MIB, model="large")
+    small.store(chain("a", 14))
+    long = reserving(large, ["x"])
+    while long.under_way:
+        long.take_slice()
+        small.store([f"b{long.slices}"])
+    assert answers(long.reply) == [Refusal.GRANTED]
+
+
+# Clear, distrust, ends and quarantines.
+
+
+def test_a_clear_takes_all_that_was_there_and_leaves_what_comes(tiny: None) -> None:
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    for name in "abc":
+        engine.store(chain(name, 5))
+    leased = engine.acquire(chain("c", 2))
+    long = Long(other, m.Clear(1, b""))
+    for number in range(3):
+        for _ in range(3):
+            long.take_slice()
+        other.store([f"new{number}"])
+        engine.hits(chain("a", 5))  # a hit does not save it
+        other.store(["below"], parent=f"new{number}")
+    assert long.finish().blocks == 13
+    assert [engine.hits(chain(name, 5)) for name in "abc"] == [0, 0, 2]
+    assert [other.hits([f"new{number}"]) for number in range(3)] == [1, 1, 1]
+    engine.ask(m.Release(1, b"", [leased.lease]))
+    assert engine.ask(m.Clear(1, b"")).blocks == 6
+
+
+def test_two_clears_at_once(tiny: None) -> None:
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    for name in "abc":
+        engine.store(chain(name, 5))
+    clears = [Long(each, m.Clear(1, b"")) for each in (engine, other)]
+    while any(clear.under_way for clear in clears):
+        for clear in clears:
+            if clear.under_way:
+                clear.take_slice()
+    assert sum(clear.reply.blocks for clear in clears) == 15
+    assert cache.stats(0.0)["pool"]["blocks"] == 0
+
+
+def test_what_is_distrusted_is_not_found_from_the_first_slice_on(tiny: None) -> None:
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    names = chain("a", 8)
+    reserved = engine.reserve(names)
+    engine.settle(reserved)
+    lease = other.acquire(names[:6])
+    writing = other.reserve(["below"], parent=names[7])
+    long = Long(engine, m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[24:48], 0, Finding.CORRUPT))
+    while not cache.distrusting:
+        long.take_slice()
+    assert other.hits(names) == 1
+    assert other.reserve(["x"], parent=names[1]).reservation == 0
+    assert long.finish().blocks == 7
+    assert other.settle(writing) == [Verdict.ORPHANED]
+    assert other.hits(names) == 1
+    other.ask(m.Release(1, b"", [lease.lease]))
+    cache.check_integrity()
+
+
+def test_the_end_of_a_writer_is_cut_and_its_slots_stay_its_own_until_the_quarantine_is_over(tiny: None) -> None:
+    cache = make_cache(quarantine=10.0)
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    engine.reserve(chain("a", 8))
+    cache.end_session(engine.session, 0.0)
+    assert cache.chores
+    assert cache.stats(0.0)["pool"]["slots_quarantined"] < 8
+    assert do_chores(cache) > 8
+    assert cache.stats(0.0)["pool"]["slots_quarantined"] == 8
+    assert "one" not in cache.engines
+    cache.tick(10.0)
+    assert 0 < cache.stats(0.0)["pool"]["slots_quarantined"] < 8
+    cache.tick(10.0)
+    do_chores(cache)
+    assert cache.stats(0.0)["pool"]["slots_quarantined"] == 0
+    assert other.store(chain("a", 8)) == [Refusal.GRANTED] * 8
+
+
+def test_a_resize_gives_up_the_same_extents_in_slices(tiny: None) -> None:
+    cache = make_cache(extents=4)
+    engine = Engine(cache, "one", block_bytes=512 * KIB)
+    for name in "abcd":
+        engine.store(chain(name, 3))
+    engine.hits(chain("a", 3))
+    cache.resize(2 * MIB)
+    slices, gone = 0, []
+    while True:
+        steps = cache.shrinking(0.0)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                gone.append(done.value)
+                break
+            slices += 1
+            cache.check_integrity()
+        if gone[-1] is None:
+            break
+    assert gone == [2, 1, 3, None] or len(gone) == 4
+    assert slices > 9
+    assert engine.hits(chain("a", 3)) == 3
+
+
+# All of it at once.
+
+
+class Story:
+    """Engines of two block sizes whose requests are under way at the same time, in any order."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.cache = make_cache(extents=3, supersede_after=1.0, quarantine=3.0)
+        self.now = 0.0
+        self.count = 0
+        self.long: dict[str, Long] = {}
+        self.open: dict[str, list[m.Reserved]] = {}
+        self.leases: dict[str, list[int]] = {}
+        self.refs: list[bytes] = []
+        self.engines: dict[str, Engine] = {}
+        for name in ("one", "two", "three", "four"):
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        kind = name in ("one", "two", "three")
+        self.engines[name] = Engine(self.cache, name, 128 * KIB if kind else 640 * KIB, "m" if kind else "large")
+        self.open[name], self.leases[name] = [], []
+
+    def names(self) -> list[str]:
+        path = "".join(self.draw.choice("ab") for _ in range(self.draw.randrange(1, 7)))
+        return [path[:end] for end in range(1, len(path) + 1)]
+
+    def request(self, name: str) -> m.Request:
+        engine, names = self.engines[name], self.names()
+        region = self.cache.geometry.region_id
+        cut = self.draw.randrange(len(names))
+        match self.draw.randrange(10):
+            case 0 | 1 | 2 | 3:
+                run = m.Run(hashes(names[cut:]), hashes(names[:cut])[-1] if cut else None)
+                more = [m.Run(hashes(self.names()))] if self.draw.random() < 0.3 else []
+                return m.Reserve(1, b"", engine.namespace, [run, *more])
+            case 4 | 5 | 6 if self.open[name]:
+                reserved = self.draw.choice(self.open[name])
+                outcome = self.draw.choice([Outcome.COMMITTED] * 3 + [Outcome.FAILED, Outcome.NEVER_STARTED])
+                count = reserved.answers.count(0)
+                at = self.draw.sample(range(count), self.draw.randrange(count + 1))
+                return m.Settle(1, b"", region, reserved.reservation, (0,), outcome, at)
+            case 7 if self.refs:
+                return m.Distrust(1, b"", region, b"".join(self.draw.sample(self.refs, 2 % len(self.refs))), 0, 0)
+            case 8 if self.draw.random() < 0.3:
+                return m.Clear(1, b"")
+        return m.Acquire(1, b"", engine.namespace, hashes(names))
+
+    def step(self) -> None:
+        name = self.draw.choice(list(self.engines))
+        self.now += self.draw.random() / 10
+        engine = self.engines[name]
+        engine.now = self.now
+        if self.cache.chores and self.draw.random() < 0.4:
+            self.cache.chores.go_on()
+        elif self.draw.random() < 0.02:
+            self.end(name)
+        elif self.draw.random() < 0.1:
+            self.cache.tick(self.now)
+        elif name in self.long:
+            self.long[name].take_slice()
+            self.look(name)
+        elif self.leases[name] and self.draw.random() < 0.2:
+            engine.ask(m.Release(1, b"", [self.leases[name].pop()]))
+        else:
+            self.long[name] = Long(engine, self.request(name))
+            self.look(name)
+        self.cache.check_integrity()
+
+    def look(self, name: str) -> None:
+        long = self.long[name]
+        if long.under_way:
+            return
+        del self.long[name]
+        reply = long.reply
+        self.count += long.slices > 1
+        if isinstance(reply, m.Reserved) and reply.reservation:
+            self.open[name].append(reply)
+            self.refs = [reply.slots[at : at + 24] for at in range(0, len(reply.slots), 24)] + self.refs[:10]
+        elif isinstance(reply, m.Acquired) and reply.lease:
+            self.leases[name].append(reply.lease)
+
+    def end(self, name: str) -> None:
+        self.cache.end_session(self.engines[name].session, self.now)
+        long = self.long.pop(name, None)
+        while long is not None and long.under_way:  # as the daemon does: it goes on, and nobody hears of it
+            long.take_slice()
+        self.start(name)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_under_way_at_the_same_time_leave_a_sound_state_after_each_slice(tiny: None, seed: int) -> None:
+    story = Story(seed)
+    for _ in range(400):
+        story.step()
+    for name in list(story.long):
+        long = story.long.pop(name)
+        while long.under_way:
+            long.take_slice()
+        if isinstance(long.reply, m.Reserved) and long.reply.reservation:
+            story.open[name].append(long.reply)
+    assert story.count > 10
+    for name, engine in list(story.engines.items()):
+        for reserved in story.open[name]:
+            try:
+                engine.settle(reserved, Outcome.FAILED)
+            except UnknownHandle:
+                continue  # settled
+        story.cache.end_session(engine.session, story.now)
+    do_chores(story.cache)
+    story.cache.tick(story.now + 10.0)
+    do_chores(story.cache)
+    finish(story.cache.clearing("", "the end", story.now))
+    assert story.cache.stats(0.0)["pool"]["used_bytes"] == 0
+    assert not story.cache.writing.held and not story.cache.writing.showing and not story.cache.distrusting

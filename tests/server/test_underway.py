@@ -1,0 +1,164 @@
+"""Long work of several sessions in one loop: who is answered when, what waits, and what becomes of who leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from test_service import Engine, hashes
+
+from kvcache_proto import messages as m
+from kvcache_proto.codec import decode_reply
+from kvcache_proto.errors import Unavailable
+from kvcache_server.slices import Chores, Steps
+from kvcache_server.underway import WAITING, WAITING_BYTES, Underway
+
+
+class Loop:
+    """A loop in which nothing else happens, and what was done in it, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvcache_server.underway.SLICE_SECONDS", 0.0)  # a step a turn
+        self.loop = asyncio.new_event_loop()
+        self.chores = Chores()
+        self.seen: list[str] = []
+        self.failures: list[Exception] = []
+        self.underway = Underway(
+            *(self.loop, self.chores, self.answer, lambda: None, lambda number, error: self.failures.append(error))
+        )
+
+    def answer(self, identity: bytes, frame: bytes) -> None:
+        self.seen.append((identity + frame).decode())
+
+    def steps(self, name: str, count: int, error: Exception | None = None) -> Steps[str]:
+        for number in range(count):
+            self.seen.append(f"{name}{number}")
+            yield
+        if error is not None:
+            raise error
+        return name
+
+    def told(self, name: str) -> Callable[[Any, Exception | None], None]:
+        return lambda reply, error: self.seen.append(f"{name}: {error or reply}")
+
+    def run(self) -> list[str]:
+        while self.underway or self.chores:
+            self.loop.run_until_complete(asyncio.sleep(0))
+        return self.seen
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    loop = Loop(monkeypatch)
+    yield loop
+    loop.loop.close()
+    assert not loop.failures
+
+
+def test_each_has_a_slice_in_turn_and_its_own_messages_wait(loop: Loop) -> None:
+    loop.underway.begin(1, loop.steps("a", 3), loop.told("a"))
+    loop.underway.begin(2, loop.steps("b", 1), loop.told("b"))
+    loop.underway.wait(1, b"one ", b"asks")
+    loop.underway.wait(2, b"two ", b"asks")
+    assert 1 in loop.underway and 3 not in loop.underway
+    assert loop.run() == ["a0", "b0", "a1", "b: b", "a2", "two asks", "a: a", "one asks"]
+    assert 1 not in loop.underway and not loop.underway
+
+
+def test_what_fails_is_told_and_the_others_go_on(loop: Loop) -> None:
+    loop.underway.begin(1, loop.steps("a", 1, ValueError("no")), loop.told("a"))
+    loop.underway.begin(2, loop.steps("b", 2), loop.told("b"))
+    assert loop.run() == ["a0", "b0", "a: no", "b1", "b: b"]
+
+
+def test_a_message_that_has_waited_may_take_long_too(loop: Loop) -> None:
+    def answer(identity: bytes, frame: bytes) -> None:
+        loop.underway.begin(1, loop.steps("again", 1), loop.told("again"))
+
+    loop.underway._answer = answer
+    loop.underway.begin(1, loop.steps("a", 1), loop.told("a"))
+    loop.underway.wait(1, b"one ", b"asks")
+    loop.underway.wait(1, b"one ", b"asks")
+    assert loop.run() == ["a0", "a: a", "again0", "again: again", "again0", "again: again"]
+
+
+def test_how_many_may_wait(loop: Loop) -> None:
+    loop.underway.begin(1, loop.steps("a", 1), loop.told("a"))
+    loop.underway.begin(2, loop.steps("b", 1), loop.told("b"))
+    for _ in range(WAITING):
+        loop.underway.wait(1, b"", b"x")
+    with pytest.raises(Unavailable, match="too many wait"):
+        loop.underway.wait(1, b"", b"x")
+    loop.underway.wait(2, b"", bytes(WAITING_BYTES))
+    with pytest.raises(Unavailable):
+        loop.underway.wait(2, b"", b"x")
+    loop.run()
+    loop.underway.begin(2, loop.steps("b", 1), loop.told("b"))
+    loop.underway.wait(2, b"", bytes(WAITING_BYTES))
+    loop.run()
+
+
+def test_who_leaves_does_so_after_what_it_has_asked(loop: Loop) -> None:
+    loop.underway.after(1, lambda: loop.seen.append("nobody left"))
+    loop.underway.begin(1, loop.steps("a", 2), loop.told("a"))
+    loop.underway.wait(1, b"one ", b"asks")
+    loop.underway.after(1, lambda: loop.seen.append("one left"))
+    assert loop.run() == ["nobody left", "a0", "a1", "a: a", "one asks", "one left"]
+
+
+def test_who_comes_back_leaves_at_once_and_its_work_goes_on_unheard(loop: Loop) -> None:
+    loop.underway.begin(1, loop.steps("a", 3), loop.told("a"))
+    loop.underway.wait(1, b"one ", b"asks")
+    loop.underway.after(1, lambda: loop.seen.append("one left"))
+    loop.underway.cut_short(1)
+    loop.underway.cut_short(2)
+    assert loop.seen == ["a0", "one asks", "one left"]
+    assert loop.run()[3:] == ["a1", "a2"]
+
+
+def test_work_of_the_daemon_s_own(loop: Loop) -> None:
+    done, given_up = loop.underway.run(loop.steps("a", 1)), loop.underway.run(loop.steps("b", 1))
+    failing = loop.underway.run(loop.steps("c", 1, ValueError("no")))
+    given_up.cancel()
+    loop.run()
+    assert done.result() == "a" and str(failing.exception()) == "no"
+    assert loop.seen == ["a0", "b0", "c0"]
+
+
+# With a daemon.
+
+
+def test_a_long_reserve_is_seen_half_done_by_another_session_and_its_own_wait_for_it(daemon: Any) -> None:
+    with Engine(daemon.endpoint, "long") as long, Engine(daemon.endpoint, "short") as short:
+        names = hashes(8_000)
+        reserve = long.tell(m.Reserve(0, b"", long.namespace, [m.Run(names)]))
+        ping = long.tell(m.Ping(0, b""))
+        probes = [m.Acquire(0, b"", short.namespace, [name], 0, False) for name in (names[0], names[-1])]
+        for _ in range(1_000):
+            for probe in probes:
+                short.tell(probe)
+        seen = [decode_reply(short._socket.recv()).pending for _ in range(2_000)]
+        assert (1, 0) in itertools.pairwise(seen), "the first block was never seen without the last one"
+        first, second = (decode_reply(long._socket.recv()) for _ in range(2))
+        assert (first.id, second.id) == (reserve, ping)
+        assert set(first.answers) == {0}
+        assert set(long.settle(first.reservation)) == {0}
+        assert short.acquire(names, pin=False).hits == 8_000
+    daemon.check_integrity()
+
+
+def test_an_engine_that_is_killed_while_it_is_granted_blocks_leaves_none(daemon: Any) -> None:
+    for count in range(8):
+        with Engine(daemon.endpoint, "gone") as gone:
+            for number in range(4):
+                gone.tell(m.Reserve(0, b"", gone.namespace, [m.Run(hashes(2_000, 10_000 * (4 * count + number)))]))
+            if count % 2:
+                gone.ping()
+    daemon.wait_status(lambda status: not status["sessions"] and not status["away"])
+    status = daemon.wait_status(lambda status: not status["pool"]["blocks_writing"])
+    assert status["pool"]["reservations"] == 0
+    assert status["daemon"]["errors"].get("internal", 0) == 0
+    daemon.check_integrity()
