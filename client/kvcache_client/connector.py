@@ -24,7 +24,15 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from kvcache_client import NamespaceSpec, Session
 from kvcache_client.devices import CopyError
 from kvcache_client.early import claim, open_session
-from kvcache_client.engine import join_logs, surroundings, tensor_parallel_rank, warn_of_random_seed
+from kvcache_client.engine import (
+    engine_name,
+    has_another,
+    join_logs,
+    retire,
+    surroundings,
+    tensor_parallel_rank,
+    warn_of_random_seed,
+)
 from kvcache_client.events import Heard, Removed, Stored
 from kvcache_client.guard import guard, report
 from kvcache_client.namespace import (
@@ -56,6 +64,10 @@ MEDIUM = "CPU"  # MEDIUM_CPU of vLLM's, which 0.23 has not
 _BESIDE = (
     "--kv-offloading-size and {} exclude each other: vLLM replaces the connector by its own offloading. "
     "Leave --kv-offloading-size out; the daemon owns the memory: `kvcache-server serve --size`"
+)
+_TWICE = (
+    "this engine has a second %s with the daemon at %s: it does nothing, for the first one does all; "
+    "leave it out of `connectors`"
 )
 
 
@@ -137,9 +149,13 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             if in_scheduler:
                 logger.warning("this engine runs without the KV cache server: %s", reason)
             return
+        if has_another(self, role, vllm_config, settings.endpoint):
+            if in_scheduler:
+                logger.warning(_TWICE, type(self).__name__, settings.endpoint or "the default endpoint")
+            return
         per_slot = blocks_per_slot(settings, engine_block_size(kv_cache_config))
         found = surroundings(vllm_config)
-        engine = str(transfer.engine_id)
+        engine = engine_name(vllm_config)
         spec = namespace_spec(vllm_config, kv_cache_config, found, per_slot, engine, settings.weights_version)
         if in_scheduler:
             warn_of_random_seed(found)
@@ -234,6 +250,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             if side is not None:
                 side.close()
         self._scheduler = self._worker = None
+        retire(self)
 
     # The scheduler's side.
 

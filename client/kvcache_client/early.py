@@ -22,6 +22,7 @@ from kvcache_client.devices import Memory
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.runtime import Runtime
 from kvcache_client.devices.tuning import read_tuning
+from kvcache_client.engine import engine_name
 from kvcache_client.settings import CONNECTOR, Settings, parse_settings
 
 logger = logging.getLogger("vllm.kvcache.device")
@@ -154,7 +155,7 @@ def _begin(wrapper: Any) -> Preparation | None:
         if not found or current_platform.device_type not in ("cuda", "npu"):
             return None
         settings, _ = parse_settings(found[0])
-        engine = str(config.kv_transfer_config.engine_id)
+        engine = engine_name(config)
         label = f"rank {int(wrapper.worker.rank) % config.parallel_config.tensor_parallel_size}"
         _begun[(engine, label)] = prepared = Preparation(settings, engine, label)
         return prepared

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from typing import Any
+from weakref import WeakValueDictionary
 
 from kvcache_client.namespace import Surroundings
+from kvcache_proto.endpoint import check_endpoint, default_endpoint
+from kvcache_proto.types import MAX_NAME
 
 logger = logging.getLogger("vllm.kvcache")
+
+_connectors: WeakValueDictionary[tuple[object, str, str], Any] = WeakValueDictionary()  # by side, engine and endpoint
 
 
 def surroundings(vllm_config: Any) -> Surroundings:
@@ -25,6 +31,38 @@ def surroundings(vllm_config: Any) -> Surroundings:
         seed=_hash_seed(hash_function),
         layout=_kv_layout(vllm_config),
     )
+
+
+def engine_name(vllm_config: Any) -> str:
+    """Return a name for this engine alone: its configured id, and a tag of what no other engine has.
+
+    A unit file that is copied repeats the id. The instance id is drawn where an engine's configuration is made, and its
+    scheduler and all ranks have that configuration.
+    """
+    configured, instance = str(vllm_config.kv_transfer_config.engine_id), _instance(vllm_config)
+    tag = "-" + hashlib.blake2b(instance.encode(), digest_size=4).hexdigest() if instance else ""
+    return configured[: MAX_NAME - len(tag)] + tag
+
+
+def has_another(connector: object, role: object, vllm_config: Any, endpoint: str) -> bool:
+    """Whether another connector of this process serves the same side of the same engine at `endpoint`.
+
+    Where none does, `connector` is noted as the one, for as long as it is there or until `retire`.
+    """
+    instance = _instance(vllm_config)
+    here = check_endpoint(endpoint) if endpoint else default_endpoint()
+    return bool(instance) and _connectors.setdefault((role, instance, here), connector) is not connector
+
+
+def retire(connector: object) -> None:
+    """Let another connector take the place of this one."""
+    for place, there in list(_connectors.items()):
+        if there is connector:
+            del _connectors[place]
+
+
+def _instance(vllm_config: Any) -> str:
+    return str(getattr(vllm_config, "instance_id", None) or "")
 
 
 def join_logs(quiet: bool) -> None:

@@ -223,7 +223,8 @@ def model(mother: Mother, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def engines(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`engines(name, endpoint=None, ...)` starts an engine, without the connector where there is no endpoint."""
+    """`engines(name, endpoint=None, ...)` starts an engine, without our connector where there is no endpoint, and
+    with what `connector` says."""
     logs = tmp_path_factory.mktemp("engines")
     started: list[EngineProcess] = []
 
@@ -234,11 +235,13 @@ def engines(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactory
         env: dict[str, str] | None = None,
         module: str = "kvcache_client.connector",
         blocks: int = 256,
+        connector: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> EngineProcess:
         process = EngineProcess(mother, logs / f"{name}.log", env)
         started.append(process)
-        connector = None if endpoint is None else connector_options(name, endpoint, extra, module)
+        if endpoint is not None:
+            connector = connector_options(name, endpoint, extra, module)
         options = engine_options(model, blocks) | arguments
         process.open(connector=connector, **options)
         return process

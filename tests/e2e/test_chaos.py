@@ -71,7 +71,7 @@ def prompts(prompt: Any) -> list[list[int]]:
 
 def attached(daemon: Any, engine: str) -> None:
     daemon.wait_status(
-        lambda s: len([e for e in s["sessions"] if e["engine"] == engine and e["namespaces"]]) == 2,
+        lambda s: len([e for e in s["sessions"] if e["engine"].startswith(f"{engine}-") and e["namespaces"]]) == 2,
         f"scheduler and rank of {engine}",
     )
 

@@ -198,7 +198,8 @@ def test_why_there_was_no_hit(first: Any, daemon: Any, prompt: Any) -> None:
     with Admin(daemon.endpoint) as admin:
         latest = admin.ask(Why(0, b"", "")).answer["latest"][0]
         (told,) = admin.ask(Why(0, b"", latest[:-1])).answer["explained"]
-    assert (told["engine"], told["request"]) == ("first", latest)
+    assert told["engine"].startswith("first-")
+    assert told["request"] == latest
     assert (told["tokens"], told["block_tokens"], told["blocks"], told["hits"]) == (3 * BLOCK + 1, BLOCK, 3, 0)
     assert [(run["first"], run["last"], run["cached_now"]) for run in told["runs"]] == [(0, 2, 3)]
     assert told["runs"][0]["cause"] in ("new", "diverged", "began_empty")

@@ -97,7 +97,7 @@ def test_two_ranks_and_what_a_killed_one_leaves(engines: Any, daemon: Any, promp
     answers = first.generate(*prompts)
     wait_idle(daemon)
     first.kill_rank(1)
-    daemon.wait_status(lambda s: all(e["engine"] != "pair-a" for e in s["sessions"]), "the end of the first pair")
+    daemon.wait_status(lambda s: all(not e["engine"].startswith("pair-a-") for e in s["sessions"]), "the end of the first pair")
     first.close()
 
     second = engines("pair-b", daemon.endpoint, env=env, **long)
@@ -118,7 +118,7 @@ def test_no_daemon_then_one_then_none(
     assert engine.log.count("no daemon at") == 1  # one line
 
     daemon = start_daemon(size="64MiB")
-    daemon.wait_status(lambda s: len([e for e in s["sessions"] if e["engine"] == "alone"]) == 2, "both sessions")
+    daemon.wait_status(lambda s: len([e for e in s["sessions"] if e["engine"].startswith("alone-")]) == 2, "both sessions")
     daemon.wait_status(lambda s: s["namespaces"], "the namespace")
     engine.ask("reset")
     assert engine.generate(*prompts) == reference(prompts)

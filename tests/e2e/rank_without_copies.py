@@ -1,0 +1,25 @@
+"""The connector, in an engine whose last rank cannot copy: its self-test says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcache_client import worker
+from kvcache_client.connector import KVCacheServerConnector
+from kvcache_client.devices import CopyError
+
+__all__ = ["KVCacheServerConnector"]
+
+_check_copies = worker.check_copies
+
+
+def _fail(device: Any, places: Any, num_blocks: int) -> None:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.rank_in_group == group.world_size - 1:
+        raise CopyError("byte 7 of block 0 came back wrong")
+    _check_copies(device, places, num_blocks)
+
+
+worker.check_copies = _fail
