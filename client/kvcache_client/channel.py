@@ -1,13 +1,18 @@
 """The ZeroMQ half of one attachment: requests out, replies in, from any thread.
 
 Whoever holds the lock owns the socket: it sends what others have put into the outbox, receives for everybody, and runs
-the handlers after it has let go. So a call polls on its own thread, a post never waits, and neither is lost.
+the handlers after it has let go. So a call polls on its own thread, a post never waits, and neither is lost. Of several
+calls at one time one leads, with the lock; the others follow: each waits for its reply from whoever receives it, or for
+its turn to lead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import os
+import queue
 import threading
 import time
 from collections import deque
@@ -15,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import zmq
+import zmq.backend
 
 from kvcache_client.counters import Counters
 from kvcache_proto.codec import decode_reply, encode
@@ -29,8 +35,38 @@ MAX_OUTBOX = 1 << 16
 MAX_OWED = 1 << 16  # answers that the daemon may owe
 MAX_UNASKED = 1000  # answers to nothing that we asked, before a daemon is taken for mad
 RECEIVE_QUEUE = 128  # replies that wait in memory; more wait on the daemon's side
+FIRST_MS = 1  # a reply that comes so soon costs one system call; who waits for longer listens to its followers, too
 SLICE_MS = 20  # a call looks so often whether its channel has ended meanwhile: the keeper sees the daemon's door close
 TURN = 1024  # replies taken in before others may go on
+
+
+class _Follower:
+    """A call whose reply somebody else receives."""
+
+    __slots__ = ("inbox", "late", "queued", "waits")
+
+    def __init__(self, late: Handler) -> None:
+        self.late = late
+        self.inbox: queue.SimpleQueue[Reply | _Follower | None] = queue.SimpleQueue()  # itself: its turn to lead
+        self.waits = threading.Lock()  # held once it waits no more, or is answered: one of the two comes first
+        self.queued = False
+
+    def take(self, reply: Reply | None) -> bool:
+        """Hand over the reply, None where there will be none; return False where it came too late."""
+        in_time = self.waits.acquire(blocking=False)
+        if in_time:
+            self.inbox.put(reply)
+        return in_time
+
+    def end(self) -> Reply | None:
+        """Wait no more; return the reply where it has come after all."""
+        return None if self.waits.acquire(blocking=False) else self.taken()
+
+    def taken(self) -> Reply | None:
+        """Return the reply that was, or is just being, handed over."""
+        while (found := self.inbox.get()) is self:
+            pass
+        return found  # type: ignore[return-value]
 
 
 class Numbered(Protocol):
@@ -61,15 +97,18 @@ class Channel:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.rcvhwm = RECEIVE_QUEUE
-        self._timeout_ms = -1
+        self._socket.rcvtimeo = FIRST_MS
         self._socket.connect(endpoint)
         self.descriptor: int = self._socket.getsockopt(zmq.FD)  # readable when there is something to do
         self._ids = itertools.count(1)
         self._outbox: deque[bytes] = deque()
-        self._waiting: dict[int, Handler] = {}
+        self._waiting: dict[int, Handler | _Follower] = {}
         self._quiet_since = 0.0
         self._unasked = 0
         self._done: deque[tuple[Handler, Reply | None]] = deque()
+        self._followers: deque[_Follower] = deque()  # of those that wait, who leads next
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # something has come into the outbox
+        self._polling = False  # whether the leader listens to it
         self._order = threading.Lock()  # numbers rise in the order of sending
         self.closed = False
         self.heard = 0  # the highest reservation that an answer named, noted before anybody can act on it
@@ -78,8 +117,8 @@ class Channel:
 
     @property
     def busy(self) -> bool:
-        """Whether replies are due or messages unsent."""
-        return bool(self._waiting or self._outbox)
+        """Whether replies are due, messages unsent, or handlers have not run."""
+        return bool(self._waiting or self._outbox or self._done)
 
     @property
     def roomy(self) -> bool:
@@ -93,12 +132,12 @@ class Channel:
     def call(self, request: Numbered, deadline: float, late: Handler) -> Reply | None:
         """Send and return the reply; None where there is none within `deadline` seconds.
 
-        `late` gets the reply that comes after that. A request that could not be sent in time still is, later.
+        `late` gets the reply that comes after that. A request that could not be sent in time still is, later. Calls of
+        several threads overlap.
         """
         until = time.monotonic() + deadline
-        if not self._lock.acquire(timeout=deadline):
-            self._counters.add("channel_contended")
-            return None
+        if not self._lock.acquire(blocking=False):
+            return self._follow(request, until, late)
         reply: Reply | None = None
         number = 0
         try:
@@ -122,12 +161,16 @@ class Channel:
         if self.closed and self._waiting.pop(number, None):  # it closed meanwhile, perhaps before we were in
             return False
         self.pump()
+        if self._outbox:
+            self._call_leader()
         if self.busy and not self.watched:
             self._wake()
         return True
 
     def pump(self, patience: float = 0.0) -> None:
         """Send and receive what can be; wait at most `patience` seconds for somebody who is at it already."""
+        if self._done:
+            self._finish()  # what a leader has received, who still waits for its own reply
         while self._lock.acquire(timeout=patience) if patience else self._lock.acquire(blocking=False):
             flushed = False
             try:
@@ -136,6 +179,8 @@ class Channel:
                     self._drain()
             finally:
                 self._lock.release()
+            if self._followers:
+                self._pass_on()
             self._finish()
             if not (flushed and self._outbox):
                 return
@@ -154,12 +199,83 @@ class Channel:
             waiting, self._waiting = self._waiting, {}
             self._counters.add("unsent", len(self._outbox))
             self._outbox.clear()
-        self._done.extend((handler, None) for handler in waiting.values())
+            with self._order:
+                bell, self._bell = self._bell, -1
+            if bell >= 0:
+                os.close(bell)
+        for handler in waiting.values():
+            self._hand_over(handler, None)
         self._finish()
+
+    # Calls that follow.
+
+    def _follow(self, request: Numbered, until: float, late: Handler) -> Reply | None:
+        """Call while somebody else has the lock: wait for the reply, or for the lock, whichever comes first."""
+        follower = _Follower(late)
+        number = self._enqueue(request, follower)
+        if self.closed and self._waiting.pop(number, None) is not None:
+            request.id = 0  # never sent
+            return None
+        reply = self._wait_behind(number, follower, until)
+        self._pass_on()  # our turn may have come just now
+        if reply is None and not self.watched:
+            self._wake()
+        return reply
+
+    def _wait_behind(self, number: int, follower: _Follower, until: float) -> Reply | None:
+        while (left := until - time.monotonic()) > 0:
+            if not follower.queued:
+                follower.queued = True
+                self._followers.append(follower)
+            # After that: who lets go of the lock from now on sees us.
+            if self._lock.acquire(blocking=False):
+                return self._lead(number, follower, until)
+            self._call_leader()
+            try:
+                found = follower.inbox.get(timeout=left)
+            except queue.Empty:
+                break
+            if found is not follower:
+                return found  # type: ignore[return-value]
+        return follower.end()
+
+    def _lead(self, number: int, follower: _Follower, until: float) -> Reply | None:
+        """Go on with the lock. Nobody else can answer us as long as we have it."""
+        reply: Reply | None = None
+        try:
+            if self._waiting.pop(number, None) is None:
+                return follower.taken()
+            follower.end()
+            self._flush()
+            reply = self._await(number, until)
+            if reply is None:
+                self._expect(number, follower.late)
+            return reply
+        finally:
+            self._let_go()
+
+    def _call_leader(self) -> None:
+        """Have who polls send what has come into the outbox."""
+        if self._polling:
+            with self._order:
+                if self._bell >= 0:
+                    os.eventfd_write(self._bell, 1)
+
+    def _pass_on(self) -> None:
+        """Have the next one lead that waits for a reply, if nobody does."""
+        while self._followers and not self._lock.locked():
+            try:
+                follower = self._followers.popleft()
+            except IndexError:
+                return
+            follower.queued = False
+            if not follower.waits.locked():
+                follower.inbox.put(follower)
+                return
 
     # Under the lock, but for the first three.
 
-    def _enqueue(self, request: Numbered, handler: Handler | None) -> int:
+    def _enqueue(self, request: Numbered, handler: Handler | _Follower | None) -> int:
         request.token = self._token
         with self._order:
             request.id = next(self._ids)
@@ -170,7 +286,7 @@ class Channel:
             self.give_up(f"{MAX_OUTBOX} messages are unsent")
         return request.id
 
-    def _expect(self, number: int, handler: Handler) -> None:
+    def _expect(self, number: int, handler: Handler | _Follower) -> None:
         if not self._waiting:
             self._quiet_since = time.monotonic()
         self._waiting[number] = handler
@@ -190,20 +306,32 @@ class Channel:
         return True
 
     def _await(self, number: int, until: float) -> Reply | None:
-        while not self.fault and not self.closed and (left := until - time.monotonic()) > 0:
-            # What the socket had no room for goes as room comes: our own request may be the last of it.
-            full = bool(self._outbox) and not self._flush()
-            timeout_ms = 1 if full else min(SLICE_MS, int(left * 1000) + 1)
-            if timeout_ms != self._timeout_ms:
-                self._socket.rcvtimeo = self._timeout_ms = timeout_ms
-            try:
-                frame = self._socket.recv()
-            except zmq.Again:
-                continue
-            reply = self._read(frame, number)
-            if reply is not None and reply.id == number:
-                return reply
+        first = True
+        try:
+            while not self.fault and not self.closed and (left := until - time.monotonic()) > 0:
+                # What the socket had no room for goes as room comes: our own request may be the last of it.
+                full = bool(self._outbox) and not self._flush()
+                try:
+                    frame = self._socket.recv() if first else self._poll(1 if full else int(left * 1000) + 1)
+                except zmq.Again:
+                    first, self._polling = False, True
+                    continue
+                reply = self._read(frame, number)
+                if reply is not None and reply.id == number:
+                    return reply
+                if self._done and not first:
+                    self._wake()  # others wait for what was received with ours
+        finally:
+            self._polling = False
         return None
+
+    def _poll(self, timeout_ms: int) -> bytes:
+        """Receive; raise zmq.Again where nothing comes in time, or something has come into the outbox."""
+        zmq.backend.zmq_poll([(self._socket, zmq.POLLIN), (self._bell, zmq.POLLIN)], min(SLICE_MS, timeout_ms))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        frame: bytes = self._socket.recv(zmq.NOBLOCK)
+        return frame
 
     def _drain(self) -> None:
         # Nothing is due where nobody waits; looking costs a system call. A daemon that never stops talking must not
@@ -236,10 +364,10 @@ class Channel:
                 self.give_up(f"it sent {self._unasked} answers to nothing that was asked")
             return None
         self._quiet_since = time.monotonic()
-        if handler is not None:
-            self._done.append((handler, reply))
         if type(reply) is Reserved:
             self.heard = max(self.heard, reply.reservation)
+        if handler is not None:
+            self._hand_over(handler, reply)
         if type(reply) is Pong:
             self._forget_before(reply.id)
         return reply
@@ -248,13 +376,23 @@ class Channel:
         """Requests are handled in order: what was asked before an answered ping and has no answer never gets one."""
         for lost in [each for each in list(self._waiting) if each < number]:
             self._counters.add("answers_lost")
-            self._done.append((self._waiting.pop(lost), None))
+            self._hand_over(self._waiting.pop(lost), None)
+
+    def _hand_over(self, handler: Handler | _Follower, reply: Reply | None) -> None:
+        """Let whoever waits have the reply; None where there will be none, which a call's late handler hears, too."""
+        if isinstance(handler, _Follower):
+            if handler.take(reply) and reply is not None:
+                return
+            handler = handler.late
+        self._done.append((handler, reply))
 
     def _let_go(self) -> None:
         """Release the lock; what came into the outbox meanwhile is sent by us, its owner has gone on."""
         if self._waiting:
             self._drain()
         self._lock.release()
+        if self._followers:
+            self._pass_on()
         if self._done:
             self._finish()
         if self._outbox:

@@ -14,7 +14,7 @@ MAX_COUNT = 1 << 62  # where a sum stops: the wire has 64 bits
 
 _CONNECTION = """
     answers_lost answers_unasked attaches_put_off attaches_refused bad_frames breaker_closed breaker_open breaker_opened
-    channel_contended connects_failed handler_errors keeper_errors late_lookups late_reserves leases_lost
+    connects_failed handler_errors keeper_errors late_lookups late_reserves leases_lost
     leases_restated links_lost odd_replies probes probes_late region_callback_errors requests_unanswered
     sessions_resumed socket_full unsent
 """
