@@ -69,7 +69,7 @@ def wait_idle(daemon: Any) -> dict[str, Any]:
 
 def wait_attached(daemon: Any, engine: str) -> None:
     daemon.wait_status(
-        lambda s: len([e for e in s["sessions"] if e["engine"] == engine and e["namespaces"]]) == 2,
+        lambda s: len([e for e in s["sessions"] if e["engine"].startswith(f"{engine}-") and e["namespaces"]]) == 2,
         f"scheduler and rank of {engine}",
     )
 

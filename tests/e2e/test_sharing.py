@@ -140,7 +140,7 @@ def test_requests_of_one_prefix_that_come_together_load_it_once(
 ) -> None:
     def told(status: dict[str, Any]) -> tuple[int, int]:
         """What the second engine has asked its rank to load, and what that has loaded, in bytes."""
-        counts = [session["counts"] for session in status["sessions"] if session["engine"] == "second"]
+        counts = [session["counts"] for session in status["sessions"] if session["engine"].startswith("second-")]
         return sum(each.get("needed_bytes", 0) for each in counts), sum(each.get("loaded_bytes", 0) for each in counts)
 
     shared, last = prompt(24 * BLOCK), prompt(BLOCK + 1)
