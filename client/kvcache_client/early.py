@@ -134,16 +134,16 @@ def map_pages(region: Memory) -> None:
         logger.debug("the pages of %d parts of the region are mapped when they are locked", failed)
 
 
-def _ours(transfer: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of each connector of ours in a KV transfer configuration."""
+def _ours(transfer: Any) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield the settings of each connector of ours in a KV transfer configuration, and its own engine id, if any."""
     if transfer is None:
         return
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == CONNECTOR:
-        yield extra
+        yield extra, ""
     for inner in extra.get("connectors", ()):
         if inner.get("kv_connector") == CONNECTOR:
-            yield inner.get("kv_connector_extra_config", {})
+            yield inner.get("kv_connector_extra_config", {}), inner.get("engine_id", "")
 
 
 def _begin(wrapper: Any) -> Preparation | None:
@@ -154,8 +154,9 @@ def _begin(wrapper: Any) -> Preparation | None:
         found = list(_ours(config.kv_transfer_config))
         if not found or current_platform.device_type not in ("cuda", "npu"):
             return None
-        settings, _ = parse_settings(found[0])
-        engine = engine_name(config)
+        extra, engine_id = found[0]
+        settings, _ = parse_settings(extra)
+        engine = engine_name(config, engine_id)
         label = f"rank {int(wrapper.worker.rank) % config.parallel_config.tensor_parallel_size}"
         _begun[(engine, label)] = prepared = Preparation(settings, engine, label)
         return prepared

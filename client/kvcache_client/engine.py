@@ -33,13 +33,13 @@ def surroundings(vllm_config: Any) -> Surroundings:
     )
 
 
-def engine_name(vllm_config: Any) -> str:
-    """Return a name for this engine alone: its configured id, and a tag of what no other engine has.
+def engine_name(vllm_config: Any, engine_id: str = "") -> str:
+    """Return a name for this engine alone: its configured id, or `engine_id`, and a tag of what no other engine has.
 
     A unit file that is copied repeats the id. The instance id is drawn where an engine's configuration is made, and its
     scheduler and all ranks have that configuration.
     """
-    configured, instance = str(vllm_config.kv_transfer_config.engine_id), _instance(vllm_config)
+    configured, instance = engine_id or str(vllm_config.kv_transfer_config.engine_id), _instance(vllm_config)
     tag = "-" + hashlib.blake2b(instance.encode(), digest_size=4).hexdigest() if instance else ""
     return configured[: MAX_NAME - len(tag)] + tag
 
