@@ -315,7 +315,8 @@ class Scheduler:
         self._step += 1
         self._spent = 0.0
         self._loads.scheduled()
-        self._settled()
+        if self._check is not None:
+            self._settled()
         if self._notes.entries:
             self._tell()
         if not (self._requests or self._saves.waiting or self._canaries.waiting or self._finished or self._announce):

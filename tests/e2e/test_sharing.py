@@ -184,7 +184,7 @@ def test_a_reset_with_requests_running(first: Any, daemon: Any, prompt: Any, ref
     wait_idle(daemon)
 
     def mine(status: Any) -> list[Any]:
-        return [n for n in status["namespaces"] if "first" in n["engines"]]
+        return [n for n in status["namespaces"] if any(e.startswith("first-") for e in n["engines"])]
 
     assert [bool(n["identity"]["weights"]) for n in mine(daemon.status())] == [False, True]
     daemon.wait_status(lambda status: mine(status)[1]["blocks"] >= full(prompts), "the blocks after the reset")

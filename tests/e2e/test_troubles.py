@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvcache_client.sleep import before_sleep
 
 BLOCK, LONGEST = 32, 2304
 
@@ -60,7 +64,7 @@ def test_larger_blocks_and_prompts_only(engines: Any, daemon: Any, prompt: Any, 
     prompts = [prompt(n) for n in (4 * BLOCK, 4 * BLOCK + 1, 11 * BLOCK, 12 * BLOCK + 5)]
     assert engine.generate(*prompts, max_tokens=5 * BLOCK) == reference(prompts, 5 * BLOCK)
     wait_idle(daemon)
-    (mine,) = [n for n in daemon.status()["namespaces"] if "larger" in n["engines"]]
+    (mine,) = [n for n in daemon.status()["namespaces"] if any(e.startswith("larger-") for e in n["engines"])]
     assert (mine["block_tokens"], mine["blocks"]) == ([128], 1 + 1 + 2 + 3)
     engine.ask("reset")
     # The engine itself has five blocks of the third prompt, so that the load begins inside of a cached block.
@@ -156,6 +160,20 @@ def test_what_cannot_be_cached_is_said_and_served(
     assert engine.log.count("cpu_bytes_to_use is a setting of another connector") == 1
     assert engine.ask("reset", connector=True)["reset"]
     engine.close()
+
+
+def test_vllms_workers_have_the_methods_that_wait_for_copies() -> None:
+    class Rank:
+        def drain(self) -> None: ...
+
+    rank = Rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of vLLM's own imports
+        for name in ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker"):
+            before_sleep(name, rank.drain)
+            module, _, cls = name.rpartition(".")
+            found = getattr(sys.modules[module], cls)
+            assert found.sleep._kvcache_drains
 
 
 def test_vllms_own_offloading_beside_ours_is_explained(engines: Any, daemon: Any) -> None:
