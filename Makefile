@@ -16,15 +16,17 @@ UNWANTED := torchvision torchaudio torchcodec triton
 # The copies of Ascend NPUs are tested on the real torch_npu and a simulated CANN, in an environment of their own:
 # torch_npu breaks torch elsewhere. tests/npu_rig/README.md says what is simulated.
 TORCH_NPU := torch-npu==2.13.0
+TOGETHER := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 NPU_RUN := env --unset=ASCEND_HOME_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0
 APT = $(SUDO) apt-get --yes --quiet=2
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo -n)
 
-.PHONY: help demo test test-npu bench lint format clean
+.PHONY: help demo test test-all test-npu bench lint format clean
 
 help:
 	@echo "make demo    two vLLM engines share one cache on this machine (ARGS='--model NAME' takes a real model)"
 	@echo "make test    lint, types and every test (ARGS='tests/server -k evict' runs some, without the simulated NPU)"
+	@echo "make test-all  the long tests, too: more seeds and variants of what make test has"
 	@echo "make test-npu  the copies of Ascend NPUs on a simulated one, which make test does, too"
 	@echo "make bench   the daemon beside a bare ZeroMQ echo (ARGS=--json)"
 	@echo "make lint    ruff and mypy alone;  make format mends what ruff can;  make clean removes $(VENV), $(NPU) and caches"
@@ -32,9 +34,14 @@ help:
 demo: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server demo $(ARGS)
 
+# Every part is tested end to end; `test-all` adds the tests that are marked `long`: more seeds, more variants.
 test: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
-	@$(VENV)/bin/python -m pytest $(or $(ARGS),--numprocesses=3 --dist=loadfile --no-loadscope-reorder)
+	@$(VENV)/bin/python -m pytest $(or $(ARGS),-m "not long" $(TOGETHER))
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-npu)
+
+test-all: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
+	@$(VENV)/bin/python -m pytest $(TOGETHER)
+	@$(MAKE) --no-print-directory test-npu
 
 # `now` is today's CANN, `old` one without what it gained since: the ring, and pieces one by one.
 test-npu: $(NPU)/rig/built

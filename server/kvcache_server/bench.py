@@ -12,6 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.region import slots_per_extent
 from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec, Outcome, Refusal
+from kvcache_server import signals
 from kvcache_server.admin import Admin
 
 SHARD_BYTES = 64
@@ -125,6 +127,7 @@ class Writer(Admin):
 
 
 def echo_process(endpoint: str, blocks: int, ready: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too, and who started it ends it
     table = {block_hash(number): number for number in range(blocks)}
     router = zmq.Context().socket(zmq.ROUTER)
     router.bind(endpoint)
@@ -213,6 +216,7 @@ def commits(writer: Writer, echo: Echo, runs: int) -> dict[str, float]:
 
 
 def client_process(endpoint: str, seed: int, chains: list[int], seconds: float, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for the echo
     with Writer(endpoint, seed) as writer:
         writer.prompts.chains = [list(map(block_hash, range(first, first + WIDTHS[0]))) for first in chains]
         questions = [writer.prompts.question(WIDTHS[0]) for _ in range(512)]
@@ -228,21 +232,22 @@ def client_process(endpoint: str, seed: int, chains: list[int], seconds: float, 
 def together(endpoint: str, chains: list[int], seconds: float) -> float:
     """Return acquires a second of CLIENTS processes at once; `chains` are the numbers at which stored prompts begin."""
     spawn = multiprocessing.get_context("spawn")
-    pipes, clients = [], []
-    for number in range(CLIENTS):
-        ours, theirs = spawn.Pipe()
-        arguments = (endpoint, 100 + number, chains, seconds, theirs)
-        clients.append(spawn.Process(target=client_process, args=arguments, daemon=True))
-        clients[-1].start()
-        theirs.close()  # so that a client that dies is an end of file here
-        pipes.append(ours)
-    for pipe in pipes:
-        pipe.recv()
-    for pipe in pipes:
-        pipe.send(True)
-    done: int = sum(pipe.recv() for pipe in pipes)
-    for client in clients:
-        client.join()
+    pipes = []
+    with contextlib.ExitStack() as stack:
+        for number in range(CLIENTS):
+            ours, theirs = spawn.Pipe()
+            arguments = (endpoint, 100 + number, chains, seconds, theirs)
+            client = spawn.Process(target=client_process, args=arguments, daemon=True)
+            client.start()
+            stack.callback(client.join)
+            stack.callback(client.terminate)
+            theirs.close()  # so that a client that dies is an end of file here
+            pipes.append(ours)
+        for pipe in pipes:
+            pipe.recv()
+        for pipe in pipes:
+            pipe.send(True)
+        done: int = sum(pipe.recv() for pipe in pipes)
     return done / seconds
 
 
@@ -386,6 +391,7 @@ def describe(figures: dict[str, Any]) -> str:
 @click.option("--json", "as_json", is_flag=True, help="The figures, for programs.")
 def command(blocks: int, rounds: int, seconds: float, as_json: bool) -> None:
     begin = time.monotonic()
+    signals.end_as_by_ctrl_c()
 
     def say(text: str) -> None:
         click.echo(f"[{time.monotonic() - begin:4.0f} s] {text}", err=True)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import click
 
 from kvcache_proto.errors import KVCacheError
+from kvcache_server import signals
 from kvcache_server.admin import Admin
 from kvcache_server.config import format_size, parse_size
 
@@ -182,6 +183,7 @@ class Demo:
                 "PYTHONHASHSEED": "0",  # older engines draw the root of their hashes from it: equal seeds, equal hashes
                 "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
                 "VLLM_RPC_BASE_PATH": str(self._folder),  # vLLM leaves its sockets there
+                "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "inductor"),  # and torch a folder
             }
             if model is None:
                 environment |= {"HF_HUB_OFFLINE": "1"}
@@ -305,6 +307,7 @@ def table(rows: list[Row]) -> str:
 @click.option("--tensor-parallel", default=1, show_default=True, help="Ranks of each engine.")
 @click.option("--size", default="768MiB", show_default=True, help="Region of the demo's daemon.")
 def command(model: str | None, prompts: int, tokens: int, tensor_parallel: int, size: str) -> None:
+    signals.end_as_by_ctrl_c()
     with tempfile.TemporaryDirectory(prefix="kvdemo-") as folder:
         try:
             rows = Demo(Path(folder), prompts, tokens, tensor_parallel).run(model, size)

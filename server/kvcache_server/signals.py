@@ -1,13 +1,18 @@
-"""The signals that a daemon takes: blocked until its loop runs, for none may interrupt what is half made."""
+"""The signals that a daemon takes: blocked until its loop runs, for none may interrupt what is half made. And how a
+command that has started processes ends.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from threading import Thread
+from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def block() -> None:
@@ -37,3 +42,16 @@ def start_thread(name: str, work: Callable[..., None], *args: object) -> Thread:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return thread
+
+
+def end_as_by_ctrl_c() -> None:
+    """Let SIGTERM and SIGHUP end this process by an exception, so that it takes away what it has made."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        for each in ENDINGS:  # a second one would cut the tidying short
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + signum)
+
+    for each in ENDINGS:
+        if signal.getsignal(each) is signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(each, end)

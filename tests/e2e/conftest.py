@@ -52,7 +52,7 @@ class Mother:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": str(log.parent / "inductor")},
             )
         self._log = log
 

@@ -47,7 +47,12 @@ class OpenAIServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **environment, "VLLM_RPC_BASE_PATH": self._folder},
+                env={
+                    **os.environ,
+                    **environment,
+                    "VLLM_RPC_BASE_PATH": self._folder,
+                    "TORCHINDUCTOR_CACHE_DIR": f"{self._folder}/inductor",
+                },
                 start_new_session=True,
             )
 

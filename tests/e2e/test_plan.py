@@ -78,7 +78,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, Any]
         (folder / case.model / "config.json").write_text(json.dumps(plain(case.model)))
         asked.append({**case._asdict(), "model": str(folder / case.model), "memory": MEMORY, "lengths": LENGTHS})
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     run = subprocess.run(
         [sys.executable, str(HERE / "page_sizes.py")],
         input=json.dumps(asked),

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from kvcache_server.memory import region_path
 
 
 def test_a_small_bench() -> None:
@@ -18,3 +25,26 @@ def test_a_small_bench() -> None:
     assert all(0.5 < row["hit_ratio"] < 0.9 for row in figures["lookups"])
     assert figures["acquires_per_second"] > 0
     assert set(figures["commit_us_per_block"]) == {"3000", str(figures["blocks_indexed"]), "evicting"}
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_ended_leaves_nothing(command: str, signum: signal.Signals, short_folder: Path) -> None:
+    """Neither processes nor files: a service manager, a `timeout` and a closed terminal end it so."""
+    environment = os.environ | {"TMPDIR": str(short_folder)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvcache_server", command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith("[")  # the daemon is there
+        (folder,) = short_folder.iterdir()
+        process.send_signal(signum)
+        assert process.wait(60) == 128 + signum
+        said = process.stdout.read()  # ends with the last process that has it open
+    assert "Traceback" not in said
+    assert not folder.exists() and not list(short_folder.iterdir())
+    assert not Path(region_path("/dev/shm", str(folder / "kvcache.sock"))).exists()
