@@ -261,6 +261,10 @@ class RegionRows:
         self.buffer[begin : row + CHECKED.stop] = checked[WORD:]
         w[at + _S_CHECK] = zlib.crc32(checked)
 
+    def states(self, rows: int, slots: int) -> list[int]:
+        """Return the states of so many slots whose rows begin at `rows`."""
+        return self._words[rows // WORD : (rows + slots * SLOT_ROW) // WORD : SLOT_ROW // WORD].tolist()
+
     def set_parent(self, row: int, parent: int) -> None:
         """Hang a row below the slot with the generation `parent`, which has taken the place of the former one."""
         self._words[row // WORD + _S_PARENT] = parent

@@ -296,7 +296,7 @@ ROUTES = (
         "check",
         "POST",
         "/api/v1/check",
-        "Look at all that must always hold; engines miss meanwhile, some seconds for a million blocks.",
+        "Look at what must always hold: all at one instant where nobody is attached, else one part after the other.",
         Checked,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 from kvcache_proto.messages import Distrust, Distrusted
 from kvcache_proto.types import Finding
-from kvcache_server import logs
+from kvcache_server import audit, logs
 from kvcache_server.cache import Cache
 from kvcache_server.config import format_size
 from kvcache_server.slices import Steps
@@ -32,6 +33,7 @@ class Desk:
         self.integrity = {"checks": 0, "failures": 0}
         self._cache, self._tidy, self._figures, self._run = cache, tidy, figures, run
         self._told: dict[str, int] = {}
+        self._checks: set[asyncio.Task[str]] = set()
 
     @property
     def in_grace(self) -> bool:
@@ -111,14 +113,28 @@ class Desk:
         log.warning("the log begins at %s from now on, instead of %s, asked by %s", level, before, who)
         return before
 
-    def check(self) -> str:
-        """Look at all that must always hold; return what is broken, "" where nothing is. O(blocks), in the loop."""
-        self.integrity["checks"] += 1
+    async def check(self) -> str:
+        """Look at what must always hold; return what is broken, "" where nothing is.
+
+        All of it at one instant where that is quick or nobody is attached, else each part alone, in slices.
+        """
+        broken = ""
         try:
-            self._cache.check_integrity()
+            if self._cache.sessions and audit.takes_long(self._cache):
+                await self._run(audit.audit(self._cache))
+            else:
+                self._cache.check_integrity()
         except AssertionError as error:
             self.integrity["failures"] += 1
             log.error("integrity: broken: %s", error)
-            return str(error) or "broken"
-        log.info("integrity: sound")
-        return ""
+            broken = str(error) or "broken"
+        else:
+            log.info("integrity: sound")
+        self.integrity["checks"] += 1
+        return broken
+
+    def check_soon(self) -> None:
+        """Check; the log has what comes of it."""
+        task = asyncio.get_running_loop().create_task(self.check())
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)

@@ -235,7 +235,7 @@ class Http:
 
     async def _check(self, request: web.Request) -> web.Response:
         began = time.perf_counter()
-        finding = self._desk.check()
+        finding = await self._desk.check()
         return _response(api.Checked(not finding, finding, time.perf_counter() - began))
 
 

@@ -200,7 +200,7 @@ class Service:
         for signum in STOP_SIGNALS:
             self._loop.add_signal_handler(signum, self._loop.stop)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
-        self._loop.add_signal_handler(signal.SIGUSR1, self._desk.check)
+        self._loop.add_signal_handler(signal.SIGUSR1, self._desk.check_soon)
         self._manager.ready(self._state())
         signals.take()
 

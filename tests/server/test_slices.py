@@ -12,10 +12,11 @@ from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, KVCacheError, UnknownHandle
 from kvcache_proto.types import Finding, Outcome, Refusal, Verdict
+from kvcache_server.audit import audit
 from kvcache_server.cache import Cache
 from kvcache_server.slices import LOOK, STEP, finish
 
-CUT = ("distrust", "index", "room", "writing")
+CUT = ("audit", "distrust", "index", "room", "writing")
 
 
 @pytest.fixture
@@ -379,6 +380,81 @@ def test_a_resize_gives_up_the_same_extents_in_slices(tiny: None) -> None:
     assert engine.hits(chain("a", 3)) == 3
 
 
+# A look at what must always hold.
+
+
+def spoil_row(cache: Cache) -> None:
+    extent = cache.pool.extents[0]
+    cache.rows.set_state(cache.pool.row(extent, 1), 0)
+
+
+def spoil_busy(cache: Cache) -> None:
+    cache.pool.extents[0].busy += 1
+
+
+def spoil_vacant(cache: Cache) -> None:
+    cache.pool.extents[0].vacant.append(0)
+
+
+def spoil_tree(cache: Cache) -> None:
+    block = cache.pool.extents[0].blocks[3]
+    assert block is not None and block.parent is not None
+    block.parent.child = None
+
+
+def spoil_order(cache: Cache) -> None:
+    cache.namespaces[1].groups[0].visible[hashes(["a5"])[0]].queued = 0
+
+
+def spoil_parent(cache: Cache) -> None:
+    cache.rows.set_parent(cache.pool.row(cache.pool.extents[0], 2), 77)
+
+
+def spoil_account(cache: Cache) -> None:
+    cache.shares.accounts[0].bytes += 1
+
+
+def spoil_engine(cache: Cache) -> None:
+    cache.engines["one"].writing += 1
+
+
+def spoil_pending(cache: Cache) -> None:
+    next(iter(cache.namespaces[1].groups[0].pending.values())).fate = Verdict.FAILED
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(spoil_row, spoil_busy, spoil_vacant, spoil_tree, spoil_order, spoil_parent, spoil_account, spoil_engine),
+        spoil_pending,
+    ],
+)
+def test_an_audit_finds_what_is_broken(spoil: Any) -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    engine.store(chain("a", 6))
+    engine.acquire(chain("a", 3))
+    engine.reserve(["w"])
+    finish(audit(cache))
+    cache.check_integrity()
+    spoil(cache)
+    with pytest.raises(AssertionError):
+        finish(audit(cache))
+    with pytest.raises(AssertionError):
+        cache.check_integrity()
+
+
+def test_an_audit_is_cut_and_goes_on_over_what_changes() -> None:
+    cache = make_cache(extents=8)
+    engine = Engine(cache, "one", block_bytes=1 * KIB)
+    engine.store(chain("a", 20 * STEP))
+    looks = 0
+    for _ in audit(cache):
+        looks += 1
+        engine.store([f"b{looks}"])
+    assert looks > 20
+
+
 # All of it at once.
 
 
@@ -395,6 +471,7 @@ class Story:
         self.leases: dict[str, list[int]] = {}
         self.refs: list[bytes] = []
         self.engines: dict[str, Engine] = {}
+        self.audit, self.audits = audit(self.cache), 0
         for name in ("one", "two", "three", "four"):
             self.start(name)
 
@@ -437,6 +514,8 @@ class Story:
             self.cache.chores.go_on()
         elif self.draw.random() < 0.02:
             self.end(name)
+        elif self.draw.random() < 0.5:
+            self.look_at_a_part()
         elif self.draw.random() < 0.1:
             self.cache.tick(self.now)
         elif name in self.long:
@@ -448,6 +527,13 @@ class Story:
             self.long[name] = Long(engine, self.request(name))
             self.look(name)
         self.cache.check_integrity()
+
+    def look_at_a_part(self) -> None:
+        try:
+            next(self.audit)
+        except StopIteration:
+            self.audits += 1
+            self.audit = audit(self.cache)
 
     def look(self, name: str) -> None:
         long = self.long[name]
@@ -473,8 +559,9 @@ class Story:
 @pytest.mark.parametrize("seed", range(20))
 def test_requests_under_way_at_the_same_time_leave_a_sound_state_after_each_slice(tiny: None, seed: int) -> None:
     story = Story(seed)
-    for _ in range(400):
+    for _ in range(800):
         story.step()
+    assert story.audits > 5
     for name in list(story.long):
         long = story.long.pop(name)
         while long.under_way:
