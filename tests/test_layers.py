@@ -33,7 +33,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"ages", "pool", "shares"},
         {"leases", "pins"},
         {"sessions", "room"},
-        {"report", "reasons", "writing", "audit", "distrust", "orders", "restate"},
+        {"report", "reasons", "writing", "audit", "distrust", "lookup", "orders", "restate"},
         {"cache"},
         {"recovery", "stream"},
         {"config", "logs", "admin", "doctor.child", "plan.models", "plan.host", "replay.trace"}
@@ -87,7 +87,7 @@ PURE = {
         *("ages", "ghosts", "histogram", "lost", "sampling", "slices"),
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "pins", "sessions", "room"),
         *("report", "cache", "journal", "writing", "recovery", "sums", "distrust", "restate", "stream", "misses"),
-        *("audit", "orders", "reasons", "traffic"),
+        *("audit", "lookup", "orders", "reasons", "traffic"),
         *("plan.models", "plan.host", "plan.pages", "plan.weights", "plan.device", "plan.figures"),
         *("doctor.table", "api", "hosts", "replay.bounds"),
         *("dashboard.envfile", "dashboard.history", "dashboard.settings"),

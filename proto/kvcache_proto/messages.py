@@ -10,12 +10,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvcache_proto.types import MAX_NAME, NamespaceSpec, PoolGeometry
+from kvcache_proto.types import MAX_HASHES, MAX_NAME, MAX_SHARDS, NamespaceSpec, PoolGeometry
 
 PROTOCOL_VERSION = 2
 OLDEST_VERSION = 1
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # remembered by the daemon, and so bounded as it is read
+Most = msgspec.Meta(max_length=MAX_HASHES)  # to read the millions that fit a frame would hold the daemon up
+Shards = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SHARDS)]
+# Twice as many as a request may have: who sends one too many is told so, by the request's id.
+Hashes = Annotated[list[bytes], msgspec.Meta(max_length=2 * MAX_HASHES)]
 
 
 # The door: one Hello, one Welcome or Error, then silence until one side ends.
@@ -51,7 +55,7 @@ class Attach(msgspec.Struct, tag="attach", array_like=True):
     id: int
     token: bytes
     spec: NamespaceSpec
-    shards: tuple[int, ...] = ()
+    shards: Shards = ()
     ceiling_bytes: int = 0
 
 
@@ -73,7 +77,7 @@ class Acquire(msgspec.Struct, tag="acquire", array_like=True):
     id: int
     token: bytes
     namespace: int
-    hashes: list[bytes]
+    hashes: Hashes
     group: int = 0
     pin: bool = True
     verify: bool = False
@@ -87,13 +91,13 @@ class Release(msgspec.Struct, tag="release", array_like=True):
 
     id: int
     token: bytes
-    leases: list[int]
+    leases: Annotated[list[int], Most]
 
 
 class Run(msgspec.Struct, array_like=True):
     """Blocks of one chain, each the child of the one before; the first one's parent is `parent`, None for a root."""
 
-    hashes: list[bytes]
+    hashes: Hashes
     parent: bytes | None = None
 
 
@@ -103,7 +107,7 @@ class Reserve(msgspec.Struct, tag="reserve", array_like=True):
     id: int
     token: bytes
     namespace: int
-    runs: list[Run]
+    runs: Annotated[list[Run], Most]
     group: int = 0
 
 
@@ -121,9 +125,9 @@ class Settle(msgspec.Struct, tag="settle", array_like=True):
     token: bytes
     region: bytes
     reservation: int
-    shards: tuple[int, ...]
+    shards: Shards
     outcome: int
-    positions: list[int] = []
+    positions: Annotated[list[int], Most] = []
     sums: bytes = b""
 
 
@@ -150,7 +154,7 @@ class Note(msgspec.Struct, array_like=True):
     request: Name
     cause: Name
     age_ms: int = 0
-    hashes: list[bytes] = []
+    hashes: Hashes = []
 
 
 class Remark(msgspec.Struct, tag="remark", array_like=True):
@@ -159,7 +163,7 @@ class Remark(msgspec.Struct, tag="remark", array_like=True):
     id: int
     token: bytes
     namespace: int
-    notes: list[Note]
+    notes: Annotated[list[Note], Most]
     group: int = 0
 
 
@@ -193,7 +197,7 @@ class Restate(msgspec.Struct, tag="restate", array_like=True):
     id: int
     token: bytes
     heard: int
-    leases: list[tuple[int, bytes]] = []
+    leases: Annotated[list[tuple[int, bytes]], Most] = []
 
 
 class Fence(msgspec.Struct, tag="fence", array_like=True):

@@ -13,7 +13,7 @@ from typing import Any
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows, slot_size
-from kvcache_proto.types import MAX_HASHES, MAX_NAME, PoolGeometry, check_hashes
+from kvcache_proto.types import MAX_NAME, PoolGeometry, check_hashes
 from kvcache_server import orders, reasons, report
 from kvcache_server.distrust import distrust
 from kvcache_server.index import Account, Block, Group
@@ -28,6 +28,7 @@ from kvcache_server.journal import (
     SessionEnded,
 )
 from kvcache_server.limits import Limits
+from kvcache_server.lookup import long_prefix
 from kvcache_server.misses import Misses
 from kvcache_server.pins import STEPS, Lease
 from kvcache_server.pool import Pool
@@ -36,7 +37,7 @@ from kvcache_server.room import Room
 from kvcache_server.sampling import keyed_draw
 from kvcache_server.sessions import Engine, Namespace, Session, Watcher
 from kvcache_server.shares import Shares
-from kvcache_server.slices import Chores, Steps, begin, finish
+from kvcache_server.slices import LOOK, Chores, Steps, begin, finish
 from kvcache_server.sums import Sums
 from kvcache_server.traffic import Traffic
 from kvcache_server.writing import Writing
@@ -93,6 +94,7 @@ class Cache:
         self.writing.last_reservation = self.last_lease = life << LIFE_SHIFT
         self.last_namespace = self.last_engine = self.last_session = 0
         self.chores = Chores()
+        self.distrusts = 0  # blocks that were found to be wrong
         self.distrusting: list[list[Block]] = []  # blocks that are about to be forgotten: what is above them is already
         self._freeing = False
         self._journal = journal
@@ -351,12 +353,24 @@ class Cache:
 
     # Reading.
 
-    def _acquire(self, session: Session, request: m.Acquire, now: float) -> m.Acquired:
+    def _acquire(self, session: Session, request: m.Acquire, now: float) -> m.Acquired | Steps[m.Acquired]:
         namespace, group = session.group(request.namespace, request.group)
         hashes = request.hashes
-        if len(hashes) > MAX_HASHES:
-            check_hashes(hashes, group.hash_bytes)
-        found = group.prefix(hashes)
+        if len(hashes) > LOOK:
+            return begin(self._acquire_long(session, request, namespace, group))
+        return self._give(session, request, namespace, group, group.prefix(hashes))
+
+    def _acquire_long(
+        self, session: Session, request: m.Acquire, namespace: Namespace, group: Group
+    ) -> Steps[m.Acquired]:
+        check_hashes(request.hashes, group.hash_bytes)
+        found = yield from long_prefix(self, session, group, request.hashes)
+        return self._give(session, request, namespace, group, found)
+
+    def _give(
+        self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, found: list[Block]
+    ) -> m.Acquired:
+        hashes = request.hashes
         hits = len(found)
         if hits < len(hashes):
             missed = hashes[hits:]
@@ -435,8 +449,8 @@ class Cache:
 
     # Questions.
 
-    def _remark(self, session: Session, request: m.Remark, now: float) -> None:
-        reasons.take(self, session, request, now)
+    def _remark(self, session: Session, request: m.Remark, now: float) -> None | Steps[None]:
+        return begin(reasons.take(self, session, request, now))
 
     def _why(self, session: Session, request: m.Why, now: float) -> m.Explained:
         return m.Explained(request.id, reasons.explain(self, request.request, now))

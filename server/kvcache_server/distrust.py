@@ -72,6 +72,7 @@ def _forget(cache: Cache, top: Block, cause: str) -> Steps[int]:
     group, forgotten, done = top.account.group, 0, 0
     waiting, below = [top], []
     cache.distrusting.append(waiting)
+    cache.distrusts += 1
     try:
         while waiting:
             block = waiting.pop()

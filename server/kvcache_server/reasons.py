@@ -21,6 +21,7 @@ from kvcache_server.limits import Limits
 from kvcache_server.misses import Lookup, Told
 from kvcache_server.room import EVICTED_FOR
 from kvcache_server.sessions import Session
+from kvcache_server.slices import LOOK, Steps
 
 if TYPE_CHECKING:
     from kvcache_server.cache import Cache
@@ -35,22 +36,33 @@ _WORD = re.compile(r"[a-z_]{1,64}")
 _OLDEST = 1 << 53  # milliseconds that a note may be old
 
 
-def take(cache: Cache, session: Session, request: Remark, now: float) -> None:
+def take(cache: Cache, session: Session, request: Remark, now: float) -> Steps[None]:
     """Take an engine's notes. What cannot be used is counted: nobody waits for an answer."""
     try:
         namespace, group = session.group(request.namespace, request.group)
         check_hashes([each for note in request.notes for each in note.hashes], group.hash_bytes)
-        if not all(_WORD.fullmatch(note.cause) and 0 <= note.age_ms < _OLDEST for note in request.notes):
-            raise BadArgument("a cause is a word of small letters, an age is not negative")
+        for checked, note in enumerate(request.notes, 1):
+            if not (_WORD.fullmatch(note.cause) and 0 <= note.age_ms < _OLDEST):
+                raise BadArgument("a cause is a word of small letters, an age is not negative")
+            if checked % LOOK == 0:
+                yield
     except ClientError:
         cache.counters["notes_refused"] += len(request.notes)
         return
+    done = 0
     for note in request.notes:
         at = now - note.age_ms / 1000
         cache.misses.acting(at, session.engine.name, namespace.number)
         for each in note.hashes:
             cache.misses.left(each + group.tag, note.cause)
+            done += 1
+            if done % LOOK == 0:
+                yield
+                cache.misses.acting(at, session.engine.name, namespace.number)
         cache.misses.told.append(Told(at, session.engine.name, note.request, note.cause, len(note.hashes)))
+        done += 1
+        if done % LOOK == 0:
+            yield
 
 
 def remember(cache: Cache, asker: Session, request: Acquire, reply: Acquired, frame: bytes, now: float) -> None:

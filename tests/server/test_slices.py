@@ -16,7 +16,7 @@ from kvcache_server.audit import audit
 from kvcache_server.cache import Cache
 from kvcache_server.slices import LOOK, STEP, finish
 
-CUT = ("audit", "distrust", "index", "room", "writing")
+CUT = ("audit", "cache", "distrust", "index", "lookup", "reasons", "room", "writing")
 
 
 @pytest.fixture
@@ -249,6 +249,44 @@ def test_room_is_not_made_of_what_the_run_hangs_on(tiny: None) -> None:
     assert other.store(chain("b", 2)) == [Refusal.GRANTED, Refusal.NO_SPACE]
     assert answers(long.finish()) == [Refusal.PRESENT, Refusal.GRANTED]
     assert engine.hits(["p", "q"]) == 2
+
+
+# Acquire.
+
+
+def test_what_a_long_lookup_has_found_stays_until_it_is_leased(tiny: None) -> None:
+    cache = make_cache(extents=1, pin_quota=1.0)
+    engine, other = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 256 * KIB)
+    engine.store(chain("a", 6))
+    long = Long(engine, m.Acquire(1, b"", engine.namespace, hashes(chain("a", 6))))
+    for _ in range(3):
+        long.take_slice()
+    other.store(chain("b", 7))  # all that can be had: the slot that is free, and what is below the four found
+    assert long.finish().hits == 4
+    assert engine.hits(chain("a", 6)) == 4 and other.hits(chain("b", 7)) == 3
+
+
+def test_a_long_lookup_does_not_give_what_is_distrusted_meanwhile(tiny: None) -> None:
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    reserved = engine.reserve(chain("a", 6))
+    engine.settle(reserved)
+    long = Long(other, m.Acquire(1, b"", other.namespace, hashes(chain("a", 6))))
+    for _ in range(3):
+        long.take_slice()
+    engine.ask(m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[24:48], 0, Finding.CORRUPT))
+    assert long.finish().hits == 1
+
+
+def test_who_leaves_in_the_midst_of_a_lookup_pins_nothing(tiny: None) -> None:
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    engine.store(chain("a", 6))
+    long = Long(other, m.Acquire(1, b"", other.namespace, hashes(chain("a", 6))))
+    cache.leave_session(other.session)
+    with pytest.raises(UnknownHandle):
+        long.finish()
+    assert engine.ask(m.Clear(1, b"")).blocks == 6
 
 
 # Making room.

@@ -1,0 +1,42 @@
+"""A lookup of many hashes, in slices. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcache_proto.errors import UnknownHandle
+from kvcache_server.index import GONE, Block, Group
+from kvcache_server.sessions import Session
+from kvcache_server.slices import LOOK, Steps
+
+if TYPE_CHECKING:
+    from kvcache_server.cache import Cache
+
+
+def long_prefix(cache: Cache, session: Session, group: Group, hashes: Sequence[bytes]) -> Steps[list[Block]]:
+    """Return the blocks of the longest visible prefix. Raises UnknownHandle where the session leaves meanwhile.
+
+    The last one that was found is pinned between two slices, and keeps those above it. Where blocks are distrusted
+    meanwhile, it begins anew: they may be among those that were found.
+    """
+    found: list[Block] = []
+    forgotten = cache.distrusts
+    while True:
+        piece = group.prefix(hashes[len(found) : len(found) + LOOK])
+        found += piece
+        if len(piece) < LOOK or len(found) == len(hashes):
+            return found
+        last = found[-1]
+        last.pins += 1
+        cache.writing.held[-session.id] = last
+        try:
+            yield
+        finally:
+            del cache.writing.held[-session.id]
+            if last.pins != GONE:
+                last.unpin()
+        if not session.here:
+            raise UnknownHandle(f"session {session.id} has left")
+        if cache.distrusts != forgotten:
+            found, forgotten = [], cache.distrusts
