@@ -162,6 +162,28 @@ def test_what_cannot_be_cached_is_said_and_served(
     engine.close()
 
 
+def test_a_reset_that_keeps_the_weights_keeps_what_is_cached(
+    engines: Any, daemon: Any, model: str, tmp_path: Path, prompt: Any, reference: Any
+) -> None:
+    folder = tmp_path / "kept"
+    shutil.copytree(model, folder)
+    engine = engines("kept", daemon.endpoint, extra={"on_reset": "keep"}, model=str(folder))
+    prompts = [prompt(8 * BLOCK + 3)]
+    assert engine.generate(*prompts) == reference(prompts)
+    wait_idle(daemon)
+    assert engine.ask("reset", running=True, connector=True)["reset"]
+    before = hits(daemon, "kept")
+    assert engine.generate(*prompts) == reference(prompts)
+    assert hits(daemon, "kept") - before == 8
+    config = folder / "config.json"
+    config.write_text(config.read_text() + "\n")  # other files
+    assert engine.ask("reset", running=True, connector=True)["reset"]
+    assert engine.generate(*prompts) == reference(prompts)
+    assert hits(daemon, "kept") - before == 8
+    assert engine.log.count("the checkpoint is what it was") == 1
+    engine.close()
+
+
 def test_vllms_workers_have_the_methods_that_wait_for_copies() -> None:
     class Rank:
         def drain(self) -> None: ...
