@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache_proto.errors import RegionError
+from kvcache_proto.mapping import map_file
 from kvcache_proto.region import EXTENT_ROW, EXTENT_ROWS, MAX_EXTENTS, PAGE, SLOT_ROW, RegionRows
 from kvcache_proto.types import REF_BYTES, PoolGeometry
 
@@ -37,13 +38,12 @@ class Region:
         """Map the file behind `descriptor`, which the caller may close then. Raises RegionError."""
         _check(geometry)
         try:
-            mapping = mmap.mmap(descriptor, geometry.region_bytes)
-        except (OSError, ValueError, OverflowError) as error:
+            self.buffer = map_file(descriptor, geometry.region_bytes)
+        except (OSError, ValueError, OverflowError, ctypes.ArgumentError) as error:
             raise RegionError(f"cannot map the region of {geometry.region_bytes} bytes: {error}") from None
         self.geometry = geometry
         self.id = geometry.region_id
         self.bytes = geometry.region_bytes
-        self.buffer = memoryview(mapping)
         self.rows = RegionRows(self.buffer, geometry)
         self.rows.check_header()
         self._words: npt.NDArray[np.uint64] = np.frombuffer(self.buffer, dtype=np.uint64)

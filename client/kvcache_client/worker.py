@@ -124,8 +124,9 @@ class Worker:
         self._session.on_region(self._device.register)
         self._attach(self._spec, wait=True)
         logger.info(
-            "rank %d: %d fragments a block, %s bytes, shard %d of %d, namespace %s",
+            "rank %d: %d fragments a block, %s bytes, shard %d of %d, namespace %s; %s bytes are page-locked",
             *(self._rank, len(fragments), f"{self._block_bytes:,}", self._shard, self._spec.shards, self._spec.id),
+            f"{device.registered()[1]:,}",
         )
 
     def _attach(self, spec: NamespaceSpec, wait: bool) -> None:

@@ -134,6 +134,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "always", "never"],
         _doc("Lock the region into memory: `auto` tries and says why not, `always` does not start without."),
     ] = "auto"
+    huge_pages: Annotated[
+        Literal["auto", "always", "never"],
+        _doc("Huge pages for the region: `auto` takes what the kernel gives, `always` does not start without."),
+    ] = "auto"
     keep: Annotated[
         bool,
         _doc("Leave the region in memory at the end, for the next daemon to find its blocks; false removes it."),

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import queue
 import resource
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
+from kvcache_proto.mapping import HUGE_PAGE, address_of, map_file
 from kvcache_proto.region import ALIGN, MAX_EXTENTS, found_geometry, plan_geometry
 from kvcache_proto.types import PoolGeometry
 from kvcache_server import signals
@@ -35,6 +35,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 CHUNK = 32 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
+MADV_COLLAPSE = 25  # Linux 6.1: huge pages whatever the host's settings for shared memory are, unless they forbid it
 MAX_THREADS = 16
 RETURNS = 8  # extents that wait to be given back
 _PUNCH_HOLE = 0x01 | 0x02  # of fallocate: and the file keeps its size
@@ -51,18 +52,18 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctype
 class Region:
     """The mapped region. `fd` is for handing over; `notes` says what an operator should know, such as why no lock."""
 
-    def __init__(self, path: str, lock_fd: int, fd: int, mapping: mmap.mmap, geometry: PoolGeometry) -> None:
+    def __init__(self, path: str, lock_fd: int, fd: int, mapping: memoryview, geometry: PoolGeometry) -> None:
         self.path = path
         self.fd = fd
         self.geometry = geometry
-        self.buffer = memoryview(mapping)
+        self.buffer = mapping
         self.locked = False
+        self.huge_bytes = 0  # of it, in huge pages, as far as it was this process that filled it
         self.notes: list[str] = []
         self._lock_fd = lock_fd
         self._locker: threading.Thread | None = None
         self._returner: threading.Thread | None = None
         self._returns: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None is the end
-        self._mapping = mapping
 
     def lock_later(self, lock: str, holes: Collection[int] = ()) -> None:
         """Lock the pages, which are all there, into memory on a thread of its own; `lock` is as for `create_region`.
@@ -73,7 +74,7 @@ class Region:
         def work() -> None:
             g = self.geometry
             skipped = [(g.data_offset + index * g.extent_bytes, g.extent_bytes) for index in sorted(holes)]
-            why_not = _populate(self._mapping, self.fd, lock, lambda done, total: None, skipped)
+            why_not = _Filling(self.buffer, self.fd, lock, "never").run(lambda done, total: None, skipped)
             self.locked = lock != "never" and not why_not
             if why_not:
                 log.warning("the region is not locked into memory: %s", why_not)
@@ -120,15 +121,9 @@ class Region:
         if not keep:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
-        self.buffer.release()
-        _close_mapping(self._mapping)
+        self.buffer.release()  # where nothing else refers to the mapping, it goes
         os.close(self.fd)
         os.close(lock_fd)
-
-
-def _close_mapping(mapping: mmap.mmap) -> None:
-    with contextlib.suppress(BufferError):  # views of it still live: it goes with the last of them
-        mapping.close()
 
 
 def region_path(directory: str, socket_path: str) -> str:
@@ -144,15 +139,17 @@ def create_region(
     socket_path: str,
     extent_size: int = 0,
     lock: str = "auto",
+    huge_pages: str = "auto",
     progress: Progress | None = None,
 ) -> Region:
     """Return a fresh region with `size` bytes of extents, all its pages present, in a new file in `directory`.
 
-    What a killed daemon of the same `socket_path` left there is removed first. `lock` is "auto", "always" or "never".
+    What a killed daemon of the same `socket_path` left there is removed first. `lock` and `huge_pages` are "auto",
+    "always" or "never".
 
     Raises:
         ConfigError: the directory or the sizes cannot be used.
-        RegionError: the mount or the host has not that much memory, or the memory cannot be locked.
+        RegionError: the mount or the host has not that much memory, or has it not in huge pages that must be.
         NotPermitted: the directory cannot be written, or the memory may not be locked.
         EndpointTaken: a living daemon holds the file.
     Nothing is left behind then.
@@ -184,7 +181,7 @@ def create_region(
         undo.callback(os.close, fd)
         try:
             os.ftruncate(fd, geometry.region_bytes)
-            mapping = mmap.mmap(fd, geometry.region_bytes)
+            mapping = map_file(fd, geometry.region_bytes)
         except OSError as error:
             raise RegionError(f"region of {format_size(geometry.region_bytes)} in {directory}: {error}") from None
         region = Region(path, lock_fd, fd, mapping, geometry)
@@ -192,7 +189,11 @@ def create_region(
         undo.callback(region.close)
         if kind not in ("tmpfs", "hugetlbfs", "ramfs"):
             region.notes.append(f"region_dir {directory} is on {kind}, not in memory: the kernel writes it to disk")
-        why_not = _populate(mapping, fd, lock, progress or (lambda done, total: None))
+        filling = _Filling(mapping, fd, lock, "never" if kind == "hugetlbfs" else huge_pages)
+        why_not = filling.run(progress or (lambda done, total: None))
+        region.huge_bytes = geometry.region_bytes if kind == "hugetlbfs" else filling.huge_bytes
+        if filling.why_small and huge_pages == "always":
+            raise RegionError(f"huge_pages = always: {filling.why_small}")
         if why_not and lock == "always":
             raise NotPermitted(f"lock = always: {why_not}")
         region.locked = lock != "never" and not why_not
@@ -223,11 +224,9 @@ def reopen_region(directory: str, *, socket_path: str) -> Region | None:
             return None  # a daemon was killed as it began to make it
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         undo.callback(os.close, fd)
-        mapping = mmap.mmap(fd, found.st_size)
-        undo.callback(_close_mapping, mapping)
+        mapping = map_file(fd, found.st_size)
         try:
-            with memoryview(mapping) as view:
-                geometry = found_geometry(view)
+            geometry = found_geometry(mapping)
             if geometry is None:
                 return None
             if geometry.region_bytes != found.st_size:
@@ -295,6 +294,23 @@ def check_room(directory: str, needed: int) -> str:
             f"{format_size(available)}: choose a smaller size"
         )
     return kind
+
+
+def no_huge_pages(directory: str) -> str:
+    """Return why a region in `directory` gets no huge pages by asking for them, "" where it does. Asks for one."""
+    try:
+        descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        return f"no file can be made in {directory}: {error.strerror}"
+    try:
+        os.ftruncate(descriptor, HUGE_PAGE)
+        filling = _Filling(map_file(descriptor, HUGE_PAGE), descriptor, "never", "always")
+        filling.run(lambda done, total: None)
+        return filling.why_small
+    except (OSError, RegionError) as error:
+        return str(error)
+    finally:
+        os.close(descriptor)
 
 
 def free_room(directory: str) -> int:
@@ -372,50 +388,73 @@ def group_room() -> Iterator[int]:
                 break
 
 
-def _populate(mapping: mmap.mmap, fd: int, lock: str, progress: Progress, holes: Sequence[tuple[int, int]] = ()) -> str:
-    """Make every page present, by several threads, and lock them. Returns why they are not locked, or nothing.
+class _Filling:
+    """Makes every page of a mapping present, by several threads, in huge pages where they can be had, and locks them.
 
-    `holes`, each an offset and bytes, in their order, are left out.
+    Attributes:
+        huge_bytes: what lies in huge pages.
+        why_small: why some of it does not, or nothing.
     """
-    total = len(mapping)
-    holder = ctypes.c_char.from_buffer(mapping)
-    start = ctypes.addressof(holder)
-    why_not: list[str] = []
-    stop = threading.Event()
 
-    def fill(offset: int, length: int) -> int:
-        if stop.is_set():
-            return 0
-        if _libc.madvise(start + offset, length, MADV_POPULATE_WRITE):
-            _explain(ctypes.get_errno(), offset, total)
-            # An older kernel. Not by touching: on a full mount that is a SIGBUS, this is an error.
-            try:
-                os.posix_fallocate(fd, offset, length)
-            except OSError as error:
-                _explain(error.errno or 0, offset, total)
-                raise
-        if lock != "never" and not why_not and _libc.mlock(start + offset, length):
-            why_not.append(_why_no_lock(ctypes.get_errno()))
-        return length
+    def __init__(self, mapping: memoryview, fd: int, lock: str, huge_pages: str) -> None:
+        """`lock` and `huge_pages` are "auto", "always" or "never"."""
+        self._mapping, self._fd, self._lock = mapping, fd, lock
+        self._huge = huge_pages != "never"
+        self._why_unlocked = ""
+        self._stop = threading.Event()
+        self._counting = threading.Lock()
+        self.huge_bytes = 0
+        self.why_small = ""
 
-    if lock != "never":
-        _raise_memlock_limit()
-    done = 0
-    progress(0, total)
-    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-    try:
+    def run(self, progress: Progress, holes: Sequence[tuple[int, int]] = ()) -> str:
+        """Return why the pages are not locked, or nothing. `holes`, each an offset and bytes, in their order, are left
+        out. Raises RegionError where memory runs out."""
+        total = len(self._mapping)
+        mapping = self._mapping[:]  # it stays, whoever lets go of it meanwhile
+        start = address_of(mapping)
+        if self._lock != "never":
+            _raise_memlock_limit()
+        done = 0
+        progress(0, total)
+        threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, "prefault") as pool:
             try:
-                for filled in as_completed([pool.submit(fill, *each) for each in _chunks(total, holes)]):
+                for filled in as_completed([pool.submit(self._fill, start, *each) for each in _chunks(total, holes)]):
                     done += filled.result()
                     progress(done, total)
             finally:
-                stop.set()  # after an error or a signal the chunks not begun return at once
-        if why_not:
+                self._stop.set()  # after an error or a signal the chunks not begun return at once
+        if self._why_unlocked:
             _libc.munlock(start, total)
-    finally:
-        del holder  # the mapping cannot be closed while it is pointed into
-    return why_not[0] if why_not else ""
+        del mapping
+        return self._why_unlocked
+
+    def _fill(self, start: int, offset: int, length: int) -> int:
+        if self._stop.is_set():
+            return 0
+        if _libc.madvise(start + offset, length, MADV_POPULATE_WRITE):
+            _explain(ctypes.get_errno(), offset, len(self._mapping))
+            # An older kernel. Not by touching: on a full mount that is a SIGBUS, this is an error.
+            try:
+                os.posix_fallocate(self._fd, offset, length)
+            except OSError as error:
+                _explain(error.errno or 0, offset, len(self._mapping))
+                raise
+        if self._huge:
+            self._collapse(start + offset, length)
+        if self._lock != "never" and not self._why_unlocked and _libc.mlock(start + offset, length):
+            self._why_unlocked = _why_no_lock(ctypes.get_errno())
+        return length
+
+    def _collapse(self, address: int, length: int) -> None:
+        """Have the kernel put the pages that are there together. The first refusal is the last try: the next one would
+        search the host's memory for room again."""
+        if not _libc.madvise(address, length, MADV_COLLAPSE):
+            with self._counting:
+                self.huge_bytes += length
+        elif length % HUGE_PAGE == 0:  # the end of a mapping need not be whole
+            self._huge = False
+            self.why_small = f"the kernel gives no huge pages: {os.strerror(ctypes.get_errno())}"
 
 
 def _chunks(total: int, holes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

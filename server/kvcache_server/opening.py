@@ -108,6 +108,7 @@ def _begin(config: Config, limits: Limits, files: SessionFiles, progress: Progre
         socket_path=socket_path(config.endpoint),
         extent_size=config.extent_size,
         lock=config.lock,
+        huge_pages=config.huge_pages,
         progress=progress,
     )
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvcache_proto.findings import Finding, Verdict
 from kvcache_proto.region import ALIGN
 from kvcache_server.config import Config, format_size
-from kvcache_server.memory import RAISE_MEMLOCK, Mount, available_memory, free_room, group_room, mount_of
+from kvcache_server.memory import RAISE_MEMLOCK, Mount, available_memory, free_room, group_room, mount_of, no_huge_pages
 
 _CAP_IPC_LOCK = 14
 _HUGE = 2 << 20
@@ -67,13 +67,21 @@ def _region_pages(config: Config) -> Finding:
         page, why = os.statvfs(config.region_dir).f_frsize, "hugetlbfs"
     else:
         page, why = tmpfs_page(mount, _read(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")))
+        if page < _HUGE and config.huge_pages != "never" and (refused := no_huge_pages(config.region_dir)) != "":
+            why += f"; {refused}"
+        elif page < _HUGE and config.huge_pages != "never":
+            page, why = _HUGE, f"{why}; the kernel puts pages together where it is asked to"
     figure, values = f"{format_size(page)} ({why})", {"bytes": page}
     if page > ALIGN:
         return Finding(name, "failed", figure, "mount it with pagesize=2M", values=values)
+    if page < _HUGE:
+        figure += "; with huge ones a GPU's driver page-locks a region in half the time"
     tables = config.size // page * _ENTRY
     if tables < _LARGE_TABLES:
         return Finding(name, "ok", figure, values=values)
-    figure += f": {format_size(tables)} of page tables in the daemon and in each rank that has mapped all of it"
+    figure += f"; {format_size(tables)} of page tables in the daemon and in each rank that has mapped all of it"
+    if config.huge_pages == "never":
+        return Finding(name, "slow", figure, "leave huge_pages at auto", values=values)
     cure = (
         f"mount -o remount,huge=always {mount.point}" if mount.kind == "tmpfs" else "take a tmpfs mounted huge=always"
     )

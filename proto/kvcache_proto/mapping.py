@@ -1,0 +1,71 @@
+"""A file mapped where huge pages of it can be mapped as such: the kernel aligns no mapping of a tmpfs by itself."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+HUGE_PAGE = 2 << 20  # of x86-64, and of aarch64 with pages of 4 KiB
+
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def map_file(descriptor: int, size: int) -> memoryview:
+    """Return `size` bytes of the file, shared and writable, at a multiple of HUGE_PAGE where that can be had.
+
+    The mapping lives as long as anything refers to the view; `descriptor` may be closed. Raises OSError where the
+    kernel refuses, or the file is shorter.
+    """
+    if size <= 0 or os.fstat(descriptor).st_size < size:
+        raise OSError(0, f"a mapping of {size} bytes of a file of {os.fstat(descriptor).st_size}")
+    address = _aligned(descriptor, size) or _map(None, size, mmap.MAP_SHARED, descriptor)
+    array = (ctypes.c_ubyte * size).from_address(address)
+    unmap = weakref.finalize(array, _libc.munmap, address, size)
+    unmap.atexit = False  # type: ignore[misc]  # threads may use it to the very end
+    return memoryview(array).cast("B")
+
+
+def address_of(view: memoryview) -> int:
+    """Return where the bytes of a writable view begin in this process."""
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+
+
+def _aligned(descriptor: int, size: int) -> int:
+    """Return the address of an aligned mapping; 0 where it cannot be had, as of a hugetlbfs with larger pages."""
+    reserved = size + HUGE_PAGE
+    try:
+        begin = _map(None, reserved, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    except OSError:
+        return 0
+    address = -(-begin // HUGE_PAGE) * HUGE_PAGE
+    try:
+        _map(address, size, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+    except OSError:
+        _libc.munmap(begin, reserved)
+        return 0
+    end = -(-(address + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+    for part, length in ((begin, address - begin), (end, begin + reserved - end)):
+        if length > 0:
+            _libc.munmap(part, length)
+    return address
+
+
+def _map(
+    address: int | None,
+    size: int,
+    flags: int,
+    descriptor: int,
+    protection: int = mmap.PROT_READ | mmap.PROT_WRITE,
+) -> int:
+    found = _libc.mmap(address, size, protection, flags, descriptor, 0)
+    if found in (None, _FAILED):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return int(found)
