@@ -410,24 +410,25 @@ class _Filling:
         """Return why the pages are not locked, or nothing. `holes`, each an offset and bytes, in their order, are left
         out. Raises RegionError where memory runs out."""
         total = len(self._mapping)
-        mapping = self._mapping[:]  # it stays, whoever lets go of it meanwhile
-        start = address_of(mapping)
         if self._lock != "never":
             _raise_memlock_limit()
-        done = 0
+        with self._mapping[:] as mapping:  # it stays, whoever lets go of it meanwhile
+            self._fill_all(address_of(mapping), list(_chunks(total, holes)), progress)
+            if self._why_unlocked:
+                _libc.munlock(address_of(mapping), total)
+        return self._why_unlocked
+
+    def _fill_all(self, start: int, chunks: Sequence[tuple[int, int]], progress: Progress) -> None:
+        done, total = 0, len(self._mapping)
         progress(0, total)
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, "prefault") as pool:
             try:
-                for filled in as_completed([pool.submit(self._fill, start, *each) for each in _chunks(total, holes)]):
+                for filled in as_completed([pool.submit(self._fill, start, *each) for each in chunks]):
                     done += filled.result()
                     progress(done, total)
             finally:
                 self._stop.set()  # after an error or a signal the chunks not begun return at once
-        if self._why_unlocked:
-            _libc.munlock(start, total)
-        del mapping
-        return self._why_unlocked
 
     def _fill(self, start: int, offset: int, length: int) -> int:
         if self._stop.is_set():
