@@ -35,7 +35,7 @@ MAX_OUTBOX = 1 << 16
 MAX_OWED = 1 << 16  # answers that the daemon may owe
 MAX_UNASKED = 1000  # answers to nothing that we asked, before a daemon is taken for mad
 RECEIVE_QUEUE = 128  # replies that wait in memory; more wait on the daemon's side
-FIRST_MS = 1  # a reply that comes so soon costs one system call; who waits for longer listens to its followers, too
+SHARED = 10.0  # seconds after calls have overlapped, in which who receives also polls for others' requests
 SLICE_MS = 20  # a call looks so often whether its channel has ended meanwhile: the keeper sees the daemon's door close
 TURN = 1024  # replies taken in before others may go on
 
@@ -97,7 +97,7 @@ class Channel:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.rcvhwm = RECEIVE_QUEUE
-        self._socket.rcvtimeo = FIRST_MS
+        self._timeout_ms = -1
         self._socket.connect(endpoint)
         self.descriptor: int = self._socket.getsockopt(zmq.FD)  # readable when there is something to do
         self._ids = itertools.count(1)
@@ -108,7 +108,8 @@ class Channel:
         self._done: deque[tuple[Handler, Reply | None]] = deque()
         self._followers: deque[_Follower] = deque()  # of those that wait, who leads next
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # something has come into the outbox
-        self._polling = False  # whether the leader listens to it
+        self._shared_until = 0.0
+        self._leading = self._polling = False  # whether a call receives; whether it listens to the bell
         self._order = threading.Lock()  # numbers rise in the order of sending
         self.closed = False
         self.heard = 0  # the highest reservation that an answer named, noted before anybody can act on it
@@ -137,7 +138,7 @@ class Channel:
         """
         until = time.monotonic() + deadline
         if not self._lock.acquire(blocking=False):
-            return self._follow(request, until, late)
+            return self._follow(request, deadline, late)
         reply: Reply | None = None
         number = 0
         try:
@@ -209,9 +210,14 @@ class Channel:
 
     # Calls that follow.
 
-    def _follow(self, request: Numbered, until: float, late: Handler) -> Reply | None:
+    def _follow(self, request: Numbered, deadline: float, late: Handler) -> Reply | None:
         """Call while somebody else has the lock: wait for the reply, or for the lock, whichever comes first."""
-        follower = _Follower(late)
+        follower, until = _Follower(late), time.monotonic() + deadline
+        if self._leading:
+            # To poll for both costs a few microseconds, to receive with a short timeout more: a leader that has not
+            # polled so far sends our request when its slice is over, and the deadline counts from then.
+            until += 0.0 if self._polling else SLICE_MS / 1000
+            self._shared_until = time.monotonic() + SHARED
         number = self._enqueue(request, follower)
         if self.closed and self._waiting.pop(number, None) is not None:
             request.id = 0  # never sent
@@ -306,28 +312,36 @@ class Channel:
         return True
 
     def _await(self, number: int, until: float) -> Reply | None:
-        first = True
+        self._leading, slow = True, False
         try:
-            while not self.fault and not self.closed and (left := until - time.monotonic()) > 0:
+            while not self.fault and not self.closed and (left := until - (now := time.monotonic())) > 0:
+                self._polling = slow or now < self._shared_until
                 # What the socket had no room for goes as room comes: our own request may be the last of it.
                 full = bool(self._outbox) and not self._flush()
+                timeout_ms = 1 if full else min(SLICE_MS, int(left * 1000) + 1)
+                if self._done and self._polling:
+                    self._wake()  # others wait for what was received meanwhile
                 try:
-                    frame = self._socket.recv() if first else self._poll(1 if full else int(left * 1000) + 1)
+                    frame = self._poll(timeout_ms) if self._polling else self._receive(timeout_ms)
                 except zmq.Again:
-                    first, self._polling = False, True
+                    slow = True
                     continue
                 reply = self._read(frame, number)
                 if reply is not None and reply.id == number:
                     return reply
-                if self._done and not first:
-                    self._wake()  # others wait for what was received with ours
         finally:
-            self._polling = False
+            self._leading = self._polling = False
         return None
+
+    def _receive(self, timeout_ms: int) -> bytes:
+        if timeout_ms != self._timeout_ms:
+            self._socket.rcvtimeo = self._timeout_ms = timeout_ms
+        frame: bytes = self._socket.recv()
+        return frame
 
     def _poll(self, timeout_ms: int) -> bytes:
         """Receive; raise zmq.Again where nothing comes in time, or something has come into the outbox."""
-        zmq.backend.zmq_poll([(self._socket, zmq.POLLIN), (self._bell, zmq.POLLIN)], min(SLICE_MS, timeout_ms))
+        zmq.backend.zmq_poll([(self._socket, zmq.POLLIN), (self._bell, zmq.POLLIN)], timeout_ms)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         frame: bytes = self._socket.recv(zmq.NOBLOCK)
