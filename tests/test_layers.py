@@ -27,7 +27,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache_server": [
         {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "rates", "ration", "signals"}
-        | {"sampling", "slices", "sockets", "sums", "traffic", "unread"},
+        | {"extents", "sampling", "slices", "sockets", "sums", "traffic", "unread"},
         {"ghosts", "misses", "questions", "underway"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
@@ -84,7 +84,7 @@ FLOORS: dict[str, list[set[str]]] = {
 PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings", "counts"},
     "kvcache_server": {
-        *("ages", "ghosts", "histogram", "lost", "sampling", "slices"),
+        *("ages", "extents", "ghosts", "histogram", "lost", "sampling", "slices"),
         *("limits", "rates", "unread", "index", "pool", "shares", "leases", "pins", "sessions", "room"),
         *("report", "cache", "journal", "writing", "recovery", "sums", "distrust", "restate", "stream", "misses"),
         *("audit", "lookup", "orders", "reasons", "traffic"),

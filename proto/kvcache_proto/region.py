@@ -14,6 +14,7 @@ daemon.
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from typing import NamedTuple
@@ -32,6 +33,10 @@ EXTENT_ROW = 64
 SLOT_ROW = 128
 EXTENT_ROWS = PAGE
 MAX_EXTENTS = 1 << 16
+# Powers of two from 64 KiB to 32 MiB, 1.25 and 1.5 times as much, and 64 MiB.
+_COMMON_BLOCKS = [*(quarters << shift for shift in range(14, 24) for quarters in (4, 5, 6)), 64 << 20]
+_LARGE_BLOCK = 128  # of fewer per region, an extent holds too few to choose by them
+_MOST_EXTENT = 514 << 20
 
 # DOOMED: a writer may still write there, and it will never be READY.
 FREE, WRITING, READY, DOOMED = 0, 1, 2, 3
@@ -97,13 +102,10 @@ class SlotRow(NamedTuple):
 def plan_geometry(region_id: bytes, size: int, extent_bytes: int = 0) -> PoolGeometry:
     """Return how a region is cut whose whole extents take at most `size` bytes; its header comes on top.
 
-    `extent_bytes` 0 chooses: 1/32 of the size, a power of two from 4 MiB to 256 MiB, and from 32 MiB on 2 MiB more: for
-    the rows, without which one of sixteen blocks of 16 MiB would not fit. Raises RegionError where not one extent fits.
+    `extent_bytes` 0 chooses what common sizes of blocks fill best. Raises RegionError where not one extent fits.
     """
     if extent_bytes == 0:
-        wanted = max(size // 32, 1)
-        extent_bytes = min(max(1 << (wanted - 1).bit_length(), 4 << 20), 256 << 20)
-        extent_bytes += ALIGN if extent_bytes >= 32 << 20 else 0
+        extent_bytes = _default_extent(size)
     if extent_bytes < ALIGN or extent_bytes % ALIGN:
         raise RegionError(f"extent of {extent_bytes} bytes: a multiple of {ALIGN}")
     extents = min(size // extent_bytes, MAX_EXTENTS)
@@ -111,6 +113,25 @@ def plan_geometry(region_id: bytes, size: int, extent_bytes: int = 0) -> PoolGeo
         raise RegionError(f"{size} bytes: at least {extent_bytes}, one extent")
     data = -(-(EXTENT_ROWS + extents * EXTENT_ROW) // ALIGN) * ALIGN
     return PoolGeometry(region_id, data + extents * extent_bytes, extent_bytes, extents, data)
+
+
+@functools.lru_cache
+def _default_extent(size: int) -> int:
+    """Return the extent size, 1/64 to 1/8 of `size` from 4 to 514 MiB, that leaves the least without a block.
+
+    Of a region of that size, the mean and the most over the common sizes of blocks that are not large for it. And since
+    extents are what sizes trade memory by, few large ones must be worth it: a quarter of an extent counts as waste.
+    """
+    blocks = [each for each in _COMMON_BLOCKS if each * _LARGE_BLOCK <= size] or _COMMON_BLOCKS[:1]
+    least = min(max(size // 64 // ALIGN * ALIGN, 2 * ALIGN), _MOST_EXTENT // 2 // ALIGN * ALIGN)
+    most = min(max(size // 8, least), _MOST_EXTENT)
+
+    def waste(extent: int) -> float:
+        extents = size // extent
+        wasted = [1 - extents * slots_per_extent(extent, each) * each / size for each in blocks]
+        return max(wasted) + sum(wasted) / len(wasted) + extent / size / 4
+
+    return min(range(least, most + 1, ALIGN), key=waste) if size >= least else least
 
 
 def slots_per_extent(extent_bytes: int, slot_bytes: int) -> int:

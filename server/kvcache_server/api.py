@@ -65,6 +65,10 @@ class Namespace(msgspec.Struct):
     identity: Annotated[dict[str, str], _doc("every fact that makes the bytes of equal hashes differ")]
     block_tokens: Annotated[list[Count], _doc("by KV cache group")]
     block_bytes: Annotated[list[Count], _doc("by KV cache group")]
+    overhead: Annotated[float, _doc("part of an extent that holds none of its blocks: rows, and the end")]
+    better_extent_bytes: Annotated[
+        Count, _doc("the `extent_size` that would waste less; 0 where that is little or none")
+    ]
     lookups: Count
     requested_blocks: Count
     hit_blocks: Count

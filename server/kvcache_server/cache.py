@@ -16,6 +16,7 @@ from kvcache_proto.region import RegionRows, slot_size
 from kvcache_proto.types import MAX_NAME, PoolGeometry, check_hashes
 from kvcache_server import orders, reasons, report
 from kvcache_server.distrust import distrust
+from kvcache_server.extents import fit
 from kvcache_server.index import Account, Block, Group
 from kvcache_server.journal import (
     EngineForgotten,
@@ -30,7 +31,7 @@ from kvcache_server.journal import (
 from kvcache_server.limits import Limits
 from kvcache_server.lookup import long_prefix
 from kvcache_server.misses import Misses
-from kvcache_server.pins import STEPS, Lease
+from kvcache_server.pins import Lease, pay_all
 from kvcache_server.pool import Pool
 from kvcache_server.restate import restate
 from kvcache_server.room import Room
@@ -261,9 +262,7 @@ class Cache:
             self.room.frozen = False
         if not self._freeing:
             self.chores.do(self._free(now))
-        steps = STEPS
-        for engine in self.engines.values():
-            steps = engine.pins.pay(steps)
+        pay_all(engine.pins for engine in self.engines.values())
         self.room.ages.tick(self.pool.generation, now)
         self.traffic.tick(now)
 
@@ -338,6 +337,7 @@ class Cache:
 
     def add_namespace(self, namespace: Namespace) -> None:
         self.last_namespace = max(self.last_namespace, namespace.number)
+        namespace.fit = fit(namespace.spec, self.geometry)
         self.namespaces[namespace.number] = self.by_id[namespace.id] = namespace
         if self.watcher is not None:
             self.watcher.made(namespace)

@@ -128,7 +128,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
     region_dir: Annotated[str, _doc("Folder on tmpfs or hugetlbfs that holds the region file.")] = "/dev/shm"
     extent_size: Annotated[
-        int, _doc("Unit in which block sizes trade memory; 0 takes 1/32 of the region, 4 to 258 MiB.", size=True)
+        int,
+        _doc(
+            "Unit in which block sizes trade memory; 0 takes what common blocks fill best, 4 to 514 MiB.",
+            size=True,
+        ),
     ] = 0
     lock: Annotated[
         Literal["auto", "always", "never"],

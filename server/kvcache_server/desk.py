@@ -13,6 +13,7 @@ from kvcache_proto.types import Finding
 from kvcache_server import audit, logs
 from kvcache_server.cache import Cache
 from kvcache_server.config import format_size
+from kvcache_server.extents import NOTABLE
 from kvcache_server.slices import Steps
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,23 @@ class Desk:
     def report(self) -> dict[str, Any]:
         """Return what `status` shows."""
         return self._cache.stats(time.monotonic()) | {"daemon": self._figures()}
+
+    def attached(self, number: int) -> None:
+        """Say once where a namespace's blocks leave much of the region empty, and what cures it."""
+        namespace = self._cache.namespaces[number]
+        if namespace.noted or namespace.fit.overhead <= NOTABLE:
+            return
+        namespace.noted = True
+        fit, extent = namespace.fit, self._cache.pool.extent_bytes
+        cure = "no extent_size helps: blocks are small beside their rows, or large beside the region"
+        if fit.better_extent:
+            cure = f"extent_size {format_size(fit.better_extent)} would leave {100 * fit.better_overhead:.1f} %"
+        log.warning(
+            "namespace %s, model %s: blocks of %s leave %.1f %% of the region empty in extents of %s; %s",
+            *(namespace.id, namespace.spec.model, format_size(fit.block_bytes), 100 * fit.overhead),
+            *(format_size(extent), cure),
+            extra={"fields": {"event": "overhead", "namespace": namespace.id, **fit._asdict()}},
+        )
 
     def summarise(self, messages: int, sessions: int) -> None:
         """Log one line of what has happened since the last one, if anything has; `messages` have come so far."""

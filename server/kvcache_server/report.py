@@ -90,6 +90,8 @@ def _namespace(namespace: Namespace, engines: Counter[str]) -> dict[str, Any]:
         "identity": namespace.spec.identity,
         "block_tokens": [group.spec.block_tokens for group in namespace.groups],
         "block_bytes": [group.spec.block_bytes for group in namespace.groups],
+        "overhead": round(namespace.fit.overhead, 4),
+        "better_extent_bytes": namespace.fit.better_extent,
         "lookups": namespace.lookups,
         "requested_blocks": namespace.requested_blocks,
         "hit_blocks": sum(group.hit_blocks for group in namespace.groups),

@@ -26,18 +26,12 @@ import zmq.backend
 from kvcache_proto import __version__
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.endpoint import socket_path
-from kvcache_proto.errors import (
-    BadFrame,
-    BadToken,
-    EndpointLost,
-    KVCacheError,
-    ServerError,
-    Unavailable,
-)
+from kvcache_proto.errors import BadFrame, BadToken, EndpointLost, KVCacheError, ServerError, Unavailable
 from kvcache_proto.messages import (
     Acquire,
     Acquired,
     Attach,
+    Attached,
     Cleared,
     Detach,
     Distrust,
@@ -350,6 +344,8 @@ class Service:
         """Return the reply's frame, with all that goes along with the reply done."""
         if type(reply) is Acquired:
             self._acquire.add(time.monotonic() - now)
+        elif type(reply) is Attached:
+            self._desk.attached(reply.namespace)
         elif type(reply) is Cleared:
             self._desk.cleared(getattr(request, "namespace", ""), reply.blocks, self._attendance.name(session))
         elif type(reply) is Fenced:

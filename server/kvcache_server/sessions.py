@@ -9,6 +9,7 @@ from typing import Protocol
 from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
 from kvcache_proto.types import Breaker, NamespaceSpec
+from kvcache_server.extents import Fit
 from kvcache_server.index import Account, Group
 from kvcache_server.leases import Reservation
 from kvcache_server.pins import Lease, Pins
@@ -16,7 +17,7 @@ from kvcache_server.sampling import Draw
 
 
 class Namespace:
-    __slots__ = ("groups", "id", "lookups", "number", "requested_blocks", "spec")
+    __slots__ = ("fit", "groups", "id", "lookups", "noted", "number", "requested_blocks", "spec")
 
     def __init__(self, number: int, spec: NamespaceSpec, capacity: int, draw: Draw) -> None:
         self.number = number
@@ -26,6 +27,8 @@ class Namespace:
             Group(number, index, group, spec.hash_bytes, capacity, draw) for index, group in enumerate(spec.groups)
         ]
         self.lookups = self.requested_blocks = 0
+        self.fit = Fit(0, 0.0)
+        self.noted = False  # whether the log says how it fits
 
     def forget(self) -> None:
         """Fall apart: nobody will ask for it again."""

@@ -137,6 +137,20 @@ def test_extents_end_on_huge_pages(extent_bytes: int) -> None:
         plan_geometry(ID, 1 << 30, extent_bytes)
 
 
+@pytest.mark.parametrize("mib", [256, 512, 1024, 1536, 2048, 4096, 8192, 12288, 16384, 32768, 100 << 10, 1 << 20])
+def test_common_blocks_fill_a_region_of_any_size(mib: int) -> None:
+    size = mib * MIB
+    g = plan_geometry(ID, size)
+    blocks = [quarters << shift for shift in range(14, 23) for quarters in (4, 5, 6)]
+    wasted = [
+        1 - g.extents * slots_per_extent(g.extent_bytes, slot_size(each)) * each / size
+        for each in blocks
+        if each * 128 <= size
+    ]
+    assert max(wasted) < 0.065 and sum(wasted) / len(wasted) < 0.025
+    assert g.extents >= 8
+
+
 @given(st.integers(1, 4 * MIB))
 def test_slots_and_their_rows_never_meet(block_bytes: int) -> None:
     slot_bytes = slot_size(block_bytes)

@@ -278,3 +278,21 @@ def test_an_engine_s_bytes_are_those_of_all_groups_of_the_namespace() -> None:
     (space,) = cache.stats(0.0)["namespaces"]
     assert space["engines"] == {"one": space["bytes"]}
     assert space["bytes"] >= (2 * 64 + 32) * KIB
+
+
+def attach(cache: Cache, block_bytes: int) -> tuple[float, int]:
+    """Attach a model with such blocks, and return its overhead and the better extent size as `status` shows them."""
+    Engine(cache, f"of {block_bytes}", block_bytes, model=f"of {block_bytes}")
+    space = cache.stats(0.0)["namespaces"][-1]
+    return space["overhead"], space["better_extent_bytes"]
+
+
+def test_a_namespace_says_how_much_of_the_region_its_blocks_leave_empty_and_what_cures_it():
+    cache = make_cache(extents=32, extent_bytes=8 * MIB)
+    overhead, better = attach(cache, MIB)
+    assert overhead == pytest.approx(1 / 8, abs=0.001)
+    assert attach(make_cache(extents=256 * MIB // better, extent_bytes=better), MIB)[0] < 0.05
+    assert attach(cache, 5 * MIB)[1] > 8 * MIB
+    overhead, better = attach(cache, 64)  # it is the rows, which extents of any size have
+    assert (round(overhead, 2), better) == (0.67, 0)
+    assert attach(cache, 64 * KIB) == (pytest.approx(0.008, abs=0.001), 0)

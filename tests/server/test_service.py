@@ -485,3 +485,14 @@ def test_sessions_are_bounded(start_daemon: Any) -> None:
     sessions.pop().close()
     for session in sessions:
         session.close()
+
+
+def test_the_log_says_once_that_blocks_leave_much_of_the_region_empty(start_daemon: Any) -> None:
+    daemon = start_daemon(size="64MiB", extent_size="8MiB")
+    odd, even = (NamespaceSpec(name, (GroupSpec(16, size),)) for name, size in (("odd", 3 << 20), ("even", 64 << 10)))
+    with Engine(daemon.endpoint, "one", odd), Engine(daemon.endpoint, "two", odd), Engine(daemon.endpoint, "x", even):
+        found = {space["model"]: space for space in daemon.status()["namespaces"]}
+    said = [line for line in daemon.log.splitlines() if "of the region empty" in line]
+    assert len(said) == 1 and "model odd: blocks of 3.0 MiB leave 25.0 %" in said[0]
+    assert found["odd"]["better_extent_bytes"] > 8 << 20 and "; extent_size " in said[0]
+    assert found["even"]["better_extent_bytes"] == 0

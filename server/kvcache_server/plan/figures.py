@@ -10,6 +10,7 @@ import msgspec
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import plan_geometry, slot_size
+from kvcache_server.extents import room, slots_by_default
 from kvcache_server.plan.device import Device, device
 from kvcache_server.plan.host import (
     GIB,
@@ -19,8 +20,6 @@ from kvcache_server.plan.host import (
     LEFT_SHARE,
     check_block,
     left_for_host,
-    room,
-    slots_by_default,
 )
 from kvcache_server.plan.models import Attention, Latent, Model, State, read_model
 from kvcache_server.plan.pages import Pages, page, pages, shards
