@@ -86,18 +86,21 @@ class RankReport(KVConnectorWorkerMetadata):
     Attributes:
         heard: the daemon's verdicts on the blocks that they saved; only where events are wanted.
         declined: why a rank takes no part in the cache, by rank; "" for one that does again.
+        carried: seconds that a rank's thread takes to carry one of the engine's blocks, by rank; 0 where none has to.
         given_away: saves, by reservation and first position, that had not begun when others got their blocks.
     """
 
     heard: list[Heard] = field(default_factory=list)
     declined: dict[int, str] = field(default_factory=dict)
     given_away: list[tuple[int, int]] = field(default_factory=list)
+    carried: dict[int, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         if not isinstance(other, RankReport):
             return self
         given_away = self.given_away + other.given_away
-        return RankReport(self.heard + other.heard, self.declined | other.declined, given_away)
+        carried = self.carried | other.carried
+        return RankReport(self.heard + other.heard, self.declined | other.declined, given_away, carried)
 
 
 _EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
@@ -307,6 +310,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if report.declined:
             self._scheduler.ranks_declined(report.declined)
+        self._scheduler.pace.carried(report.carried)
         if report.given_away:
             self._scheduler.given_away(report.given_away)
         if self._scheduler.events is not None:
@@ -402,7 +406,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             return RankReport(declined={self._rank: fault}) if fault else None
         worker = self._worker
         heard, declined, given_away = worker.take_verdicts(), worker.take_declined(), worker.take_given_away()
-        return RankReport(heard, declined, given_away) if heard or declined or given_away else None
+        carried = worker.take_carried()
+        return RankReport(heard, declined, given_away, carried) if heard or declined or given_away or carried else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         blocks, self._not_loaded = self._not_loaded, set()

@@ -15,6 +15,7 @@ from kvcache_client.events import Events
 from kvcache_client.loads import Loads
 from kvcache_client.namespace import with_weights
 from kvcache_client.notes import Notes
+from kvcache_client.pace import Pace
 from kvcache_client.plan import NOTHING, CheckJob, LoadJob, SaveJob, StepPlan, cut_load, hit_limit, slot_hashes
 from kvcache_client.saves import Saves
 from kvcache_client.settings import Settings
@@ -88,6 +89,7 @@ class Scheduler:
         session.telling.count_too(self._tally.snapshot)
         self._declined: dict[int, str] = {}  # ranks that take no part, and why
         self._sources: set[int] = set()  # device blocks that ranks were told to read and nobody was given since
+        self.pace = Pace()
         self._canaries = Canaries(settings.canary_every, spec.groups[0].block_bytes, blocks_per_slot)
 
     @property
@@ -143,6 +145,11 @@ class Scheduler:
         tokens = min(lookup.hits, limit) * self._slot_tokens - computed
         if tokens <= 0:
             self._release(state)
+            return 0, False
+        if not self.pace.worth_loading(tokens // self._block, tokens):
+            self._tally.add("lookups_declined_slow")
+            self._note(state, "slow")
+            self._forget_lookup(state)
             return 0, False
         if self._worth_following(state, start, min(lookup.hits, limit), now):
             self._tally.add("lookups_waited_for_load")
@@ -314,6 +321,7 @@ class Scheduler:
         """Return what the ranks do in the step that `output` describes. Called once a schedule."""
         self._step += 1
         self._spent = 0.0
+        self.pace.step(output.total_num_scheduled_tokens, time.monotonic())
         self._loads.scheduled()
         if self._check is not None:
             self._settled()

@@ -34,6 +34,8 @@ from kvcache_proto.types import REF_BYTES, Finding, NamespaceSpec, Outcome
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
+CARRIES = 5e9  # bytes a second that a thread carries, until one has
+CHANGE = 0.1  # that the scheduler's side hears of
 DRAIN = 60.0  # seconds between two lines about copies that do not end
 LINGER = 0.001  # seconds that a step without work waits for a load about to end
 
@@ -77,6 +79,9 @@ class Worker:
         self._inside: npt.NDArray[np.int64] = begin + block_bytes * np.arange(blocks_per_slot, dtype=np.int64)
         self._device: Device | None = None
         self._registration = registration
+        self._straight: Region | None = None  # a region that copies reach without a thread
+        self._carries = CARRIES  # bytes a second, by a thread
+        self._carried = 0.0  # what the scheduler's side was told last
         self._namespace: Namespace | None = None
         self._declined = ""  # why this rank takes no part, whatever the daemon says
         self._reported = ""  # why it takes no part, as the scheduler's side knows
@@ -195,6 +200,22 @@ class Worker:
         """Return the device blocks that loads did not fill, since the last call."""
         errors, self._errors = self._errors, set()
         return errors
+
+    def take_carried(self) -> dict[int, float]:
+        """Return, where it has changed, how long a thread of this rank carries one of the engine's blocks; 0 where
+        copies go straight."""
+        region = self._session.region
+        if self._device is None or region is None or region is self._straight:
+            return {}
+        over, locked = self._device.registered()
+        lockable = region.bytes - sum(size for _, size in region.holes)
+        if locked >= lockable or (over and locked == region.bytes):
+            self._straight = region
+        seconds = max(0.0, 1 - locked / lockable) * self._block_bytes / self._carries
+        if abs(seconds - self._carried) <= CHANGE * self._carried:
+            return {}
+        self._carried = seconds
+        return {self._rank: seconds}
 
     def take_declined(self) -> dict[int, str]:
         """Return why this rank takes no part, by its number, where that has changed since the last call; else nothing.
@@ -388,6 +409,8 @@ class Worker:
             if epoch == self._epoch:
                 good = np.repeat(current & sound, self._per_slot)[job.skip : job.skip + len(job.blocks)]
                 failed = [block for block, fine in zip(job.blocks, good.tolist(), strict=True) if not fine]
+        if not done.direct and done.seconds > 0 and not done.error:
+            self._carries = len(job.blocks) * self._block_bytes / done.seconds
         if failed:
             self._counts.add("load_blocks_failed", len(failed))
         else:

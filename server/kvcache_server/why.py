@@ -59,6 +59,7 @@ NOTES = {
     "down": "the daemon was away, or too slow before, so that the engine did not ask (breaker open)",
     "deadline": "the daemon did not answer within deadline_ms; what came later was of no use",
     "over_budget": "other lookups of the same step had used up the deadline",
+    "slow": "its hits lay in memory that is not page-locked, and to compute them took less time than to load them",
     "load_failed": "a load of its hits failed, and it was computed: it is offered no hit again",
     "loads_fail": "loads had failed three times in a row, so that no hit was offered for a while",
     "lora": "its hashes name a LoRA adapter, not what is in it: neither saved nor loaded",

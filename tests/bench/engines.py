@@ -67,7 +67,8 @@ Call = Callable[..., dict[str, Any]]
 class Sizes:
     """Tokens and numbers of every part: as the text above says, or some hundred times less."""
 
-    def __init__(self, toy: bool) -> None:
+    def __init__(self, toy: bool, brief: bool = False) -> None:
+        self.brief = brief
         part = 16 if toy else 1
         self.prompt, self.long = 8192 // part, 10_000 // part
         self.grow, self.turns, self.turn_answer = 2400 // part, 3 if toy else 10, 8 if toy else 64
@@ -113,6 +114,8 @@ def small(call: Call, tier: bool, sizes: Sizes) -> Figures:
             call("forget")
             eight.append(call("run", requests=asked)["seconds"] * 1e3)
         found.setdefault("eight at once, ms", []).extend(eight)
+    if sizes.brief:
+        return found
     ten = prompts("ten", 10, sizes.long)
     first = call("run", requests=ten)["seconds"]
     call("wait", seconds=1.0)
@@ -193,7 +196,8 @@ def gpu_mib() -> float:
 
 class Bench:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self.folder, self.options, self.sizes = folder, options, Sizes(options.toy)
+        self.folder, self.options, self.sizes = folder, options, Sizes(options.toy, options.brief)
+        self.sizes.small_gib = options.small_gib or self.sizes.small_gib
         self.model = folder / "model"
         self.model.mkdir()
         (self.model / "config.json").write_text(json.dumps(TOY if options.toy else LLAMA))
@@ -370,6 +374,8 @@ def main() -> None:
     parser.add_argument("--large", type=json.loads, default={}, help="JSON: arguments of engines with a large cache")
     parser.add_argument("--float32", type=json.loads, default={}, help="JSON: arguments of the engines of `two`")
     parser.add_argument("--toy", action="store_true", help="a toy model, on CPU: whether this script works")
+    parser.add_argument("--brief", action="store_true", help="of `small`, single prompts and eight at once alone")
+    parser.add_argument("--small-gib", type=float, default=0.0, help="of each rank's KV cache in `small`")
     parser.add_argument("--json", type=Path, help="file for all samples")
     parser.add_argument("--logs", type=Path, help="folder that logs are kept in")
     options = parser.parse_args()

@@ -535,3 +535,22 @@ def test_a_shutdown_leaves_nothing_in_the_writing(rigs: Any, daemon: Any) -> Non
     daemon.wait_status(lambda s: not s["sessions"] and not s["pool"]["blocks_writing"], "the end")
     status = daemon.status()["pool"]
     assert (status["blocks"], status["slots_quarantined"]) == (4, 0)
+
+
+def test_loads_that_a_thread_must_carry_wait_until_they_beat_computing(
+    rigs: Any, daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rigs("one")
+    request = Request("r", 4 * BLOCK)
+    rig.run(request, [0, 1, 2, 3])
+    idle(daemon, 4)
+    device, region = rig.worker._device, rig.worker._session.region
+    monkeypatch.setattr(device, "registered", lambda: (False, 0))  # nothing of the region is page-locked yet
+    rig.scheduler.pace.carried(rig.worker.take_carried())
+    again = Request("s", 4 * BLOCK + 1, request.block_hashes)
+    assert rig.scheduler.matched_tokens(again, 0) == (0, False)
+    assert rig.scheduler.counters["lookups_declined_slow"] == 1
+    assert rig.worker.take_carried() == {}  # told once
+    monkeypatch.setattr(device, "registered", lambda: (True, region.bytes))
+    rig.scheduler.pace.carried(rig.worker.take_carried())
+    assert rig.scheduler.matched_tokens(again, 0) == (4 * BLOCK, True)
