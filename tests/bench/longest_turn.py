@@ -1,0 +1,157 @@
+"""How long an honest engine waits for a lookup of 64 while another client sends the longest legal requests.
+
+    python tests/bench/longest_turn.py [--blocks 1000000] [--tree DIRECTORY]
+
+A daemon is filled with so many blocks, of 64 bytes. One process looks 64 of them up, again and again, in pairs of
+acquire and release; this one sends one request after the other, and prints for each how long it took to be answered,
+and the longest that the other one has waited meanwhile. `--tree` is another checkout whose daemon is measured, for the
+comparison of two commits. Each wait includes that for a core: a quiet host has more cores than the three processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import Unavailable
+from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
+from kvcache_server.admin import Admin
+
+SPEC = NamespaceSpec("model", (GroupSpec(16, 64),))
+MOST = 65_536
+FILL = 4096
+
+
+def names(first: int, count: int) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in range(first, first + count)]
+
+
+class Client(Admin):
+    def __init__(self, endpoint: str, engine: str) -> None:
+        super().__init__(endpoint, engine, 120.0, engine)
+        self.namespace = self.ask(m.Attach(0, b"", SPEC, (0,))).namespace
+
+    def reserve(self, runs: list[m.Run]) -> m.Reserved:
+        reserved: m.Reserved = self.ask(m.Reserve(0, b"", self.namespace, runs))
+        return reserved
+
+    def settle(self, reserved: m.Reserved, outcome: Outcome = Outcome.COMMITTED) -> None:
+        if reserved.reservation:
+            self.ask(m.Settle(0, b"", self.geometry.region_id, reserved.reservation, (0,), outcome))
+
+
+def look_up(endpoint: str, worst: Any, count: Any) -> None:
+    """Be the honest engine: note the longest wait."""
+    client = Client(endpoint, "honest")
+    asked = names(1 << 60, 64)
+    client.settle(client.reserve([m.Run(asked)]))
+    while True:
+        begin = time.perf_counter()
+        lease = client.ask(m.Acquire(0, b"", client.namespace, asked)).lease
+        worst.value = max(worst.value, time.perf_counter() - begin)
+        count.value += 1
+        if lease:
+            client.tell(m.Release(0, b"", [lease]))
+
+
+def cases(client: Client, again: Callable[[], Client], pid: int) -> Any:
+    """Yield (what, how to do it); what comes before a yield is not measured."""
+    reserved: list[m.Reserved] = []
+    many, few = names(2 << 60, MOST), names(3 << 60, MOST)
+    yield "nothing, for a second", lambda: time.sleep(1.0)
+    yield "reserve of 65,536, full pool", lambda: reserved.append(client.reserve([m.Run(many)]))
+    yield "settle of 65,536, committed", lambda: client.settle(reserved[-1])
+    yield "acquire of 65,536, all hits", lambda: client.ask(m.Acquire(0, b"", client.namespace, many, 0, False))
+    yield "reserve of 65,536, present", lambda: client.reserve([m.Run(many)])
+    yield "reserve of 65,536 runs", lambda: reserved.append(client.reserve([m.Run([each]) for each in few]))
+    yield "settle of 65,536, failed", lambda: client.settle(reserved[-1], Outcome.FAILED)
+    client.settle(client.reserve([m.Run(few)]))
+    slots = client.ask(m.Acquire(0, b"", client.namespace, few, 0, False)).slots
+    region = client.geometry.region_id
+    yield "distrust of the first of 65,536", lambda: client.ask(m.Distrust(0, b"", region, slots[:24], 0, 0))
+    notes = [m.Note("request", "cause", 0, names(4 << 60, MOST))]
+    yield "remark on 65,536", lambda: (client.tell(m.Remark(0, b"", client.namespace, notes)), client.ping())
+    gone = again()
+    gone.reserve([m.Run(names(5 << 60, MOST))])
+    yield "the end of a writer of 65,536", lambda: (gone.close(), time.sleep(2.0))
+    yield "its quarantine", lambda: time.sleep(12.0)
+    yield "stats", lambda: client.stats()
+    yield "check", lambda: check(client, pid)
+    yield "clear", lambda: client.clear()
+
+
+def check(client: Client, pid: int) -> None:
+    before = client.stats()["daemon"]["integrity"]["checks"]
+    os.kill(pid, signal.SIGUSR1)
+    while client.stats()["daemon"]["integrity"]["checks"] == before:
+        time.sleep(0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2])
+    chosen = parser.parse_args()
+    path = os.pathsep.join(str(chosen.tree / part) for part in ("proto", "server"))
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
+        endpoint = f"ipc://{folder}/kv.sock"
+        options = ["--endpoint", endpoint, "--size", str(chosen.blocks * 192 + (64 << 20)), "--lock", "never"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvcache_server",
+            "serve",
+            *options,
+            "--keep",
+            "false",
+            "--extent-size",
+            "4MiB",
+        ]
+        daemon = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.DEVNULL)
+        try:
+            measure(endpoint, chosen.blocks, daemon.pid)
+        finally:
+            daemon.terminate()
+            daemon.wait()
+
+
+def measure(endpoint: str, blocks: int, pid: int) -> None:
+    while True:
+        try:
+            client = Client(endpoint, "greedy")
+            break
+        except Unavailable:
+            time.sleep(0.1)
+    for first in range(0, blocks, FILL):
+        client.settle(client.reserve([m.Run(names(first, FILL))]))
+    spawn = multiprocessing.get_context("spawn")
+    worst, count = spawn.Value("d", 0.0), spawn.Value("q", 0)
+    honest = spawn.Process(target=look_up, args=(endpoint, worst, count), daemon=True)
+    honest.start()
+    while not count.value:
+        time.sleep(0.01)
+    print(f"{'request':34} {'answered, ms':>13} {'longest wait, ms':>17}")
+    for what, do in cases(client, lambda: Client(endpoint, "gone"), pid):
+        time.sleep(0.2)
+        worst.value = 0.0
+        begin = time.perf_counter()
+        do()
+        took, seen = time.perf_counter() - begin, count.value
+        while count.value < seen + 2:  # a wait that has begun counts
+            time.sleep(0.001)
+        print(f"{what:34} {took * 1e3:13,.1f} {worst.value * 1e3:17,.1f}", flush=True)
+    honest.terminate()
+
+
+if __name__ == "__main__":
+    main()
