@@ -363,7 +363,6 @@ class Cache:
     def _acquire_long(
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group
     ) -> Steps[m.Acquired]:
-        check_hashes(request.hashes, group.hash_bytes)
         found = yield from long_prefix(self, session, group, request.hashes)
         return self._give(session, request, namespace, group, found)
 
@@ -374,7 +373,8 @@ class Cache:
         hits = len(found)
         if hits < len(hashes):
             missed = hashes[hits:]
-            check_hashes(missed, group.hash_bytes)
+            if len(hashes) <= LOOK:  # else they are checked
+                check_hashes(missed, group.hash_bytes)
             group.ghosts.missed(missed)
         engine = session.engine
         namespace.lookups += 1

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.messages import Distrust, Distrusted
 from kvcache_proto.region import FREE
-from kvcache_proto.types import MAX_HASHES, REF_BYTES, Finding, Verdict, unpack_refs
+from kvcache_proto.types import MAX_HASHES, REF_BYTES, Finding, SlotRef, Verdict
 from kvcache_server.index import GONE, Block
 from kvcache_server.sessions import Session
-from kvcache_server.slices import LOOK, STEP, Steps
+from kvcache_server.slices import STEP, Steps
 
 if TYPE_CHECKING:
     from kvcache_server.cache import Cache
@@ -30,15 +30,13 @@ def distrust(cache: Cache, session: Session, request: Distrust) -> Steps[Distrus
         raise BadArgument(f"{len(request.slots)} bytes of slot references: {REF_BYTES} each, at most {MAX_HASHES}")
     if request.finding not in list(Finding):
         raise BadArgument(f"finding {request.finding}: one of {', '.join(str(int(each)) for each in Finding)}")
-    if len(request.slots) > LOOK * REF_BYTES:
-        yield
     finding, forgotten = Finding(request.finding), 0
     writers: list[tuple[str, int]] = []
     crews = {number: crew for crew, number in cache.writing.crews.items()}
-    for done, ref in enumerate(unpack_refs(request.slots), 1):
-        if done % STEP == 0:
+    for at in range(0, len(request.slots), REF_BYTES):
+        if at and at % (STEP * REF_BYTES) == 0:
             yield
-        block = cache.pool.find(ref)
+        block = cache.pool.find(SlotRef.unpack(request.slots[at : at + REF_BYTES]))
         if block is None or not block.visible or block.account.group.namespace not in session.attached:
             cache.counters["distrusts_unknown"] += 1
             writers.append(("", 0))

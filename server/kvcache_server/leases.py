@@ -71,21 +71,20 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._slots: list[tuple[float, int, int, Extent]] = []
+        self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    @property
-    def bytes(self) -> int:
-        return sum(extent.slot_bytes for _, _, _, extent in self._slots)
-
     def add(self, until: float, extent: Extent, slot: int) -> None:
+        self.bytes += extent.slot_bytes
         heapq.heappush(self._slots, (until, extent.index, slot, extent))
 
     def over(self, now: float) -> Iterator[tuple[Extent, int]]:
         """Take out the slots whose time is over, one after the other."""
         while self._slots and self._slots[0][0] <= now:
             _, _, slot, extent = heapq.heappop(self._slots)
+            self.bytes -= extent.slot_bytes
             yield extent, slot
 
     def slots(self) -> list[tuple[Extent, int]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcache_proto.errors import UnknownHandle
+from kvcache_proto.types import check_hashes
 from kvcache_server.index import GONE, Block, Group
 from kvcache_server.sessions import Session
 from kvcache_server.slices import LOOK, Steps
@@ -15,11 +16,16 @@ if TYPE_CHECKING:
 
 
 def long_prefix(cache: Cache, session: Session, group: Group, hashes: Sequence[bytes]) -> Steps[list[Block]]:
-    """Return the blocks of the longest visible prefix. Raises UnknownHandle where the session leaves meanwhile.
+    """Return the blocks of the longest visible prefix.
+
+    Raises BadArgument for hashes of another length, or too many, UnknownHandle where the session leaves meanwhile.
 
     The last one that was found is pinned between two slices, and keeps those above it. Where blocks are distrusted
     meanwhile, it begins anew: they may be among those that were found.
     """
+    check_hashes(hashes, group.hash_bytes)
+    yield
+    _check_here(session)
     found: list[Block] = []
     forgotten = cache.distrusts
     while True:
@@ -36,7 +42,11 @@ def long_prefix(cache: Cache, session: Session, group: Group, hashes: Sequence[b
             del cache.writing.held[-session.id]
             if last.pins != GONE:
                 last.unpin()
-        if not session.here:
-            raise UnknownHandle(f"session {session.id} has left")
+        _check_here(session)
         if cache.distrusts != forgotten:
             found, forgotten = [], cache.distrusts
+
+
+def _check_here(session: Session) -> None:
+    if not session.here:
+        raise UnknownHandle(f"session {session.id} has left")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache_proto.codec import decode_request
 from kvcache_proto.errors import BadArgument, ClientError
 from kvcache_proto.messages import Acquire, Acquired, Remark
-from kvcache_proto.types import NamespaceSpec, check_hashes
+from kvcache_proto.types import MAX_HASHES, NamespaceSpec, check_hashes
 from kvcache_server.index import TAG_BYTES, Group, tag, tagged
 from kvcache_server.limits import Limits
 from kvcache_server.misses import Lookup, Told
@@ -40,11 +40,13 @@ def take(cache: Cache, session: Session, request: Remark, now: float) -> Steps[N
     """Take an engine's notes. What cannot be used is counted: nobody waits for an answer."""
     try:
         namespace, group = session.group(request.namespace, request.group)
-        check_hashes([each for note in request.notes for each in note.hashes], group.hash_bytes)
+        if sum(len(note.hashes) for note in request.notes) > MAX_HASHES:
+            raise BadArgument(f"more than {MAX_HASHES} hashes in one message")
         for checked, note in enumerate(request.notes, 1):
+            check_hashes(note.hashes, group.hash_bytes)
             if not (_WORD.fullmatch(note.cause) and 0 <= note.age_ms < _OLDEST):
                 raise BadArgument("a cause is a word of small letters, an age is not negative")
-            if checked % LOOK == 0:
+            if checked % LOOK == 0 or len(note.hashes) > LOOK:
                 yield
     except ClientError:
         cache.counters["notes_refused"] += len(request.notes)

@@ -95,8 +95,6 @@ class Writing:
         for refusal, count in Counter(answers).items():
             if refusal:
                 self._refusals[Refusal(refusal).name.lower()] += count
-        if max(answers, default=0) > Refusal.IN_FLIGHT:
-            self._note_refused(names, account, answers)
         granted = reservation.grants
         self._counters["blocks_reserved"] += len(granted)
         if not granted:
@@ -105,7 +103,7 @@ class Writing:
         slots = b"".join([grant.block.ref for grant in granted])
         return m.Reserved(request.id, reservation.id, bytes(answers), slots)
 
-    def _note_refused(self, names: Sequence[bytes], account: Account, answers: bytearray) -> None:
+    def _note_refused(self, names: Sequence[bytes], account: Account, answers: bytearray) -> Steps[None]:
         size = account.group.slot_bytes
         quota = "refused_namespace_ceiling"
         if account.ceiling and account.bytes + size > account.ceiling:
@@ -114,9 +112,11 @@ class Writing:
             quota = "refused_write_quota"
         causes = {Refusal.NO_PARENT: "no_parent", Refusal.QUOTA: quota}
         causes[Refusal.NO_SPACE] = "grace" if self._room.frozen else "no_space"
-        for name, answer in zip(names, answers, strict=True):
+        for done, (name, answer) in enumerate(zip(names, answers, strict=True), 1):
             if answer > Refusal.IN_FLIGHT:
                 self._misses.left(name + account.group.tag, causes[Refusal(answer)])
+            if done % LOOK == 0:
+                yield
 
     @staticmethod
     def _writers(session: Session, namespace: Namespace) -> tuple[int, ...]:
@@ -177,6 +177,8 @@ class Writing:
                     parent.pins += 1
             if parent is not None:
                 parent.unpin()
+        if max(answers, default=0) > Refusal.IN_FLIGHT:
+            yield from self._note_refused([each for run in runs for each in run.hashes], account, answers)
 
     def _pause(self, reservation: Reservation, parent: Block | None) -> Steps[Block | None]:
         """Let others have their turn. Return the block that has the hash of the pinned `parent` by then, pinned."""

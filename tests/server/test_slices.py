@@ -259,7 +259,7 @@ def test_what_a_long_lookup_has_found_stays_until_it_is_leased(tiny: None) -> No
     engine, other = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 256 * KIB)
     engine.store(chain("a", 6))
     long = Long(engine, m.Acquire(1, b"", engine.namespace, hashes(chain("a", 6))))
-    for _ in range(3):
+    for _ in range(4):
         long.take_slice()
     other.store(chain("b", 7))  # all that can be had: the slot that is free, and what is below the four found
     assert long.finish().hits == 4
@@ -272,17 +272,20 @@ def test_a_long_lookup_does_not_give_what_is_distrusted_meanwhile(tiny: None) ->
     reserved = engine.reserve(chain("a", 6))
     engine.settle(reserved)
     long = Long(other, m.Acquire(1, b"", other.namespace, hashes(chain("a", 6))))
-    for _ in range(3):
+    for _ in range(4):
         long.take_slice()
     engine.ask(m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[24:48], 0, Finding.CORRUPT))
     assert long.finish().hits == 1
 
 
-def test_who_leaves_in_the_midst_of_a_lookup_pins_nothing(tiny: None) -> None:
+@pytest.mark.parametrize("slices", [0, 1, 4])
+def test_who_leaves_in_the_midst_of_a_lookup_pins_nothing(tiny: None, slices: int) -> None:
     cache = make_cache()
     engine, other = Engine(cache, "one"), Engine(cache, "two")
     engine.store(chain("a", 6))
     long = Long(other, m.Acquire(1, b"", other.namespace, hashes(chain("a", 6))))
+    for _ in range(slices):
+        long.take_slice()
     cache.leave_session(other.session)
     with pytest.raises(UnknownHandle):
         long.finish()
