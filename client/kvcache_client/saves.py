@@ -240,7 +240,7 @@ class Saves:
         self._shipped[reservation.id, kept[0]] = asked.state.id, hashes
         if len(self._shipped) > SHIPPED:
             del self._shipped[next(iter(self._shipped))]
-        summed = chosen(self._verify, hashes)
+        summed = chosen(self._verify, hashes, reservation.region_id)
         return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed)
 
     def _answer(self, sent: _Sent, until: float | None) -> Reservation | None:

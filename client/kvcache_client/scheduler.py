@@ -212,7 +212,7 @@ class Scheduler:
             if waited and lease.hits == len(hashes):
                 self._note(state, "came")
         state.lookup = Lookup(lease, limit, max(0, lease.hits - self._volatile), now)
-        state.lookup.sums = pick_sums(self._verify, hashes, lease.sums, self._shards)
+        state.lookup.sums = pick_sums(self._verify, hashes, lease.sums, self._shards, lease.region_id)
         if lease.id:
             self._held.add(state.request.request_id)
         return state.lookup

@@ -16,19 +16,21 @@ from kvcache_proto.types import SUM_BYTES
 SAMPLE = 16  # `sample` takes one block in so many
 
 
-def chosen(mode: str, hashes: Sequence[bytes]) -> list[int]:
-    """Return which of `hashes`, by position, name blocks that `mode` (off, sample, all) verifies.
+def chosen(mode: str, hashes: Sequence[bytes], region_id: bytes) -> list[int]:
+    """Return which of `hashes`, by position, name blocks in the region that `mode` (off, sample, all) verifies.
 
-    By the hash alone: who writes a block and who reads it choose alike and need not tell each other.
+    By the hash and the region's random id: whoever writes a block and whoever reads it choose alike and need not tell
+    each other, and hashes that are counters, say, are sampled as digests are.
     """
     if mode == "off":
         return []
     if mode == "all":
         return list(range(len(hashes)))
-    return [number for number, each in enumerate(hashes) if not each[-1] % SAMPLE]
+    draw, seed = xxhash.xxh3_64_intdigest, int.from_bytes(region_id[:8], "little")
+    return [number for number, each in enumerate(hashes) if not draw(each, seed) % SAMPLE]
 
 
-def pick_sums(mode: str, hashes: Sequence[bytes], packed: bytes, shards: int) -> bytes:
+def pick_sums(mode: str, hashes: Sequence[bytes], packed: bytes, shards: int, region_id: bytes) -> bytes:
     """Return the sums of `packed`, `shards` a hash, with those of blocks that `mode` leaves out as none.
 
     b"" where nothing is left to verify.
@@ -39,7 +41,7 @@ def pick_sums(mode: str, hashes: Sequence[bytes], packed: bytes, shards: int) ->
         return packed if packed.strip(b"\0") else b""
     width = shards * SUM_BYTES
     picked = bytearray(len(packed))
-    for number in chosen(mode, hashes[: len(packed) // width]):
+    for number in chosen(mode, hashes[: len(packed) // width], region_id):
         picked[number * width : (number + 1) * width] = packed[number * width : (number + 1) * width]
     return bytes(picked) if picked.strip(b"\0") else b""
 

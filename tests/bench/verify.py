@@ -54,7 +54,7 @@ class Rank:
         reservation = self.namespace.reserve(self.hashes)
         assert len(reservation.granted) == len(self.blocks), reservation.refused
         reservation._open = False
-        summed = chosen(self.mode, self.hashes)
+        summed = chosen(self.mode, self.hashes, reservation.region_id)
         job = SaveJob("r", reservation.region_id, reservation.id, self.blocks, reservation.packed, self.blocks, summed)
         begin = time.perf_counter()
         self.worker.begin(self.plan(saves=[job]))
@@ -66,7 +66,7 @@ class Rank:
     def load(self) -> float:
         with self.namespace.acquire(self.hashes, verify=self.mode != "off") as lease:
             assert lease.hits == len(self.blocks)
-            sums = pick_sums(self.mode, self.hashes, lease.sums, 1)
+            sums = pick_sums(self.mode, self.hashes, lease.sums, 1, lease.region_id)
             job = LoadJob("r", lease.region_id, lease.packed, self.blocks, 0, sums)
             begin = time.perf_counter()
             self.worker.load(self.plan(loads=[job]))
@@ -80,7 +80,7 @@ class Rank:
         hashes = self.hashes[:BATCH]
         begin = time.perf_counter()
         lease = self.namespace.acquire(hashes, verify=self.mode != "off")
-        pick_sums(self.mode, hashes, lease.sums, 1)
+        pick_sums(self.mode, hashes, lease.sums, 1, lease.region_id)
         lease.release()
         return time.perf_counter() - begin
 

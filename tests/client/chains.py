@@ -76,7 +76,7 @@ class Chain:
 
     def load(self, lease: Lease, blocks: list[int]) -> set[int]:
         """Load what is leased to the device's `blocks`; return those that failed."""
-        sums = pick_sums("all", self.hashes, lease.sums, 1)
+        sums = pick_sums("all", self.hashes, lease.sums, 1, lease.region_id)
         assert sums.count(b"\0" * 8) == 0 and len(sums) == 8 * lease.hits, "a block without a sum"
         job = cut_load("r", lease.region_id, lease.packed, blocks, 0, lease.hits, 1, sums)
         self.rig.worker.load(StepPlan(self.number(), loads=[job]))

@@ -116,7 +116,10 @@ def test_a_hundred_thousand_clean_loads(chain: Any, daemon: Any, until: Any) -> 
 
 def test_a_sample_is_chosen_by_its_hash_on_both_sides(rigs: Any, daemon: Any) -> None:
     one, two = rigs("one", verify="sample"), rigs("two", verify="all")
-    hashes = [bytes([number]) * 32 for number in range(20)]
+    region, taken, hashes = one.session.region.geometry.region_id, [0, 16], []
+    for number in range(20):  # counters, of which the key takes these two
+        names = (bytes([number, tries]) + bytes(30) for tries in range(256))
+        hashes.append(next(name for name in names if bool(chosen("sample", [name], region)) == (number in taken)))
     request = Request("r", 20 * BLOCK, hashes)
     one.run(request, list(range(20)))
     idle(daemon, 20)
@@ -127,7 +130,15 @@ def test_a_sample_is_chosen_by_its_hash_on_both_sides(rigs: Any, daemon: Any) ->
     assert [bool(any(job.sums[8 * n : 8 * n + 8])) for n in range(20)] == [n in (0, 16) for n in range(20)]
     two.await_loads()
     assert two.worker.counters["blocks_verified"] == 2
-    assert chosen("sample", hashes) == [0, 16]
+    assert chosen("sample", hashes, region) == taken
+
+
+def test_counters_as_hashes_are_sampled_and_in_each_region_others() -> None:
+    hashes = [number.to_bytes(8, "little") + bytes(24) for number in range(16_000)]
+    one, two = (chosen("sample", hashes, bytes([region]) * 16) for region in (1, 2))
+    for taken in (one, two):
+        assert 800 < len(taken) < 1200
+    assert len(set(one) & set(two)) < 200
 
 
 def test_who_does_not_verify_pays_nothing_and_is_told_nothing(rigs: Any, daemon: Any) -> None:
