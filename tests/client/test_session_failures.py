@@ -200,10 +200,10 @@ _SLOW = """
 import sys, time
 if "kvcache_server" in sys.orig_argv:
     from kvcache_server.cache import Cache
-    def late(self, *what, handle=Cache.handle):
+    def late(self, *what, begin=Cache.begin):
         time.sleep(0.2 if type(what[1]).__name__ in {kinds} else 0)
-        return handle(self, *what)
-    Cache.handle = late
+        return begin(self, *what)
+    Cache.begin = late
 """
 
 
