@@ -35,18 +35,15 @@ class Cover(msgspec.Struct, gc=False):
     count: int = 1
 
 
-class Lease:
+class Lease(msgspec.Struct, gc=False):
     """Pins `block` and with it the whole chain above it: an ancestor is no leaf, and only leaves are evicted.
 
     `cover` is the key of the last covered block of the chain, 0 for none; `bytes` are those of the blocks below it.
     """
 
-    __slots__ = ("block", "bytes", "cover")
-
-    def __init__(self, block: Block, size: int, cover: int = 0) -> None:
-        self.block = block
-        self.bytes = size
-        self.cover = cover
+    block: Block
+    bytes: int
+    cover: int = 0
 
 
 class Pins:
