@@ -111,7 +111,7 @@ THIRD_PARTY = {
 # Modules that run inside an engine only, or look for what it brings, and so may use it.
 FROM_ENGINE = {
     "kvcache_server": {
-        "demo_engine": {"torch", "transformers", "vllm"},
+        "demo_engine": {"tokenizers", "torch", "transformers", "vllm"},
         "replay.picture": {"matplotlib"},  # of an extra
         "dashboard.host": {"psutil", "pynvml"},  # of an extra
     },

@@ -272,6 +272,16 @@ class Demo:
         return time.monotonic() - begin
 
 
+def write(directory: str, folder: Path) -> None:
+    """Write the demo's model to `directory`. Raises Failed."""
+    engine = EngineProcess("writer", folder, {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")})
+    try:
+        made = engine.call("make_model", directory=directory, config=LLAMA)
+    finally:
+        engine.close()
+    click.echo(f"{directory} has a Llama with {made['parameters'] / 1e6:.0f} million random weights")
+
+
 def totals(admin: Admin) -> dict[str, int]:
     namespaces = admin.stats()["namespaces"]
     return {key: sum(namespace[key] for namespace in namespaces) for key in ("blocks", "hit_blocks")}
@@ -306,9 +316,20 @@ def table(rows: list[Row]) -> str:
 @click.option("--tokens", default=6000, show_default=True, help="Tokens a prompt.")
 @click.option("--tensor-parallel", default=1, show_default=True, help="Ranks of each engine.")
 @click.option("--size", default="768MiB", show_default=True, help="Region of the demo's daemon.")
-def command(model: str | None, prompts: int, tokens: int, tensor_parallel: int, size: str) -> None:
+@click.option(
+    "--write-model", metavar="FOLDER", help="Write the small random Llama there, for an engine of yours; no more."
+)
+def command(
+    model: str | None, prompts: int, tokens: int, tensor_parallel: int, size: str, write_model: str | None
+) -> None:
     signals.end_as_by_ctrl_c()
     with tempfile.TemporaryDirectory(prefix="kvdemo-") as folder:
+        if write_model:
+            try:
+                write(write_model, Path(folder))
+            except Failed as error:
+                raise click.ClickException(str(error)) from None
+            return
         try:
             rows = Demo(Path(folder), prompts, tokens, tensor_parallel).run(model, size)
         except (Failed, KVCacheError) as error:

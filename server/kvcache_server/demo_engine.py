@@ -14,14 +14,24 @@ from typing import Any
 
 
 def make_model(directory: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Write a Llama of that shape with random weights, the same at each call, in float32."""
+    """Write a Llama of that shape with random weights, the same at each call, in float32.
+
+    The words of its tokenizer are the numbers of its tokens: "5 17" are the tokens 5 and 17.
+    """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     # Wide weights: with the default width every token would be much alike, and equality would prove little.
     model = LlamaForCausalLM(LlamaConfig(**config, initializer_range=0.1))
     model.save_pretrained(directory)
+    known = {"<unk>": 0} | {str(token): token for token in range(1, config["vocab_size"])}
+    words = Tokenizer(WordLevel(known, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(directory)
     return {"parameters": model.num_parameters()}
 
 

