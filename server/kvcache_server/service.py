@@ -73,7 +73,7 @@ BATCH, BATCH_SECONDS = 64, 0.01  # messages between two looks at timers and door
 LAST_WORDS = 16  # batches to look through for them
 LONG = 64 << 10  # replies from here on are watched until they have left; shorter ones cost less copied
 UNREAD_BYTES = 8 << 20  # of long replies, a peer
-YOUNG_OBJECTS, YOUNG_LOOKS = 10_000, 4  # between two looks at what is new, and at what has survived one of them
+YOUNG_OBJECTS = 10_000  # between two looks of the garbage collector
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
 
 UNANSWERED = (Release, Detach, Tell, Remark)
@@ -166,11 +166,12 @@ class Service:
         loop.add_reader(self._router.getsockopt(zmq.FD), self._drain)
         loop.call_later(TICK, self._tick)
         loop.call_later(SUMMARY, self._summarise)
-        # Blocks are millions of objects, and looking through them all takes half a second. Nothing that lives long here
-        # forms cycles (tests/chaos/churn.py): what is new is looked through twice, and then never again.
+        # Blocks are millions of objects, and looking through them all takes half a second. Only what is new since the
+        # last look is looked through: nothing here forms cycles when it is older (tests/chaos/churn.py), but for what
+        # HTTP leaves behind, which is collected there.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(YOUNG_OBJECTS, YOUNG_LOOKS, 1 << 30)
+        gc.set_threshold(YOUNG_OBJECTS, 1 << 30, 1 << 30)
         try:
             self._drain()
             loop.run_forever()

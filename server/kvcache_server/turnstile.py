@@ -26,6 +26,7 @@ OPEN = 32  # at one time
 SECONDS = 10.0  # of one connection, whatever it does
 BYTES = 64 << 10  # that one may send, head and body together
 BACKLOG = 128
+LOOKS = 4  # of the garbage collector at what is new, and what survives them is none of HTTP's
 
 
 def listen(setting: str, address: IPv4Address | IPv6Address, port: int) -> socket.socket:
@@ -117,11 +118,16 @@ class Turnstile:
     def collect(self) -> None:
         """Free what connections have left in cycles: an error of aiohttp's parser holds the frame that holds it.
 
-        Only while nobody is here: what is in use at this look becomes old, and the old is never looked at.
+        Only while nobody is here, for what is in use at this look becomes old, and the old is never looked at. Call it
+        a few times a second: it also sees to it that this look has little to look through.
         """
-        if self._left and not self._open and not self._coming:
+        if self._open or self._coming:
+            return
+        if self._left:
             self._left = False
             gc.collect(1)
+        elif gc.get_count()[1] > LOOKS:
+            gc.freeze()
 
     def _look(self) -> None:
         if self._listener.fileno() >= 0:

@@ -1,6 +1,6 @@
 """A daemon that counts its objects: `python census.py FILE serve ...` writes FILE, a JSON object, at each SIGUSR2.
 
-objects     the collector's objects that have come since the start and are in use, by type
+objects     the collector's objects that are in use, by type
 cycles      those that only each other held, by type: what no reference count has freed
 allocated   blocks of memory that the interpreter has given out; small objects without the collector are among them
 anonymous   bytes that are the process's own
@@ -19,17 +19,18 @@ from pathlib import Path
 from types import FrameType
 
 # What the daemon remembers has bounds; here they are reached within some rounds. The collector looks through what is
-# new so often that all that lives a little survives it, and through that only where the daemon asks for it.
+# new so often that all that lives a little survives it.
 BOUNDS = {
     "misses": {"LOOKUPS": 1 << 14, "GENERATION": 1 << 8, "NOTES": 16, "SPACES": 32},
     "traffic": {"KEPT": 1 << 8},
     "ages": {"_SAMPLES": 16},
-    "service": {"YOUNG_OBJECTS": 50, "YOUNG_LOOKS": 1 << 30},
+    "service": {"YOUNG_OBJECTS": 50},
 }
 
 
 def count(path: Path) -> None:
     gc.collect(0)  # what the daemon does by itself
+    gc.unfreeze()
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
     gc.set_debug(0)
