@@ -18,6 +18,8 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
+from kvcache_server import turnstile
+
 # What the daemon remembers has bounds; here they are reached within some rounds. The collector looks through what is
 # new so often that all that lives a little survives it.
 BOUNDS = {
@@ -54,9 +56,23 @@ def name(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
+def count_when_told(path: Path) -> None:
+    """Count in the tick after a SIGUSR2 in which nobody is there any more: the daemon has done then what it does."""
+    told: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda signum, _: told.append(signum))
+    collect = turnstile.Turnstile.collect
+
+    def collect_and_count(self: turnstile.Turnstile) -> None:
+        collect(self)
+        if told and not self._open and not self._coming:
+            told.clear()
+            count(path)
+
+    turnstile.Turnstile.collect = collect_and_count
+
+
 def main() -> None:
-    path = Path(sys.argv.pop(1))
-    signal.signal(signal.SIGUSR2, lambda *_: count(path))
+    count_when_told(Path(sys.argv.pop(1)))
     for module, bounds in BOUNDS.items():
         for bound, value in bounds.items():
             assert hasattr(importlib.import_module(f"kvcache_server.{module}"), bound), f"{module}.{bound} is no more"
