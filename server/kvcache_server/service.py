@@ -286,7 +286,10 @@ class Service:
             reply = answer
         except Exception as failure:  # noqa: BLE001 - as in _refusal
             error = failure
-        self._finish(identity, frame, session, request, now, reply, error)
+        try:
+            self._finish(identity, frame, session, request, now, reply, error)
+        finally:
+            error = None  # its traceback has this frame, and with it the request: a circle that nobody looks for
 
     def _finish(
         self,
@@ -305,8 +308,10 @@ class Service:
                 packed = self._pack(session, request, reply, now)
             except Exception as failure:  # noqa: BLE001 - as in _refusal
                 error = failure
+        refused = error is not None
         if error is not None:
             packed = self._refusal(session, request, error)
+            error = None  # as in _answer
         if packed is None:
             return
         try:
@@ -320,7 +325,7 @@ class Service:
                 raise zmq.Again
         except zmq.ZMQError as lost:
             self._drops["peer_slow" if lost.errno == zmq.EAGAIN else "peer_gone"] += 1
-            if error is None and reply is not None:
+            if not refused and reply is not None:
                 self._undo(session, reply)
         if (
             type(reply) is Acquired
