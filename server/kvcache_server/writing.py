@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
-from kvcache_proto.region import DOOMED, READY, RowBody
+from kvcache_proto.region import DOOMED, FREE, READY, RowBody
 from kvcache_proto.types import SUM_BYTES, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.index import GONE, HIDDEN, Account, Block, Group
 from kvcache_server.journal import CrewMade, Record
@@ -235,9 +235,11 @@ class Writing:
         """
         group = reservation.group
         block = group.visible.get(block_hash)
-        if block is not None:
+        if block is not None and block.parent is parent:
             self._pool.touch(block)
             return Refusal.PRESENT, block
+        if block is not None:
+            self._untrust(group, block)
         rival = group.pending.get(block_hash)
         if rival is not None and (
             rival.ready
@@ -271,6 +273,14 @@ class Writing:
         account.bytes += group.slot_bytes
         extent.busy += 1
         return Refusal.GRANTED, block
+
+    def _untrust(self, group: Group, block: Block) -> None:
+        """Let no lookup find a block below one that is being forgotten: whoever forgets that has yet to come to it, and
+        then gives its slot back."""
+        del group.visible[block.hash]
+        self._misses.left(block.hash + group.tag, "corrupt")
+        block.tick = 1  # before all others
+        self._rows.set_state(self._pool.row(*self._pool.locate(block)), FREE)
 
     def _supersede(self, rival: Grant, block: Block) -> None:
         """Let `block` take the place of one that is long in the writing; what hangs below it moves over.
