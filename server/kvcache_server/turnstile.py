@@ -102,7 +102,7 @@ class Turnstile:
         self._open: dict[Connection, asyncio.TimerHandle] = {}  # the one that came first is first
         self._coming: set[asyncio.Task[object]] = set()
         self._rate = Rate(A_SECOND, AT_ONCE)
-        self._left = False  # somebody, since the last `collect`
+        self._wait = 0  # calls of `collect` until what has left is looked through; 0 where nobody has
         listener.setblocking(False)
         self._look()
 
@@ -123,9 +123,10 @@ class Turnstile:
         """
         if self._open or self._coming:
             return
-        if self._left:
-            self._left = False
-            gc.collect(1)
+        if self._wait:
+            self._wait -= 1
+            if not self._wait:
+                gc.collect(1)
         elif gc.get_count()[1] > LOOKS:
             gc.freeze()
 
@@ -170,7 +171,7 @@ class Turnstile:
         self._open[connection] = self._loop.call_later(self._seconds, connection.cut, "too_slow")
 
     def left(self, connection: Connection) -> None:
-        self._left = True
+        self._wait = 2  # in the first one aiohttp may still be at work on its end
         timer = self._open.pop(connection, None)
         if timer is not None:
             timer.cancel()
