@@ -19,8 +19,8 @@ class Tuning:
         staged_below: KVCACHE_COPY_STAGED_BELOW_KIB, fragments from this size on go straight: of 2 MiB they lose
             1 to 2 % of the rate. 0 stages nothing.
         bursts: KVCACHE_COPY_BURST, thread blocks a multiprocessor that gather and scatter use.
-        register_chunk: KVCACHE_REGISTER_CHUNK_MIB, bytes that are page-locked by one call: 0.4 ms in which the driver
-            does nothing else.
+        register_chunk: KVCACHE_REGISTER_CHUNK_MIB, bytes that are page-locked at once where an engine serves already;
+            no copy crosses the end of such a piece.
         npu_register: KVCACHE_NPU_REGISTER, 1 page-locks the region for an NPU on old kernels, too.
     """
 
