@@ -236,16 +236,18 @@ class Session:
             if self._closing:
                 return
             self._closing = True
-        if (link := self.link) is not None:
-            self.telling.tell(link, at_once=True)
-            # The last in the queue: all before it is handled. Again, for what those answers made us send.
-            if link.channel.call(m.Ping(0, b""), self.connect_timeout, _ignore) is not None:
-                link.channel.call(m.Ping(0, b""), self.connect_timeout, _ignore)
-        self._keeper.stop()
-        self.leave("closed")
-        self._unlock()
-        self._context.term()
-        self._keeper.close()
+        try:
+            if (link := self.link) is not None:
+                self.telling.tell(link, at_once=True)
+                # The last in the queue: all before it is handled. Again, for what those answers made us send.
+                if link.channel.call(m.Ping(0, b""), self.connect_timeout, _ignore) is not None:
+                    link.channel.call(m.Ping(0, b""), self.connect_timeout, _ignore)
+        finally:  # a session that stays open, though nobody can use it, would keep its leases
+            self._keeper.stop()
+            self.leave("closed")
+            self._unlock()
+            self._context.term()
+            self._keeper.close()
 
     def __enter__(self) -> Session:
         return self

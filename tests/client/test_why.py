@@ -15,6 +15,7 @@ from steps import BLOCK, PATIENCE, SPEC, Request, idle
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.notes import HASHES, NOTES, Notes
 from kvcache_proto import messages as m
+from kvcache_proto.region import slot_size, slots_per_extent
 from kvcache_server.admin import Admin
 from kvcache_server.replay.trace import read_trace
 
@@ -54,7 +55,8 @@ def test_two_engines_and_an_operator(daemon: Any) -> None:
         one, two = first.attach(spec, (0,)), second.attach(half, (0,))
         prompt = [number.to_bytes(32, "little") for number in range(1, 5)]
         one.reserve(prompt).commit()
-        room = 16 * 3  # extents of 4 MiB
+        pool = daemon.status()["pool"]
+        room = pool["extents"] * slots_per_extent(pool["extent_bytes"], slot_size(size))
         for number in range(len(prompt), room):
             one.reserve([number.to_bytes(32, "big")]).commit()
         two.acquire(prompt, request="chatcmpl-apart-0", tokens=4 * 128 + 7)
