@@ -111,7 +111,8 @@ def test_after_the_fence_a_block_may_be_written(bench: Bench, registered: bool) 
     for number in (4, 9, 20):
         bench.fill(number, 0)
     bench.finish()
-    assert not (registered and (all_blocks.cancelled or two_blocks.cancelled))
+    if bench.device.registered()[1] == bench.region.bytes:  # only a save that waits for a thread is ever cancelled
+        assert not (all_blocks.cancelled or two_blocks.cancelled)
     if not all_blocks.cancelled:
         assert [bench.slot(number) for number in range(BLOCKS)] == before
     if not two_blocks.cancelled:
@@ -124,12 +125,15 @@ def test_after_the_fence_a_load_may_fill_a_block_that_is_being_saved(bench: Benc
     before = bench.blocks()
     bench.put(39, before[0])
     bench.rig.delay()
-    for slot in range(6):
-        bench.save([4], [slot])
+    saves = [bench.save([4], [slot]) for slot in range(6)]
     bench.device.fence([4])
     bench.load([4], [39])
     bench.finish()
-    assert [bench.slot(slot) for slot in range(6)] == [before[4]] * 6
+    assert [bench.slot(slot) for slot, save in enumerate(saves) if not save.cancelled] == [
+        before[4] for save in saves if not save.cancelled
+    ]
+    if bench.device.registered()[1] == bench.region.bytes:
+        assert not any(save.cancelled for save in saves)
     assert bench.block(4) == before[0]
 
 
