@@ -94,11 +94,9 @@ def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limit
 def explain(cache: Cache, text: str, now: float) -> dict[str, Any]:
     """Return what is known of the misses of the request that `text` names, in full or in a part. O(hashes asked)."""
     misses = cache.misses
-    known: dict[str, float] = {}  # when it was last heard of
     heard = [(each.at, each.request) for each in misses.lookups] + [(each.at, each.request) for each in misses.told]
-    for at, request in sorted(heard):
-        known.pop(request, None)
-        known[request] = at
+    heard.sort(key=lambda each: each[0])
+    known = dict.fromkeys(request for _, request in heard)  # in the order in which they were first heard of
     found = [text] if text in known else [each for each in known if text and text in each]
     answer: dict[str, Any] = {
         "asked": text,

@@ -267,7 +267,8 @@ class Sick:
         behind.sendall(_frame(visitor))
         data, descriptors, _, _ = socket.recv_fds(behind, 1 << 16, 2)
         frame, handed = DOOR[self.door](data[LENGTH.size :], descriptors)
-        socket.send_fds(visitor, [LENGTH.pack(len(frame)) + frame], handed)
+        with contextlib.suppress(BrokenPipeError):  # it did not wait so long; its end is seen like any other's
+            socket.send_fds(visitor, [LENGTH.pack(len(frame)) + frame], handed)
         for descriptor in {*descriptors, *handed}:
             os.close(descriptor)
         self.visitors[visitor] = behind
