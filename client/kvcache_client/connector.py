@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvcache_client import NamespaceSpec, Session
 from kvcache_client.devices import CopyError
-from kvcache_client.early import claim, open_session
+from kvcache_client.early import claim, discard, open_session
 from kvcache_client.engine import (
     engine_name,
     has_another,
@@ -129,6 +129,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._quiet = threading.Event()  # not set while copies of a worker that was given up may still run
         self._quiet.set()
         self._start(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.WORKER and self._worker is None:
+            discard()
 
     @guard()
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

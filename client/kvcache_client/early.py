@@ -115,6 +115,24 @@ def claim(engine: str, label: str) -> tuple[Session | None, Registration | None]
     return prepared.claim() if prepared is not None else (None, None)
 
 
+def discard() -> None:
+    """Let go of what was made ready for a rank that takes no part, on a thread: the driver and the daemon take time."""
+    left = list(_begun.values())
+    _begun.clear()
+    for prepared in left:
+        threading.Thread(target=_close, args=(prepared,), name="kvcache-early-end", daemon=True).start()
+
+
+def _close(prepared: Preparation) -> None:
+    session, registration = prepared.claim()
+    try:
+        if registration is not None:
+            registration.close()
+    finally:
+        if session is not None:
+            session.close()
+
+
 def open_session(settings: Settings, engine: str, label: str) -> Session:
     """Return the session of one process of an engine; daemon or none. Raises ConfigError."""
     return Session.open(settings.endpoint or None, engine=engine, label=label, deadline=settings.deadline_ms / 1000)
