@@ -20,8 +20,8 @@ PACKAGES = {
 FLOORS: dict[str, list[set[str]]] = {
     "kvcache_proto": [
         {"", "errors", "mapping"},
-        {"types", "endpoint", "findings"},
-        {"counts"},
+        {"types", "endpoint", "findings", "users"},
+        {"counts", "trust"},
         {"messages", "region"},
         {"codec"},
     ],

@@ -17,6 +17,7 @@ from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, VersionMismatch, from_wire
 from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
+from kvcache_proto.trust import check_server
 
 _LENGTH = struct.Struct("<I")
 _DESCRIPTORS = 2
@@ -48,12 +49,14 @@ def knock(
     timeout: float,
     interrupt: int | None = None,
     last: Welcome | None = None,
+    server_uids: frozenset[int] = frozenset(),
 ) -> Door:
     """Say Hello at the door of `endpoint` and return it open, within `timeout` seconds.
 
-    `last` is the welcome of a session whose daemon went away: it asks to go on. Raises ConfigError for an unusable
+    `last` is the welcome of a session whose daemon went away: it asks to go on. `server_uids` may serve besides root
+    and this user: nothing is said to others. Raises ConfigError for an unusable
     endpoint, Unavailable where nobody answers in time or `interrupt`, a descriptor, turned readable, NotPermitted where
-    the door may not be opened, VersionMismatch, and what else the daemon answers.
+    the door may not be opened, or another user serves there, VersionMismatch, and what else the daemon answers.
     """
     path = door_path(endpoint)
     until = time.monotonic() + timeout
@@ -63,6 +66,7 @@ def knock(
     received: list[int] = []
     try:
         _connect(connection, path)
+        check_server(connection, endpoint, server_uids)
         resume, secret = (last.session, last.token) if last else (0, b"")
         hello = encode(Hello(PROTOCOL_VERSION, engine, label, f"python/{__version__}", resume, secret))
         connection.sendall(_LENGTH.pack(len(hello)) + hello)

@@ -135,7 +135,13 @@ def _close(prepared: Preparation) -> None:
 
 def open_session(settings: Settings, engine: str, label: str) -> Session:
     """Return the session of one process of an engine; daemon or none. Raises ConfigError."""
-    return Session.open(settings.endpoint or None, engine=engine, label=label, deadline=settings.deadline_ms / 1000)
+    return Session.open(
+        settings.endpoint or None,
+        engine=engine,
+        label=label,
+        deadline=settings.deadline_ms / 1000,
+        server_uids=settings.server_uids,
+    )
 
 
 def map_pages(region: Memory) -> None:

@@ -32,6 +32,7 @@ from kvcache_client.telling import Telling
 from kvcache_proto import messages as m
 from kvcache_proto.endpoint import check_endpoint, default_endpoint, socket_path
 from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable, from_wire
+from kvcache_proto.trust import server_uids
 from kvcache_proto.types import NamespaceSpec
 
 logger = logging.getLogger("kvcache_client")
@@ -50,11 +51,20 @@ class Session:
     Thread-safe. Not for forked children: they get a ClientError and make their own.
     """
 
-    def __init__(self, endpoint: str | None, engine: str, label: str, deadline: float, connect_timeout: float) -> None:
+    def __init__(
+        self,
+        endpoint: str | None,
+        engine: str,
+        label: str,
+        deadline: float,
+        connect_timeout: float,
+        servers: Sequence[int | str] | str = (),
+    ) -> None:
         """Not to be called: use `connect` or `open`."""
         self.endpoint = check_endpoint(endpoint) if endpoint else default_endpoint()
         self.engine, self.label = engine, label
         self.deadline, self.connect_timeout = deadline, connect_timeout
+        self._servers = server_uids(servers)
         self.owner = forks.current()
         self.region: Region | None = None  # the mapping; stays when the daemon goes
         self.link: Link | None = None  # None while the daemon is gone; only the keeper changes it
@@ -85,6 +95,7 @@ class Session:
         label: str = "",
         deadline: float = DEADLINE,
         connect_timeout: float = CONNECT_TIMEOUT,
+        server_uids: Sequence[int | str] | str = (),
     ) -> Session:
         """Return a session with the daemon at `endpoint`.
 
@@ -94,9 +105,11 @@ class Session:
             label: what `status` shows of this process.
             deadline: seconds that a lookup or a reservation may take; after one miss the breaker opens.
             connect_timeout: seconds for connecting, and for the requests that are on nobody's fast path.
+            server_uids: users, by name or number, whose daemon may serve besides root's and this user's; none takes
+                KVCACHE_SERVER_UIDS. Another user's gets nothing, NotPermitted says who it is.
         Raises ConfigError, Unavailable, NotPermitted, VersionMismatch, RegionError.
         """
-        session = cls(endpoint, engine, label, deadline, connect_timeout)
+        session = cls(endpoint, engine, label, deadline, connect_timeout, server_uids)
         try:
             session._establish()
             session._keeper.start()
@@ -115,12 +128,13 @@ class Session:
         label: str = "",
         deadline: float = DEADLINE,
         connect_timeout: float = CONNECT_TIMEOUT,
+        server_uids: Sequence[int | str] | str = (),
     ) -> Session:
         """Return a session whether or not a daemon is there; while none is, lookups miss and the keeper looks for one.
 
         Arguments as for `connect`. Raises ConfigError alone.
         """
-        session = cls(endpoint, engine, label, deadline, connect_timeout)
+        session = cls(endpoint, engine, label, deadline, connect_timeout, server_uids)
         session._patient = True
         session.look_for_daemon()
         session._keeper.start()
@@ -357,7 +371,8 @@ class Session:
     def _establish(self, interrupt: int | None = None) -> None:
         """Knock, map, attach what was attached before. Raises what `connect` raises; then nothing has changed."""
         last = self.away.door.welcome if self.away is not None else None
-        link = self._enter(knock(self.endpoint, self.engine, self.label, self.connect_timeout, interrupt, last))
+        door = knock(self.endpoint, self.engine, self.label, self.connect_timeout, interrupt, last, self._servers)
+        link = self._enter(door)
         try:
             with self._change:
                 self._adopt_region(link.region)

@@ -72,6 +72,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             (`off`), or a `sample` of one in 16.
         canary_every: one request with a hit in so many is computed, and the cache compared with that; 0 is none.
         kv_load_failure_policy: what vLLM does with a request whose load failed.
+        server_uids: users, by name or number, whose daemon may serve besides root's and the engine's own; none takes
+            KVCACHE_SERVER_UIDS.
     """
 
     endpoint: str = ""
@@ -85,6 +87,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verify: str = "off"
     canary_every: int = 10_000
     kv_load_failure_policy: str = "recompute"
+    server_uids: str | tuple[int | str, ...] = ""
 
 
 def parse_settings(extra: Mapping[str, Any]) -> tuple[Settings, list[str]]:

@@ -16,6 +16,7 @@ from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, decode_reply, encod
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, from_wire
 from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome
+from kvcache_proto.trust import check_server, server_uids
 
 ENGINE = "kvcache-server"
 _LENGTH = struct.Struct("<I")
@@ -24,8 +25,8 @@ _LENGTH = struct.Struct("<I")
 class Admin:
     """A session of the operator's, or of `engine`. Use it as a context manager.
 
-    Raises Unavailable where no daemon answers within `timeout` seconds, NotPermitted where it is not for this user,
-    and what the daemon answers.
+    Raises Unavailable where no daemon answers within `timeout` seconds, NotPermitted where it is not for this user or
+    somebody else serves there, and what the daemon answers.
     """
 
     def __init__(self, endpoint: str, label: str = "admin", timeout: float = 5.0, engine: str = ENGINE) -> None:
@@ -34,6 +35,7 @@ class Admin:
         self._ids = itertools.count(1)
         self._door = self._connect(door_path(endpoint))
         try:
+            check_server(self._door, endpoint, server_uids())
             welcome = self._shake(Hello(PROTOCOL_VERSION, engine, label, f"kvcache-server {__version__}"))
         except (TimeoutError, ConnectionError) as error:
             self._door.close()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import grp
 import ipaddress
 import os
-import pwd
 import re
 import sys
 import typing
@@ -18,6 +16,7 @@ import msgspec
 from kvcache_proto.endpoint import SCHEME, check_endpoint, default_endpoint
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import ALIGN
+from kvcache_proto.users import group, parse_ids, user
 from kvcache_server.limits import Limits
 
 if sys.version_info >= (3, 11):
@@ -27,53 +26,17 @@ else:
 
 ENV_PREFIX = "KVCACHE_"
 # Kubernetes puts the first ones into every container beside a Service named `kvcache`; nobody has set them on purpose.
-# The others are an engine's, which may share its environment with the daemon.
-_FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|PORT(_\d+_.*)?|(COPY|REGISTER|NPU)_.*)$")
+# The others are an engine's or a command's, which may share its environment with the daemon.
+_FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|PORT(_\d+_.*)?|SERVER_UIDS|(COPY|REGISTER|NPU)_.*)$")
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {f"{_letter}IB": 1 << (10 * _power), f"{_letter}B": 1000**_power, _letter: 1 << (10 * _power)}
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 MAX_SIZE = 1 << 50
-MAX_ID = (1 << 32) - 2  # the last one means nobody
 
 
-def _user(name: str) -> int:
-    return pwd.getpwnam(name).pw_uid
-
-
-def _group(name: str) -> int:
-    return grp.getgrnam(name).gr_gid
-
-
-_NAMES: dict[str, tuple[str, Callable[[str], int]]] = {"allow_uids": ("user", _user), "allow_gids": ("group", _group)}
-
-
-def parse_ids(value: object, kind: str, number_of: Callable[[str], int]) -> tuple[int, ...]:
-    """Return the ids in a list, or in a text with commas, of numbers and of names that this host knows.
-
-    Raises ConfigError, which tells the name that it does not.
-    """
-    listed = value.split(",") if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple)):
-        raise ConfigError(f"{value!r}: a list of {kind}s, by name or number")
-    return tuple(_parse_id(each, kind, number_of) for each in listed if str(each).strip())
-
-
-def _parse_id(value: object, kind: str, number_of: Callable[[str], int]) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ConfigError(f"{value!r}: a {kind}'s name or number")
-    text = str(value).strip()
-    if re.fullmatch("-?[0-9]{1,20}", text):
-        number = int(text)
-    else:
-        try:
-            number = number_of(text)
-        except (KeyError, ValueError):  # ValueError: no name could be so
-            raise ConfigError(f"no {kind} {text!r} on this host: a {kind}'s name or number") from None
-    if not 0 <= number <= MAX_ID:
-        raise ConfigError(f"{kind} {number}: 0 to {MAX_ID}")
-    return number
+_NAMES: dict[str, tuple[str, Callable[[str], int]]] = {"allow_uids": ("user", user), "allow_gids": ("group", group)}
 
 
 def parse_size(text: str | int) -> int:

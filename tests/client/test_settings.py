@@ -27,6 +27,7 @@ def test_every_field_can_be_given() -> None:
         "verify": "all",
         "canary_every": 100,
         "kv_load_failure_policy": "fail",
+        "server_uids": ("kvcache", 995),
     }
     assert set(given) == set(Settings.__struct_fields__)
     settings, notes = parse_settings(given)
