@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -67,10 +68,12 @@ class Attendance:
         now = time.monotonic()
         if held:
             session = hello.resume
-            self._cache.resume_session(session, hello.label, now)
+            self._cache.resume_session(session, hello.label, now, peer.uid)
             del self._returning[session]
         else:
-            session = self._cache.open_session(hello.engine, hello.label, now)
+            # By root or the daemon's own user alone: anybody may call itself so.
+            is_operator = hello.engine == OPERATOR and peer.uid in (0, os.geteuid())
+            session = self._cache.open_session(hello.engine, hello.label, now, peer.uid, is_operator)
         token = secrets.token_bytes(16)
         try:
             file, file_name = self._files.make(session)
@@ -78,7 +81,9 @@ class Attendance:
             self._cache.end_session(session, now)
             raise Unavailable(f"no session file can be made: {error.strerror}") from None
         self.tokens[token] = session
-        self._entries[session] = SessionOpened(session, hello.engine, hello.label, token, file_name, *held)
+        self._entries[session] = SessionOpened(
+            session, hello.engine, hello.label, token, file_name, *(held or (b"", "")), peer.uid
+        )
         self._state.note(self._entries[session])
         name = f"engine {hello.engine}" + (f" ({hello.label})" if hello.label else "")
         self._names[session] = name

@@ -7,7 +7,7 @@ gives way), and writes every change of a slot's row into the region before the r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from kvcache_proto import messages as m
@@ -36,13 +36,14 @@ from kvcache_server.pool import Pool
 from kvcache_server.restate import restate
 from kvcache_server.room import Room
 from kvcache_server.sampling import keyed_draw
-from kvcache_server.sessions import Engine, Namespace, Session, Watcher
+from kvcache_server.sessions import NOBODY, Engine, Namespace, Session, Users, Watcher
 from kvcache_server.shares import Shares
 from kvcache_server.slices import LOOK, Chores, Steps, begin, finish
 from kvcache_server.sums import Sums
 from kvcache_server.traffic import Traffic
 from kvcache_server.writing import Writing
 
+OPERATORS = 16  # sessions beyond max_sessions that are kept for who runs the daemon
 LIFE_SHIFT = 40  # numbers of leases and reservations begin with the daemon's life: none comes again
 
 
@@ -79,6 +80,7 @@ class Cache:
         self.namespaces: dict[int, Namespace] = {}
         self.engines: dict[str, Engine] = {}
         self.sessions: dict[int, Session] = {}
+        self.users = Users()
         self.absent: dict[int, Engine] = {}  # sessions without a door whose processes may live
         self.awaited: set[int] = set()  # sessions of the last life that have not restated what they hold
         self.grace_until = 0.0
@@ -171,27 +173,35 @@ class Cache:
 
     # Sessions.
 
-    def open_session(self, engine: str, label: str, now: float) -> int:
-        """Return the number of a new session of `engine`. Raises BadArgument, NotPermitted at the limit."""
+    def open_session(self, engine: str, label: str, now: float, user: int = NOBODY, is_operator: bool = False) -> int:
+        """Return the number of a new session of `engine`, run by `user`. Raises BadArgument, NotPermitted at a limit.
+
+        For who runs the daemon there are a few places more: `status` must get in where all others are taken.
+        """
         if not 1 <= len(engine) <= MAX_NAME or len(label) > MAX_NAME:
             raise BadArgument(f"engine id of {len(engine)}, label of {len(label)} characters: 1 and 0 to {MAX_NAME}")
-        if len(self.sessions) + len(self.absent) >= self.limits.max_sessions:
-            raise NotPermitted(f"{len(self.sessions)} sessions are open: max_sessions is {self.limits.max_sessions}")
+        limits, there = self.limits, len(self.sessions) + len(self.absent)
+        if there >= limits.max_sessions + (OPERATORS if is_operator else 0):
+            raise NotPermitted(f"{there} sessions are open: max_sessions is {limits.max_sessions}")
+        own = self.users.sessions[user]
+        if own >= limits.user_sessions and user != NOBODY and not is_operator:
+            raise NotPermitted(f"uid {user} has {own} sessions: max_user_sessions is {limits.user_sessions}")
         self.last_session += 1
-        return self._enter(self.last_session, self.engine(engine), label, now)
+        return self._enter(self.last_session, self.engine(engine), label, now, user)
 
-    def resume_session(self, session: int, label: str, now: float) -> None:
+    def resume_session(self, session: int, label: str, now: float, user: int = NOBODY) -> None:
         """Let an absent session go on, without its leases yet. Raises UnknownHandle where it is none."""
         engine = self.absent.pop(session, None)
         if engine is None:
             raise UnknownHandle(f"session {session} is none that could come back")
         engine.absent.discard(session)
-        self._enter(session, engine, label, now)
+        self._enter(session, engine, label, now, user)
         self.sessions[session].may_restate = True
         self.counters["sessions_resumed"] += 1
 
-    def _enter(self, number: int, engine: Engine, label: str, now: float) -> int:
-        session = Session(number, engine, label, now)
+    def _enter(self, number: int, engine: Engine, label: str, now: float, user: int) -> int:
+        session = Session(number, engine, label, now, user)
+        self.users.add(number, user)
         self.sessions[number] = engine.sessions[number] = session
         return number
 
@@ -223,6 +233,7 @@ class Cache:
         engine = self.absent.pop(session)
         engine.absent.discard(session)
         self.awaited.discard(session)
+        self.users.drop(session)
         self.writing.disband(session)
         self._journal(SessionEnded(session))
         self.chores.do(self._end(engine, session, now))
@@ -273,11 +284,15 @@ class Cache:
         finally:
             self._freeing = False
 
-    def await_sessions(self, sessions: dict[int, Engine], now: float) -> None:
-        """Evict nothing until `sessions`, of the last life, have restated what they hold, or the grace is over."""
+    def await_sessions(self, sessions: dict[int, Engine], users: Mapping[int, int], now: float) -> None:
+        """Evict nothing until `sessions`, of the last life, have restated what they hold, or the grace is over.
+
+        `users` says whose each of them is.
+        """
         self.absent.update(sessions)
         for number, engine in sessions.items():
             engine.absent.add(number)
+            self.users.add(number, users[number])
         self.awaited = set(sessions)
         self.room.frozen = bool(sessions)
         self.grace_until = now + self.limits.grace
@@ -311,9 +326,12 @@ class Cache:
         if namespace is None:
             if len(self.namespaces) >= self.limits.max_namespaces:
                 raise NotPermitted(f"{len(self.namespaces)} namespaces: max_namespaces is {self.limits.max_namespaces}")
+            own, most = sum(each.user == session.user for each in self.namespaces.values()), self.limits.user_namespaces
+            if own >= most and session.user != NOBODY:
+                raise NotPermitted(f"uid {session.user} has made {own} namespaces: max_user_namespaces is {most}")
             for each in spec.groups:
                 self.pool.check_size(slot_size(each.block_bytes))
-            namespace = Namespace(self.last_namespace + 1, spec, self.pool.capacity, self.draw)
+            namespace = Namespace(self.last_namespace + 1, spec, self.pool.capacity, self.draw, session.user)
             self._journal(NamespaceMade(namespace.number, spec))
             self.add_namespace(namespace)
         else:

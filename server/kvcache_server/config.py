@@ -141,7 +141,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _doc("Seconds after a restart in which nothing is evicted while engines come back.", live=True),
     ] = 10.0
     max_sessions: Annotated[int, _doc("Sessions at one time.", live=True)] = 1024
+    max_user_sessions: Annotated[
+        int, _doc("Sessions of one user at one time; 0 is seven eighths of `max_sessions`.", live=True)
+    ] = 0
     max_namespaces: Annotated[int, _doc("Namespaces known at one time.", live=True)] = 1024
+    max_user_namespaces: Annotated[
+        int, _doc("Namespaces of them that one user has made; 0 is seven eighths of `max_namespaces`.", live=True)
+    ] = 0
     max_leases: Annotated[int, _doc("Leases that one session may hold; past it a lookup hits nothing.", live=True)] = (
         4096
     )
@@ -213,6 +219,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _within("attach_rate", self.attach_rate, 0.01, 1e6)
         for name in ("max_sessions", "max_namespaces", "max_leases"):
             _within(name, getattr(self, name), 1, 1 << 20)
+        for name in ("max_user_sessions", "max_user_namespaces"):
+            _within(name, getattr(self, name), 0, 1 << 20)
 
     def limits(self) -> Limits:
         return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import struct
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -163,6 +164,7 @@ class Door:
         self._open_session = open_session
         self._left = leave
         self._visitors: set[Visitor] = set()
+        self._knocking: dict[Visitor, None] = {}  # those of them whose handshake is under way, the oldest first
         self.refused: dict[str, int] = {}
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
         path = door_path(endpoint)
@@ -195,10 +197,10 @@ class Door:
                 return
             sock.setblocking(False)
             visitor = Visitor(sock, peer_of(sock))
-            if self._handshakes() >= MAX_VISITORS:
-                self._refuse(visitor, Unavailable(f"{MAX_VISITORS} handshakes are under way: try again"))
+            if not self._make_room(visitor):
                 continue
             self._visitors.add(visitor)
+            self._knocking[visitor] = None
             visitor.deadline = self._loop.call_later(HANDSHAKE_SECONDS, self._too_late, visitor)
             self._loop.add_reader(sock, self._hear, visitor)
 
@@ -206,8 +208,16 @@ class Door:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener, self._accept)
 
-    def _handshakes(self) -> int:
-        return sum(not visitor.session for visitor in self._visitors)
+    def _make_room(self, newcomer: Visitor) -> bool:
+        """Return whether there is room for one more handshake: the user with most under way waits for the others."""
+        if len(self._knocking) < MAX_VISITORS:
+            return True
+        counts = Counter(visitor.peer.uid for visitor in self._knocking)
+        uid, most = counts.most_common(1)[0]
+        crowded = counts[newcomer.peer.uid] < most
+        leaves = next(visitor for visitor in self._knocking if visitor.peer.uid == uid) if crowded else newcomer
+        self._refuse(leaves, Unavailable(f"{MAX_VISITORS} handshakes are under way: try again"))
+        return crowded
 
     def _check_peer(self, peer: Peer) -> None:
         if peer.uid not in self._uids and not peer.groups & self._gids:
@@ -255,6 +265,7 @@ class Door:
     def _welcome(self, visitor: Visitor, hello: Hello) -> None:
         session, token, file, resumed = self._open_session(hello, visitor.peer)
         visitor.session = session
+        del self._knocking[visitor]
         if visitor.deadline is not None:
             visitor.deadline.cancel()
         visitor.heard.clear()
@@ -285,6 +296,7 @@ class Door:
             visitor.deadline.cancel()
             visitor.deadline = None
         self._visitors.discard(visitor)
+        self._knocking.pop(visitor, None)
         self._loop.remove_reader(visitor.sock)
         visitor.sock.close()
         if visitor.session:

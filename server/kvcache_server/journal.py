@@ -60,6 +60,7 @@ class SessionOpened(msgspec.Struct, tag="session", array_like=True, frozen=True)
     file: str
     former_token: bytes = b""
     former_file: str = ""
+    user: int = -1  # a daemon of 0.1 has not noted it
 
     @property
     def files(self) -> list[str]:

@@ -16,5 +16,22 @@ class Limits(msgspec.Struct, frozen=True):
     namespace_floor: float = 0.0
     namespace_ceiling: float = 1.0
     max_sessions: int = 1024
+    max_user_sessions: int = 0
     max_namespaces: int = 1024
+    max_user_namespaces: int = 0
     max_leases: int = 4096
+
+    @property
+    def user_sessions(self) -> int:
+        """How many sessions one user may have."""
+        return self.max_user_sessions or _most_of(self.max_sessions)
+
+    @property
+    def user_namespaces(self) -> int:
+        """How many of the namespaces that there are one user may have made."""
+        return self.max_user_namespaces or _most_of(self.max_namespaces)
+
+
+def _most_of(count: int) -> int:
+    """Return what one user may have of what all share, where nothing is configured: the others find an eighth."""
+    return count - count // 8

@@ -75,7 +75,11 @@ def reopen(
     cache.last_session, cache.writing.last_crew = book.last_session, book.last_crew
     cache.writing.crews = {writers: number for number, writers in book.crews.items() if living >= {*writers}}
     _Recovery(cache, book, frozenset(living), now).run()
-    cache.await_sessions({number: cache.engine(book.sessions[number].engine) for number in living}, now)
+    cache.await_sessions(
+        {number: cache.engine(book.sessions[number].engine) for number in living},
+        {number: book.sessions[number].user for number in living},
+        now,
+    )
     for number in book.sessions.keys() - living:
         journal(SessionEnded(number))
     cache.prune()

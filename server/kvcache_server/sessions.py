@@ -15,12 +15,15 @@ from kvcache_server.leases import Reservation
 from kvcache_server.pins import Lease, Pins
 from kvcache_server.sampling import Draw
 
+NOBODY = -1  # the user of what an older daemon has noted without one, and of sessions without a process
+
 
 class Namespace:
-    __slots__ = ("fit", "groups", "id", "lookups", "noted", "number", "requested_blocks", "spec")
+    __slots__ = ("fit", "groups", "id", "lookups", "noted", "number", "requested_blocks", "spec", "user")
 
-    def __init__(self, number: int, spec: NamespaceSpec, capacity: int, draw: Draw) -> None:
+    def __init__(self, number: int, spec: NamespaceSpec, capacity: int, draw: Draw, user: int = NOBODY) -> None:
         self.number = number
+        self.user = user  # who made it; the last daemon's have none
         self.spec = spec
         self.id = spec.id
         self.groups = [
@@ -97,11 +100,33 @@ class Engine:
         self.writers[namespace.number] = tuple(writers[shard] for shard in shards) if whole else None
 
 
-class Session:
-    __slots__ = ("attached", "breaker", "counts", "engine", "id", "label", "leases", "may_restate", "opened")
+class Users:
+    """How many sessions each user has, present or away."""
 
-    def __init__(self, number: int, engine: Engine, label: str, opened: float) -> None:
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}
+        self.sessions: Counter[int] = Counter()
+
+    def add(self, session: int, user: int) -> None:
+        """Note whose `session` is, from now on."""
+        self.drop(session)
+        self._of[session] = user
+        self.sessions[user] += 1
+
+    def drop(self, session: int) -> None:
+        user = self._of.pop(session, None)
+        if user is not None:
+            self.sessions[user] -= 1
+            if not self.sessions[user]:
+                del self.sessions[user]
+
+
+class Session:
+    __slots__ = ("attached", "breaker", "counts", "engine", "id", "label", "leases", "may_restate", "opened", "user")
+
+    def __init__(self, number: int, engine: Engine, label: str, opened: float, user: int = NOBODY) -> None:
         self.id = number
+        self.user = user
         self.engine = engine
         self.label = label
         self.opened = opened

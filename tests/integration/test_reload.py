@@ -65,7 +65,7 @@ def test_limits_change_while_sessions_are_open(configured: Any) -> None:
         line = reload('max_sessions = 1\nmax_namespaces = 1\nsize = "64MiB"')
         assert line.endswith("INFO read the configuration again: max_sessions 4 -> 1, max_namespaces 1024 -> 1")
         with pytest.raises(NotPermitted, match="max_sessions is 1"):
-            Admin(daemon.endpoint)
+            Admin(daemon.endpoint, engine="late")
         namespace = early.attach(SPEC, shards=(0,))  # who was there goes on
         namespace.reserve([b"a" * 32], parent=None).commit()
         reload('max_sessions = 9\npin_quota = 0.01\nsize = "64MiB"')  # 0.6 MiB: less than a block

@@ -13,6 +13,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
+from kvcache_server.cache import OPERATORS
 from kvcache_server.index import SPARE, Account, Block, Group
 from kvcache_server.leases import Grant
 from kvcache_server.sessions import Session
@@ -314,6 +315,25 @@ def test_limits_on_sessions_and_namespaces():
         cache.open_session("three", "", 0.0)
     with pytest.raises(NotPermitted, match="max_namespaces"):
         engine.ask(m.Attach(1, b"", NamespaceSpec("other", (GroupSpec(16, 1),)), (0,)))
+
+
+def test_a_user_s_sessions_count_from_the_first_to_the_end_of_their_process():
+    cache = make_cache(max_sessions=8)
+    ones = [cache.open_session(f"engine {number}", "", 0.0, user=1) for number in range(7)]
+    with pytest.raises(NotPermitted, match="uid 1 has 7 sessions: max_user_sessions is 7"):
+        cache.open_session("one more", "", 0.0, user=1)
+    cache.leave_session(ones[0])
+    with pytest.raises(NotPermitted, match="max_user_sessions"):
+        cache.open_session("one more", "", 0.0, user=1)
+    cache.resume_session(ones[0], "", 0.0, user=2)  # of another user now: whoever has its token
+    cache.open_session("one more", "", 0.0, user=1)
+    for _ in range(OPERATORS):
+        cache.open_session("status", "", 0.0, user=1, is_operator=True)
+    with pytest.raises(NotPermitted, match="max_sessions is 8"):
+        cache.open_session("status", "", 0.0, user=1, is_operator=True)
+    for session in list(cache.sessions):
+        cache.end_session(session, 0.0)
+    assert not cache.users.sessions
 
 
 def test_engines_that_come_and_go_leave_no_trace_but_their_blocks():

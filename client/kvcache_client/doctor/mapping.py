@@ -11,7 +11,8 @@ from kvcache_proto.findings import Finding
 def of_region(endpoint: str) -> Iterator[Finding]:
     """Attach as an engine does. Leaves nothing in the cache."""
     try:
-        with Session.connect(endpoint, engine="doctor", label="mapping") as session:
+        # As an operator's commands are called: it gets in beside engines that have taken all sessions.
+        with Session.connect(endpoint, engine="kvcache-server", label="mapping") as session:
             region = session.region
             assert region is not None  # a session that is connected has one
             figure = f"{region.bytes:,} bytes, format and geometry as this client knows them"
