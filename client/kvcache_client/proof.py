@@ -20,6 +20,7 @@ from kvcache_client.noise import Format, difference
 from kvcache_client.plan import CheckJob, LoadJob, SaveJob, pick_refs
 from kvcache_client.region import Region
 from kvcache_client.sums import pack_sums, sum_up, sums_of_shard
+from kvcache_proto.text import escaped
 from kvcache_proto.types import Finding, NamespaceSpec
 
 logger = logging.getLogger("vllm.kvcache.worker")
@@ -147,5 +148,7 @@ def _some(offsets: Sequence[int]) -> str:
 
 
 def _names(writers: Sequence[tuple[str, int]]) -> str:
-    names = sorted({f"engine {engine} (session {session or 'unknown'})" for engine, session in writers if engine})
+    names = sorted(
+        {f"engine {escaped(engine)} (session {session or 'unknown'})" for engine, session in writers if engine}
+    )
     return ", ".join(names) or "nobody that the daemon knows of"

@@ -9,6 +9,7 @@ import msgspec
 
 from kvcache_proto.errors import BadFrame
 from kvcache_proto.messages import DoorMessage, Reply, Request
+from kvcache_proto.text import escaped
 
 MAX_FRAME = 4 << 20  # MAX_HASHES of the longest hashes need 2.2 MiB
 MAX_DOOR_FRAME = 64 << 10
@@ -44,4 +45,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes | memoryview, li
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadFrame(str(error)) from None
+        raise BadFrame(escaped(str(error))) from None

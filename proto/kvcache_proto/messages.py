@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, MAX_SHARDS, NamespaceSpec, PoolGeometry
 
 PROTOCOL_VERSION = 2
@@ -41,6 +42,9 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
     geometry: PoolGeometry
     daemon: str = ""
     resumed: bool = False
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "daemon", escaped(self.daemon))
 
 
 # Requests.
@@ -353,11 +357,17 @@ class Watched(msgspec.Struct, tag="watched", array_like=True):
 
 
 class Error(msgspec.Struct, tag="error", array_like=True):
-    """`code` names a class of errors.py; `id` is 0 where the request could not be read."""
+    """`code` names a class of errors.py; `id` is 0 where the request could not be read.
+
+    Both sides log the message, and names that others chose are in it: it is made one line, when sent and when received.
+    """
 
     id: int
     code: str
     message: str
+
+    def __post_init__(self) -> None:
+        self.code, self.message = escaped(self.code), escaped(self.message)
 
 
 Request = (

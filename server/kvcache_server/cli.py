@@ -20,6 +20,7 @@ from kvcache_proto.errors import (
     RegionError,
     Unavailable,
 )
+from kvcache_proto.text import escaped
 from kvcache_server import signals
 from kvcache_server.config import format_size, load, settings
 
@@ -179,5 +180,5 @@ def main() -> None:
     try:
         sys.exit(commands(prog_name="kvcache-server", standalone_mode=True))
     except KVCacheError as error:
-        click.echo(f"kvcache-server: {error}", err=True)
+        click.echo(f"kvcache-server: {escaped(str(error))}", err=True)
         sys.exit(next((code for kind, code, _ in EXIT_CODES if isinstance(error, kind)), 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvcache_proto.text import escaped
 from kvcache_server.config import format_size
 
 
@@ -38,7 +39,7 @@ def describe(stats: dict[str, Any]) -> str:
         ],
         left=2,
     )
-    return "\n".join([*lines, "", *sessions(stats["sessions"]), *away(stats)])
+    return "\n".join(map(escaped, [*lines, "", *sessions(stats["sessions"]), *away(stats)]))
 
 
 def heading(stats: dict[str, Any]) -> str:

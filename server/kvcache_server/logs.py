@@ -12,15 +12,23 @@ from typing import Any, TextIO
 
 import msgspec
 
+from kvcache_proto.text import escaped
+
 ROOT = "kvcache_server"
 
 
 class TextFormatter(logging.Formatter):
-    """2026-01-31T12:00:00.123Z INFO message"""
+    """2026-01-31T12:00:00.123Z INFO message
+
+    A record is one line, for messages have names that clients chose in them; a traceback is indented below it.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_stamp(record)} {record.levelname} {record.getMessage()}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{_stamp(record)} {record.levelname} {escaped(record.getMessage())}"
+        if not record.exc_info:
+            return line
+        traced = self.formatException(record.exc_info).split("\n")  # what it says may have lines of its own
+        return "\n".join((line, *(f"    {escaped(each)}" for each in traced)))
 
 
 class JsonFormatter(logging.Formatter):

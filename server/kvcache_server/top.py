@@ -21,6 +21,7 @@ import click
 
 from kvcache_proto.endpoint import default_endpoint
 from kvcache_proto.errors import BadToken, KVCacheError, Unavailable
+from kvcache_proto.text import escaped
 from kvcache_proto.types import Refusal
 from kvcache_server import describe as words
 from kvcache_server.admin import ENGINE as OPERATOR
@@ -36,6 +37,11 @@ class Line(NamedTuple):
 
     text: str
     bold: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The text, such that no name in it commands the terminal."""
+        return escaped(self.text)
 
 
 class Sample(NamedTuple):
@@ -159,14 +165,14 @@ class Screen:
     def show(self, lines: list[Line]) -> None:
         """Write one frame, cut to the terminal. One write: what stands there is never half of it."""
         if not self.is_terminal:
-            self._out.write("\n".join(line.text for line in lines) + "\n")
+            self._out.write("\n".join(line.shown for line in lines) + "\n")
             self._out.flush()
             return
         columns, rows = os.get_terminal_size(self._out.fileno())
         columns -= 1  # in the last one, some terminals erase what was just written
         if len(lines) > rows:
             lines = [*lines[: rows - 1], Line(f"and {len(lines) - rows + 1} lines more: a higher window shows them")]
-        shown = [f"\x1b[1m{line.text[:columns]}\x1b[m" if line.bold else line.text[:columns] for line in lines]
+        shown = [f"\x1b[1m{line.shown[:columns]}\x1b[m" if line.bold else line.shown[:columns] for line in lines]
         self._out.write("\x1b[H" + "\x1b[K\n".join(shown) + "\x1b[K\x1b[J")
         self._out.flush()
 

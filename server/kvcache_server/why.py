@@ -9,6 +9,7 @@ import click
 
 from kvcache_proto import messages as m
 from kvcache_proto.endpoint import default_endpoint
+from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.admin import Admin
 
@@ -122,7 +123,7 @@ def describe(answer: dict[str, Any]) -> str:
             lines.append(f"{more} other engines had a request of this name, too")
     lines.append("")
     lines.append(_memory(memory))
-    return "\n".join(lines)
+    return "\n".join(map(escaped, lines))
 
 
 def _explained(told: dict[str, Any], memory: dict[str, Any]) -> list[str]:

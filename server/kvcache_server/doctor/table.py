@@ -6,6 +6,7 @@ import collections
 from collections.abc import Iterable
 
 from kvcache_proto.findings import Finding
+from kvcache_proto.text import escaped
 
 _VERDICT, _NAME = 10, 22
 
@@ -13,9 +14,9 @@ _VERDICT, _NAME = 10, 22
 def describe(finding: Finding) -> str:
     """Return the line of a finding, and the cure's below it."""
     figure = f"{finding.how}: {finding.figure}" if finding.how else finding.figure
-    figure = " ".join(figure.splitlines())  # a driver's message may have several
+    figure = escaped(" ".join(figure.splitlines()))  # a driver's message may have several
     line = f"  {finding.verdict:<{_VERDICT}}{finding.name:<{_NAME}}{figure}"
-    return f"{line}\n{'':{2 + _VERDICT + _NAME}}-> {finding.cure}" if finding.cure else line
+    return f"{line}\n{'':{2 + _VERDICT + _NAME}}-> {escaped(finding.cure)}" if finding.cure else line
 
 
 def summary(findings: Iterable[Finding]) -> str:
