@@ -154,7 +154,7 @@ class OpenAIServer:
 
 def events(response: http.client.HTTPResponse) -> Any:
     """Yield the token ids of each server-sent event until the answer is said to be whole. Raises as `complete`."""
-    while line := response.readline():
+    while (line := response.readline()).endswith(b"\n"):
         if not line.startswith(b"data: "):
             continue
         if line.strip() == b"data: [DONE]":

@@ -101,21 +101,23 @@ def test_clients_that_come_together(first: Any, daemons: list[Any], prompts: lis
 
 def test_clients_that_hang_up(first: Any, daemons: list[Any], prompts: list[Any], prompt: Any, reference: Any) -> None:
     daemon, expected = daemons[-1], reference(prompts, TOKENS)
-    long = [prompt(LONGEST - 200 - n) for n in range(4)]
     with ThreadPoolExecutor(CLIENTS) as clients:
         beside = [clients.submit(first.complete, p, TOKENS, n % 2 == 0) for n, p in enumerate(prompts)]
         doomed = [clients.submit(first.hang_up_in_mid_stream, prompt(5 * BLOCK + n), 400, n) for n in (1, 2, 5, 9)]
         assert [future.result() for future in doomed] == [None] * 4
         assert [future.result() for future in beside] == expected
-    early = []
-    for asked in long:  # one at a time: whose lookup the daemon has counted is the one that is being prefilled
+    long: list[list[int]] = []
+    early = 0
+    while early < 2 and len(long) < 24:  # on a busy machine a prefill may be over before we have heard that it began
+        # One at a time: whose lookup the daemon has counted is the one that is being prefilled.
         before = figure(daemon, "lookups")
-        early.append(first.hang_up_before_an_answer(asked, lambda at=before: figure(daemon, "lookups") > at))
-    assert any(early), "no client has left in the middle of its prefill"
+        long.append(prompt(LONGEST - 200 - len(long)))
+        early += first.hang_up_before_an_answer(long[-1], lambda at=before: figure(daemon, "lookups") > at)
+    assert early, "no client has left in the middle of its prefill"
     wait_idle(daemon)
     assert first.metric("vllm:num_requests_running") == 0
     # Two of them come back: what was cut short has harmed nothing.
-    assert all_at_once(first, [*prompts, *long[:2]]) == [*expected, *reference(long[:2], TOKENS)]
+    assert all_at_once(first, [*prompts, *long[-2:]]) == [*expected, *reference(long[-2:], TOKENS)]
     wait_idle(daemon)
 
 
@@ -143,10 +145,11 @@ def test_a_server_that_is_killed_and_the_next_one(
     lost = [prompt(40 * BLOCK + n) for n in range(CLIENTS)]
     before = figure(daemon, "lookups")
     with ThreadPoolExecutor(CLIENTS) as clients:
-        answers = [clients.submit(first.complete, p, 400, True) for p in lost]
+        answers = [clients.submit(first.complete, p, 2000, True) for p in lost]
         daemon.wait_status(lambda s: sum(n["lookups"] for n in s["namespaces"]) >= before + 6, "the batch")
         first.kill()
-        assert all(isinstance(answer.exception(), GONE) for answer in answers)
+        assert all(ended(answer) for answer in answers)
+        assert any(answer.exception() for answer in answers), "the server was killed after the last answer"
     daemon.wait_status(lambda s: not s["sessions"] and not s["away"], "the end of its sessions")
     daemon.check_integrity()
 
