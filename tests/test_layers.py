@@ -26,7 +26,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "rates", "ration", "signals"}
+        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "numbers", "rates", "ration", "signals"}
         | {"extents", "sampling", "slices", "sockets", "sums", "traffic", "unread"},
         {"ghosts", "misses", "questions", "underway"},
         {"index", "journal"},

@@ -15,11 +15,12 @@ from typing import Any
 
 import zmq
 
-from kvcache_proto.endpoint import SCHEME
+from kvcache_proto.endpoint import SCHEME, socket_path
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.cache import Cache
 from kvcache_server.config import Config
+from kvcache_server.numbers import Numbers
 from kvcache_server.sockets import Place, admit, private
 from kvcache_server.stream import Batch, Stream
 
@@ -47,10 +48,12 @@ class Events:
     ) -> None:
         """Bind `config.events`, and `config.events_replay` if there is one. Raises NotPermitted where it cannot."""
         self._loop, self._context, self._config = loop, context, config
-        # Milliseconds, with room for a thousand batches in each: a daemon's numbers begin above its last one's.
-        first = time.time_ns() // 1_000_000 << 10
+        # Milliseconds, with room for a thousand batches in each.
+        path = socket_path(config.endpoint).removesuffix(".sock") + ".numbers"
+        self._numbers = Numbers(path, time.time_ns() // 1_000_000 << 10)
         self._stream = Stream(
-            *(cache, config.events_topic, config.events_buffer, first, config.events_dialect, config.events_hashes)
+            *(cache, config.events_topic, config.events_buffer, self._numbers.first),
+            *(config.events_dialect, config.events_hashes),
         )
         self.changes = self._stream.changes
         self._topic_in_replay = config.events_dialect == "0.26"
@@ -123,6 +126,7 @@ class Events:
             socket.close()
         for place in self._places.values():
             place.remove()
+        self._numbers.close()
 
     def report(self) -> dict[str, Any]:
         """Return endpoints as they were bound, topics subscribed to, and counts of batches, replays and refusals."""
@@ -145,6 +149,7 @@ class Events:
             self._soon()
 
     def _publish(self, batch: Batch) -> None:
+        self._numbers.give(batch.number)
         frames = (batch.topic, batch.number.to_bytes(8, "big"), batch.payload)
         self._counts["batches"] += 1
         try:

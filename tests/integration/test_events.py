@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import stat
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from kvcache_proto.types import Finding
 from kvcache_server.admin import Admin
 from kvcache_server.config import Config
 from kvcache_server.events import HEARD, Events
+from kvcache_server.numbers import ROOM, Numbers
 
 SMALL = NamespaceSpec(model="small", groups=[GroupSpec(16, 64 << 10)])
 LARGE = NamespaceSpec(model="large", groups=[GroupSpec(32, 192 << 10)])
@@ -71,6 +73,62 @@ def found(namespace: Any, chains: list[list[bytes]]) -> Known:
         with namespace.acquire(chain, pin=False) as lease:
             known |= {(0, as_int(name)) for name in chain[: lease.hits]}
     return known
+
+
+# What a daemon's interpreter begins with: its host's clock has gone a day back.
+CLOCK = """
+import time
+now, now_ns = time.time, time.time_ns
+time.time = lambda: now() - 86_400
+time.time_ns = lambda: now_ns() - 86_400 * 10**9
+"""
+
+
+@pytest.mark.parametrize("keep", ["true", "false"])
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_numbers_do_not_fall_with_the_clock(
+    start: Any, socket: MakeSocket, tmp_path: Path, keep: str, end: str
+) -> None:
+    """A subscriber takes what has a higher number than the last one: it would hear nothing for a day."""
+    (tmp_path / "sitecustomize.py").write_text(CLOCK)
+    early = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    last = 0
+    for env in ({}, early, early, {}):
+        daemon, report = start(keep=keep, env=env)
+        subscriber = Subscriber(socket, report, topic_of(SMALL))
+        wait_subscribed(daemon)
+        with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+            session.attach(SMALL, (0,)).reserve(run_of("a", 3)).commit()
+            topic = topic_of(SMALL)
+            subscriber.read_until(lambda: len(subscriber.known.get(topic, ())) == 3, "the blocks")  # noqa: B023
+        assert last < subscriber.last[topic] < (1 << 63)
+        last = subscriber.last[topic]
+        getattr(daemon, end)()
+
+
+def test_numbers_that_make_no_sense_are_not_gone_by(start: Any, short_folder: Path, socket: MakeSocket) -> None:
+    for text in ("x", "-5", str(1 << 64), str((1 << 63) + 1), "9" * 5000):
+        (short_folder / "kv.numbers").write_text(text)
+        daemon, report = start()
+        assert "kv.numbers" in daemon.log
+        assert report["batches"] == 0
+        daemon.stop()
+    (short_folder / "kv.numbers").unlink()
+    (short_folder / "kv.numbers").symlink_to("elsewhere")
+    daemon, _ = start()
+    assert "kv.numbers" in daemon.log and not (short_folder / "elsewhere").exists()
+
+
+def test_no_number_is_given_that_is_not_noted(short_folder: Path) -> None:
+    """The next daemon begins where the room ends that this one has noted, however it ended."""
+    path = str(short_folder / "kv.numbers")
+    numbers = Numbers(path, 100)
+    assert numbers.first == 100
+    for number in (100, 100 + ROOM - 1, 100 + ROOM, 100 + 5 * ROOM):
+        numbers.give(number)
+        assert Numbers(path, 7).first > number
+        numbers = Numbers(path, 7)
+    assert Numbers(path, 1 << 40).first == 1 << 40, "the clock, where it is ahead"
 
 
 def test_vllm_s_own_classes_read_them(start: Any, socket: MakeSocket) -> None:
