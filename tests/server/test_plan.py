@@ -188,6 +188,14 @@ def test_weights_as_the_checkpoint_is_quantised() -> None:
         ({"index_topk": 2048}, "index_topk"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 32 layers"),
         ({"layer_types": ["dreaming"] * 32}, "'dreaming'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0: a whole number, 1 to"),
+        ({"num_key_value_heads": 64}, "num_key_value_heads 64: 32 attention heads are no multiple"),
+        ({"num_key_value_heads": 7}, "num_key_value_heads 7: 32 attention heads are no multiple"),
+        ({"head_dim": 0}, "head_dim 0: a whole number, 1 to"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings 0: a whole number, 1 to"),
+        ({"torch_dtype": "int3"}, "torch_dtype 'int3': bfloat16, float16"),
+        ({"dtype": ["float16"]}, "dtype \\['float16'\\]: bfloat16, float16"),
+        ({"torch_dtype": 5}, "torch_dtype 5: bfloat16, float16"),
     ],
 )
 def test_a_file_that_cannot_be_sized_is_refused_by_field(change: dict[str, Any], says: str) -> None:
@@ -205,6 +213,14 @@ def test_a_file_that_cannot_be_sized_is_refused_by_field(change: dict[str, Any],
         (["--ram", "many"], "--ram: size 'many'"),
         (["--block-size", "100"], "a multiple of the engine's, 16"),
         (["--utilization", "1.5"], "utilization 1.5"),
+        (["--length", "0"], "length 0: at least 1"),
+        (["--length", "99999999999999999999"], "length 99999999999999999999: at most"),
+        (["--ram", "0"], "ram 0: at least 1"),
+        (["--device-memory", "0"], "device 0: at least 1"),
+        (["--kv-memory", "0"], "kv_memory 0: at least 1"),
+        (["--weights", "0"], "weights 0: at least 1"),
+        (["--engine-block-size", "0"], "engine_block 0: at least 1"),
+        (["--engines", "99999999999999999999"], "engines 99999999999999999999: at most"),
         (["--ram", "20GiB", "--leave", "19.9GiB", "--extent-size", "2MiB"], "does not fit an extent"),
     ],
 )
@@ -213,6 +229,12 @@ def test_flags_that_make_no_sense_are_refused(arguments: list[str], says: str) -
         click.testing.CliRunner().invoke(
             commands, ["plan", str(MODELS / "llama-3-8b.json"), *arguments], catch_exceptions=False
         )
+
+
+def test_nothing_left_for_the_host_is_what_was_asked_for() -> None:
+    host = plan("llama-3-8b", ram=64 * GIB, leave=0)["host"]
+    assert (host["leave_bytes"], host["size_bytes"]) == (0, 64 * GIB)
+    assert host["leave_rule"]["given"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '"text"', "[" * 100_000, "{}", '{"text_config": 3}'])

@@ -21,7 +21,7 @@ from kvcache_server.plan.host import (
     check_block,
     left_for_host,
 )
-from kvcache_server.plan.models import Attention, Latent, Model, State, read_model
+from kvcache_server.plan.models import MOST, Attention, Latent, Model, State, read_model
 from kvcache_server.plan.pages import Pages, page, pages, shards
 from kvcache_server.plan.weights import weight_bytes
 
@@ -32,31 +32,35 @@ DEFAULT_BLOCK_TOKENS = 128
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What is asked for; sizes are bytes, 0 is what follows from the rest. Raises ConfigError."""
+    """What is asked for; sizes are bytes, None is what follows from the rest. Raises ConfigError."""
 
     tp: int = 1
     block_tokens: int = DEFAULT_BLOCK_TOKENS
-    engine_block: int = 0
+    engine_block: int | None = None
     ram: int = 512 * GIB
-    leave: int = 0
+    leave: int | None = None
     engines: int = 1
     extent: int = 0
     kv_dtype: str = "auto"
     device: int = 80 * GIB
     utilization: float = 0.92
-    weights: int = 0
+    weights: int | None = None
     overhead: int = 4 * GIB
-    kv_memory: int = 0
-    length: int = 0
+    kv_memory: int | None = None
+    length: int | None = None
     batched_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        for name in ("tp", "block_tokens", "ram", "engines", "device", "batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)}: at least 1")
-        for name in ("leave", "engine_block", "extent", "weights", "overhead", "kv_memory", "length"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} {getattr(self, name)}: at least 0")
+        counts = ("tp", "block_tokens", "engine_block", "engines", "length", "batched_tokens")
+        for name in (*counts, "ram", "leave", "device", "extent", "weights", "overhead", "kv_memory"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            least = 0 if name in ("leave", "extent", "overhead") else 1
+            if value < least:
+                raise ConfigError(f"{name} {value}: at least {least}")
+            if name in counts and value > MOST:
+                raise ConfigError(f"{name} {value}: at most {MOST}")
         if self.kv_dtype not in ("auto", *KV_ITEMS):
             raise ConfigError(f"kv_dtype {self.kv_dtype!r}: auto, {', '.join(KV_ITEMS)}")
         if not 0 < self.utilization <= 1:
@@ -76,7 +80,8 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
     shard_bytes = _token_bytes(model, options.tp, KV_ITEMS[kv_dtype]) * options.block_tokens
     check_block(number, shard_bytes)
     length = options.length or min(8192, model.longest or 8192)
-    weights = weight_bytes(model, config, options.tp) if not options.weights else options.weights // options.tp
+    estimated = options.weights is None
+    weights = weight_bytes(model, config, options.tp) if options.weights is None else options.weights // options.tp
     host = _host(options, number * shard_bytes)
     devices = {
         kind: _device(model, options, engine_block, item, weights, length, bool(layout["tables_off"]))
@@ -107,9 +112,9 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
             "bytes": options.device,
             "utilization": options.utilization,
             "weights_bytes": weights,
-            "weights_estimated": not options.weights,
+            "weights_estimated": estimated,
             "overhead_bytes": options.overhead,
-            "kv_bytes_given": bool(options.kv_memory),
+            "kv_bytes_given": options.kv_memory is not None,
             "length": length,
             **{kind: found._asdict() for kind, found in devices.items()},
         },
@@ -182,7 +187,7 @@ def declined(found: Pages) -> str:
 
 
 def _host(options: Options, block_bytes: int) -> dict[str, Any]:
-    leave = options.leave or left_for_host(options.ram, options.tp * options.engines)
+    leave = left_for_host(options.ram, options.tp * options.engines) if options.leave is None else options.leave
     size = options.ram - leave
     unit = GIB if size >= 16 * GIB else 1 << 20
     size -= size % unit
@@ -193,7 +198,12 @@ def _host(options: Options, block_bytes: int) -> dict[str, Any]:
     return {
         "ram_bytes": options.ram,
         "leave_bytes": leave,
-        "leave_rule": {"share": LEFT_SHARE, "least": LEFT_LEAST, "a_rank": LEFT_A_RANK, "given": bool(options.leave)},
+        "leave_rule": {
+            "share": LEFT_SHARE,
+            "least": LEFT_LEAST,
+            "a_rank": LEFT_A_RANK,
+            "given": options.leave is not None,
+        },
         "size_bytes": size,
         "extent_bytes": chosen.geometry.extent_bytes,
         "extent_given": chosen.geometry.extent_bytes != default,

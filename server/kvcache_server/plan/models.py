@@ -107,12 +107,14 @@ def read_model(config: object, name: str = "model") -> Model:
         if text.get(key):
             raise ConfigError(f"{name}: {key}: {why}: not computed here")
     kind = str(text.get("model_type", config.get("model_type", "")))
-    dtype = _dtype(text, config)
+    dtype = _dtype(text, config, name)
     layers = _layers(text, kind, name)
     if not layers:
         raise ConfigError(f"{name}: no layer of it keeps anything of a token")
     state = text.get("mamba_ssm_cache_dtype" if kind == "nemotron_h" else "mamba_ssm_dtype")
     state = state or ("float32" if kind == "nemotron_h" else dtype)
+    if str(state) not in (*DTYPES, "auto"):
+        raise ConfigError(f"{name}: a state's dtype {state!r}: {', '.join(DTYPES)}")
     return Model(
         name,
         tuple(layers),
@@ -120,18 +122,26 @@ def read_model(config: object, name: str = "model") -> Model:
         dtype,
         _kv_dtype(config, dtype),
         DTYPES.get(str(state), DTYPES[dtype]),
-        number(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", name=name, default=0),
+        number(
+            *(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+            name=name,
+            default=0,
+            least=1,
+        ),
         text,
     )
 
 
-def number(text: Mapping[str, Any], *keys: str, name: str = "config", default: int | None = None) -> int:
-    """Return the first of `keys` that is there. Raises ConfigError where none is, or it is no whole number above 0."""
+def number(
+    text: Mapping[str, Any], *keys: str, name: str = "config", default: int | None = None, least: int | None = None
+) -> int:
+    """Return the first of `keys` that is there, else `default`. Raises ConfigError where there is neither, or it is no
+    whole number from `least` on: 1, or 0 where there is a default."""
+    least = (1 if default is None else 0) if least is None else least
     for key in keys:
         value = text.get(key)
         if value is None:
             continue
-        least = 1 if default is None else 0
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
             raise ConfigError(f"{name}: {key} {value!r}: a whole number, {least} to {MOST}")
         return int(value)
@@ -148,13 +158,15 @@ def layer_count(text: Mapping[str, Any], name: str) -> int:
     return count
 
 
-def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def _dtype(text: Mapping[str, Any], config: Mapping[str, Any], name: str) -> str:
     """What `--dtype auto` makes of it: float32 weights run in half precision."""
-    found = next((each[key] for each in (text, config) for key in ("dtype", "torch_dtype") if each.get(key)), "")
-    found = str(found).removeprefix("torch.")
-    if found in ("float16", "half"):
-        return "float16"
-    return "bfloat16"
+    found = [(key, each[key]) for each in (text, config) for key in ("dtype", "torch_dtype") if each.get(key)]
+    if not found:
+        return "bfloat16"
+    key, given = found[0]
+    if str(given).removeprefix("torch.") not in (*DTYPES, "auto"):
+        raise ConfigError(f"{name}: {key} {given!r}: {', '.join(DTYPES)}")
+    return "float16" if str(given).removeprefix("torch.") in ("float16", "half") else "bfloat16"
 
 
 def _kv_dtype(config: Mapping[str, Any], dtype: str) -> str:
@@ -233,8 +245,11 @@ def _attention(text: Mapping[str, Any], kind: str, each: str, name: str) -> Laye
         kept = 1
     else:
         keys = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
-        kept = number(text, *keys, name=name, default=heads)
-    size = number(text, "head_dim", name=name, default=0)
+        kept = number(text, *keys, name=name, default=heads, least=1)
+        if heads % kept:
+            key = next(each for each in keys if text.get(each) is not None)
+            raise ConfigError(f"{name}: {key} {kept}: {heads} attention heads are no multiple of it")
+    size = number(text, "head_dim", name=name, default=0, least=1)
     size = size or number(text, "hidden_size", "n_embd", "d_model", name=name) // heads
     if not size:
         raise ConfigError(f"{name}: hidden_size {text.get('hidden_size')}: less than {heads} heads need")
