@@ -27,8 +27,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache_server": [
         {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "numbers", "rates", "ration", "signals"}
-        | {"extents", "sampling", "slices", "sockets", "sums", "traffic", "unread"},
-        {"ghosts", "misses", "questions", "underway"},
+        | {"extents", "sampling", "slices", "sockets", "sums", "traffic", "zmtp"},
+        {"ghosts", "misses", "questions", "underway", "wire"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
         {"leases", "pins"},
@@ -85,7 +85,7 @@ PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings", "counts", "text"},
     "kvcache_server": {
         *("ages", "extents", "ghosts", "histogram", "lost", "sampling", "slices"),
-        *("limits", "rates", "unread", "index", "pool", "shares", "leases", "pins", "sessions", "room"),
+        *("limits", "rates", "zmtp", "index", "pool", "shares", "leases", "pins", "sessions", "room"),
         *("report", "cache", "journal", "writing", "recovery", "sums", "distrust", "restate", "stream", "misses"),
         *("audit", "lookup", "orders", "reasons", "traffic"),
         *("plan.models", "plan.host", "plan.pages", "plan.weights", "plan.device", "plan.figures"),

@@ -24,6 +24,7 @@ import zmq.backend
 
 from kvcache_client.counters import Counters
 from kvcache_proto.codec import decode_reply, encode
+from kvcache_proto.endpoint import routing_id
 from kvcache_proto.errors import BadFrame, BadToken
 from kvcache_proto.messages import Error, Pong, Reply, Reserved
 
@@ -96,6 +97,7 @@ class Channel:
         self._lock = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
+        self._socket.routing_id = routing_id(token)
         self._socket.rcvhwm = RECEIVE_QUEUE
         self._timeout_ms = -1
         self._socket.connect(endpoint)

@@ -10,6 +10,7 @@ from kvcache_proto.errors import ConfigError
 SCHEME = "ipc://"
 SOCKET_NAME = "kvcache/kvcache.sock"
 MAX_PATH = 100  # sun_path holds 108 bytes with its NUL
+_TOKEN = b"token:"
 
 
 def default_endpoint(environ: Mapping[str, str] | None = None, uid: int | None = None) -> str:
@@ -55,3 +56,16 @@ def door_path(endpoint: str) -> str:
 
 def _door(path: str) -> str:
     return path.removesuffix(".sock") + ".door"
+
+
+def routing_id(token: bytes) -> bytes:
+    """Return what a session's DEALER calls itself, so that the daemon knows whose it is before it says anything.
+
+    ZeroMQ keeps names that begin with a zero byte to itself.
+    """
+    return _TOKEN + token
+
+
+def token_of(routing_id: bytes) -> bytes:
+    """Return the token in it, "" where there is none."""
+    return routing_id.removeprefix(_TOKEN) if routing_id.startswith(_TOKEN) else b""

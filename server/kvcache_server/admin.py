@@ -13,7 +13,7 @@ import zmq
 
 from kvcache_proto import __version__
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, decode_reply, encode
-from kvcache_proto.endpoint import door_path
+from kvcache_proto.endpoint import door_path, routing_id
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, from_wire
 from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome
 from kvcache_proto.trust import check_server, server_uids
@@ -47,9 +47,13 @@ class Admin:
         self.geometry = welcome.geometry
         self._token = welcome.token
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = self._dealer()
+        self._socket.setsockopt(zmq.ROUTING_ID, routing_id(self._token))
         self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
         self._socket.connect(endpoint)
+
+    def _dealer(self) -> zmq.Socket[bytes]:
+        return self._context.socket(zmq.DEALER)
 
     def __enter__(self) -> Admin:
         return self

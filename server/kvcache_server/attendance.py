@@ -13,9 +13,10 @@ from kvcache_proto.errors import KVCacheError, Unavailable
 from kvcache_proto.messages import Hello
 from kvcache_server.admin import ENGINE as OPERATOR
 from kvcache_server.cache import Cache
-from kvcache_server.door import Peer, Ticket
+from kvcache_server.door import Ticket
 from kvcache_server.journal import SessionOpened
 from kvcache_server.opening import Opened
+from kvcache_server.sockets import Peer
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +29,10 @@ class Attendance:
     def __init__(
         self,
         opened: Opened,
-        last_words: Callable[[], None],
         show_out: Callable[[int], None],
         failed: Callable[[int, Exception], object],
     ) -> None:
-        """`last_words()` answers what a session sent before its door closed; `show_out()` closes a door."""
+        """`show_out()` closes a door."""
         self.tokens: dict[bytes, int] = {}
         self.opened = 0  # so far
         self._cache: Cache = opened.cache
@@ -41,7 +41,7 @@ class Attendance:
         self._entries: dict[int, SessionOpened] = {}  # what the book has of the others
         self._names: dict[int, str] = {}
         self._refused: set[int] = set()  # sessions of which it was logged that they may not join
-        self._last_words, self._show_out, self._failed = last_words, show_out, failed
+        self._show_out, self._failed = show_out, failed
 
     def __len__(self) -> int:
         return len(self._names)
@@ -103,8 +103,6 @@ class Attendance:
 
     def leave(self, session: int) -> None:
         """The door has closed. What the session's process may still be writing waits until its file is unlocked."""
-        # What it sent before it left may still wait in the ROUTER, commits among it.
-        self._last_words()
         name = self._names.pop(session)
         self._refused.discard(session)
         self._returning[session] = entry = self._entries.pop(session)

@@ -30,18 +30,14 @@ from kvcache_proto.errors import (
 from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
 from kvcache_proto.types import MAX_NAME, PoolGeometry
 from kvcache_server.rates import Rate
-from kvcache_server.sockets import Place, admit, private
+from kvcache_server.sockets import Listener, Peer, Place
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 2.0
 MAX_VISITORS = 128  # handshakes at one time
-MAX_ACCEPTS = 16  # between two looks at messages
-ACCEPT_PAUSE = 0.5  # after the process ran out of descriptors
 LINES_A_MINUTE = 20  # about refusals of one user; all are counted
 _LENGTH = struct.Struct("<I")
-_UCRED = struct.Struct("iII")
-_SO_PEERGROUPS = 59
 
 
 class EndpointLock:
@@ -93,23 +89,6 @@ def check_folder(folder: str) -> None:
     found = os.stat(folder)
     if found.st_uid not in (0, os.geteuid()) and not found.st_mode & stat.S_ISVTX:
         raise NotPermitted(f"{folder} belongs to uid {found.st_uid}, who could take the endpoint over: choose another")
-
-
-class Peer(NamedTuple):
-    """Who is on the other side, as the kernel says."""
-
-    pid: int
-    uid: int
-    groups: frozenset[int]
-
-
-def peer_of(connection: socket.socket) -> Peer:
-    pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    try:
-        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)  # Python asks for no more
-    except OSError:  # a kernel before 4.13, or more than 256 groups: then the first one alone counts
-        packed = b""
-    return Peer(pid, uid, frozenset((gid, *(group for (group,) in struct.iter_unpack("I", packed)))))
 
 
 class Ticket(NamedTuple):
@@ -167,46 +146,29 @@ class Door:
         self._knocking: dict[Visitor, None] = {}  # those of them whose handshake is under way, the oldest first
         self.refused: dict[str, int] = {}
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
-        path = door_path(endpoint)
-        self._listener = _listen(path, endpoint)
-        self.place = Place(path)
+        self._listener = Listener(loop, door_path(endpoint), endpoint, self._enter, self._count)
         self.let_in(allow_uids, allow_gids, rate)
-        loop.add_reader(self._listener, self._accept)
+
+    @property
+    def place(self) -> Place:
+        return self._listener.place
 
     def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...], rate: Rate | None) -> None:
-        """Let these attach from now on, and nobody else; who is attached stays."""
-        admit(self.place.path, uids, gids)
-        self._uids = {os.geteuid(), *uids}
-        self._gids = {os.stat(self.place.path).st_gid, *gids}
+        """Let these attach from now on, and nobody else; who is attached stays. Raises OSError."""
+        self._listener.let_in(uids, gids)
         self._rate = rate
 
     # New visitors.
 
-    def _accept(self) -> None:
-        for _ in range(MAX_ACCEPTS):
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                # Out of descriptors, most likely: the connection stays in the backlog, and to ask at once is to spin.
-                self._count("accept_failed")
-                log.warning("cannot accept a session for now: %s", error)
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(ACCEPT_PAUSE, self._resume)
-                return
-            sock.setblocking(False)
-            visitor = Visitor(sock, peer_of(sock))
-            if not self._make_room(visitor):
-                continue
-            self._visitors.add(visitor)
-            self._knocking[visitor] = None
-            visitor.deadline = self._loop.call_later(HANDSHAKE_SECONDS, self._too_late, visitor)
-            self._loop.add_reader(sock, self._hear, visitor)
-
-    def _resume(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener, self._accept)
+    def _enter(self, sock: socket.socket, peer: Peer) -> bool:
+        visitor = Visitor(sock, peer)
+        if not self._make_room(visitor):
+            return False
+        self._visitors.add(visitor)
+        self._knocking[visitor] = None
+        visitor.deadline = self._loop.call_later(HANDSHAKE_SECONDS, self._too_late, visitor)
+        self._loop.add_reader(sock, self._hear, visitor)
+        return self._listener.admits(peer)
 
     def _make_room(self, newcomer: Visitor) -> bool:
         """Return whether there is room for one more handshake: the user with most under way waits for the others."""
@@ -219,8 +181,9 @@ class Door:
         self._refuse(leaves, Unavailable(f"{MAX_VISITORS} handshakes are under way: try again"))
         return crowded
 
+
     def _check_peer(self, peer: Peer) -> None:
-        if peer.uid not in self._uids and not peer.groups & self._gids:
+        if not self._listener.admits(peer):
             raise NotPermitted(
                 f"uid {peer.uid} with groups {sorted(peer.groups)} may not attach: add it to the daemon's allow_uids "
                 "or allow_gids"
@@ -312,40 +275,12 @@ class Door:
 
     # The end.
 
-    def _stop_accepting(self) -> None:
-        if self._listener.fileno() < 0:
-            return
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        self.place.remove()
-
     def close(self) -> None:
         """Show everybody out, without a word to `leave`: the sessions outlive this daemon."""
         self._left = lambda session: None
-        self._stop_accepting()
+        self._listener.close()
         for visitor in list(self._visitors):
             self._leave(visitor)
-
-
-def _listen(path: str, endpoint: str) -> socket.socket:
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ConfigError(f"endpoint {endpoint}: {path} exists and is no socket: remove it, or choose another")
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-            # The lock is ours, so nobody should be behind it; somebody may have deleted a living daemon's lock.
-            probe.settimeout(1.0)
-            probe.connect(path)
-            raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint")
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        with private():
-            listener.bind(path)
-    except PermissionError:
-        listener.close()
-        raise NotPermitted(f"endpoint {endpoint}: uid {os.geteuid()} may not make {path}") from None
-    listener.listen(MAX_VISITORS)
-    return listener
 
 
 def _whole_frame(heard: bytearray) -> bytes | None:

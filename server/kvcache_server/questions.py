@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.messages import Stats, Why
@@ -17,17 +18,17 @@ SHARE = 0.1  # of the loop's time
 class Questions:
     """Those that wait for their turn: one a session, so that nobody waits behind a crowd of another's."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, answer: Callable[[bytes, bytes], object]) -> None:
-        """`answer(identity, frame)` takes a request as it came."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, answer: Callable[[Any, bytes], object]) -> None:
+        """`answer(sender, frame)` takes a request as it came."""
         self._loop, self._answer = loop, answer
         self._ration = Ration(SHARE)
-        self._waiting: dict[int, tuple[bytes, bytes]] = {}
+        self._waiting: dict[int, tuple[Any, bytes]] = {}
 
-    def add(self, session: int, identity: bytes, frame: bytes) -> None:
+    def add(self, session: int, sender: Any, frame: bytes) -> None:
         """Let it wait for its turn. Raises Unavailable where another one of the session's does: it is not taken."""
         if session in self._waiting:
             raise Unavailable("an earlier question of this session waits for its turn: have its answer first")
-        self._waiting[session] = identity, frame
+        self._waiting[session] = sender, frame
         if len(self._waiting) == 1:
             self._wait()
 
@@ -35,10 +36,10 @@ class Questions:
         self._loop.call_later(self._ration.wait(time.monotonic()), self._next)
 
     def _next(self) -> None:
-        session, (identity, frame) = next(iter(self._waiting.items()))
+        session, (sender, frame) = next(iter(self._waiting.items()))
         began = time.monotonic()
         try:
-            self._answer(identity, frame)
+            self._answer(sender, frame)
         finally:
             del self._waiting[session]
             self._ration.spent(began, time.monotonic())

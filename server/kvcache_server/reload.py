@@ -13,7 +13,6 @@ from kvcache_server.cache import Cache
 from kvcache_server.config import Config, settings
 from kvcache_server.door import Door
 from kvcache_server.rates import Rate
-from kvcache_server.sockets import Place, admit
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +28,11 @@ class Settings:
         read: Callable[[], Config],
         cache: Cache,
         door: Door,
-        router: Place,
-        let_in: Callable[[Config], None] | None = None,
+        let_in: Callable[[Config], None],
     ) -> None:
-        """`let_in` does for the events' sockets what is done here for the ROUTER's."""
+        """`let_in` does for the other sockets what is done here for the door's. Raises OSError."""
         self.config = config
-        self._read, self._cache, self._door, self._router = read, cache, door, router
-        self._let_in = let_in
+        self._read, self._cache, self._door, self._let_in = read, cache, door, let_in
 
     def read_again(self) -> None:
         """Apply what has changed, and say in one line what was done, and what waits for a restart.
@@ -55,9 +52,7 @@ class Settings:
         config = msgspec.structs.replace(old, **live)
         if {"allow_uids", "allow_gids", "attach_rate", "max_sessions"} & live.keys():
             try:
-                admit(self._router.path, config.allow_uids, config.allow_gids)
-                if self._let_in is not None:
-                    self._let_in(config)
+                self._let_in(config)
                 self._door.let_in(config.allow_uids, config.allow_gids, rate_of(config))
             except OSError as error:
                 log.error(

@@ -1,16 +1,10 @@
-"""The daemon at work: one loop, the ROUTER, the timers, the door, and the way down.
-
-ZeroMQ's descriptor is edge-triggered: it is only readable when something new has come. So each wake drains the socket
-until it is empty, which also covers what came in during a send, and what is sent outside of the drain is followed by
-one.
-"""
+"""The daemon at work: one loop, the wire, the timers, the door, and the way down."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
-import math
 import os
 import signal
 import time
@@ -21,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 import zmq
-import zmq.backend
 
 from kvcache_proto import __version__
 from kvcache_proto.codec import decode_request, encode
-from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import BadFrame, BadToken, EndpointLost, KVCacheError, ServerError, Unavailable
 from kvcache_proto.messages import (
     Acquire,
@@ -58,9 +50,8 @@ from kvcache_server.opening import Opened
 from kvcache_server.questions import QUESTIONS, Questions
 from kvcache_server.reload import Settings, rate_of
 from kvcache_server.signals import STOP_SIGNALS
-from kvcache_server.sockets import Place, admit, bind_router
 from kvcache_server.underway import Underway
-from kvcache_server.unread import Unread
+from kvcache_server.wire import Connection, Wire
 
 if TYPE_CHECKING:
     from kvcache_server.http import Http
@@ -69,24 +60,17 @@ log = logging.getLogger(__name__)
 
 TICK = 0.25
 SUMMARY = 10.0
-BATCH, BATCH_SECONDS = 64, 0.01  # messages between two looks at timers and door; fewer where they take longer
-LAST_WORDS = 16  # batches to look through for them
-LONG = 64 << 10  # replies from here on are watched until they have left; shorter ones cost less copied
-UNREAD_BYTES = 8 << 20  # of long replies, a peer
 YOUNG_OBJECTS = 10_000  # between two looks of the garbage collector
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
 
 UNANSWERED = (Release, Detach, Tell, Remark)
-
-_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
-_LAST = int(zmq.NOBLOCK)
 
 
 class Service:
     """Serves one cache at one endpoint until it is told to stop."""
 
     def __init__(self, config: Config, opened: Opened, manager: Manager, read: Callable[[], Config]) -> None:
-        """Bind the ROUTER and open the door; the endpoint's lock is held by the caller. Raises as Door does.
+        """Open wire and door; the endpoint's lock is held by the caller. Raises as Door does.
 
         `manager` hears how it goes; `read()` reads the configuration again.
         """
@@ -96,11 +80,9 @@ class Service:
         self._region = region = opened.region
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._callback_failed)
-        self._attendance = Attendance(opened, self._hear_last_words, self._show_out, self._failed)
+        self._attendance = Attendance(opened, self._show_out, self._failed)
         self._tokens = self._attendance.tokens
-        self._underway = Underway(
-            *(self._loop, self._cache.chores, self._answer_in_order, self._drain_soon, self._failed)
-        )
+        self._underway = Underway(*(self._loop, self._cache.chores, self._answer_in_order, self._publish, self._failed))
         self._desk = Desk(self._cache, self._attendance.look_after, self._report, self._underway.run)
         self._lost = ""  # the socket whose file has gone
         self._started, self._started_at = time.monotonic(), time.time()
@@ -108,8 +90,6 @@ class Service:
         self._errors: Counter[str] = Counter()  # by code, as answered
         self._drops: Counter[str] = Counter()  # replies that could not be delivered, by reason
         self._acquire = Histogram(ACQUIRE_SECONDS)
-        self._unread = Unread(UNREAD_BYTES)
-        self._draining = False  # again, soon
         self._shrinking = False
         self._questions = Questions(self._loop, self._answer_at_last)
         self._http: Http | None = None
@@ -120,7 +100,9 @@ class Service:
                 from kvcache_server.http import Http  # aiohttp takes memory that a daemon without it has a use for
 
                 self._http = Http(self._loop, config, self._desk, self._failed)
-            self._router = self._bind()
+            self._wire = Wire(
+                *(self._loop, config.endpoint, self._tokens, self._hear, self._publish, self._connection_lost)
+            )
             if config.events:
                 self._events = Events(self._loop, self._context, config, self._cache)
             self._changes = self._events.changes if self._events else []
@@ -143,17 +125,14 @@ class Service:
             self._context.destroy(linger=0)
             self._loop.close()
             raise
-        let_in = self._events.let_in if self._events else None
-        self._settings = Settings(config, read, self._cache, self._door, self._place, let_in)
-        self._recv = self._router.recv
-        # The method below pyzmq's front, which looks at options that none of our frames has: 0.2 us a frame.
-        self._send = zmq.backend.Socket.send.__get__(self._router)
+        self._settings = Settings(config, read, self._cache, self._door, self._let_in)
+        self._let_in(config)
 
-    def _bind(self) -> zmq.Socket[bytes]:
-        router = bind_router(self._context, self._config.endpoint)
-        self._place = Place(socket_path(self._config.endpoint))
-        admit(self._place.path, self._config.allow_uids, self._config.allow_gids)
-        return router
+    def _let_in(self, config: Config) -> None:
+        """Let those users and groups connect, besides at the door, that `config` names. Raises OSError."""
+        self._wire.let_in(config.allow_uids, config.allow_gids)
+        if self._events is not None:
+            self._events.let_in(config)
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions go on with the next daemon.
@@ -163,7 +142,6 @@ class Service:
         """
         loop = self._loop
         loop.call_soon(self._listen_to_signals)
-        loop.add_reader(self._router.getsockopt(zmq.FD), self._drain)
         loop.call_later(TICK, self._tick)
         loop.call_later(SUMMARY, self._summarise)
         # Blocks are millions of objects, and looking through them all takes half a second. Only what is new since the
@@ -173,7 +151,6 @@ class Service:
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS, 1 << 30, 1 << 30)
         try:
-            self._drain()
             loop.run_forever()
         finally:
             signals.block()  # a second one must not cut the tidying short
@@ -181,11 +158,10 @@ class Service:
             if self._http:
                 self._http.close()
             self._door.close()
-            self._router.close()
+            self._wire.close()
             if self._events is not None:
                 self._events.close()
             self._context.term()
-            self._place.remove()  # ZeroMQ leaves it
             loop.close()
         if self._lost:
             raise EndpointLost(f"{self._lost} was removed or replaced, so that nobody could attach any more")
@@ -216,53 +192,27 @@ class Service:
 
     # Messages.
 
-    def _drain(self, seconds: float = BATCH_SECONDS) -> bool:
-        """Answer what has come. Returns whether there may be more: timers and door have a turn now and then."""
-        recv, until = self._recv, time.monotonic() + seconds
-        for _ in range(BATCH):
-            try:
-                identity = recv(_LAST)
-            except zmq.Again:
-                if self._changes:
-                    self._publish()
-                return False
-            frame: zmq.Frame = recv(_LAST, copy=False)
-            if frame.more:
-                self._refuse_parts(identity)
-            else:
-                self._messages += 1
-                self._answer(identity, frame.bytes)
-            if time.monotonic() > until:
-                break
-        if self._changes:
-            self._publish()
-        self._drain_soon()
-        return True
-
-    def _drain_soon(self) -> None:
-        """Once, whoever wants it: each would go on by itself for as long as messages come."""
-        if not self._draining:
-            self._draining = True
-            self._loop.call_soon(self._drain_again)
-
-    def _drain_again(self) -> None:
-        self._draining = False
-        self._drain()
+    def _hear(self, sender: Connection, message: bytes | BadFrame) -> None:
+        self._messages += 1
+        if isinstance(message, BadFrame):
+            self._finish(sender, b"", 0, None, 0.0, None, message)
+        else:
+            self._answer(sender, message)
 
     def _publish(self) -> None:
         if self._changes and self._events is not None:
             self._events.flush()
 
-    def _answer_at_last(self, identity: bytes, frame: bytes) -> None:
+    def _answer_at_last(self, sender: Connection, frame: bytes) -> None:
         """Answer a question that has waited for its turn."""
-        self._answer(identity, frame, asked=True)
-        self._drain_soon()
+        self._answer(sender, frame, asked=True)
+        self._publish()
 
-    def _answer_in_order(self, identity: bytes, frame: bytes) -> None:
+    def _answer_in_order(self, sender: Connection, frame: bytes) -> None:
         """Answer what has waited behind an earlier request of its session."""
-        self._answer(identity, frame, in_order=True)
+        self._answer(sender, frame, in_order=True)
 
-    def _answer(self, identity: bytes, frame: bytes, asked: bool = False, in_order: bool = False) -> None:
+    def _answer(self, sender: Connection, frame: bytes, asked: bool = False, in_order: bool = False) -> None:
         session, now = 0, 0.0
         request: Request | None = None
         reply: Reply | None = None
@@ -270,30 +220,32 @@ class Service:
         try:
             request = decode_request(frame)
             session = self._tokens[request.token]
+            if session != sender.session:
+                self._wire.bind(sender, session)
             now = time.monotonic()
             if self._underway and session in self._underway and not (in_order or asked):
-                self._wait(session, identity, frame, request, now)
+                self._wait(session, sender, frame, request, now)
                 return
             if type(request) in QUESTIONS and not asked:
-                self._questions.add(session, identity, frame)
+                self._questions.add(session, sender, frame)
                 return
             answer = self._cache.begin(session, request, now)
             if answer is None:
                 return
             if type(answer) is not Acquired and isinstance(answer, Generator):
-                self._underway.begin(session, answer, partial(self._finish, identity, frame, session, request, now))
+                self._underway.begin(session, answer, partial(self._finish, sender, frame, session, request, now))
                 return
             reply = answer
         except Exception as failure:  # noqa: BLE001 - as in _refusal
             error = failure
         try:
-            self._finish(identity, frame, session, request, now, reply, error)
+            self._finish(sender, frame, session, request, now, reply, error)
         finally:
             error = None  # its traceback has this frame, and with it the request: a circle that nobody looks for
 
     def _finish(
         self,
-        identity: bytes,
+        sender: Connection,
         frame: bytes,
         session: int,
         request: Request | None,
@@ -314,17 +266,8 @@ class Service:
             error = None  # as in _answer
         if packed is None:
             return
-        try:
-            if len(packed) < LONG:
-                self._send(identity, _MORE)
-                self._send(packed, _LAST)
-            elif self._unread.has_room(identity, len(packed)):
-                self._send(identity, _MORE)
-                self._unread.add(identity, self._send(packed, _LAST, copy=False, track=True), len(packed))
-            else:
-                raise zmq.Again
-        except zmq.ZMQError as lost:
-            self._drops["peer_slow" if lost.errno == zmq.EAGAIN else "peer_gone"] += 1
+        if lost := sender.send(packed):
+            self._drops[lost] += 1
             if not refused and reply is not None:
                 self._undo(session, reply)
         if (
@@ -334,10 +277,10 @@ class Service:
         ):
             self._remember(session, request, reply, frame, now)
 
-    def _wait(self, session: int, identity: bytes, frame: bytes, request: Request, now: float) -> None:
+    def _wait(self, session: int, sender: Connection, frame: bytes, request: Request, now: float) -> None:
         """Let a message wait for the session's long request. Raises Unavailable where it may not."""
         try:
-            self._underway.wait(session, identity, frame)
+            self._underway.wait(session, sender, frame)
         except Unavailable:
             if type(request) not in UNANSWERED:
                 raise
@@ -395,17 +338,6 @@ class Service:
     def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self._failed(0, context.get("exception") or ServerError(context["message"]))
 
-    def _refuse_parts(self, identity: bytes) -> None:
-        while self._recv(_LAST, copy=False).more:
-            pass
-        self._messages += 1
-        self._errors[BadFrame.code] += 1
-        try:
-            self._send(identity, _MORE)
-            self._send(encode(Error(0, BadFrame.code, "a message is one frame")), _LAST)
-        except zmq.ZMQError:
-            self._drops["peer_gone"] += 1
-
     def _undo(self, session: int, reply: Reply) -> None:
         """Take back what nobody has been told of: it would be held until the session's end."""
         now = time.monotonic()
@@ -414,15 +346,18 @@ class Service:
         elif type(reply) is Reserved and reply.reservation:
             self._cache.abandon(session, reply.reservation, now)
 
-    def _hear_last_words(self) -> None:
-        for _ in range(LAST_WORDS):
-            if not self._drain(math.inf):  # what it does not say now, is lost
-                break
+    def _connection_lost(self, session: int) -> None:
+        """The session ends: nobody knows which of the last replies its client has read."""
+        self._door.show_out(session)
 
     def _leave(self, session: int) -> None:
         """The door has closed: what the session has asked before is done first."""
-        self._hear_last_words()
-        self._underway.after(session, lambda: self._attendance.leave(session))
+        self._wire.hear_out(session)
+        self._underway.after(session, lambda: self._end(session))
+
+    def _end(self, session: int) -> None:
+        self._attendance.leave(session)
+        self._wire.leave(session)
 
     def _show_out(self, session: int) -> None:
         """Its client comes back: let it leave now."""
@@ -437,7 +372,6 @@ class Service:
             lambda: self._cache.tick(time.monotonic()),
             self._shrink,
             self._publish,  # what somebody has done who has sent no message
-            self._unread.tidy,
             self._http.collect if self._http else lambda: None,
             self._underway.look,
             self._look_after_sockets,
@@ -465,7 +399,7 @@ class Service:
 
     def _look_after_sockets(self) -> None:
         """Stop where a socket's file has gone: nobody finds us then, and who starts us again makes it anew."""
-        for place in (self._place, self._door.place):
+        for place in (self._wire.place, self._door.place):
             if not place.is_ours() and not self._lost:
                 self._lost = place.path
                 log.error("%s was removed or replaced: nobody can attach any more, stopping", place.path)
@@ -495,6 +429,7 @@ class Service:
             "errors": dict(self._errors),
             "drops": dict(self._drops),
             "door_refused": dict(self._door.refused),
+            "connections": self._wire.figures(),
             "integrity": dict(self._desk.integrity),
             "log_level": logs.level(),
             "http": self._http.figures() if self._http else None,

@@ -6,16 +6,17 @@ so that who is not named cannot even connect.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+import socket
+import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
-import zmq
-
-from kvcache_proto.codec import MAX_FRAME
-from kvcache_proto.errors import NotPermitted
+from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
 
 log = logging.getLogger(__name__)
 
@@ -28,26 +29,116 @@ _READ_WRITE = 6  # to connect is to write; ls shows both
 _NOBODY = 0xFFFFFFFF  # for entries that name no id
 
 
-MAX_WIRE = 2 * MAX_FRAME  # up to here a frame is told that it is too long; beyond, ZeroMQ cuts its sender off
-RECEIVE_QUEUE = 32  # messages a peer may have under way; more wait on its side
-SEND_QUEUE = 1024  # replies that a peer may leave unread
+MAX_ACCEPTS = 16  # connections between two looks at messages
+REFUSED_PAUSE = 0.005  # after a turn in which somebody was refused, who may come again and again
+ACCEPT_PAUSE = 0.5  # after the process ran out of descriptors
+BACKLOG = 1024
+_UCRED = struct.Struct("iII")
+_SO_PEERGROUPS = 59
 
 
-def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """Return the socket that requests come by. Raises NotPermitted where it cannot be bound."""
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who has gone, or does not read, is an error here and is counted
-    router.setsockopt(zmq.MAXMSGSIZE, MAX_WIRE)
-    router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
-    router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-    router.setsockopt(zmq.LINGER, 100)
-    router.setsockopt(zmq.BACKLOG, 1024)
+class Peer(NamedTuple):
+    """Who is on the other side, as the kernel says."""
+
+    pid: int
+    uid: int
+    groups: frozenset[int]
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    try:
+        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)  # Python asks for no more
+    except OSError:  # a kernel before 4.13, or more than 256 groups: then the first one alone counts
+        packed = b""
+    return Peer(pid, uid, frozenset((gid, *(group for (group,) in struct.iter_unpack("I", packed)))))
+
+
+class Listener:
+    """A Unix socket of the daemon's, at a path: it accepts who connects, and knows who may."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        path: str,
+        endpoint: str,
+        enter: Callable[[socket.socket, Peer], bool],
+        count: Callable[[str], None],
+    ) -> None:
+        """Bind it, replacing a stale one. `enter(connection, peer)` takes one in, or closes it and returns False.
+
+        Raises EndpointTaken, ConfigError, NotPermitted.
+        """
+        self._loop, self._enter, self._count = loop, enter, count
+        self._socket = _listen(path, endpoint)
+        self.place = Place(path)
+        self.let_in((), ())
+        loop.add_reader(self._socket, self._accept)
+
+    def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
+        """Let these users and groups connect from now on besides our own, and nobody else. Raises OSError."""
+        admit(self.place.path, uids, gids)
+        self._uids = {os.geteuid(), *uids}
+        self._gids = {os.stat(self.place.path).st_gid, *gids}
+
+    def admits(self, peer: Peer) -> bool:
+        """Whether `peer` may: the file's modes say so to the kernel, but not every file system can hold them."""
+        return peer.uid in self._uids or not self._gids.isdisjoint(peer.groups)
+
+    def close(self) -> None:
+        """Accept nobody any more. Calling it again does nothing."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self.place.remove()
+
+    def _accept(self) -> None:
+        welcome = True
+        for _ in range(MAX_ACCEPTS):
+            try:
+                sock, _ = self._socket.accept()
+            except BlockingIOError:
+                break
+            except OSError as error:
+                # Out of descriptors, most likely: the connection stays in the backlog, and to ask at once is to spin.
+                self._count("accept_failed")
+                log.warning("%s: cannot accept for now: %s", self.place.path, error)
+                self._rest(ACCEPT_PAUSE)
+                return
+            sock.setblocking(False)
+            welcome &= self._enter(sock, peer_of(sock))
+        if not welcome:
+            self._rest(REFUSED_PAUSE)
+
+    def _rest(self, seconds: float) -> None:
+        self._loop.remove_reader(self._socket)
+        self._loop.call_later(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.add_reader(self._socket, self._accept)
+
+
+def _listen(path: str, endpoint: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"endpoint {endpoint}: {path} exists and is no socket: remove it, or choose another")
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+            # The lock is ours, so nobody should be behind it; it may be another program's, or somebody may have
+            # deleted a living daemon's lock.
+            probe.settimeout(1.0)
+            probe.connect(path)
+            raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint")
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         with private():
-            router.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise NotPermitted(f"endpoint {endpoint}: cannot be bound: {error}") from None
-    return router
+            listener.bind(path)
+    except PermissionError:
+        listener.close()
+        raise NotPermitted(f"endpoint {endpoint}: uid {os.geteuid()} may not make {path}") from None
+    listener.listen(BACKLOG)
+    return listener
 
 
 @contextlib.contextmanager

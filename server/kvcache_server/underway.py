@@ -17,7 +17,7 @@ from kvcache_server.slices import Chores, Result, Steps
 SLICE_SECONDS = 0.002
 WAITING, WAITING_BYTES = 1024, 8 << 20  # messages of a session, and their bytes; the protocol tells of it
 
-Message = tuple[bytes, bytes]  # identity and frame
+Message = tuple[Any, bytes]  # whoever sent it, and the frame
 
 
 class _Piece:
@@ -31,9 +31,9 @@ class _Piece:
         self.after: Callable[[], object] | None = None
 
     def take(self) -> Message:
-        identity, frame = self.waiting.popleft()
-        self.bytes -= len(frame)
-        return identity, frame
+        message = self.waiting.popleft()
+        self.bytes -= len(message[1])
+        return message
 
 
 class Underway:
@@ -43,11 +43,11 @@ class Underway:
         self,
         loop: asyncio.AbstractEventLoop,
         chores: Chores,
-        answer: Callable[[bytes, bytes], object],
+        answer: Callable[[Any, bytes], object],
         answered: Callable[[], object],
         failed: Callable[[int, Exception], object],
     ) -> None:
-        """`answer(identity, frame)` takes a message that has waited, `answered()` follows each turn, `failed(0, error)`
+        """`answer(sender, frame)` takes a message that has waited, `answered()` follows each turn, `failed(0, error)`
         notes a defect of ours."""
         self._loop, self._chores, self._failed = loop, chores, failed
         self._answer, self._answered = answer, answered
@@ -87,12 +87,12 @@ class Underway:
         self.look()
         return future
 
-    def wait(self, session: int, identity: bytes, frame: bytes) -> None:
+    def wait(self, session: int, sender: Any, frame: bytes) -> None:
         """Let a message wait behind the session's work. Raises Unavailable where too many do: it is not taken."""
         piece = self._pieces[session]
         if len(piece.waiting) >= WAITING or piece.bytes + len(frame) > WAITING_BYTES:
             raise Unavailable("an earlier request of this session takes long, and too many wait behind it")
-        piece.waiting.append((identity, frame))
+        piece.waiting.append((sender, frame))
         piece.bytes += len(frame)
 
     def after(self, session: int, then: Callable[[], object]) -> None:

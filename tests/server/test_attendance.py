@@ -13,10 +13,11 @@ from small_cache import make_cache
 
 from kvcache_proto.messages import Hello
 from kvcache_server.attendance import LOOKS, Attendance
-from kvcache_server.door import Peer, Ticket
+from kvcache_server.door import Ticket
 from kvcache_server.journal import Book
 from kvcache_server.locks import SessionFiles
 from kvcache_server.opening import Opened
+from kvcache_server.sockets import Peer
 from kvcache_server.statefile import StateFile
 
 SESSIONS = 3 * LOOKS
@@ -42,9 +43,7 @@ class House:
         state = StateFile(str(folder / "state"), Book(b"r" * 16))
         self.cache = make_cache()
         opened = Opened(None, state, self.files, self.cache, {})  # type: ignore[arg-type]
-        self.attendance = Attendance(
-            opened, lambda: None, lambda session: None, lambda number, error: self.failures.append(error)
-        )
+        self.attendance = Attendance(opened, lambda session: None, lambda number, error: self.failures.append(error))
         self.lives: dict[int, int] = {}
         self.close = state.close
 

@@ -25,9 +25,10 @@ from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
 from kvcache_proto.messages import PROTOCOL_VERSION, Error, Hello, Ping, Welcome
 from kvcache_proto.types import PoolGeometry
 from kvcache_server import door as door_module
-from kvcache_server.door import MAX_VISITORS, Door, EndpointLock, Peer, Ticket
+from kvcache_server.door import MAX_VISITORS, Door, EndpointLock, Ticket
 from kvcache_server.locks import SessionFiles
 from kvcache_server.rates import Rate
+from kvcache_server.sockets import Peer
 
 GEOMETRY = PoolGeometry(bytes(range(16)), 64 << 20, 4 << 20, 15, 2 << 20)
 PATIENCE = 10.0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
+import socket
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from manager import an_ear
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, decode_reply, encode
-from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.endpoint import door_path, routing_id, socket_path
 from kvcache_proto.errors import BadToken, KVCacheError
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin import Admin
 from kvcache_server.memory import region_path
+from kvcache_server.zmtp import GREETING, READY
 
 SPEC = NamespaceSpec("model", (GroupSpec(16, 4096),))
 REGION = "/dev/shm"
@@ -62,14 +64,16 @@ def engine(daemon: Any) -> Iterator[Engine]:
 
 
 class Wire:
-    """A DEALER that may say anything."""
+    """A DEALER that may say anything, with a session's token or without one."""
 
-    def __init__(self, endpoint: str, **options: int) -> None:
+    def __init__(self, endpoint: str, token: bytes = b"", **options: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         for name, value in options.items():
             self.socket.setsockopt(getattr(zmq, name), value)
         self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        if token:
+            self.socket.setsockopt(zmq.ROUTING_ID, routing_id(token))
         self.socket.connect(endpoint)
 
     def __enter__(self) -> Wire:
@@ -84,6 +88,13 @@ class Wire:
 
     def hear(self) -> Any:
         return decode_reply(self.socket.recv())
+
+
+class Unheard(Admin):
+    """A session whose connection somebody else makes."""
+
+    def _dealer(self) -> zmq.Socket[bytes]:
+        return self._context.socket(zmq.PAIR)
 
 
 # Frames.
@@ -124,7 +135,7 @@ SHAPE = ["m", [[16, 4096, "full"]], {}, 32]
 )
 def test_frames_that_are_no_requests(daemon: Any, engine: Engine, frame: bytes, code: str, told: str) -> None:
     engine.store(hashes(8))
-    with Wire(daemon.endpoint) as wire:
+    with Unheard(daemon.endpoint) as admin, Wire(daemon.endpoint, admin._token) as wire:
         error = wire.ask(frame)
     assert (type(error), error.id, error.code) == (m.Error, 0, code)
     assert told in error.message
@@ -249,22 +260,25 @@ def test_leases_of_others_are_not_released(daemon: Any, engine: Engine) -> None:
 # Who does not read.
 
 
-def test_replies_that_nobody_reads_are_dropped_counted_and_taken_back(daemon: Any, engine: Engine) -> None:
+class Deaf(Engine):
+    """One whose replies pile up, on its side and on the way."""
+
+    def _dealer(self) -> zmq.Socket[bytes]:
+        socket = super()._dealer()
+        for option, value in ((zmq.RCVHWM, 1), (zmq.SNDHWM, 0), (zmq.RCVBUF, 4096)):
+            socket.setsockopt(option, value)
+        return socket
+
+
+def test_who_does_not_read_waits_and_loses_nothing(daemon: Any, engine: Engine) -> None:
     engine.store(hashes(4000))
-    daemon.wait_status(lambda status: status["pool"]["blocks"] == 4000)
-    with Wire(daemon.endpoint, RCVHWM=1, SNDHWM=0, RCVBUF=4096) as deaf:
-        for number in range(4000):  # 24 KB each: more than all queues on the way hold
-            deaf.socket.send(encode(m.Acquire(number, engine._token, engine.namespace, hashes(1000), 0, False)))
-        daemon.wait_status(lambda status: status["daemon"]["messages"] >= 4000)
-        dropped = daemon.status()["daemon"]["drops"]["peer_slow"]
-        assert 0 < dropped < 4000
-        deaf.socket.send(encode(m.Acquire(1, engine._token, engine.namespace, hashes(100))))
-        deaf.socket.send(encode(m.Reserve(2, engine._token, engine.namespace, [m.Run(hashes(10, 5000))])))
-        status = daemon.wait_status(lambda status: status["daemon"]["drops"]["peer_slow"] == dropped + 2)
-        assert status["pool"]["pinned_bytes"] == 0
-        assert status["pool"]["blocks_writing"] == 0
-        # An honest client is served meanwhile.
-        assert engine.acquire(hashes(100)).hits == 100
+    with Deaf(daemon.endpoint) as deaf:
+        asked = [deaf.tell(m.Acquire(0, b"", deaf.namespace, hashes(1000), 0, False)) for _ in range(4000)]
+        for _ in range(50):  # replies of 24 KB each: more than all buffers on the way hold
+            assert engine.acquire(hashes(100), pin=False).hits == 100
+        assert daemon.status()["daemon"]["messages"] < 2000
+        assert [decode_reply(deaf._socket.recv()).id for _ in asked] == asked
+    assert daemon.status()["daemon"]["drops"] == {}
 
 
 def memory_of(daemon: Any) -> int:
@@ -273,32 +287,27 @@ def memory_of(daemon: Any) -> int:
     return int(fields["RssAnon"].split()[0]) << 10
 
 
-@pytest.mark.parametrize(("width", "turn"), [(100, 2000), (2000, 1500), (20_000, 100)])
+@pytest.mark.parametrize(("width", "turn"), [(100, 2000), (2000, 500), (20_000, 50)])
 def test_who_never_reads_cannot_make_the_daemon_grow(start_daemon: Any, width: int, turn: int) -> None:
     daemon = start_daemon()
     spec = NamespaceSpec("small", (GroupSpec(16, 1024),))
-    with Engine(daemon.endpoint, "honest", spec) as engine, Engine(daemon.endpoint, "deaf", spec) as other:
+    with Engine(daemon.endpoint, "honest", spec) as engine:
         engine.store(hashes(width))
-        question = encode(m.Acquire(1, other._token, other.namespace, hashes(width), 0, False))
-        sizes, before = [], daemon.status()["daemon"]["messages"]
-        with Wire(daemon.endpoint, RCVHWM=1, SNDHWM=0, RCVBUF=4096) as deaf:
-            for number in range(1, 5):  # the first one fills what there is: replies of 24 bytes a hash
-                for _ in range(turn):
-                    deaf.socket.send(question)
-                asked = before + number * turn
-                daemon.wait_status(lambda status, asked=asked: status["daemon"]["messages"] >= asked)
-                assert engine.acquire(hashes(width), pin=False).hits == width
+        with contextlib.ExitStack() as leave:
+            crowd = [leave.enter_context(Deaf(daemon.endpoint, f"deaf {number}", spec)) for number in range(4)]
+            question = [encode(m.Acquire(1, deaf._token, deaf.namespace, hashes(width), 0, False)) for deaf in crowd]
+            sizes = []
+            for _ in range(4):
+                for deaf, asked in zip(crowd, question, strict=True):
+                    for _ in range(turn):
+                        deaf._socket.send(asked)
+                for _ in range(20):
+                    assert engine.acquire(hashes(width), pin=False).hits == width
                 sizes.append(memory_of(daemon))
-            figures = daemon.status()["daemon"]
-            # Of long requests only some wait for their turn; the others are answered in a few bytes.
-            dropped = figures["drops"]["peer_slow"] + figures["errors"].get("unavailable", 0)
-            assert dropped > turn
-            # Not all of it: what waits to be received is bounded too, by its number.
-            assert max(sizes) - sizes[0] < 0.4 * dropped * 24 * width, sizes
-            deaf.socket.send(encode(m.Acquire(2, other._token, other.namespace, hashes(width))))
-            deaf.socket.send(encode(m.Ping(3, other._token)))
-            daemon.wait_status(lambda status: status["daemon"]["messages"] >= asked + 2)
-            assert daemon.status()["pool"]["pinned_bytes"] == 0
+            # Each: what may be unread, a reply beyond that, and what was read of it at one time.
+            assert max(sizes) - sizes[0] < len(crowd) * (4 << 20), sizes
+            crowd[0].tell(m.Acquire(0, b"", crowd[0].namespace, hashes(width)))
+        assert daemon.wait_status(lambda status: len(status["sessions"]) == 1)["pool"]["pinned_bytes"] == 0
 
 
 def test_a_burst_of_who_reads_is_answered_whole(daemon: Any, engine: Engine) -> None:
@@ -324,19 +333,109 @@ def test_leases_of_a_session_are_bounded(start_daemon: Any) -> None:
         assert engine.acquire(hashes(4)).hits == 4
 
 
-def test_replies_to_who_has_gone_are_dropped_and_taken_back(daemon: Any, engine: Engine) -> None:
+def test_who_ends_its_connection_has_ended_its_session(daemon: Any, engine: Engine) -> None:
     engine.store(hashes(8))
+    other = Engine(daemon.endpoint, "other")
     daemon.process.send_signal(signal.SIGSTOP)
-    with Wire(daemon.endpoint, LINGER=1000) as gone:
-        # Both wait in the daemon's queue when it wakes, its sender is off by then or not: nothing may be held.
-        for number in range(50):
-            gone.socket.send(encode(m.Acquire(number, engine._token, engine.namespace, hashes(8))))
-        time.sleep(0.2)
+    for _ in range(50):
+        other.tell(m.Acquire(0, b"", other.namespace, hashes(8)))
+    other._socket.close(linger=1000)  # its door is open
+    other._context.term()
     daemon.process.send_signal(signal.SIGCONT)
-    status = daemon.status()
-    drops = status["daemon"]["drops"].get("peer_gone", 0)
-    asked = status["namespaces"][0]["lookups"]
-    assert status["sessions"][0]["leases"] == asked - drops
+    status = daemon.wait_status(lambda status: len(status["sessions"]) == 1)
+    assert status["namespaces"][0]["lookups"] == 50  # what it had said was heard, and its leases went with it
+    assert (status["pool"]["leases"], status["pool"]["pinned_bytes"]) == (0, 0)
+    assert other._door.recv(1) == b""
+    other._door.close()
+
+
+def test_a_session_has_one_connection(daemon: Any, engine: Engine) -> None:
+    with Wire(daemon.endpoint) as late:  # it shows the token with what it says
+        assert late.ask(encode(m.Ping(1, engine._token))).code == "bad_token"
+    for _ in range(20):
+        with Wire(daemon.endpoint, engine._token) as second:
+            monitor = second.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            assert monitor.poll(20_000)
+            second.socket.disable_monitor()
+    with Engine(daemon.endpoint, "other") as other:
+        other.tell(m.Ping(0, b""))
+        assert decode_reply(other._socket.recv()).id
+        other._socket.send(encode(m.Ping(7, engine._token)))
+        assert decode_reply(other._socket.recv()).code == "bad_token"  # nor has a connection two sessions
+    engine.ping()
+    assert daemon.status()["daemon"]["connections"]["cut"]["second_connection"] >= 20
+
+
+def test_idle_connections_are_few_and_harm_nobody(start_daemon: Any) -> None:
+    daemon = start_daemon()
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (256, 256))
+    with Engine(daemon.endpoint) as engine, contextlib.ExitStack() as leave:
+        for _ in range(600):
+            idle = leave.enter_context(socket.socket(socket.AF_UNIX))
+            idle.connect(socket_path(daemon.endpoint))
+        engine.store(hashes(8))
+        with Engine(daemon.endpoint, "late") as late:
+            assert late.acquire(hashes(8)).hits == 8
+        figures = daemon.wait_status(lambda status: status["daemon"]["connections"]["cut"].get("crowded_out", 0) > 500)
+        assert figures["daemon"]["connections"]["unbound"] <= 33
+        assert len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < 120
+
+
+def raw_peer(daemon: Any, token: bytes = b"") -> socket.socket:
+    """A connection that has greeted, and may go on with frames as it likes."""
+    peer = socket.socket(socket.AF_UNIX)
+    peer.settimeout(20)
+    peer.connect(socket_path(daemon.endpoint))
+    peer.sendall(GREETING)
+    identity = routing_id(token) if token else b""
+    ready = b"\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity" + len(identity).to_bytes(4, "big") + identity
+    peer.sendall(bytes((4, len(ready))) + ready)
+    heard = b""
+    while len(heard) < len(GREETING) + len(READY):
+        heard += peer.recv(1 << 16)
+    assert heard == GREETING + READY
+    return peer
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(b"\1\0", b"\1\1x", b"\3" + (60_000).to_bytes(8, "big") + bytes(60_000), b"\4\1\0"),
+        *(b"\x08\0", b"\7\0", b"\2" + (1 << 62).to_bytes(8, "big"), b"\4\2\3a" * 1000),
+    ],
+)
+def test_a_message_without_end_is_cut_off_and_kept_nowhere(daemon: Any, engine: Engine, said: bytes) -> None:
+    before = memory_of(daemon)
+    with raw_peer(daemon) as peer, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        for _ in range(5000):
+            peer.sendall(said)
+    engine.ping()
+    assert memory_of(daemon) - before < 4 << 20
+    assert daemon.wait_status(lambda s: s["daemon"]["connections"]["cut"].get("bad_protocol") == 1)
+
+
+def test_pings_without_end_are_answered_as_far_as_they_are_read(daemon: Any, engine: Engine) -> None:
+    before = memory_of(daemon)
+    with raw_peer(daemon) as peer:
+        peer.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                peer.sendall(b"\4\x17\4PING\0\0" + bytes(16))
+        engine.ping()
+        assert memory_of(daemon) - before < 4 << 20
+
+
+def test_beginnings_of_frames_are_bounded_in_all(daemon: Any, engine: Engine) -> None:
+    with contextlib.ExitStack() as leave:
+        before = memory_of(daemon)
+        for number in range(40):
+            admin = leave.enter_context(Unheard(daemon.endpoint, engine=f"slow {number}"))
+            peer = leave.enter_context(raw_peer(daemon, admin._token))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                peer.sendall(b"\2" + (4 << 20).to_bytes(8, "big") + bytes((4 << 20) - 1))
+        engine.ping()
+        assert memory_of(daemon) - before < 100 << 20
+        assert daemon.status()["daemon"]["connections"]["cut"]["too_much_held"] > 20
 
 
 # Start and stop.
@@ -383,20 +482,20 @@ def test_parts_of_a_tick_that_fail_are_counted_and_the_others_go_on(start_daemon
         ear.wait(lambda message: "WATCHDOG" in message)
         os.unlink(socket_path(daemon.endpoint))
         assert daemon.process.wait(20) == 7
-    for part in ("tick", "shrink", "tidy"):
+    for part in ("tick", "shrink", "sweep"):
         assert f"work failed inside the daemon: this {part} fails" in daemon.log
 
 
 BROKEN = """
 from kvcache_server.cache import Cache
-from kvcache_server.unread import Unread
+from kvcache_server.attendance import Attendance
 
 def fail(part):
     def failing(*arguments):
         raise RuntimeError(f"this {part} fails")
     return failing
 
-Cache.tick, Cache.shrinking, Unread.tidy = map(fail, ("tick", "shrink", "tidy"))
+Cache.tick, Cache.shrinking, Attendance.sweep = map(fail, ("tick", "shrink", "sweep"))
 """
 
 
