@@ -35,6 +35,7 @@ from kvcache_server.sockets import Listener, Peer, Place
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 2.0
+LEAVE_SECONDS = 0.1
 MAX_VISITORS = 128  # handshakes at one time
 LINES_A_MINUTE = 20  # about refusals of one user; all are counted
 _LENGTH = struct.Struct("<I")
@@ -267,7 +268,22 @@ class Door:
 
     def show_out(self, session: int) -> None:
         """Close the door behind a session."""
-        for visitor in [visitor for visitor in self._visitors if visitor.session == session]:
+        for visitor in self._visitors_of(session):
+            self._leave(visitor)
+
+    def show_out_soon(self, session: int) -> None:
+        """Close the door behind a session that has left by the other way, if it does not do so by itself.
+
+        Where its process was killed it does, and what the kernel closes next tells us that nobody writes any more.
+        """
+        for visitor in self._visitors_of(session):
+            self._loop.call_later(LEAVE_SECONDS, self._leave_at_last, visitor)
+
+    def _visitors_of(self, session: int) -> list[Visitor]:
+        return [visitor for visitor in self._visitors if visitor.session == session]
+
+    def _leave_at_last(self, visitor: Visitor) -> None:
+        if visitor in self._visitors:
             self._leave(visitor)
 
     def _count(self, reason: str) -> None:

@@ -348,7 +348,7 @@ class Service:
 
     def _connection_lost(self, session: int) -> None:
         """The session ends: nobody knows which of the last replies its client has read."""
-        self._door.show_out(session)
+        self._door.show_out_soon(session)
 
     def _leave(self, session: int) -> None:
         """The door has closed: what the session has asked before is done first."""

@@ -30,7 +30,7 @@ from kvcache_server.config import Config, settings
 from kvcache_server.door import Door
 from kvcache_server.limits import Limits
 from kvcache_server.reload import Settings
-from kvcache_server.sockets import Place
+from kvcache_server.sockets import admit
 
 ACL = "system.posix_acl_access"
 SPEC = NamespaceSpec(model="llama", groups=[GroupSpec(16, (1 << 20,))])
@@ -241,7 +241,7 @@ def test_what_the_sockets_do_not_take_is_tried_again_the_next_time(
     cache.bound(old.limits())
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         door = Door(loop, endpoint, -1, geometry, _nobody, _nobody)
-        in_force = Settings(old, lambda: new, cache, door, Place(str(router)))
+        in_force = Settings(old, lambda: new, cache, door, lambda config: admit(str(router), (), ()))
         with caplog.at_level("INFO"):
             router.unlink()
             in_force.read_again()
