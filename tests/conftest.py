@@ -69,7 +69,7 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         """What `kvcache-server status --json` prints, without the asking session."""
-        with Admin(self.endpoint, "test") as admin:
+        with Admin(self.endpoint, "test", timeout=START_SECONDS) as admin:
             return admin.stats()
 
     def wait_status(self, found: Callable[[dict[str, Any]], bool], what: str = "") -> dict[str, Any]:

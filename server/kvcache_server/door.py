@@ -182,7 +182,6 @@ class Door:
         self._refuse(leaves, Unavailable(f"{MAX_VISITORS} handshakes are under way: try again"))
         return crowded
 
-
     def _check_peer(self, peer: Peer) -> None:
         if not self._listener.admits(peer):
             raise NotPermitted(

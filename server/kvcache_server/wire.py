@@ -28,7 +28,7 @@ LAST_READS = 8  # of what a session has sent that ends: more than the kernel kee
 UNREAD_BYTES = 1 << 20  # replies that a peer leaves unread, before nothing more is taken from it
 MOST_UNREAD_BYTES = 8 << 20  # of replies that were due already; what is beyond that is dropped
 HELD_BYTES = 64 << 20  # beginnings of frames, of all connections together
-UNBOUND, UNBOUND_OF_USER = 128, 32  # connections that have shown no token
+UNBOUND = 64  # connections that have shown no token
 LONG = 64 << 10  # bytes from which on a reply is sent without copying it behind its header
 
 
@@ -186,11 +186,9 @@ class Wire:
 
     def entered(self, connection: Connection) -> None:
         self._unbound[connection] = None
-        of_user = [each for each in self._unbound if each.peer.uid == connection.peer.uid]
-        if len(of_user) > UNBOUND_OF_USER:
-            self._cut(of_user[0], "crowded_out")
-        elif len(self._unbound) > UNBOUND:
-            self._cut(next(iter(self._unbound)), "crowded_out")
+        if len(self._unbound) > UNBOUND:  # who has most of them waits for the others
+            uid, _ = Counter(each.peer.uid for each in self._unbound).most_common(1)[0]
+            self._cut(next(each for each in self._unbound if each.peer.uid == uid), "crowded_out")
 
     def bind(self, connection: Connection, session: int) -> None:
         """Let the connection be the session's. Raises BadToken where one of them has another already."""
