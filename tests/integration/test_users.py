@@ -160,3 +160,4 @@ def test_a_user_with_most_handshakes_waits(start_daemon: Any) -> None:
     finally:
         for each in held:
             each.close()
+        daemon.wait_ready()
