@@ -88,6 +88,9 @@ class RowBody(NamedTuple):
     engine: int = 0
 
 
+RowFields = tuple[int, int, bytes, int, int, int, int, int]  # of a RowBody, which takes longer to make than to write
+
+
 class SlotRow(NamedTuple):
     """One slot row as it was read; `parent` is the generation of the parent's slot, 0 for a root."""
 
@@ -263,8 +266,8 @@ class RegionRows:
         """Return the byte offset of the row of `slot`."""
         return self.extent_row(extent)[2] + slot * SLOT_ROW
 
-    def open_row(self, row: int, generation: int, tick: int, parent: int, body: RowBody) -> None:
-        """Make a FREE row WRITING.
+    def open_row(self, row: int, generation: int, tick: int, parent: int, body: RowFields) -> None:
+        """Make a FREE row WRITING. `body` is a RowBody, or its fields alone.
 
         The generation goes first: a reader of the old block sees that it is gone, and from then to the last store the
         checksum fails, so that a row that was not finished is FREE.

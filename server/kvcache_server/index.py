@@ -297,13 +297,21 @@ class Group:
             block = waiting.pop()
             if block.pins == GONE or block.parent is None or not self.reaches(block.parent):
                 continue  # it was doomed while it waited, or will be: its parent is distrusted
-            del self.pending[block.hash]
-            self.visible[block.hash] = block
-            block.queued = UNQUEUED
-            for child in block.children():
-                if self.pending[child.hash].ready:
-                    waiting.append(child)
+            self.show_one(block, waiting)
+
+    def show_one(self, block: Block, waiting: list[Block]) -> None:
+        """Make a READY block visible whose parent is; its READY children go into `waiting`."""
+        pending = self.pending
+        del pending[block.hash]
+        self.visible[block.hash] = block
+        block.queued = UNQUEUED
+        child = block.child
+        if child is None:
             block.account.enter(block)
+        while child is not None:
+            if pending[child.hash].ready:
+                waiting.append(child)
+            child = child.next
 
     def remove(self, block: Block) -> bool:
         """Forget a block without children; return whether lookups found it. Its parent inherits its last use."""
@@ -321,7 +329,7 @@ class Group:
 
     def reaches(self, parent: Block) -> bool:
         """Whether lookups find what hangs below `parent` once it is READY."""
-        return parent is self.root or self.trusts(parent)
+        return self.visible.get(parent.hash) is parent or parent is self.root
 
     def trusts(self, block: Block) -> bool:
         """Whether lookups find it. What is distrusted may stand in the tree yet: its slot is being read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+from kvcache_proto.region import SLOT_ROW
 from kvcache_proto.types import Verdict
 from kvcache_server.index import Block, Group
 from kvcache_server.pool import Extent
@@ -19,12 +20,16 @@ class Grant:
     `fate` is None, or the Verdict for which the block cannot become visible any more.
     """
 
-    __slots__ = ("block", "claimed", "extent", "fate", "ready", "reservation", "settled", "slot", "tainted_until")
+    __slots__ = (
+        *("block", "claimed", "extent", "fate", "ready", "reservation", "row", "settled", "slot"),
+        "tainted_until",
+    )
 
     def __init__(self, block: Block, extent: Extent, slot: int, reservation: Reservation) -> None:
         self.block = block
         self.extent = extent
         self.slot = slot
+        self.row = extent.rows + slot * SLOT_ROW  # the byte offset of the slot's row
         self.reservation = reservation
         self.settled = 0  # bit set of shards
         self.claimed = 0  # those that have failed, and are settled once all below the block is doomed
@@ -48,22 +53,19 @@ class Reservation:
     `told` is false while it is being granted: nobody may settle it yet.
     """
 
-    __slots__ = ("created", "crew", "grants", "group", "id", "owner", "told", "unsettled", "writers")
+    __slots__ = ("all_shards", "created", "crew", "grants", "group", "id", "owner", "told", "unsettled", "writers")
 
     def __init__(self, number: int, group: Group, owner: int, writers: tuple[int, ...], created: float) -> None:
         self.id = number
         self.group = group
         self.owner = owner
         self.writers = writers
+        self.all_shards = (1 << len(writers)) - 1
         self.created = created
         self.crew = 0
         self.told = True
         self.grants: list[Grant] = []
         self.unsettled = 0
-
-    @property
-    def all_shards(self) -> int:
-        return (1 << len(self.writers)) - 1
 
 
 class Quarantine:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import FREE, SLOT_ROW, RegionRows, slots_per_extent
-from kvcache_proto.types import SlotRef
+from kvcache_proto.types import SlotRef, pack_ref
 from kvcache_server.index import Block
 
 
@@ -60,6 +60,7 @@ class Pool:
         self.retired: set[int] = set()  # extents whose memory is the host's again
         self._uncut = list(range(self._geometry.extents - 1, -1, -1))
         self._roomy: dict[int, list[Extent]] = {}  # by slot size: extents that may have a vacant slot
+        self.empty: dict[int, Extent] = {}  # those in which nothing is
         self.extents: dict[int, Extent] = {}
 
     @property
@@ -103,6 +104,8 @@ class Pool:
         while roomy:
             extent = roomy[-1]
             if extent.slot_bytes == slot_bytes and extent.vacant and self.extents.get(extent.index) is extent:
+                if not extent.used:
+                    del self.empty[extent.index]
                 extent.used += 1
                 slot = extent.vacant.pop()
                 if not extent.vacant:
@@ -121,7 +124,7 @@ class Pool:
         self.tick = block.tick = extent.newest = self.tick + 1
         extent.blocks[slot] = block
         extent.read[slot] = 0
-        block.ref = SlotRef(extent.start + slot * extent.slot_bytes, self.generation, extent.generation).pack()
+        block.ref = pack_ref(extent.start + slot * extent.slot_bytes, self.generation, extent.generation)
         return self.generation
 
     def give_back(self, extent: Extent, slot: int) -> None:
@@ -132,6 +135,8 @@ class Pool:
             self._roomy[extent.slot_bytes].append(extent)
         extent.vacant.append(slot)
         extent.used -= 1
+        if not extent.used:
+            self.empty[extent.index] = extent
 
     def touch(self, block: Block) -> tuple[Extent, int]:
         """Note a use of `block`; return where it lives."""
@@ -167,17 +172,15 @@ class Pool:
 
     def uncut_extent(self, extent: Extent) -> None:
         """Give an empty extent up to whichever size asks next."""
-        assert extent.used == 0
-        del self.extents[extent.index]
+        del self.empty[extent.index], self.extents[extent.index]
         self._uncut.append(extent.index)
 
     def idle(self) -> int | None:
         """Return an extent in which nothing is, the last one that nobody has cut if there is one, or None."""
         if not self._uncut:
-            empty = next((extent for extent in self.extents.values() if not extent.used), None)
-            if empty is None:
+            if not self.empty:
                 return None
-            self.uncut_extent(empty)
+            self.uncut_extent(next(iter(self.empty.values())))
         return max(self._uncut)
 
     def retire(self, index: int) -> None:
@@ -211,6 +214,7 @@ class Pool:
         start = self.rows.extent_start(index)
         rows = start + self.extent_bytes - slots * SLOT_ROW  # not as the row has it: engines could write there
         extent = self.extents[index] = Extent(index, start, slot_bytes, slots, rows, generation)
+        self.empty[index] = extent
         return extent
 
     def resume(self, generation: int, retired: Iterable[int] = ()) -> None:
@@ -229,6 +233,8 @@ class Pool:
             blocks = extent.blocks
             extent.vacant = [slot for slot in range(len(blocks) - 1, -1, -1) if blocks[slot] is None]
             extent.used = len(blocks) - len(extent.vacant)
+            if extent.used:
+                del self.empty[extent.index]
             roomy = self._roomy.setdefault(extent.slot_bytes, [])
             if extent.vacant:
                 roomy.append(extent)
@@ -239,8 +245,8 @@ class Pool:
         return self.adopt(index, slot_bytes, self.generation, slots)
 
     def _empty_extent(self, slot_bytes: int) -> int | None:
-        for extent in self.extents.values():
-            if extent.used == 0 and extent.slot_bytes != slot_bytes:
+        for extent in self.empty.values():
+            if extent.slot_bytes != slot_bytes:
                 self.uncut_extent(extent)
                 return self._uncut.pop()
         return None

@@ -197,6 +197,8 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
                 accounts[id(block.account)] = accounts.get(id(block.account), 0) + extent.slot_bytes
         assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"
         assert extent.used == len(extent.blocks) - len(vacant) and len(vacant) == len(extent.vacant)
+    empty = {index: extent for index, extent in cache.pool.extents.items() if not extent.used}
+    assert cache.pool.empty == empty, "extents that are empty, or not, and nobody knows"
     survey, quarantine = cache.pool.survey(), cache.writing.quarantine.bytes
     assert survey.used == quarantine + sum(account.bytes for account in cache.shares.accounts), "slots without account"
     assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"

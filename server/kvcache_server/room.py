@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from typing import NamedTuple
+from typing import final
+
+import msgspec
 
 from kvcache_proto.types import Refusal
 from kvcache_server.ages import Ages
@@ -23,7 +25,8 @@ _LOOKS = 8  # of the coldest extents and of the latest: each costs a walk of all
 _LOOK_BLOCKS = 4096  # or of so many: a look at 16 extents takes some 10 ms at most
 
 
-class Recut(NamedTuple):
+@final
+class Recut(msgspec.Struct, frozen=True):
     """An extent of such slots that would have to be given up."""
 
     slot_bytes: int

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
-from kvcache_proto.region import DOOMED, FREE, READY, RowBody
+from kvcache_proto.region import DOOMED, FREE, READY
 from kvcache_proto.types import SUM_BYTES, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.index import GONE, HIDDEN, Account, Block, Group
 from kvcache_server.journal import CrewMade, Record
@@ -24,6 +24,9 @@ from kvcache_server.room import Recut, Room
 from kvcache_server.sessions import Engine, Namespace, Session
 from kvcache_server.slices import LOOK, STEP, Steps
 from kvcache_server.sums import Sums
+
+# Answers of most blocks: to look up an enum's member takes longer than to look up a hash.
+_GRANTED, _PRESENT, _VISIBLE = Refusal.GRANTED, Refusal.PRESENT, Verdict.VISIBLE
 
 
 class Writing:
@@ -142,13 +145,12 @@ class Writing:
     def _grant_runs(
         self, reservation: Reservation, account: Account, runs: Sequence[m.Run], answers: bytearray, now: float
     ) -> Steps[None]:
-        """Grant one run after the other. The block that the next one hangs on is pinned: it must not make room."""
+        """Grant one run after the other."""
         group, work = reservation.group, 0
+        pending = group.pending
         fixed: set[int] = set()  # slot sizes of which every extent is in use
         for run in runs:
             parent = group.root if run.parent is None else self._known(group, run.parent)
-            if parent is not None:
-                parent.pins += 1
             for at, block_hash in enumerate(run.hashes):
                 if work >= STEP:
                     work = 0
@@ -157,7 +159,7 @@ class Writing:
                     answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
                     break
                 # Whether a pending block stands above the parent, is found out by walking all the way up.
-                work += STEP if block_hash in group.pending else 1
+                work += STEP if block_hash in pending else 1
                 answer, block = self._grant(reservation, account, parent, block_hash, now, fixed)
                 while isinstance(answer, Recut):
                     freed, parent = yield from self._recut(reservation, parent, answer)
@@ -168,51 +170,41 @@ class Writing:
                     else:
                         answer, block = self._grant(reservation, account, parent, block_hash, now, fixed)
                 answers.append(answer)
-                if parent is not None:
-                    parent.unpin()
                 parent = block
-                if parent is None:
+                if block is None:
                     work += STEP  # every account was asked for room
-                else:
-                    parent.pins += 1
-            if parent is not None:
-                parent.unpin()
         if max(answers, default=0) > Refusal.IN_FLIGHT:
             yield from self._note_refused([each for run in runs for each in run.hashes], account, answers)
 
     def _pause(self, reservation: Reservation, parent: Block | None) -> Steps[Block | None]:
-        """Let others have their turn. Return the block that has the hash of the pinned `parent` by then, pinned."""
+        """Let others have their turn. Return the block that has the hash of `parent` by then: nobody evicts it."""
         if parent is None:
             yield
             return None
-        group = reservation.group
+        parent.pins += 1
         self.held[reservation.id] = parent
         try:
             yield
-            # It may have been doomed or distrusted, or another block has superseded it.
-            known = parent if parent is group.root else self._known(group, parent.hash)
-            if known is parent:
-                return parent
-        except GeneratorExit:
-            known = None
         finally:
             del self.held[reservation.id]
-        if parent.pins != GONE:
-            parent.unpin()
-        if known is not None:
-            known.pins += 1
-        return known
+            if parent.pins != GONE:
+                parent.unpin()
+        # It may have been doomed or distrusted, or another block has superseded it.
+        group = reservation.group
+        return parent if parent is group.root else self._known(group, parent.hash)
 
     def _recut(self, reservation: Reservation, parent: Block | None, recut: Recut) -> Steps[tuple[bool, Block | None]]:
         """Return whether an extent was emptied, and what `parent` has become meanwhile."""
         emptying = self._room.recut(recut)
-        while parent is not None:
-            try:
-                next(emptying)
-            except StopIteration as done:
-                return done.value, parent
-            parent = yield from self._pause(reservation, parent)
-        emptying.close()
+        try:
+            while parent is not None:
+                try:
+                    next(emptying)  # takes no block of the parent's slot size
+                except StopIteration as done:
+                    return done.value, parent
+                parent = yield from self._pause(reservation, parent)
+        finally:
+            emptying.close()
         return False, None
 
     @staticmethod
@@ -237,7 +229,7 @@ class Writing:
         block = group.visible.get(block_hash)
         if block is not None and block.parent is parent:
             self._pool.touch(block)
-            return Refusal.PRESENT, block
+            return _PRESENT, block
         if block is not None:
             self._untrust(group, block)
         rival = group.pending.get(block_hash)
@@ -250,29 +242,33 @@ class Writing:
         engine = self._engines[account.engine]
         if engine.writing and engine.writing + group.slot_bytes > self._quota:
             return Refusal.QUOTA, None
+        parent.pins += 1  # it must not make room for its own child
         place = self._room.make(account, fixed)
-        if isinstance(place, Refusal | Recut):
+        parent.pins -= 1
+        if not isinstance(place, tuple):
+            parent.account.enter(parent)
             return place, None
         extent, slot = place
         block = Block(HIDDEN, 0, block_hash, b"", account)
+        grant, grants = Grant(block, extent, slot, reservation), reservation.grants
         generation = self._pool.place(extent, slot, block)
-        body = RowBody(
+        body = (
             *(group.namespace, group.number, block_hash, reservation.owner, reservation.id),
-            *(len(reservation.grants), reservation.crew, engine.number),
+            *(len(grants), reservation.crew, engine.number),
         )
-        self._rows.open_row(self._pool.row(extent, slot), generation, block.tick, parent.generation, body)
+        self._rows.open_row(grant.row, generation, block.tick, parent.generation, body)
         block.link(parent)
         if rival is not None:
             self._supersede(rival, block)
-        grant = Grant(block, extent, slot, reservation)
         group.pending[block_hash] = grant
-        reservation.grants.append(grant)
+        if not grants:
+            engine.reservations[reservation.id] = reservation
+        grants.append(grant)
         reservation.unsettled += 1
-        engine.reservations[reservation.id] = reservation
         engine.writing += group.slot_bytes
         account.bytes += group.slot_bytes
         extent.busy += 1
-        return Refusal.GRANTED, block
+        return _GRANTED, block
 
     def _untrust(self, group: Group, block: Block) -> None:
         """Let no lookup find a block below one that is being forgotten: whoever forgets that has yet to come to it, and
@@ -396,14 +392,14 @@ class Writing:
             if grant.fate is not None or not grant.whole:
                 return grant.fate or Verdict.PARTIAL
             return Verdict.VISIBLE if grant.block.visible else Verdict.HIDDEN
-        group, reservation = grant.reservation.group, grant.reservation
-        grant.settled |= shards
-        row = self._pool.row(grant.extent, grant.slot)
-        self._rows.set_settled(row, grant.settled)
-        if not grant.whole:
+        reservation, block = grant.reservation, grant.block
+        group = reservation.group
+        settled = grant.settled = grant.settled | shards
+        self._rows.set_settled(grant.row, settled)
+        if settled != reservation.all_shards:
             return grant.fate or Verdict.PARTIAL
         reservation.unsettled -= 1
-        engine = self._engines[grant.block.account.engine]
+        engine = self._engines[block.account.engine]
         engine.writing -= group.slot_bytes
         if not reservation.unsettled:
             engine.reservations.pop(reservation.id, None)
@@ -416,16 +412,18 @@ class Writing:
         group.saved_blocks += 1
         grant.ready = True
         grant.extent.busy -= 1
-        self._rows.set_state(row, READY)
-        parent = grant.block.parent
+        self._rows.set_state(grant.row, READY)
+        parent = block.parent
         assert parent is not None
         if not group.reaches(parent):
             return Verdict.HIDDEN
-        waiting = [grant.block]
-        group.show(waiting)
+        waiting: list[Block] = []
+        group.show_one(block, waiting)
+        if waiting:
+            group.show(waiting)
         if waiting:
             self.showing.append((group, waiting))
-        return Verdict.VISIBLE
+        return _VISIBLE
 
     def _show(self) -> Steps[None]:
         """Show what has not been shown at once."""

@@ -48,7 +48,7 @@ POINTS: dict[str, tuple[Where, ...]] = {
     ),
     "settle": (
         _in("writing", "_settle_shards", "doom", "_give_back"),
-        _in("index", "show"),
+        _in("index", "show", "show_one"),
     ),
     "evict": (
         _in("room", "evict", "_evicted", "_forget"),
