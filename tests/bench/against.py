@@ -1,0 +1,146 @@
+"""What `kvcache-server bench` measures, of this tree's daemon against another checkout's, by turns in one run.
+
+    python tests/bench/against.py TREE [--blocks 200000] [--turns 30] [--starts 6]
+
+Both daemons run at the same time with the same blocks; one client asks them in short bursts by turns. One process is
+faster than another of the same code by some per cent, as long as it lives: so both are started again and again. For
+each row it prints the medians of both in microseconds, and the median over all starts of the median over all pairs of
+bursts of ours / theirs: of what the client waits for, and of the CPU time that the daemon takes, which says more on a
+busy host; in brackets the least and the most of any start. Give TREE `.` to see the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvcache_proto.errors import Unavailable
+from kvcache_proto.region import slots_per_extent
+from kvcache_server.admin import Admin
+from kvcache_server.bench import BURST, EXTENT, RUN, SHARD_BYTES, WIDTHS, Writer, cpu_seconds, fill
+
+WRITES = 10  # runs that are written in a burst
+HERE = Path(__file__).parents[2]
+
+
+Work = Callable[[Writer], Iterator[float]]
+Pair = tuple[tuple[float, float], tuple[float, float]]  # of ours and theirs: seconds waited, CPU seconds
+
+
+class Side:
+    """A daemon of one checkout, and the client that asks it."""
+
+    def __init__(self, tree: Path, folder: Path, blocks: int, stack: contextlib.ExitStack) -> None:
+        folder.mkdir()
+        size = -(-blocks // slots_per_extent(EXTENT, SHARD_BYTES)) * EXTENT
+        endpoint = f"ipc://{folder}/kvcache.sock"
+        flags = ["--endpoint", endpoint, "--size", str(size), "--extent-size", str(EXTENT), "--lock", "never"]
+        env = {**os.environ, "PYTHONPATH": ":".join(str(tree / part) for part in ("proto", "server", "client"))}
+        log = stack.enter_context((folder / "daemon.log").open("wb"))
+        command = [sys.executable, "-m", "kvcache_server", "serve", "--keep=false", *flags]
+        self._daemon = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=tree)
+        stack.callback(self._daemon.wait)
+        stack.callback(self._daemon.terminate)
+        while True:
+            assert self._daemon.poll() is None, (folder / "daemon.log").read_text()
+            with contextlib.suppress(Unavailable), Admin(endpoint):
+                break
+            time.sleep(0.1)  # between two knocks: who is to answer is not there yet
+        self.writer = stack.enter_context(Writer(endpoint, 0))
+
+    def burst(self, work: Work, parts: int) -> tuple[float, float]:
+        """Return the median of what `work` yields, in seconds, and the mean of the daemon's CPU seconds; of one part of
+        so many."""
+        before = cpu_seconds(self._daemon.pid)
+        waits = list(work(self.writer))
+        return statistics.median(waits) / parts, (cpu_seconds(self._daemon.pid) - before) / len(waits) / parts
+
+
+def writes(writer: Writer) -> Iterator[float]:
+    """Yield the seconds that each run took to be reserved and committed."""
+    done = 0
+    while done < WRITES:
+        granted, seconds = writer.write()
+        if granted == RUN:
+            done += 1
+            yield seconds
+
+
+def lookups(width: int) -> Work:
+    """Return what yields the seconds of an acquire and release of so many hashes."""
+
+    def work(writer: Writer) -> Iterator[float]:
+        for question in [writer.prompts.question(width) for _ in range(BURST)]:
+            yield writer.acquire(question)[1]
+
+    return work
+
+
+def compare(ours: Side, theirs: Side, turns: int, work: Work) -> list[Pair]:
+    pairs = []
+    for turn in range(turns):
+        first, second = (ours, theirs) if turn % 2 else (theirs, ours)
+        found = {side: side.burst(work, RUN if work is writes else 1) for side in (first, second)}
+        pairs.append((found[ours], found[theirs]))
+        if work is not writes:  # between two lookups the pool evicts
+            ours.writer.write()
+            theirs.writer.write()
+    return pairs
+
+
+def start(tree: Path, turn: int, blocks: int, turns: int) -> Iterator[tuple[str, list[Pair]]]:
+    """Start both daemons, and yield (row, what was found)."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-against-")))
+        sides = [
+            Side(each, folder / str(at), blocks, stack)
+            for at, each in enumerate((HERE, tree)[:: 1 if turn % 2 else -1])
+        ]
+        ours, theirs = sides[:: 1 if turn % 2 else -1]
+        for count in (blocks // 10, blocks * 8 // 10):
+            for side in sides:
+                fill(side.writer, count, print)
+            yield f"reserve + commit, {count:,} blocks", compare(ours, theirs, turns // 2, writes)
+        for side in sides:
+            while not side.writer.stats()["counters"].get("blocks_evicted"):
+                side.writer.write()
+        yield "reserve + commit, evicting", compare(ours, theirs, turns, writes)
+        for width in WIDTHS:
+            yield f"acquire + release, {width:,} hashes", compare(ours, theirs, turns, lookups(width))
+
+
+def describe(name: str, starts: list[list[Pair]]) -> str:
+    line = f"{name:<34}"
+    for at, what in enumerate(("p50", "CPU")):
+        mine, other = (statistics.median(p[side][at] for pairs in starts for p in pairs) * 1e6 for side in (0, 1))
+        ratios = [statistics.median(pair[0][at] / pair[1][at] for pair in pairs) for pairs in starts]
+        line += f"  {what} {mine:7.2f} /{other:7.2f} us = {statistics.median(ratios):.3f}"
+        line += f" [{min(ratios):.3f}, {max(ratios):.3f}]"
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tree", type=Path)
+    parser.add_argument("--blocks", type=int, default=200_000)
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--starts", type=int, default=6)
+    options = parser.parse_args()
+    rows: dict[str, list[list[Pair]]] = {}
+    for turn in range(options.starts):
+        for name, pairs in start(options.tree.resolve(), turn, options.blocks, options.turns):
+            rows.setdefault(name, []).append(pairs)
+    for name, starts in rows.items():
+        print(describe(name, starts))
+
+
+if __name__ == "__main__":
+    main()
