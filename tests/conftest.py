@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from kvcache_proto.endpoint import socket_path
-from kvcache_proto.errors import ConfigError, EndpointTaken, Unavailable
+from kvcache_proto.errors import ConfigError, Unavailable
 from kvcache_server.admin import Admin
-from kvcache_server.memory import region_path, remove_orphan
+from kvcache_server.regions import remove_regions
 
 START_SECONDS = 30.0
 
@@ -102,8 +102,8 @@ class Daemon:
 
     def tidy(self) -> None:
         """Remove what a killed daemon left in memory; the next one of its endpoint would, and there is none."""
-        with contextlib.suppress(EndpointTaken, ConfigError):
-            remove_orphan(region_path(self.region_dir, socket_path(self.endpoint)))
+        with contextlib.suppress(ConfigError):
+            remove_regions(self.region_dir, socket_path(self.endpoint))
 
 
 StartDaemon = Callable[..., Daemon]

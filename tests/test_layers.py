@@ -27,7 +27,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache_server": [
         {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "numbers", "rates", "ration", "signals"}
-        | {"extents", "sampling", "slices", "sockets", "sums", "traffic", "zmtp"},
+        | {"extents", "folder", "sampling", "slices", "sockets", "sums", "traffic", "zmtp"},
         {"ghosts", "misses", "questions", "underway", "wire"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
@@ -52,6 +52,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"dashboard"},
         {"desk", "describe"},
         {"http"},
+        {"regions"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
         {"opening", "notify", "reload"},
         {"attendance", "events"},

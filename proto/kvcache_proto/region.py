@@ -25,6 +25,7 @@ from kvcache_proto.types import PoolGeometry, SlotRef
 MAGIC = int.from_bytes(b"KVCREGN1", "little")
 FORMAT_VERSION = 1  # of what clients read: header, extent rows, generations
 ROWS_FORMAT = 2  # of what the daemon alone reads
+ROWS_GIVEN_UP = (1 << 64) - 1  # in its place: no later daemon is to read them
 WORD = 8
 PAGE = 4096
 ALIGN = 2 << 20  # extents begin and end on huge pages
@@ -147,12 +148,13 @@ def slot_size(block_bytes: int) -> int:
 
 
 def found_geometry(header: memoryview) -> PoolGeometry | None:
-    """Return how the region is cut whose first page is `header`; None where none was ever formatted.
+    """Return how the region is cut whose first page is `header`; None where none was ever formatted, or where its
+    daemon gave it up.
 
     Raises RegionError where it is of another format or torn.
     """
     w = header[:PAGE].cast("Q")
-    if w[_H_MAGIC] == 0:
+    if w[_H_MAGIC] == 0 or w[_H_ROWS] == ROWS_GIVEN_UP:
         return None
     region_id = bytes(header[_H_ID * WORD : (_H_ID + 2) * WORD])
     geometry = PoolGeometry(region_id, w[_H_BYTES], w[_H_EXTENT_BYTES], w[_H_EXTENTS], w[_H_DATA])
@@ -160,6 +162,11 @@ def found_geometry(header: memoryview) -> PoolGeometry | None:
     if w[_H_ROWS] != ROWS_FORMAT:
         raise RegionError(f"rows of format {w[_H_ROWS]}: this version reads {ROWS_FORMAT}")
     return geometry
+
+
+def is_given_up(header: memoryview) -> bool:
+    """Whether the daemon of the region whose first page is `header` gave it up."""
+    return bool(header[:PAGE].cast("Q")[_H_ROWS] == ROWS_GIVEN_UP)
 
 
 def _check(header: memoryview, geometry: PoolGeometry) -> None:
@@ -210,6 +217,10 @@ class RegionRows:
         w[_H_ROWS] = ROWS_FORMAT
         w[_H_CHECK] = _header_checksum(self.buffer)
         w[_H_MAGIC] = MAGIC
+
+    def give_up(self) -> None:
+        """Say that no later daemon is to read this region. Its clients go on, and new ones may come."""
+        self._words[_H_ROWS] = ROWS_GIVEN_UP
 
     def check_header(self) -> None:
         """Raise RegionError, saying what differs, unless the header is that of this region in this format."""

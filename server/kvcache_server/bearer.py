@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 
-from kvcache_proto.errors import ConfigError
+from kvcache_proto.errors import ConfigError, NotPermitted
+from kvcache_server.folder import Folder, open_folder
 
 LEAST = 16  # characters; what is shorter could be guessed
 MOST = 256
@@ -18,12 +18,18 @@ class Bearer:
     def __init__(self, path: str) -> None:
         """Read the token at `path`, or make one there. Raises ConfigError where the file is not to be trusted."""
         self.path = path
+        name = os.path.basename(path)
         try:
-            token = _read(path)
-            if token is None:
-                token = _make(path)
+            with open_folder(os.path.dirname(path)) as folder:
+                token = _read(folder, name)
+                if token is None:
+                    token = _make(folder, name)
         except OSError as error:
             raise ConfigError(f"token {path}: {error.strerror}") from None
+        except NotPermitted as error:
+            raise ConfigError(
+                f"token {error}, and the daemon makes another: whoever may have read this one keeps it"
+            ) from None
         self._token = token.encode()
 
     def admits(self, authorization: str) -> bool:
@@ -39,31 +45,24 @@ def bears(authorization: str, token: bytes) -> bool:
     return scheme.lower() == "bearer" and same
 
 
-def _make(path: str) -> str:
+def _make(folder: Folder, name: str) -> str:
     token = secrets.token_urlsafe(32)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     with os.fdopen(fd, "w") as file:
         file.write(token + "\n")
     return token
 
 
-def _read(path: str) -> str | None:
+def _read(folder: Folder, name: str) -> str | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = folder.open(name)
     except FileNotFoundError:
         return None
     with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise ConfigError(f"token {path}: no file of uid {os.geteuid()}: remove it, and the daemon makes one")
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            raise ConfigError(
-                f"token {path}: others may read or change it (mode {stat.S_IMODE(found.st_mode):04o}): remove it, and "
-                "the daemon makes another, for whoever has read this one keeps it"
-            )
         token = file.read(MOST + 2).decode("ascii", "replace").strip()
     if not LEAST <= len(token) <= MOST or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"token {path}: {LEAST} to {MOST} letters without spaces: remove it, and the daemon makes one"
+            f"token {folder.path_of(name)}: {LEAST} to {MOST} letters without spaces: remove it, and the daemon makes "
+            "another"
         )
     return token

@@ -28,7 +28,7 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (ConfigError, 2, "a flag, a file or a variable that cannot be used"),
     (EndpointTaken, 3, "another daemon serves the endpoint"),
     (Unavailable, 4, "no daemon there"),
-    (RegionError, 5, "the region is too large for this host, or the last daemon's cannot be trusted"),
+    (RegionError, 5, "the region is too large for this host, or strict is set and the last daemon's cannot be trusted"),
     (NotPermitted, 6, "no permission"),
     (EndpointLost, 7, "somebody removed its sockets"),
 )
@@ -66,11 +66,14 @@ def _flags(command: click.Command) -> click.Command:
     """Give `command` a flag for each setting; the struct documents them."""
     for row in settings():
         default = row.default.replace("`", "")
+        # `--strict` and `--strict true` say the same.
+        optional: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if row.type == "bool" else {}
         command.params.append(
             click.Option(
                 ["--" + row.name.replace("_", "-")],
                 type=click.Choice(row.choices) if row.choices else str,
                 metavar=None if row.choices else row.type.upper().replace(" ", "-"),
+                **optional,
                 help=f"{row.doc.replace('`', '')}  [default: {default}]",
             )
         )
@@ -164,13 +167,13 @@ def fence_off(endpoint: str | None, number: int) -> None:
 @click.option("--region-dir", metavar="FOLDER", help="As for serve.")
 def discard(path: str | None, endpoint: str | None, region_dir: str | None) -> None:
     """Free the memory of a daemon that has stopped: its cached blocks are gone then."""
-    from kvcache_server.door import EndpointLock
+    from kvcache_server.folder import EndpointLock
     from kvcache_server.opening import discard as remove
 
     config = load(path, flags={"endpoint": endpoint, "region_dir": region_dir})
     lock = EndpointLock(config.endpoint)
     try:
-        click.echo("discarded" if remove(config) else f"nothing is there of a daemon at {config.endpoint}")
+        click.echo("discarded" if remove(config, lock.folder) else f"nothing is there of a daemon at {config.endpoint}")
     finally:
         lock.release()
 

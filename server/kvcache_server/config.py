@@ -109,6 +109,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool,
         _doc("Leave the region in memory at the end, for the next daemon to find its blocks; false removes it."),
     ] = True
+    strict: Annotated[
+        bool,
+        _doc(
+            "Do not start where the last daemon's region cannot be trusted; else it is put aside, and the cache begins "
+            "empty."
+        ),
+    ] = False
     allow_uids: Annotated[
         tuple[int, ...],
         _doc("Users, names or numbers, besides the daemon's own, whose processes may attach.", live=True),

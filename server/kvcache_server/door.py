@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import socket
-import stat
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -16,12 +14,10 @@ from typing import NamedTuple
 
 from kvcache_proto import __version__
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
-from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import (
     BadArgument,
     BadFrame,
-    ConfigError,
-    EndpointTaken,
     KVCacheError,
     NotPermitted,
     Unavailable,
@@ -39,57 +35,6 @@ LEAVE_SECONDS = 0.1
 MAX_VISITORS = 128  # handshakes at one time
 LINES_A_MINUTE = 20  # about refusals of one user; all are counted
 _LENGTH = struct.Struct("<I")
-
-
-class EndpointLock:
-    """The lock beside the socket; whoever holds it is the daemon of this endpoint."""
-
-    def __init__(self, endpoint: str) -> None:
-        """Take the lock, making the endpoint's folder if need be. Raises EndpointTaken, NotPermitted."""
-        self.path = socket_path(endpoint).removesuffix(".sock") + ".lock"
-        folder = os.path.dirname(self.path)
-        try:
-            os.makedirs(folder, mode=0o755, exist_ok=True)
-            check_folder(folder)
-            self._fd = self._take()
-        except PermissionError as error:
-            raise NotPermitted(
-                f"endpoint {endpoint}: uid {os.geteuid()} may not write {error.filename}; choose another endpoint, or "
-                "have the folder made for this user"
-            ) from None
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ConfigError(f"endpoint {endpoint}: {error.filename} is not a folder") from None
-        except FileNotFoundError as error:
-            raise ConfigError(f"endpoint {endpoint}: {error.filename} cannot be made there") from None
-        except BlockingIOError:
-            raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint") from None
-
-    def _take(self) -> int:
-        while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The holder before us unlinks the file as it leaves: ours must still be the one in the folder.
-                if os.path.samestat(os.fstat(fd), os.stat(self.path)):
-                    return fd
-            except FileNotFoundError:
-                pass
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
-
-    def release(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
-        os.close(self._fd)
-
-
-def check_folder(folder: str) -> None:
-    """Raise NotPermitted where others could replace what lies in `folder`."""
-    found = os.stat(folder)
-    if found.st_uid not in (0, os.geteuid()) and not found.st_mode & stat.S_ISVTX:
-        raise NotPermitted(f"{folder} belongs to uid {found.st_uid}, who could take the endpoint over: choose another")
 
 
 class Ticket(NamedTuple):

@@ -13,7 +13,7 @@ from kvcache_proto import __version__
 from kvcache_proto.errors import KVCacheError
 from kvcache_server import signals
 from kvcache_server.config import Config, format_size
-from kvcache_server.door import EndpointLock
+from kvcache_server.folder import EndpointLock
 from kvcache_server.memory import Progress
 from kvcache_server.notify import Manager
 from kvcache_server.opening import open_cache
@@ -46,7 +46,7 @@ def _serve(
     lock = EndpointLock(config.endpoint)
     try:
         began = time.monotonic()
-        opened = open_cache(config, fresh, _until_told_to_stop(manager.preparing(progress)))
+        opened = open_cache(config, lock.folder, fresh, _until_told_to_stop(manager.preparing(progress)))
         region = opened.region
         try:
             for note in region.notes:
@@ -65,7 +65,7 @@ def _serve(
             )
             service.run()
         finally:
-            opened.close(config.keep)
+            opened.close(lock.folder, config)
     finally:
         lock.release()
     if config.keep:

@@ -1,7 +1,8 @@
 """The session files: each is locked for as long as its client lives, in any pid namespace, whoever the daemon is.
 
 The daemon makes a file, locks it, hands the descriptor over and closes its own: what is left is the client's. The next
-daemon asks the same file whether that client lives.
+daemon asks the same file whether that client lives. Nobody may write to it, its client neither: it would fill the file
+system of the daemon's own files.
 """
 
 from __future__ import annotations
@@ -9,29 +10,56 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Collection
 
+from kvcache_server.folder import Folder
+
+_NAME = re.compile(r"[0-9]{1,20}-[0-9a-f]{8}")  # what is called otherwise is not ours to delete
+
 
 class SessionFiles:
-    """The files of one endpoint, in a folder of the daemon's own."""
+    """The files of one endpoint, in a folder of the daemon's own, `name` in the endpoint's."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: Folder, name: str) -> None:
+        """Raises ConfigError, NotPermitted where something else has that name."""
+        self._outer, self._name = folder, name
+        self._folder: Folder | None = None
+        with contextlib.suppress(FileNotFoundError):
+            self._folder = folder.folder(name)
+
+    @property
+    def folder(self) -> str:
+        """The folder's path."""
+        return self._outer.path_of(self._name)
 
     def make(self, session: int) -> tuple[int, str]:
-        """Return a descriptor of a new file, locked for as long as somebody has this description open, and its name."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self.folder, 0o700)
+        """Return a descriptor of a new file, locked for as long as somebody has this description open, and its name.
+
+        It is for reading alone, and so is the file. Raises OSError, ConfigError, NotPermitted.
+        """
         name = f"{session}-{secrets.token_hex(4)}"
-        fd = os.open(self._path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fd = self._create(name)
+        except FileNotFoundError:  # there is no folder yet, or no more
+            self._leave()
+            self._folder = self._outer.folder(self._name, make=True)
+            fd = self._create(name)
         fcntl.flock(fd, fcntl.LOCK_EX)
         return fd, name
 
+    def _create(self, name: str) -> int:
+        if self._folder is None:
+            raise FileNotFoundError(self.folder)
+        return self._folder.open(name, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o400)
+
     def locked(self, name: str) -> bool:
         """Whether the client that was given this file lives."""
+        if self._folder is None:
+            return False
         try:
-            fd = os.open(self._path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = self._folder.open(name)
         except FileNotFoundError:
             return False
         try:
@@ -43,20 +71,23 @@ class SessionFiles:
         return False
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(name))
+        if self._folder is not None:
+            self._folder.remove(name)
 
     def keep(self, names: Collection[str]) -> None:
-        """Remove all others."""
-        with contextlib.suppress(FileNotFoundError):
-            for name in set(os.listdir(self.folder)) - set(names):
-                self.remove(name)
+        """Remove all other session files."""
+        if self._folder is not None:
+            for name in set(self._folder.names()) - set(names):
+                if _NAME.fullmatch(name):
+                    self._folder.remove(name)
 
     def close(self) -> None:
-        """Remove them all, and the folder."""
+        """Remove them all, and the folder where nothing else lies in it."""
         self.keep(())
-        with contextlib.suppress(FileNotFoundError):
-            os.rmdir(self.folder)
+        self._leave()
+        self._outer.remove_folder(self._name)
 
-    def _path(self, name: str) -> str:
-        return os.path.join(self.folder, name)
+    def _leave(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None

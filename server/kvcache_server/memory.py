@@ -1,33 +1,27 @@
-"""The region file: made, checked against what the host has, pre-faulted, locked; found again, or removed.
-
-The file's name comes from the endpoint, so that a daemon finds what the last one of the same endpoint left; who serves
-it holds a lock (`flock`) on it, by a descriptor of its own.
-"""
+"""The region: made, checked against what the host has, pre-faulted, locked into memory; mapped again, or removed."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import fcntl
-import hashlib
 import logging
 import os
 import queue
 import resource
-import stat
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
+from kvcache_proto.errors import ConfigError, NotPermitted, RegionError
 from kvcache_proto.mapping import HUGE_PAGE, address_of, map_file
-from kvcache_proto.region import ALIGN, MAX_EXTENTS, found_geometry, plan_geometry
+from kvcache_proto.region import ALIGN, MAX_EXTENTS, plan_geometry
 from kvcache_proto.types import PoolGeometry
 from kvcache_server import signals
 from kvcache_server.config import format_size
+from kvcache_server.regions import Claim, RegionFolder
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +46,16 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctype
 class Region:
     """The mapped region. `fd` is for handing over; `notes` says what an operator should know, such as why no lock."""
 
-    def __init__(self, path: str, lock_fd: int, fd: int, mapping: memoryview, geometry: PoolGeometry) -> None:
-        self.path = path
+    def __init__(self, claim: Claim, fd: int, mapping: memoryview, geometry: PoolGeometry) -> None:
+        self.path = claim.path
         self.fd = fd
         self.geometry = geometry
         self.buffer = mapping
         self.locked = False
         self.huge_bytes = 0  # of it, in huge pages, as far as it was this process that filled it
         self.notes: list[str] = []
-        self._lock_fd = lock_fd
+        self._claim = claim
+        self._closed = False
         self._locker: threading.Thread | None = None
         self._returner: threading.Thread | None = None
         self._returns: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None is the end
@@ -101,7 +96,7 @@ class Region:
             self._returner = signals.start_thread("give-back", self._give_back_all)
 
     def _give_back_all(self) -> None:
-        while (extent := self._returns.get()) is not None and self._lock_fd >= 0:
+        while (extent := self._returns.get()) is not None and not self._closed:
             self._give_back(extent)
 
     def _give_back(self, extent: int) -> None:
@@ -112,24 +107,17 @@ class Region:
     def close(self, keep: bool = False) -> None:
         """Let go of it and, without `keep`, remove the file; who has it mapped keeps the mapping. Calling it again does
         nothing."""
-        if self._lock_fd < 0:
+        if self._closed:
             return
-        lock_fd, self._lock_fd = self._lock_fd, -1
+        self._closed = True
         if self._returner is not None:
             self._returns.put(None)  # what still waits is for the next daemon
             self._returner.join()
         if not keep:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
+            self._claim.remove()
         self.buffer.release()  # where nothing else refers to the mapping, it goes
         os.close(self.fd)
-        os.close(lock_fd)
-
-
-def region_path(directory: str, socket_path: str) -> str:
-    """Return the path of the region file of this user's daemon at `socket_path`."""
-    digest = hashlib.sha256(os.fsencode(os.path.abspath(socket_path))).hexdigest()[:16]
-    return os.path.join(directory, f"kvcache-{os.geteuid()}-{digest}.region")
+        self._claim.release()
 
 
 def create_region(
@@ -144,14 +132,12 @@ def create_region(
 ) -> Region:
     """Return a fresh region with `size` bytes of extents, all its pages present, in a new file in `directory`.
 
-    What a killed daemon of the same `socket_path` left there is removed first. `lock` and `huge_pages` are "auto",
-    "always" or "never".
+    `lock` and `huge_pages` are "auto", "always" or "never".
 
     Raises:
         ConfigError: the directory or the sizes cannot be used.
         RegionError: the mount or the host has not that much memory, or has it not in huge pages that must be.
         NotPermitted: the directory cannot be written, or the memory may not be locked.
-        EndpointTaken: a living daemon holds the file.
     Nothing is left behind then.
     """
     try:
@@ -163,28 +149,22 @@ def create_region(
             f"size {format_size(size)} in extents of {format_size(geometry.extent_bytes)}: at most {MAX_EXTENTS:,} of "
             "them, choose a larger extent_size"
         )
-    path = region_path(directory, socket_path)
-    try:
-        remove_orphan(path)
-        kind = check_room(directory, geometry.region_bytes)
-        lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except PermissionError:
-        raise NotPermitted(f"region_dir {directory}: uid {os.geteuid()} may not make {path}") from None
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"region_dir {directory}: no such folder") from None
+    kind = check_room(directory, geometry.region_bytes)
     with contextlib.ExitStack() as undo:
-        undo.callback(os.close, lock_fd)
-        undo.callback(os.unlink, path)
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A description of its own for clients: on theirs, the lock would outlive the daemon.
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with RegionFolder(directory, socket_path) as regions:
+            claim = regions.new()
+        undo.callback(claim.remove)
+        try:
+            fd = claim.create()
+        except OSError as error:
+            raise NotPermitted(f"region_dir {directory}: {claim.path} cannot be made: {error.strerror}") from None
         undo.callback(os.close, fd)
         try:
             os.ftruncate(fd, geometry.region_bytes)
             mapping = map_file(fd, geometry.region_bytes)
         except OSError as error:
             raise RegionError(f"region of {format_size(geometry.region_bytes)} in {directory}: {error}") from None
-        region = Region(path, lock_fd, fd, mapping, geometry)
+        region = Region(claim, fd, mapping, geometry)
         undo.pop_all()
         undo.callback(region.close)
         if kind not in ("tmpfs", "hugetlbfs", "ramfs"):
@@ -203,74 +183,29 @@ def create_region(
     return region
 
 
-def reopen_region(directory: str, *, socket_path: str) -> Region | None:
-    """Return the region that the last daemon of this `socket_path` left in `directory`, None where there is none.
+def map_region(claim: Claim, geometry: PoolGeometry) -> Region:
+    """Return the region of an earlier daemon, whose header says that it is cut so; its pages are not locked.
 
-    Its pages are not locked. Raises RegionError where its header cannot be trusted, NotPermitted, EndpointTaken.
+    Raises RegionError where it has not that size, or cannot be mapped. The claim is the caller's then.
     """
-    path = region_path(directory, socket_path)
+    fd = claim.open()
     try:
-        lock_fd = _lock_file(path)
-    except PermissionError:
-        raise NotPermitted(f"region_dir {directory}: uid {os.geteuid()} may not open {path}") from None
-    if lock_fd is None:
-        return None
-    with contextlib.ExitStack() as undo:
-        undo.callback(os.close, lock_fd)
-        found = os.fstat(lock_fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise NotPermitted(f"{path} is not a file of this user's alone, as a daemon makes it: remove it")
-        if found.st_size < ALIGN:
-            return None  # a daemon was killed as it began to make it
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        undo.callback(os.close, fd)
-        mapping = map_file(fd, found.st_size)
-        try:
-            geometry = found_geometry(mapping)
-            if geometry is None:
-                return None
-            if geometry.region_bytes != found.st_size:
-                raise RegionError(f"a file of {found.st_size} bytes for a region of {geometry.region_bytes}")
-        except RegionError as error:
-            raise RegionError(f"{path}: {error}; `kvcache-server serve --fresh` discards it") from None
-        undo.pop_all()
-    return Region(path, lock_fd, fd, mapping, geometry)
-
-
-def remove_orphan(path: str) -> bool:
-    """Remove a region file whose daemon is gone. Returns whether there was one; raises EndpointTaken where it lives."""
-    fd = _lock_file(path)
-    if fd is None:
-        return False
-    try:
-        os.unlink(path)
-    finally:
-        os.close(fd)
-    return True
-
-
-def _lock_file(path: str) -> int | None:
-    """Return a descriptor of the file that holds its lock, None where there is no file. Raises EndpointTaken."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
+        size = os.fstat(fd).st_size
+        if size != geometry.region_bytes:
+            raise RegionError(f"a file of {size} bytes for a region of {geometry.region_bytes}")
+        return Region(claim, fd, map_file(fd, size), geometry)
     except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise NotPermitted(f"{path} is a link, which no daemon makes: remove it") from None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
         os.close(fd)
-        raise EndpointTaken(
-            f"{path} belongs to a living daemon with the same endpoint path, in another container perhaps"
-        ) from None
-    return fd
+        raise RegionError(f"{claim.path} cannot be mapped: {error.strerror}") from None
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def check_room(directory: str, needed: int) -> str:
     """Return the kind of the mount. Raises RegionError where it or the host has less than `needed` bytes."""
+    if not os.path.isdir(directory):
+        raise ConfigError(f"region_dir {directory}: no such folder")
     kind, room = filesystem(directory), free_room(directory)
     if kind == "hugetlbfs":
         page = os.statvfs(directory).f_frsize

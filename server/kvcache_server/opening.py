@@ -7,22 +7,28 @@ import gc
 import logging
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcache_proto.endpoint import socket_path
-from kvcache_proto.errors import RegionError
-from kvcache_proto.region import plan_geometry
+from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
+from kvcache_proto.region import PAGE, RegionRows, found_geometry, is_given_up, plan_geometry
+from kvcache_proto.types import PoolGeometry
 from kvcache_server import recovery
 from kvcache_server.cache import Cache
 from kvcache_server.config import Config, format_size
+from kvcache_server.folder import Folder, file_of
 from kvcache_server.journal import Book, SessionOpened
-from kvcache_server.limits import Limits
 from kvcache_server.locks import SessionFiles
-from kvcache_server.memory import Progress, Region, create_region, region_path, remove_orphan, reopen_region
-from kvcache_server.statefile import StateFile
-from kvcache_server.sumfile import open_sums, remove_sums
+from kvcache_server.memory import Progress, Region, check_room, create_region, map_region
+from kvcache_server.regions import REGION, Claim, RegionFolder
+from kvcache_server.statefile import ASIDE, NEW, StateFile, read_state
+from kvcache_server.sumfile import open_sums
 
 log = logging.getLogger(__name__)
+
+SESSIONS, STATE, SUMS = ".sessions", ".state", ".sums"
 
 
 @dataclass
@@ -35,46 +41,62 @@ class Opened:
     cache: Cache
     returning: dict[int, SessionOpened]
 
-    def close(self, keep: bool) -> None:
-        """Let go of it; without `keep`, remove it."""
+    def close(self, folder: Folder, config: Config) -> None:
+        """Let go of it; where the configuration does not keep it, remove it."""
         self.state.close()
-        self.region.close(keep)
-        if not keep:
-            StateFile.remove(self.state.path)
-            remove_sums(self.state.path.removesuffix(".state") + ".sums")
-            with contextlib.suppress(OSError):  # something that is not ours lies in it
-                self.files.close()
+        self.region.close(config.keep)
+        if not config.keep:
+            _remove_files(folder, config)
 
 
-def _beside(endpoint: str, suffix: str) -> str:
-    return socket_path(endpoint).removesuffix(".sock") + suffix
+def _remove_files(folder: Folder, config: Config) -> None:
+    """Remove what lies beside the endpoint but the lock and the token."""
+    state = file_of(config.endpoint, STATE)
+    for name in (state, state + NEW, state + ASIDE, file_of(config.endpoint, SUMS)):
+        folder.remove(name)
+    SessionFiles(folder, file_of(config.endpoint, SESSIONS)).close()
 
 
-def open_cache(config: Config, fresh: bool = False, progress: Progress | None = None) -> Opened:
+def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Progress | None = None) -> Opened:
     """Return the cache of the last daemon of this endpoint, or a new one; the caller holds the endpoint's lock.
 
-    `fresh` discards what the last one left. Raises RegionError where that cannot be trusted, and what `create_region`
-    raises.
+    `folder` is the endpoint's. `fresh` discards what the last one left. What cannot be trusted is put aside; with
+    `strict`, it raises RegionError. Raises ConfigError, NotPermitted where something is in the way of a file, and what
+    `create_region` raises.
     """
-    limits = config.limits()
-    files = SessionFiles(_beside(config.endpoint, ".sessions"))
-    last = ("fresh" if fresh else "not_kept") if fresh or not config.keep else _last(config)
-    if isinstance(last, str):
-        opened = _begin(config, limits, files, progress)
-        opened.cache.misses.began(time.monotonic(), last)
-        return opened
-    region, book = last
+    files = SessionFiles(folder, file_of(config.endpoint, SESSIONS))
+    for suffix in (STATE, SUMS):
+        folder.check(file_of(config.endpoint, suffix))
+    with RegionFolder(config.region_dir, socket_path(config.endpoint)) as regions:
+        found: tuple[Region, Book] | _Nothing
+        if fresh or not config.keep:
+            _remove_regions(config, folder, regions)
+            found = _Nothing("fresh" if fresh else "not_kept")
+        else:
+            found = _last(config, folder, regions)
+        if isinstance(found, _Nothing):
+            opened = _begin(config, folder, regions, files, progress)
+            opened.cache.misses.began(time.monotonic(), found.why)
+            if found.put_aside:
+                opened.cache.counters["regions_put_aside"] += found.put_aside
+            return opened
+    return _go_on(config, folder, files, *found)
+
+
+def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, book: Book) -> Opened:
+    """Return the cache of the last daemon."""
     began = time.monotonic()
     try:
         book.life += 1
         returning = {number: opened for number, opened in book.sessions.items() if any(map(files.locked, opened.files))}
         files.keep([name for opened in returning.values() for name in opened.files])
-        state = StateFile(_beside(config.endpoint, ".state"), book)
+        state = _state_of(config, folder, region, book)
         gc.disable()  # millions of blocks come to be, and none goes
         cache = recovery.reopen(
-            *(region.buffer, region.geometry, limits, book, set(returning), time.monotonic(), state.note),
+            *(region.buffer, region.geometry, config.limits(), book, set(returning), time.monotonic(), state.note),
             secret=secrets.token_bytes(16),
         )
+        cache.sums = open_sums(folder, file_of(config.endpoint, SUMS), region.geometry, book.life)
     except BaseException:
         region.close(keep=True)
         raise
@@ -88,6 +110,7 @@ def open_cache(config: Config, fresh: bool = False, progress: Progress | None = 
         *(len(returning), found["reservations_recovered"]),
         extra={"fields": {"event": "recovered", **found}},
     )
+    _count_in(state, cache)
     retired = cache.pool.retired
     for extent in retired:  # its memory is there yet where the last daemon was killed before it could give it back
         region.give_back(extent)
@@ -97,11 +120,14 @@ def open_cache(config: Config, fresh: bool = False, progress: Progress | None = 
             *(format_size(cache.pool.capacity), format_size(region.geometry.extents * region.geometry.extent_bytes)),
         )
     region.lock_later(config.lock, retired)
-    cache.sums = open_sums(_beside(config.endpoint, ".sums"), region.geometry, book.life)
     return Opened(region, state, files, cache, returning)
 
 
-def _begin(config: Config, limits: Limits, files: SessionFiles, progress: Progress | None) -> Opened:
+def _begin(
+    config: Config, folder: Folder, regions: RegionFolder, files: SessionFiles, progress: Progress | None
+) -> Opened:
+    """Return a new, empty cache."""
+    _make_room(config, regions)
     region = create_region(
         config.region_dir,
         config.size,
@@ -114,53 +140,207 @@ def _begin(config: Config, limits: Limits, files: SessionFiles, progress: Progre
     try:
         files.keep(())
         # The book goes first, then the region's header: what has no header yet was never used by anybody.
-        state = StateFile(_beside(config.endpoint, ".state"), Book(region.geometry.region_id))
+        state = _state_of(config, folder, region, Book(region.geometry.region_id))
         cache = Cache(
-            *(region.buffer, region.geometry, limits, secrets.randbits(63), state.note),
+            *(region.buffer, region.geometry, config.limits(), secrets.randbits(63), state.note),
             secret=secrets.token_bytes(16),
         )
-        cache.sums = open_sums(_beside(config.endpoint, ".sums"), region.geometry, cache.life)
+        cache.sums = open_sums(folder, file_of(config.endpoint, SUMS), region.geometry, cache.life)
     except BaseException:
         region.close(keep=False)
         raise
+    _count_in(state, cache)
     return Opened(region, state, files, cache, {})
 
 
-def _last(config: Config) -> tuple[Region, Book] | str:
-    """Return what the last daemon left; where there is nothing, or nothing that this one has a use for, why."""
-    region = reopen_region(config.region_dir, socket_path=socket_path(config.endpoint))
-    if region is None:
-        return "first"
+def _state_of(config: Config, folder: Folder, region: Region, book: Book) -> StateFile:
+    rows = RegionRows(region.buffer, region.geometry)
+    return StateFile(folder, file_of(config.endpoint, STATE), book, rows.give_up)
+
+
+def _count_in(state: StateFile, cache: Cache) -> None:
+    """Have the cache count what the state file has counted so far, and from now on."""
+    cache.counters.update(state.counters)
+    state.counters = cache.counters
+
+
+def _make_room(config: Config, regions: RegionFolder) -> None:
+    """Remove what was put aside where there is no room for it and for a region."""
+    wanted = _wanted(config, bytes(16))
     try:
-        wanted = plan_geometry(region.geometry.region_id, config.size, config.extent_size)
-        if wanted != region.geometry:
-            log.warning(
-                "the last daemon's region of %s is cut for another size or extent_size: it is discarded",
-                format_size(region.geometry.region_bytes),
-            )
-            region.close(keep=True)
-            return "resized"
-        book = StateFile.read(_beside(config.endpoint, ".state"))
-        if book is None:
-            log.warning("%s is there without its state file: it is discarded", region.path)
-            region.close(keep=True)
-            return "no_state"
-        if book.region != region.geometry.region_id:
-            raise RegionError("the state file belongs to another region")
-        return region, book
+        check_room(config.region_dir, wanted.region_bytes)
+    except RegionError:
+        if removed := regions.remove_aside():
+            log.warning("%d regions that were put aside are removed: there is no room for another one", removed)
+
+
+def _wanted(config: Config, region_id: bytes) -> PoolGeometry:
+    """Return how a region of that id is to be cut. Raises ConfigError where it cannot be."""
+    try:
+        return plan_geometry(region_id, config.size, config.extent_size)
     except RegionError as error:
-        region.close(keep=True)
-        raise RegionError(f"{region.path}: {error}; `kvcache-server serve --fresh` discards it") from None
+        raise ConfigError(f"size: {error}") from None
 
 
-def discard(config: Config) -> bool:
-    """Remove what the last daemon of this endpoint left; the caller holds the endpoint's lock.
+# What the last daemon left.
 
-    Returns whether there was a region. Raises EndpointTaken where a living daemon has it.
+
+class _Nothing(NamedTuple):
+    """There is nothing to go on with: why, and how many regions were put aside."""
+
+    why: str
+    put_aside: int = 0
+
+
+class _Left(NamedTuple):
+    """A region that was found, and how it is cut; None where it has no use, and `distrust` where that is odd."""
+
+    claim: Claim
+    geometry: PoolGeometry | None
+    given_up: bool = False
+    distrust: str = ""
+
+
+def _last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[Region, Book] | _Nothing:
+    """Return what the last daemon left; where there is nothing, or nothing that this one has a use for, why.
+
+    Raises EndpointTaken where its region has a living daemon, RegionError where `strict` and it cannot be trusted.
     """
-    found = remove_orphan(region_path(config.region_dir, socket_path(config.endpoint)))
-    StateFile.remove(_beside(config.endpoint, ".state"))
-    remove_sums(_beside(config.endpoint, ".sums"))
-    with contextlib.suppress(OSError):
-        SessionFiles(_beside(config.endpoint, ".sessions")).close()
-    return found
+    book, broken = _book(config, folder)
+    with contextlib.ExitStack() as held:
+        left = []
+        for claim in _claims(regions, book):
+            held.callback(claim.release)
+            left.append(_examined(regions, claim))
+        regions.tidy()
+        for each in left:
+            if book is not None and each.geometry == _wanted(config, book.region):
+                region = map_region(each.claim, each.geometry)
+                for other in left:
+                    if other is not each:
+                        log.warning("%s is not the last daemon's: it is discarded", other.claim.path)
+                        other.claim.remove()
+                held.pop_all()
+                return region, book
+        why, doubtful = "first", []
+        for each in left:
+            distrust = _distrust(each, book, broken)
+            if distrust and config.strict:
+                raise RegionError(f"{each.claim.path}: {distrust}; `kvcache-server serve --fresh` discards it")
+            if distrust:
+                doubtful.append(each)
+                _put_aside(regions, each.claim, distrust)
+            else:
+                why = _dismiss(each, book)
+        if doubtful:
+            _put_state_aside(folder, file_of(config.endpoint, STATE))
+            why = "distrusted"
+    return _Nothing(why, len(doubtful))
+
+
+def _book(config: Config, folder: Folder) -> tuple[Book | None, str]:
+    """Return the last daemon's book, and what is wrong with it."""
+    try:
+        return read_state(folder, file_of(config.endpoint, STATE)), ""
+    except RegionError as error:
+        return None, str(error)
+
+
+def _claims(regions: RegionFolder, book: Book | None) -> Iterator[Claim]:
+    """Yield the holds on all regions that no living daemon has. Raises EndpointTaken where one has that of `book`."""
+    for name in regions.found():
+        try:
+            yield regions.claim(name)
+        except EndpointTaken:
+            with contextlib.suppress(OSError, RegionError):
+                geometry = found_geometry(memoryview(regions.header(name)[0]))
+                if book is not None and geometry is not None and geometry.region_id == book.region:
+                    raise
+            log.info("%s has a living daemon: it is let alone", regions.folder.path_of(name + REGION))
+        except (ConfigError, NotPermitted) as error:
+            log.warning("%s is let alone: %s", regions.folder.path_of(name + REGION), error)
+
+
+def _examined(regions: RegionFolder, claim: Claim) -> _Left:
+    header, size = regions.header(claim.name)
+    if size < PAGE:
+        return _Left(claim, None)  # a daemon was killed as it began to make it
+    try:
+        geometry = found_geometry(memoryview(header))
+        if geometry is not None and geometry.region_bytes != size:
+            raise RegionError(f"a file of {size} bytes for a region of {geometry.region_bytes}")
+    except RegionError as error:
+        return _Left(claim, None, distrust=str(error))
+    return _Left(claim, geometry, given_up=is_given_up(memoryview(header)))
+
+
+def _distrust(left: _Left, book: Book | None, broken: str) -> str:
+    """Return why a region is not to be trusted; `broken` is what is wrong with the state file."""
+    if left.geometry is None:
+        return left.distrust
+    if book is not None and book.region != left.geometry.region_id:
+        return "the state file belongs to another region"
+    return broken
+
+
+def _dismiss(left: _Left, book: Book | None) -> str:
+    """Remove a region that there is no use for; return why, in the word of the misses."""
+    path, why = left.claim.path, "first"
+    if left.given_up:
+        why = "no_state"
+        log.warning("the last daemon could not keep the state file of %s: it is discarded", path)
+    elif left.geometry is not None and book is None:
+        why = "no_state"
+        log.warning("%s is there without its state file: it is discarded", path)
+    elif left.geometry is not None:
+        why = "resized"
+        log.warning(
+            "the last daemon's region of %s is cut for another size or extent_size: it is discarded",
+            format_size(left.geometry.region_bytes),
+        )
+    left.claim.remove()
+    return why
+
+
+def _put_aside(regions: RegionFolder, claim: Claim, distrust: str) -> None:
+    """Keep a region that cannot be trusted for who wants to look at it, in the place of the one before."""
+    regions.remove_aside()
+    path, aside = claim.path, claim.put_aside()
+    log.error(
+        "%s cannot be trusted: %s; the cache begins empty, and the file is %s",
+        *(path, distrust, f"put aside as {aside}: `kvcache-server discard` frees it" if aside else "removed"),
+        extra={"fields": {"event": "put_aside", "region": path, "aside": aside, "why": distrust}},
+    )
+
+
+def _put_state_aside(folder: Folder, state: str) -> None:
+    try:
+        folder.rename(state, state + ASIDE)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s cannot be put aside: %s", folder.path_of(state), error.strerror)
+
+
+def discard(config: Config, folder: Folder) -> bool:
+    """Remove what daemons of this endpoint have left; the caller holds the endpoint's lock, and `folder` is its.
+
+    Returns whether there was a region. Raises EndpointTaken.
+    """
+    with RegionFolder(config.region_dir, socket_path(config.endpoint)) as regions:
+        found = _remove_regions(config, folder, regions)
+    _remove_files(folder, config)
+    return found > 0
+
+
+def _remove_regions(config: Config, folder: Folder, regions: RegionFolder) -> int:
+    """Remove all regions that no living daemon has, and what was put aside; return how many.
+
+    Raises EndpointTaken where a living daemon has the region that the state file belongs to; nothing is removed then.
+    """
+    with contextlib.ExitStack() as held:
+        claims = []
+        for claim in _claims(regions, _book(config, folder)[0]):
+            held.callback(claim.release)
+            claims.append(claim)
+        return regions.remove_all(claims)

@@ -13,22 +13,25 @@ import os
 
 from kvcache_proto.region import PAGE
 from kvcache_proto.types import PoolGeometry
+from kvcache_server.folder import Folder
 from kvcache_server.sums import PIECE, Sums, sums_bytes, sums_header
 
 log = logging.getLogger(__name__)
 
 
-def open_sums(path: str, geometry: PoolGeometry, life: int) -> Sums | None:
-    """Return what is kept at `path` of this region, by the daemon before the one of number `life`; or None where there
-    is no room, so that blocks are not verified."""
-    size = sums_bytes(geometry)
+def open_sums(folder: Folder, name: str, geometry: PoolGeometry, life: int) -> Sums | None:
+    """Return what is kept in the file `name` of this region, by the daemon before the one of number `life`; or None
+    where there is no room, so that blocks are not verified.
+
+    Raises ConfigError, NotPermitted where something else has that name.
+    """
+    size, path = sums_bytes(geometry), folder.path_of(name)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = folder.open(name, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         log.warning("no checksums of blocks are kept: %s: %s", path, error.strerror)
         return None
     try:
-        os.fchmod(fd, 0o600)
         kept = sums_header(geometry, life - 1)
         if os.fstat(fd).st_size != size or os.pread(fd, len(kept), 0) != kept:
             os.ftruncate(fd, 0)
@@ -43,11 +46,6 @@ def open_sums(path: str, geometry: PoolGeometry, life: int) -> Sums | None:
         os.close(fd)
         log.warning("no checksums of blocks are kept: %s of %d bytes: %s", path, size, error)
         return None
-
-
-def remove_sums(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _pieces(fd: int, size: int) -> set[int]:

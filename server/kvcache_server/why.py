@@ -81,6 +81,7 @@ BEGAN = {
     "first": "there was nothing of an earlier one",
     "resized": "size or extent_size differed from those of the last one",
     "no_state": "the last one's state file was missing",
+    "distrusted": "what the last one left could not be trusted, and was put aside",
     "": "it found what the last one had",
 }
 

@@ -20,9 +20,9 @@ import schedule
 from tallies import NAMES, Tallies
 
 from kvcache_proto.endpoint import door_path, socket_path
-from kvcache_proto.errors import EndpointTaken, KVCacheError
+from kvcache_proto.errors import KVCacheError
 from kvcache_server.admin import Admin
-from kvcache_server.memory import region_path, remove_orphan
+from kvcache_server.regions import remove_regions
 
 HERE = Path(__file__).parent
 START_SECONDS = 30.0
@@ -132,8 +132,7 @@ class Daemon:
 
 def discard(endpoint: str, region_dir: str = "/dev/shm") -> None:
     """Remove the region that the last daemon of `endpoint` has left for the next one."""
-    with contextlib.suppress(EndpointTaken):
-        remove_orphan(region_path(region_dir, socket_path(endpoint)))
+    remove_regions(region_dir, socket_path(endpoint))
 
 
 class Crowd:

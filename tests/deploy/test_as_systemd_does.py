@@ -16,7 +16,7 @@ import pytest
 from manager import Ear, an_ear
 
 from kvcache_server.install import FOLDERS
-from kvcache_server.memory import region_path, remove_orphan
+from kvcache_server.regions import remove_regions
 
 UNIT = (FOLDERS[1] / "kvcache-server.service").read_text()
 NAMESPACE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
@@ -72,7 +72,7 @@ def systemd(short_folder: Path) -> Iterator[Systemd]:
     if systemd.process is not None and systemd.process.poll() is None:
         systemd.stop(signal.SIGKILL)
     systemd.ear.close()
-    remove_orphan(region_path("/dev/shm", systemd.endpoint.removeprefix("ipc://")))
+    remove_regions("/dev/shm", systemd.endpoint.removeprefix("ipc://"))
 
 
 @pytest.fixture

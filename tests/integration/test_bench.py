@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_server.memory import region_path
+from kvcache_server.regions import remove_regions
 
 
 def test_a_small_bench() -> None:
@@ -47,4 +47,4 @@ def test_who_is_ended_leaves_nothing(command: str, signum: signal.Signals, short
         said = process.stdout.read()  # ends with the last process that has it open
     assert "Traceback" not in said
     assert not folder.exists() and not list(short_folder.iterdir())
-    assert not Path(region_path("/dev/shm", str(folder / "kvcache.sock"))).exists()
+    assert remove_regions("/dev/shm", str(folder / "kvcache.sock")) == 0, "nothing was left"

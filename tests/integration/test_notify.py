@@ -24,8 +24,8 @@ from kvcache_proto.codec import encode
 from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_proto.messages import PROTOCOL_VERSION, Hello
 from kvcache_server.admin import Admin
-from kvcache_server.memory import region_path, remove_orphan
 from kvcache_server.notify import Manager
+from kvcache_server.regions import remove_regions
 
 WATCHDOG = 1.0  # seconds; the daemon's ticks are four a second
 
@@ -109,7 +109,7 @@ def talker(short_folder: Path, ear: Ear) -> Iterator[subprocess.Popen[bytes]]:
     process.kill()
     process.stdout.close()
     process.wait()
-    remove_orphan(region_path("/dev/shm", socket_path(endpoint)))
+    remove_regions("/dev/shm", socket_path(endpoint))
 
 
 def hang(process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -281,10 +281,13 @@ def state_of(daemon: Any) -> Path:
         ("cut", "a file of"),
     ],
 )
-def test_a_region_that_cannot_be_trusted_is_refused_and_fresh_discards_it(
-    warm: Any, start_daemon: Any, harm: str, told: str
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_a_region_that_cannot_be_trusted_is_put_aside_or_refused(
+    warm: Any, start_daemon: Any, harm: str, told: str, strict: bool
 ) -> None:
     region = Path(warm.status()["daemon"]["region"])
+    with Session.connect(warm.endpoint, engine="e1", deadline=10.0) as session:
+        store(session, session.attach(SPEC, (0,)), run_of("a", 5))
     warm.stop()
     if "state" in harm:
         packed = bytearray(state_of(warm).read_bytes())
@@ -301,10 +304,27 @@ def test_a_region_that_cannot_be_trusted_is_refused_and_fresh_discards_it(
         with region.open("r+b") as file:
             file.seek({"header": 40, "magic": 0, "rows": 72}[harm])
             file.write((77).to_bytes(8, "little"))
-    refused = start_daemon(endpoint=warm.endpoint, keep="true", wait=False)
-    assert refused.process.wait(PATIENCE) == 5
-    assert told in refused.log and "--fresh" in refused.log and "Traceback" not in refused.log
-    start_daemon(endpoint=warm.endpoint, keep="true", fresh=True).stop()
+    if strict:
+        refused = start_daemon(endpoint=warm.endpoint, keep="true", strict="true", wait=False)
+        assert refused.process.wait(PATIENCE) == 5
+        assert told in refused.log and "--fresh" in refused.log and "Traceback" not in refused.log
+        assert region.exists()
+        start_daemon(endpoint=warm.endpoint, keep="true", fresh=True).stop()
+        return
+    for _ in range(2):
+        daemon = start_daemon(endpoint=warm.endpoint, keep="true")
+        status = daemon.status()
+        daemon.stop()
+        if status["counters"].get("regions_put_aside"):
+            (said,) = (line for line in daemon.log.splitlines() if "put aside" in line)
+            assert told in said and str(region) in said
+            assert status["pool"]["blocks"] == 0
+    assert status["counters"].get("regions_put_aside", 0) == 0, "the next one goes on with the one that was made"
+    assert not region.exists()
+    assert region.with_suffix(".aside").exists()
+    assert state_of(warm).with_suffix(".state.aside").exists()
+    start_daemon(endpoint=warm.endpoint, keep="true", fresh=True)
+    assert not region.with_suffix(".aside").exists()
 
 
 def test_memory_is_freed_by_discard_but_not_under_a_living_daemon(warm: Any) -> None:

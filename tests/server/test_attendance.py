@@ -14,6 +14,7 @@ from small_cache import make_cache
 from kvcache_proto.messages import Hello
 from kvcache_server.attendance import LOOKS, Attendance
 from kvcache_server.door import Ticket
+from kvcache_server.folder import Folder
 from kvcache_server.journal import Book
 from kvcache_server.locks import SessionFiles
 from kvcache_server.opening import Opened
@@ -26,8 +27,8 @@ SESSIONS = 3 * LOOKS
 class Files(SessionFiles):
     """Session files that count how often each is looked at."""
 
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Folder, name: str) -> None:
+        super().__init__(folder, name)
         self.looks: Counter[str] = Counter()
 
     def locked(self, name: str) -> bool:
@@ -39,8 +40,9 @@ class House:
     """Sessions in a row, without a door: a ticket's file is the life of its process."""
 
     def __init__(self, folder: Path) -> None:
-        self.files, self.failures = Files(str(folder / "sessions")), []
-        state = StateFile(str(folder / "state"), Book(b"r" * 16))
+        home = Folder(str(folder))
+        self.files, self.failures = Files(home, "sessions"), []
+        state = StateFile(home, "state", Book(b"r" * 16))
         self.cache = make_cache()
         opened = Opened(None, state, self.files, self.cache, {})  # type: ignore[arg-type]
         self.attendance = Attendance(opened, lambda session: None, lambda number, error: self.failures.append(error))

@@ -14,6 +14,7 @@ from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.region import PAGE, plan_geometry
 from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Refusal, Verdict
 from kvcache_server.cache import Cache
+from kvcache_server.folder import Folder
 from kvcache_server.limits import Limits
 from kvcache_server.sumfile import open_sums
 from kvcache_server.sums import PIECE, Sums, sums_bytes
@@ -185,7 +186,7 @@ def test_sums_take_memory_where_there_are_some_and_are_none_where_it_ends(tmp_pa
 
 
 def opened(path: Path, geometry: PoolGeometry, life: int) -> Sums:
-    sums = open_sums(str(path), geometry, life)
+    sums = open_sums(Folder(str(path.parent)), path.name, geometry, life)
     assert sums is not None
     return sums
 

@@ -25,7 +25,8 @@ from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
 from kvcache_proto.messages import PROTOCOL_VERSION, Error, Hello, Ping, Welcome
 from kvcache_proto.types import PoolGeometry
 from kvcache_server import door as door_module
-from kvcache_server.door import MAX_VISITORS, Door, EndpointLock, Ticket
+from kvcache_server.door import MAX_VISITORS, Door, Ticket
+from kvcache_server.folder import Folder
 from kvcache_server.locks import SessionFiles
 from kvcache_server.rates import Rate
 from kvcache_server.sockets import Peer
@@ -44,7 +45,7 @@ class Host:
         os.write(self.region, b"the region")
         self.opened: queue.Queue[tuple[Hello, Peer]] = queue.Queue()
         self.ended: queue.Queue[int] = queue.Queue()
-        self.files = SessionFiles(str(folder / "kv.sessions"))
+        self.files = SessionFiles(Folder(str(folder)), "kv.sessions")
         self.refusal: Exception | None = None
         self._sessions = 0
         self._guests: list[Guest] = []
@@ -380,28 +381,3 @@ def test_a_stale_door_is_replaced_and_a_living_one_is_not(short_folder: Path) ->
     (short_folder / "kv.door").write_text("notes")
     with pytest.raises(ConfigError, match="is no socket"):
         Host(short_folder)
-
-
-def test_the_lock_is_taken_once(short_folder: Path) -> None:
-    endpoint = f"ipc://{short_folder}/deeper/still/kv.sock"
-    lock = EndpointLock(endpoint)
-    with pytest.raises(EndpointTaken, match="another daemon serves"):
-        EndpointLock(endpoint)
-    lock.release()
-    assert not list((short_folder / "deeper" / "still").iterdir())
-    EndpointLock(endpoint).release()
-
-
-def test_an_endpoint_below_a_file(short_folder: Path) -> None:
-    (short_folder / "file").write_text("")
-    with pytest.raises(ConfigError, match="is not a folder"):
-        EndpointLock(f"ipc://{short_folder}/file/kv.sock")
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_somebody_else_is_not_trusted(short_folder: Path) -> None:
-    theirs = short_folder / "theirs"
-    theirs.mkdir()
-    os.chown(theirs, 65534, 65534)
-    with pytest.raises(NotPermitted, match="belongs to uid 65534"):
-        EndpointLock(f"ipc://{theirs}/kv.sock")

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
+from kvcache_proto.errors import ConfigError, EndpointTaken, RegionError
 from kvcache_proto.region import RegionRows
-from kvcache_server.memory import RETURNS, Region, available_memory, create_region, filesystem, region_path
+from kvcache_server.memory import RETURNS, Region, available_memory, create_region, filesystem
+from kvcache_server.regions import RegionFolder, remove_regions
 
 SHM = "/dev/shm"
 MIB = 1 << 20
@@ -26,7 +27,7 @@ def socket_path(tmp_path: Path) -> Iterator[str]:
     """An endpoint of its own for each test, and with it a region file; nothing may be left of that."""
     path = str(tmp_path / "kv.sock")
     yield path
-    assert not os.path.exists(region_path(SHM, path))
+    assert remove_regions(SHM, path) == 0
 
 
 def resident(region: Region) -> int:
@@ -53,42 +54,30 @@ def test_a_region_is_whole_and_private(socket_path: str) -> None:
     region.close()
 
 
-def test_who_gets_the_descriptor_gets_the_bytes_but_not_the_lock(socket_path: str) -> None:
+def test_who_gets_the_descriptor_gets_the_bytes_and_not_the_lock(socket_path: str) -> None:
     region = create_region(SHM, 8 * MIB, socket_path=socket_path, lock="never")
     handed_over = os.dup(region.fd)
+    name = os.path.basename(region.path).removesuffix(".region")
     try:
         region.buffer[4096:4100] = b"here"
         assert os.pread(handed_over, 4, 4096) == b"here"
-        with pytest.raises(EndpointTaken, match="living daemon"):
-            create_region(SHM, 8 * MIB, socket_path=socket_path)
-        region.close()
         fcntl.flock(handed_over, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with RegionFolder(SHM, socket_path) as regions:
+            assert regions.found() == [name]
+            with pytest.raises(EndpointTaken, match="living daemon"):
+                regions.claim(name)
+            region.close(keep=True)
+            regions.claim(name).remove()
     finally:
         region.close()
         os.close(handed_over)
 
 
-def test_what_a_killed_daemon_left_is_removed(socket_path: str) -> None:
-    orphan = Path(region_path(SHM, socket_path))
-    orphan.write_bytes(b"old" * 1000)
-    region = create_region(SHM, 8 * MIB, socket_path=socket_path, lock="never")
-    try:
-        assert bytes(region.buffer[:3]) == bytes(3)
-    finally:
+def test_two_regions_of_one_endpoint_have_names_that_nobody_foresees(socket_path: str) -> None:
+    regions = [create_region(SHM, 8 * MIB, socket_path=socket_path, lock="never") for _ in range(2)]
+    assert len({region.path for region in regions}) == 2
+    for region in regions:
         region.close()
-
-
-def test_no_link_is_followed(socket_path: str, tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    link = Path(region_path(SHM, socket_path))
-    link.symlink_to(precious)
-    try:
-        with pytest.raises(NotPermitted, match="is a link"):
-            create_region(SHM, 8 * MIB, socket_path=socket_path)
-        assert precious.read_text() == "precious"
-    finally:
-        link.unlink()
 
 
 def test_an_end_half_way_leaves_nothing(socket_path: str) -> None:

@@ -22,7 +22,7 @@ from kvcache_proto.endpoint import door_path, routing_id, socket_path
 from kvcache_proto.errors import BadToken, KVCacheError
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin import Admin
-from kvcache_server.memory import region_path
+from kvcache_server.regions import LOCK, RegionFolder
 from kvcache_server.zmtp import GREETING, READY
 
 SPEC = NamespaceSpec("model", (GroupSpec(16, 4096),))
@@ -443,8 +443,15 @@ def test_beginnings_of_frames_are_bounded_in_all(daemon: Any, engine: Engine) ->
 
 def left_behind(daemon: Any) -> list[str]:
     paths = [socket_path(daemon.endpoint), door_path(daemon.endpoint), socket_path(daemon.endpoint)[:-5] + ".lock"]
-    regions = [f"{REGION}/{name}" for name in os.listdir(REGION) if name == os.path.basename(daemon.region)]
+    own = os.path.basename(daemon.region).removesuffix(".region")
+    regions = [f"{REGION}/{name}" for name in os.listdir(REGION) if name.startswith(own)]
     return [path for path in paths if os.path.exists(path)] + regions
+
+
+def regions_of(folder: Path) -> list[str]:
+    """What daemons of the folder's endpoint have in REGION."""
+    with RegionFolder(REGION, str(folder / "kv.sock")) as regions:
+        return regions.found() + regions.found(LOCK)
 
 
 @pytest.fixture
@@ -532,14 +539,15 @@ def test_what_a_killed_daemon_left_is_replaced(known: Any, start_daemon: Any) ->
         region = engine.geometry.region_id
         known.kill()
         assert set(left_behind(known)) > {known.region}
+        killed = known.region
         again = start_daemon(endpoint=known.endpoint)
         with pytest.raises(BadToken):
             engine.ask(m.Ping(0, b""))
     with Engine(again.endpoint) as engine:
         assert engine.geometry.region_id != region
         assert engine.acquire(hashes(8)).hits == 0
-    again.region = known.region
-    assert again.status()["daemon"]["region"] == known.region
+    assert not os.path.exists(killed)
+    again.region = again.status()["daemon"]["region"]
     assert again.stop() == 0
     assert left_behind(again) == []
 
@@ -553,19 +561,18 @@ def test_a_signal_during_the_start_leaves_nothing(start_daemon: Any, short_folde
         daemon.process.terminate()
     assert daemon.process.wait(20) == 0
     assert not [path for path in short_folder.iterdir() if path.suffix != ".log"]
-    assert not os.path.exists(region_path(REGION, str(short_folder / "kv.sock")))
+    assert not regions_of(short_folder)
     assert "Traceback" not in daemon.log
 
 
 def test_two_signals_while_the_region_is_prepared_leave_nothing(start_daemon: Any, short_folder: Path) -> None:
     daemon = start_daemon(size="1GiB", wait=False)
-    region = region_path(REGION, str(short_folder / "kv.sock"))
-    while not os.path.exists(region):
+    while not regions_of(short_folder):
         assert daemon.process.poll() is None, daemon.log
     for signum in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, and the supervisor's
         daemon.process.send_signal(signum)
     assert daemon.process.wait(20) == 0, daemon.log
-    assert not os.path.exists(region)
+    assert not regions_of(short_folder)
     assert not [path for path in short_folder.iterdir() if path.suffix != ".log"]
     assert "Traceback" not in daemon.log
 

@@ -16,7 +16,7 @@ from kvcache_proto.region import plan_geometry
 from kvcache_server.admin import Admin
 from kvcache_server.config import Config, format_size
 from kvcache_server.doctor.child import ask
-from kvcache_server.door import check_folder
+from kvcache_server.folder import check_folder
 from kvcache_server.memory import check_room
 
 PINGS = 200

@@ -1,0 +1,261 @@
+"""The daemon's files against other users: whose folder it may be, and how a file of the daemon's own is opened there.
+
+Everything is relative to a descriptor of the folder, so that nobody who moves folders about leads the daemon elsewhere.
+No link is followed, nothing is waited for, and what was opened is looked at again: it must be a plain file of the
+daemon's user that nobody else may open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+
+from kvcache_proto.endpoint import socket_path
+from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
+
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+# A FIFO or a device must not hold whoever opens it; for a plain file O_NONBLOCK means nothing.
+_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+class Folder:
+    """A folder by its descriptor, which `close` gives up. Names are those of files right inside of it."""
+
+    def __init__(self, path: str, descriptor: int | None = None) -> None:
+        """Open the folder at `path`. Raises OSError where there is none."""
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if descriptor is None else descriptor
+
+    def close(self) -> None:
+        """Calling it again does nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def path_of(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def names(self) -> list[str]:
+        return os.listdir(self.fd)
+
+    def open(self, name: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+        """Return a descriptor of the daemon's own file.
+
+        Raises ConfigError or NotPermitted as `check` does, and OSError with the whole path.
+        """
+        self.check(name)  # before it is opened: to open a device may already do something
+        try:
+            fd = os.open(name, flags | _SAFELY, mode, dir_fd=self.fd)
+        except OSError as error:
+            raise type(error)(error.errno, error.strerror, self.path_of(name)) from None
+        try:
+            self._judge(name, os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def check(self, name: str) -> os.stat_result | None:
+        """Return what is known of the daemon's own file, None where there is none.
+
+        Raises ConfigError where something else than a plain file has the name, NotPermitted where another user's file
+        has it, or one that others may open.
+        """
+        try:
+            found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        self._judge(name, found)
+        return found
+
+    def _judge(self, name: str, found: os.stat_result) -> None:
+        path = self.path_of(name)
+        _expect(path, found, stat.S_IFREG)
+        if found.st_mode & 0o077:
+            raise NotPermitted(f"{path} may be opened by others (mode {stat.S_IMODE(found.st_mode):04o}): remove it")
+        if found.st_nlink > 1:
+            raise NotPermitted(f"{path} is a file with {found.st_nlink} names: remove it")
+
+    def lock(self, name: str) -> int:
+        """Return a descriptor that holds the lock of the file, which is made if need be.
+
+        Raises BlockingIOError where somebody else holds it, and as `open` does.
+        """
+        while True:
+            fd = self.open(name, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The holder before us may remove the file as it leaves: ours must still be the one in the folder.
+                if self._is(name, fd):
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def unlock(self, name: str, fd: int) -> None:
+        """Close a descriptor from `lock`, and remove the file, unless the name is another one's by now."""
+        if self._is(name, fd):
+            self.remove(name)
+        os.close(fd)
+
+    def _is(self, name: str, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=self.fd, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+
+    def rename(self, name: str, to: str) -> None:
+        os.rename(name, to, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def remove(self, name: str) -> bool:
+        """Remove the file, whatever it is but a folder; return whether there was one.
+
+        Raises ConfigError where it is a folder, and OSError.
+        """
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            if stat.S_ISDIR(found.st_mode):
+                raise in_the_way(self.path_of(name), found) from None
+            raise
+        return True
+
+    def folder(self, name: str, make: bool = False) -> Folder:
+        """Return the daemon's own folder `name`. Raises as `check` does, FileNotFoundError where there is none."""
+        path = self.path_of(name)
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self.fd)
+        _expect(path, os.stat(name, dir_fd=self.fd, follow_symlinks=False), stat.S_IFDIR)
+        inner = Folder(path, os.open(name, os.O_RDONLY | os.O_DIRECTORY | _SAFELY, dir_fd=self.fd))
+        try:
+            found = os.fstat(inner.fd)
+            _expect(path, found, stat.S_IFDIR)
+            if found.st_mode & 0o022:
+                raise NotPermitted(
+                    f"{path} may be written by others (mode {stat.S_IMODE(found.st_mode):04o}): remove it"
+                )
+        except BaseException:
+            inner.close()
+            raise
+        return inner
+
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder; one with something in it stays."""
+        with contextlib.suppress(OSError):
+            os.rmdir(name, dir_fd=self.fd)
+
+
+def in_the_way(path: str, found: os.stat_result) -> ConfigError:
+    """Return the error that names what lies at `path`."""
+    kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something odd")
+    return ConfigError(f"{path} is {kind}, in the way of the daemon's own: remove it, or choose another endpoint")
+
+
+def _expect(path: str, found: os.stat_result, kind: int) -> None:
+    if stat.S_IFMT(found.st_mode) != kind:
+        raise in_the_way(path, found)
+    if found.st_uid != os.geteuid():
+        raise NotPermitted(
+            f"{path} belongs to uid {found.st_uid}, not to this daemon's, {os.geteuid()}: remove it, or choose another "
+            "endpoint"
+        )
+
+
+def open_folder(path: str) -> Folder:
+    """Return the endpoint's folder.
+
+    Raises NotPermitted where another user could replace what lies in it, or the folder: it must belong to root or to
+    the daemon's user, and where others may write, it must be sticky, so that they cannot remove what is not theirs.
+    """
+    found = os.stat(path, follow_symlinks=False)
+    if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
+        raise NotPermitted(f"{path} is a link of uid {found.st_uid}, who could lead the daemon elsewhere: remove it")
+    folder = Folder(path)
+    try:
+        found = os.fstat(folder.fd)
+        if found.st_uid not in (0, os.geteuid()):
+            raise NotPermitted(
+                f"{path} belongs to uid {found.st_uid}, who could take the endpoint over: choose another"
+            )
+        if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+            raise NotPermitted(
+                f"{path} may be written by others (mode {stat.S_IMODE(found.st_mode):04o}), who could take the "
+                f"endpoint over: `chmod go-w {path}`, or choose a folder inside of it"
+            )
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def check_folder(path: str) -> None:
+    """Raise NotPermitted as `open_folder` does."""
+    open_folder(path).close()
+
+
+def file_of(endpoint: str, suffix: str) -> str:
+    """Return the name of the daemon's file with that suffix, beside the socket."""
+    return os.path.basename(socket_path(endpoint)).removesuffix(".sock") + suffix
+
+
+class EndpointLock:
+    """The endpoint's folder, and the lock in it: whoever holds that is the daemon of this endpoint."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Take the lock, making the endpoint's folder if need be. Raises EndpointTaken, NotPermitted, ConfigError."""
+        self._name = file_of(endpoint, ".lock")
+        path = os.path.dirname(socket_path(endpoint))
+        with contextlib.ExitStack() as undo:
+            try:
+                _make(path)
+                self.folder = undo.enter_context(open_folder(path))
+                self._fd = self.folder.lock(self._name)
+            except PermissionError as error:
+                raise NotPermitted(
+                    f"endpoint {endpoint}: uid {os.geteuid()} may not write {error.filename}; choose another endpoint, "
+                    "or have the folder made for this user"
+                ) from None
+            except (FileExistsError, NotADirectoryError) as error:
+                raise ConfigError(f"endpoint {endpoint}: {error.filename} is not a folder") from None
+            except FileNotFoundError as error:
+                raise ConfigError(f"endpoint {endpoint}: {error.filename} cannot be made there") from None
+            except BlockingIOError:
+                raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint") from None
+            except OSError as error:
+                raise ConfigError(f"endpoint {endpoint}: {error.filename}: {error.strerror}") from None
+            undo.pop_all()
+
+    def release(self) -> None:
+        self.folder.unlock(self._name, self._fd)
+        self.folder.close()
+
+
+def _make(path: str) -> None:
+    """Make the folder and those above it; none that others may write, whatever the umask."""
+    before = os.umask(0o022)
+    try:
+        os.umask(before | 0o022)
+        os.makedirs(path, mode=0o755, exist_ok=True)
+    finally:
+        os.umask(before)
