@@ -1,0 +1,114 @@
+"""ZMTP out of bytes: the same messages however they are cut, and what is said that may not be said."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
+from kvcache_proto.errors import BadFrame
+from kvcache_server.zmtp import GREETING, MAX_PARTS, MAX_SKIPPED, READY, CutOff, Receiver, header
+
+HELLO = GREETING + READY.replace(b"ROUTER", b"DEALER")
+NAMED = HELLO[:-4] + (4).to_bytes(4, "big") + b"name"
+NAMED = NAMED[:65] + bytes((NAMED[65] + 4,)) + NAMED[66:]
+
+
+def message(body: bytes) -> bytes:
+    return header(len(body)) + body
+
+
+def hear(receiver: Receiver, data: bytes) -> list[bytes | str]:
+    """What comes of `data`: messages, what is wrong with others, and at last why it was cut off."""
+    came: list[bytes | str] = []
+    receiver.feed(data)
+    while True:
+        try:
+            taken = receiver.take()
+        except BadFrame as error:
+            came.append(str(error))
+        except CutOff as error:
+            return [*came, f"cut: {error}"]
+        else:
+            if taken is None:
+                return came
+            came.append(taken)
+
+
+def ready(limit: int = MAX_FRAME) -> Receiver:
+    receiver = Receiver()
+    assert hear(receiver, HELLO) == []
+    receiver.limit = limit
+    receiver.answers.clear()
+    return receiver
+
+
+bodies = st.one_of(st.binary(max_size=40), st.sampled_from([255, 256, 70_000]).map(bytes))
+PING = b"\4\x09\4PING\0\1ab"
+said = st.lists(
+    st.one_of(
+        bodies.map(message),
+        st.just(PING),
+        st.just(b"\4\4\3ODD"),
+        st.lists(bodies, min_size=1, max_size=4).map(
+            lambda parts: b"".join(bytes((message(p)[0] | 1,)) + message(p)[1:] for p in parts) + message(b"the last")
+        ),
+        st.just(message(bytes(80_000))),
+    ),
+    max_size=8,
+).map(b"".join)
+
+
+@given(said, st.data())
+def test_it_hears_the_same_however_it_is_cut(stream: bytes, data: st.DataObject) -> None:
+    stream = NAMED + stream
+    whole, pieces = Receiver(), Receiver()
+    whole.limit = pieces.limit = MAX_DOOR_FRAME + 5000
+    expected = hear(whole, stream)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
+    came = [each for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True) for each in hear(pieces, stream[a:b])]
+    assert came == expected
+    assert pieces.answers == whole.answers
+    assert (pieces.ready, pieces.routing_id) == (True, b"name")
+    assert pieces.held == 0
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_nothing_that_is_said_ends_in_anything_else(stream: bytes, greeted: bool) -> None:
+    receiver = ready() if greeted else Receiver()
+    for byte in stream:
+        came = hear(receiver, bytes((byte,)))
+        if came and str(came[-1]).startswith("cut"):
+            return
+    assert receiver.held <= len(stream)
+
+
+def test_what_is_too_long_is_told_and_left_out() -> None:
+    receiver = ready(limit=100)
+    stream = message(b"before") + message(bytes(101)) + message(b"after") + message(bytes(100))
+    assert hear(receiver, stream) == [b"before", "frame of 101 bytes: at most 100", b"after", bytes(100)]
+    assert hear(receiver, header(MAX_SKIPPED) + b"x") == [f"frame of {MAX_SKIPPED} bytes: at most 100"]
+    for _ in range(MAX_SKIPPED >> 20):
+        assert hear(receiver, bytes(1 << 20)) == [] or receiver.held < 100
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        *(b"GET / HTTP/1.1\r\n" * 4, GREETING.replace(b"\x7f\3", b"\x7f\2"), GREETING.replace(b"NULL\0", b"PLAIN")),
+        *(GREETING + message(b"too soon"), GREETING + b"\5\0", GREETING + READY.replace(b"ROUTER", b"PUB\0\0\0")),
+        *(HELLO + READY, HELLO + b"\4\6\5ERROR", HELLO + b"\4\0", HELLO + b"\x08\0", HELLO + b"\5\1x"),
+        *(HELLO + header(MAX_SKIPPED + 1), HELLO + b"\2" + b"\xff" * 8, HELLO + PING * 200),
+        *(HELLO + b"\1\0" * (MAX_PARTS + 1), GREETING + b"\4\x0b\5READY\5a\0\0\0\1"),
+    ],
+)
+def test_who_is_cut_off(stream: bytes) -> None:
+    came = hear(Receiver(), stream)
+    assert len(came) == 1 and str(came[0]).startswith("cut: "), came
+
+
+def test_a_ping_is_answered_with_its_context() -> None:
+    receiver = ready()
+    assert hear(receiver, PING) == []
+    assert receiver.answers == [b"\4\7\4PONGab"]
