@@ -90,12 +90,13 @@ def test_a_thousand_spoilt_blocks(chain: Any, daemon: Any, until: Any) -> None:
     assert counters["blocks_corrupt"] == one.rig.worker.counters["blocks_corrupt"] == 1000
 
 
-def test_a_hundred_thousand_clean_loads(chain: Any, daemon: Any, until: Any) -> None:
+@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_clean_loads_are_found_clean(chain: Any, daemon: Any, until: Any, count: int) -> None:
     """Beside saves that evict all the time: the region holds a part of what is stored."""
     draw, loaded, length = random.Random(8), 0, 16
     chains = [chain(length) for _ in range(40)]
     others = itertools.cycle(range(40))
-    while loaded < 100_000:
+    while loaded < count:
         one = draw.choice(chains)
         lease = one.namespace.acquire(one.hashes, verify=True)
         if lease.hits < length:

@@ -44,6 +44,14 @@ FAULTS = {
 }
 
 
+# One of each kind: while it is set up, in each of a request's hooks, in a thread, at the end. The others are long.
+OF_EACH_KIND = {
+    *("connector.open_session", "Scheduler.__init__", "Scheduler.matched_tokens", "Scheduler.plan", "Scheduler.close"),
+    *("Worker.register", "Worker.load", "Worker._not_filled", "Session.call", "CpuDevice._save"),
+}
+assert set(FAULTS) > OF_EACH_KIND
+
+
 @pytest.fixture(scope="module")
 def daemon(start_module_daemon: Any) -> Any:
     return start_module_daemon(size="64MiB")
@@ -62,7 +70,9 @@ def stored(reopened: Any, daemon: Any) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=() if fault in OF_EACH_KIND else pytest.mark.long) for fault in FAULTS]
+)
 def test_the_engine_answers_without_what_raises(
     reopened: Any, daemon: Any, stored: list[list[int]], prompt: Any, reference: Any, fault: str
 ) -> None:

@@ -20,8 +20,11 @@ def runs_of(told: dict[str, Any]) -> list[tuple[int, str]]:
     return [(run["last"] - run["first"] + 1, run["cause"]) for run in told["runs"]]
 
 
-@pytest.mark.parametrize(("count", "few"), [(10_000, reasons.FEW_BLOCKS), (1_000, 0)])
-def test_ten_thousand_misses_are_named_rightly(count: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("count", "few"),
+    [(2_000, reasons.FEW_BLOCKS), (1_000, 0), pytest.param(10_000, reasons.FEW_BLOCKS, marks=pytest.mark.long)],
+)
+def test_misses_are_named_rightly(count: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasons, "FEW_BLOCKS", few)
     world = World(3)
     injector = Injector(world)
