@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from typing import Any
 
@@ -181,7 +182,17 @@ def discard(path: str | None, endpoint: str | None, region_dir: str | None) -> N
 def main() -> None:
     """Run the command line and exit with its code."""
     try:
-        sys.exit(commands(prog_name="kvcache-server", standalone_mode=True))
+        try:
+            commands(prog_name="kvcache-server", standalone_mode=True)
+        finally:
+            sys.stdout.flush()  # a full disk is told now, or never
     except KVCacheError as error:
         click.echo(f"kvcache-server: {escaped(str(error))}", err=True)
         sys.exit(next((code for kind, code, _ in EXIT_CODES if isinstance(error, kind)), 1))
+    except OSError as error:
+        if sys.argv[1:2] == ["serve"]:  # a defect of the daemon's: all that is known of it
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"kvcache-server: {escaped(f'{where}{error.strerror or error}')}", err=True)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in it would be tried again, and told again
+        sys.exit(1)

@@ -34,6 +34,7 @@ for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {f"{_letter}IB": 1 << (10 * _power), f"{_letter}B": 1000**_power, _letter: 1 << (10 * _power)}
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 MAX_SIZE = 1 << 50
+MAX_FILE = 16 << 20  # bytes of a configuration, the daemon's or a model's
 
 
 _NAMES: dict[str, tuple[str, Callable[[str], int]]] = {"allow_uids": ("user", user), "allow_gids": ("group", group)}
@@ -349,13 +350,23 @@ def _close(key: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else f"; there are: {', '.join(names)}"
 
 
-def _read_toml(path: str) -> dict[str, Any]:
+def read_file(path: str) -> bytes:
+    """Return what is in the file at `path`. Raises ConfigError where it cannot be read, or has more than MAX_FILE."""
     try:
         with open(path, "rb") as file:
-            text = file.read().decode()
+            data = file.read(MAX_FILE + 1)
+    except (OSError, ValueError) as error:  # ValueError: no path could be so
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > MAX_FILE:
+        raise ConfigError(f"{path}: cannot be read: more than {format_size(MAX_FILE)}")
+    return data
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    data = read_file(path)
+    try:
+        text = data.decode()
         return tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line}: not UTF-8") from None

@@ -274,6 +274,10 @@ class Demo:
 
 def write(directory: str, folder: Path) -> None:
     """Write the demo's model to `directory`. Raises Failed."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        raise Failed(f"--write-model {directory}: {error.strerror}") from None
     engine = EngineProcess("writer", folder, {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")})
     try:
         made = engine.call("make_model", directory=directory, config=LLAMA)

@@ -29,12 +29,11 @@ from kvcache_server.desk import Desk
 from kvcache_server.hosts import is_ours
 from kvcache_server.rates import Rate
 from kvcache_server.ration import Ration
-from kvcache_server.turnstile import Turnstile, listen, where
+from kvcache_server.turnstile import LINES_A_MINUTE, Turnstile, listen, quiet, where
 
 log = logging.getLogger(__name__)
 
 BODY = 16 << 10  # bytes of a request's body
-LINES_A_MINUTE = 20  # about requests that are no HTTP
 SHARE = 0.05  # of the loop's time, that may go into answers; a larger one waits for its turn
 _JSON = "application/json"
 _Body = TypeVar("_Body")
@@ -67,7 +66,7 @@ class Http:
         self._runner = web.AppRunner(
             self._app(),
             access_log=None,
-            logger=self._quiet(),
+            logger=quiet(f"{__name__}.aiohttp", self._malformed),
             auto_decompress=False,  # a small body could become a large one
             lingering_time=0,
             handler_cancellation=True,
@@ -105,19 +104,10 @@ class Http:
         app.router.add_get("/openapi.json", self._openapi, allow_head=False)
         return app
 
-    def _quiet(self) -> logging.Logger:
-        """Return a log for aiohttp's own words, which it has for each request that is no HTTP: few, and in one line."""
-        quiet = logging.getLogger(f"{__name__}.aiohttp")
-
-        def sparing(record: logging.LogRecord) -> bool:
-            self._answers["malformed"] += 1
-            what = f"{record.getMessage()}: {record.exc_info[1] if record.exc_info else ''}"
-            record.msg, record.args, record.exc_info = "http: " + " ".join(what.split()), (), None
-            return record.levelno > logging.DEBUG and self._lines.allow(None, self._loop.time())
-
-        quiet.setLevel(logging.DEBUG)  # what is not told is counted
-        quiet.filters[:] = [sparing]
-        return quiet
+    def _malformed(self) -> bool:
+        """Count a request that is no HTTP; return whether the log may tell of it."""
+        self._answers["malformed"] += 1
+        return self._lines.allow(None, self._loop.time())
 
     # Around every request.
 
@@ -256,7 +246,7 @@ async def _body(request: web.Request, kind: type[_Body]) -> _Body:
         if isinstance(sent, dict):  # to JSON Schema, and so to clients, 4.0 is an integer
             sent = {key: int(each) if _is_whole(each) else each for key, each in sent.items()}
         return msgspec.convert(sent, kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets without end
         raise BadArgument(f"the body: {error}") from None
 
 

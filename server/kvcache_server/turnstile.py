@@ -26,6 +26,7 @@ OPEN = 32  # at one time
 SECONDS = 10.0  # of one connection, whatever it does
 BYTES = 64 << 10  # that one may send, head and body together
 BACKLOG = 128
+LINES_A_MINUTE = 20  # of a log, about requests that are no HTTP
 LOOKS = 4  # of the garbage collector at what is new, and what survives them is none of HTTP's
 
 
@@ -42,6 +43,23 @@ def where(listener: socket.socket) -> str:
     """Return the URL of what listens there."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def quiet(name: str, told: Callable[[], bool]) -> logging.Logger:
+    """Return a log of that name for aiohttp's own words, which it has for each request that is no HTTP.
+
+    `told()` counts one, and returns whether it may be logged: in one line then.
+    """
+    spared = logging.getLogger(name)
+
+    def sparing(record: logging.LogRecord) -> bool:
+        what = f"{record.getMessage()}: {record.exc_info[1] if record.exc_info else ''}"
+        record.msg, record.args, record.exc_info = "http: " + " ".join(what.split()), (), None
+        return told() and record.levelno > logging.DEBUG
+
+    spared.setLevel(logging.DEBUG)  # what is not told is counted
+    spared.filters[:] = [sparing]
+    return spared
 
 
 class Connection(asyncio.Protocol):

@@ -135,6 +135,43 @@ def test_the_token_s_file_serves_where_the_daemon_is_away(
     nobody.close()
 
 
+def test_heads_that_are_too_long_are_refused_in_few_lines(start_dashboard: Any, capfd: Any) -> None:
+    dashboard = start_dashboard("--api", "http://127.0.0.1:9")
+    address = urlsplit(dashboard.url)
+    heads = (
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 20_000 + b"\r\n\r\n",
+        b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 5000 + b"\r\n",
+        b"\x16\x03\x01" + bytes(40) + b"\r\n\r\n",
+    )
+    for head in heads * 20:
+        where = (address.hostname or "", address.port or 0)
+        with socket.create_connection(where, timeout=PATIENCE) as odd, contextlib.suppress(ConnectionError):
+            odd.sendall(head)
+            while odd.recv(1 << 16):
+                pass
+    assert ask(dashboard.url, "GET", "/data")[0] == 200
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert 1 <= len(said.splitlines()) < 40, said
+
+
+def test_brackets_without_end_in_a_body(start_dashboard: Any, start_daemon: Any, capfd: Any) -> None:
+    """In the dashboard's own, and in those that it passes on to the daemon."""
+    daemon = start_daemon(http="127.0.0.1:0")
+    api = daemon.status()["daemon"]["http"]["address"]
+    token = Path(daemon.endpoint.removeprefix("ipc://")).with_suffix(".token").read_text().strip()
+    dashboard = start_dashboard("--api", api, "--manage", "vllm@*")
+    address = urlsplit(dashboard.url)
+    for method, path in (("PUT", "/engines/vllm@a"), ("POST", "/api/v1/clear")):
+        with contextlib.closing(http.client.HTTPConnection(address.hostname or "", address.port, timeout=20)) as asks:
+            asks.request(method, path, b"[" * 7_000, OURS | {"Authorization": f"Bearer {token}"})
+            answer = asks.getresponse()
+            text = json.loads(answer.read())
+        assert (answer.status, text["code"]) == (400, "bad_argument"), text
+    assert "Traceback" not in capfd.readouterr().err + daemon.log
+
+
 @pytest.mark.parametrize(
     "odd", [{}, [], {"daemon": {"region": 7}}, {"daemon": {"region": "/x", "pid": 1}, "counters": 3, "pool": None}]
 )

@@ -19,6 +19,7 @@ from kvcache_server.dashboard.host import Host
 from kvcache_server.dashboard.relay import Relay
 from kvcache_server.dashboard.serving import Dashboard
 from kvcache_server.dashboard.units import Units
+from kvcache_server.rates import Rate
 
 SECONDS = 60.0  # of one connection: what it asks of the daemon and of systemd takes 10 each at most
 
@@ -53,7 +54,16 @@ def command(api: str, listen: str, token_file: str, manage: str | None, env_fold
 
 async def _serve(app: web.Application, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    runner = web.AppRunner(app, access_log=None, lingering_time=0, handler_cancellation=True)
+    lines = Rate(turnstile.LINES_A_MINUTE / 60, turnstile.LINES_A_MINUTE)
+    quiet = turnstile.quiet("kvcache_server.dashboard.aiohttp", lambda: lines.allow(None, loop.time()))
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=quiet,
+        auto_decompress=False,  # a small body could become a large one
+        lingering_time=0,
+        handler_cancellation=True,
+    )
     await runner.setup()
     assert runner.server is not None
     entrance = turnstile.Turnstile(loop, listener, runner.server, SECONDS)

@@ -83,7 +83,7 @@ class Relay:
         try:
             found = msgspec.json.decode(body, type=dict[str, Any])
             msgspec.convert(found, _Report)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets without end
             raise Unavailable(f"what answers is no kvcache-server, or another version's: {error}") from None
         return found
 

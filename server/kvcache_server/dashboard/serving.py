@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 HEADER = "X-KVCache-Dashboard"  # a page of another site may not send it without asking, and is told nothing
 BODY = 64 << 10
+TOKEN = 4096  # bytes of its file; a token has 256 at most
 ACTIONS = ("clear", "resize", "log_level", "fence_off", "token")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _ANSWER = {
@@ -163,7 +164,8 @@ class Dashboard:
             raise web.HTTPUnauthorized(text="engines want the daemon's token")
         if self._token_file:
             try:
-                token = Path(self._token_file).read_bytes().strip()
+                with open(self._token_file, "rb") as file:
+                    token = file.read(TOKEN + 1).strip()
             except OSError as error:
                 raise Unavailable(f"{self._token_file}: {error.strerror}") from None
             known = bool(token) and bears(authorization, token)
@@ -258,7 +260,7 @@ def _from_our_page(handler: Callable[[web.Request], Awaitable[web.Response]]) ->
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets without end
         raise BadArgument(f"the body: {error}") from None
 
 

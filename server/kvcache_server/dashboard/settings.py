@@ -112,7 +112,7 @@ def change(text: str, values: Mapping[str, str]) -> str:
 def _config(found: Mapping[str, str]) -> dict[str, Any]:
     try:
         config = json.loads(found.get(TRANSFER, ""))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
 

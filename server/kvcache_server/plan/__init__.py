@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import click
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server.config import format_size, parse_size
+from kvcache_server.config import format_size, parse_size, read_file
 from kvcache_server.plan.figures import TABLES, Options, figures
 
 RUNNING = (
@@ -22,12 +23,10 @@ RUNNING = (
 
 def load_config(path: str) -> tuple[object, str]:
     """Return the parsed config.json at `path`, a file or the folder of a model, and its name. Raises ConfigError."""
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    file = Path(os.path.join(path, "config.json") if os.path.isdir(path) else path)
+    data = read_file(str(file))
     try:
-        config = json.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+        config = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON: {error}") from None
     name = config.get("_name_or_path") if isinstance(config, dict) else ""

@@ -89,10 +89,14 @@ def command(
     sizes = parse_capacities(capacity, distinct(requests), setup, sized)
     found = replay(requests, sizes, setup, time.perf_counter, lambda line: click.echo(line, err=True))
     name = Path(path).name
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(describe(found, name, sized)))
     if picture is not None and png:
         title = f"{name}: {found['requests']:,} requests, {found['blocks']:,} blocks of {block_tokens} tokens"
-        picture.draw(found, title, png, sized)
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(describe(found, name, sized)))
+        try:
+            picture.draw(found, title, png, sized)
+        except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"--png {png}: cannot be written: {why}") from None
 
 
 def _picture() -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,4 +51,8 @@ def draw(found: Mapping[str, Any], title: str, path: str, sized: bool) -> None:
     axes.grid(axis="y", color="#dee2e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(lines), frameon=False)
-    figure.savefig(path)
+    # Written when it is whole; a path without an ending, or of a folder, is taken as it is.
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=os.path.splitext(path)[1].lstrip(".") or "png")
+    with open(path, "wb") as file:
+        file.write(drawn.getbuffer())

@@ -16,6 +16,7 @@ from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import MAX_HASHES
 
 BLOCK_TOKENS = 512  # of Mooncake's own traces
+MAX_LINE = 16 << 20  # bytes: MAX_HASHES ids of some length
 _GZIP = b"\x1f\x8b"
 
 
@@ -36,7 +37,7 @@ def read_trace(path: str, block_tokens: int = BLOCK_TOKENS) -> list[Request]:
                 request = _request(line, f"{path}:{number}", block_tokens)
                 if request.blocks:
                     requests.append(request)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: no path could be so
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not requests:
         raise ConfigError(f"{path}: no request asks for a block")
@@ -47,7 +48,11 @@ def _lines(path: str) -> Iterator[bytes]:
     with open(path, "rb") as file:
         packed = file.read(2) == _GZIP
         file.seek(0)
-        yield from gzip.GzipFile(fileobj=file) if packed else file
+        lines = gzip.GzipFile(fileobj=file) if packed else file
+        while line := lines.readline(MAX_LINE + 1):
+            if len(line) > MAX_LINE:
+                raise ConfigError(f"{path}: a line of more than {MAX_LINE:,} bytes")
+            yield line
 
 
 def _request(line: bytes, where: str, block_tokens: int) -> Request:
