@@ -26,9 +26,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"codec"},
     ],
     "kvcache_server": [
-        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "numbers", "rates", "ration", "signals"}
+        {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "rates", "ration", "signals"}
         | {"extents", "folder", "sampling", "slices", "sockets", "sums", "traffic", "zmtp"},
-        {"ghosts", "misses", "questions", "underway", "wire"},
+        {"ghosts", "misses", "numbers", "questions", "underway", "wire"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
         {"leases", "pins"},

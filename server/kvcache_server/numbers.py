@@ -9,6 +9,9 @@ from __future__ import annotations
 import logging
 import os
 
+from kvcache_proto.errors import KVCacheError
+from kvcache_server.folder import open_folder
+
 log = logging.getLogger(__name__)
 
 ROOM = 1 << 20  # numbers that are noted ahead: the file is written once for so many batches
@@ -26,12 +29,12 @@ class Numbers:
         self._noted = 0
         self.first = clock
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            self._fd = os.open(path, flags, 0o600)
+            with open_folder(os.path.dirname(path)) as folder:
+                self._fd = folder.open(os.path.basename(path), os.O_RDWR | os.O_CREAT)
             text = os.pread(self._fd, 64, 0)
             self.first = max(clock, self._known(text) if text else 0)
-        except OSError as error:
-            log.warning("%s: %s: numbers of events may fall if the clock does", path, error.strerror)
+        except (OSError, KVCacheError) as error:
+            log.warning("%s; numbers of events may fall if the clock does", error)
 
     def _known(self, text: bytes) -> int:
         number = int(text) if text.strip().isdigit() and len(text) < 64 else MOST

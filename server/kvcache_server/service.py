@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -95,16 +96,21 @@ class Service:
         self._http: Http | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events: Events | None = None
-        try:
+        with contextlib.ExitStack() as undo:  # no socket stays of a daemon that does not start
+            undo.callback(self._loop.close)
+            undo.callback(self._context.destroy, linger=0)
             if config.http:
                 from kvcache_server.http import Http  # aiohttp takes memory that a daemon without it has a use for
 
                 self._http = Http(self._loop, config, self._desk, self._failed)
+                undo.callback(self._http.close)
             self._wire = Wire(
                 *(self._loop, config.endpoint, self._tokens, self._hear, self._publish, self._connection_lost)
             )
+            undo.callback(self._wire.close)
             if config.events:
                 self._events = Events(self._loop, self._context, config, self._cache)
+                undo.callback(self._events.close)
             self._changes = self._events.changes if self._events else []
             self._door = Door(
                 self._loop,
@@ -117,14 +123,7 @@ class Service:
                 allow_gids=config.allow_gids,
                 rate=rate_of(config),
             )
-        except BaseException:
-            if self._http:
-                self._http.close()
-            if self._events is not None:
-                self._events.close()
-            self._context.destroy(linger=0)
-            self._loop.close()
-            raise
+            undo.pop_all()
         self._settings = Settings(config, read, self._cache, self._door, self._let_in)
         self._let_in(config)
 

@@ -121,15 +121,18 @@ class Listener:
 
 def _listen(path: str, endpoint: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        found = os.lstat(path)
+        if not stat.S_ISSOCK(found.st_mode):
             raise ConfigError(f"endpoint {endpoint}: {path} exists and is no socket: remove it, or choose another")
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-            # The lock is ours, so nobody should be behind it; it may be another program's, or somebody may have
-            # deleted a living daemon's lock.
-            probe.settimeout(1.0)
-            probe.connect(path)
-            raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint")
-        os.unlink(path)
+        try:
+            _probe(path, endpoint)
+            os.unlink(path)
+        except PermissionError:
+            raise NotPermitted(
+                f"endpoint {endpoint}: {path} is a socket of uid {found.st_uid}: remove it, or choose another"
+            ) from None
+        except (BlockingIOError, TimeoutError):  # who listens there does not accept
+            raise EndpointTaken(f"somebody serves {endpoint}: stop it, or choose another endpoint") from None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         with private():
@@ -139,6 +142,18 @@ def _listen(path: str, endpoint: str) -> socket.socket:
         raise NotPermitted(f"endpoint {endpoint}: uid {os.geteuid()} may not make {path}") from None
     listener.listen(BACKLOG)
     return listener
+
+
+def _probe(path: str, endpoint: str) -> None:
+    """Raise EndpointTaken where somebody listens at the socket.
+
+    The lock is ours, so nobody should be behind it; it may be another program's, or somebody may have deleted a living
+    daemon's lock.
+    """
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.settimeout(1.0)
+        probe.connect(path)
+        raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint")
 
 
 @contextlib.contextmanager

@@ -93,6 +93,8 @@ def test_a_dead_daemon_is_no_daemon(daemon: Any) -> None:
         (["--size", "lots"], 2, "flags: size: size 'lots': a number of bytes"),
         (["--size", "-1"], 2, "size '-1'"),
         (["--size", "1MiB"], 2, "at least"),
+        (["--strict", "--size", "1MiB"], 2, "at least"),
+        (["--strict", "perhaps"], 2, "flags: strict: "),
         (["--size", "64MiB", "--extent-size", "3MiB"], 2, "extent_size"),
         (["--lock", "maybe"], 2, "maybe"),
         (["--region-dir", "/nowhere"], 2, "no such folder"),

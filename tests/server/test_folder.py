@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -294,6 +295,39 @@ def test_a_region_folder_that_is_a_file_is_named(short_folder: Path, command: st
     )
     assert done.returncode == 2
     assert done.stderr == f"kvcache-server: region_dir {short_folder}/file: no such folder\n"
+
+
+BECOME = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534); kvcache_server.cli.main()"
+
+
+@only_root
+@pytest.mark.parametrize("name", ["kv.sock", "kv.door", "kv.lock", "kv.state", "kv.sums", "kv.sessions"])
+@pytest.mark.parametrize("kind", ["socket", "file", "folder"])
+def test_a_daemon_that_is_not_root_s_names_what_others_have_put_there(short_folder: Path, name: str, kind: str) -> None:
+    short_folder.chmod(0o1777)
+    path = short_folder / name
+    put(path, kind if kind != "file" else "theirs")
+    os.chown(path, 0, 0)
+    code = "import kvcache_server.cli, kvcache_server.lifecycle, kvcache_server.admin;" + BECOME
+    serve = ["serve", "--endpoint", f"ipc://{short_folder}/kv.sock", "--size", "64MiB", "--keep", "false"]
+    refused = subprocess.run([sys.executable, "-c", code, *serve], capture_output=True, text=True, timeout=PATIENCE)
+    assert refused.returncode in (2, 6), refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert str(path) in refused.stderr.splitlines()[-1]
+    assert [each.name for each in short_folder.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["kv.sock", "kv.door"])
+def test_a_socket_whose_owner_accepts_nobody_holds_no_daemon(start_daemon: Any, short_folder: Path, name: str) -> None:
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+        silent.bind(str(short_folder / name))
+        silent.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            waiting.connect_ex(str(short_folder / name))
+        assert ended(start_daemon(wait=False)) == 3
 
 
 # The region's file.
