@@ -11,7 +11,7 @@ import msgspec
 
 from kvcache_proto.types import Refusal
 from kvcache_server.ages import Ages
-from kvcache_server.index import Account, Block
+from kvcache_server.index import GONE, Account, Block
 from kvcache_server.misses import Misses
 from kvcache_server.pool import Extent, Pool
 from kvcache_server.shares import Shares
@@ -203,6 +203,8 @@ class Room:
         try:
             done = 0
             for slot in range(len(extent.blocks)):
+                if slot and slot % LOOK == 0:
+                    yield
                 while (block := extent.blocks[slot]) is not None:
                     for each in block.upwards():
                         if each is not None:
@@ -220,18 +222,28 @@ class Room:
 
     def _unused(self, extent: Extent) -> Steps[bool]:
         """Whether nobody reads or writes what lives in the extent, or below that."""
-        seen: set[int] = set()
+        seen = bytearray(len(extent.blocks))  # by slot; what lives elsewhere is met once, after its parent
+        looks = 0
         for slot in range(len(extent.blocks)):
-            first = extent.blocks[slot]
-            waiting = [] if first is None or id(first) in seen else [first]
+            first = None if seen[slot] else extent.blocks[slot]
+            waiting = [first]
             while waiting:
+                looks += 1
+                if looks % LOOK == 0:
+                    yield
                 block = waiting.pop()
+                if block is None or block.pins == GONE:
+                    continue
+                if block is not first:
+                    waiting.append(block.next)
                 if block.pins > 0 or not block.visible or extent.busy:
                     return False
-                seen.add(id(block))
-                waiting.extend(child for child in block.children() if id(child) not in seen)
-                if len(seen) % LOOK == 0:
-                    yield
+                home, at = self._pool.locate(block)
+                if home is extent:
+                    if seen[at]:
+                        continue
+                    seen[at] = 1
+                waiting.append(block.child)
         return True
 
 
@@ -265,6 +277,6 @@ def _loss(extent: Extent) -> tuple[float, float] | None:
             if id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
-        if len(waiting) > _LOOK_BLOCKS:
-            return math.inf, math.inf
+            if len(waiting) > _LOOK_BLOCKS:
+                return math.inf, math.inf
     return latest, len(waiting)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import msgspec
 import pytest
 from host import LIMITS, Host, Killed
@@ -19,6 +23,25 @@ def shrink(cache) -> list[int]:
         given_up.append(extent)
         cache.check_integrity()
     return given_up
+
+
+def lines_of_slices(steps: Any) -> list[int]:
+    """Return how many lines of Python each slice took."""
+    counts = []
+
+    def note(frame: FrameType, event: str, argument: object) -> Any:
+        counts[-1] += event == "line"
+        return note
+
+    while True:
+        counts.append(0)
+        sys.settrace(note)
+        try:
+            next(steps)
+        except StopIteration:
+            return counts
+        finally:
+            sys.settrace(None)
 
 
 def test_what_nobody_has_cut_goes_first_and_then_what_is_coldest():
@@ -154,3 +177,35 @@ def test_nobody_but_the_daemon_retires_an_extent():
     assert cache.pool.capacity == 16 * MIB
     assert not any(cache.rows.is_retired(extent) for extent in range(8))
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["a chain", "children of one block"])
+def test_no_slice_of_a_resize_grows_with_the_blocks_of_an_extent(monkeypatch: pytest.MonkeyPatch, wide: bool):
+    cache = make_cache(extents=2)
+    engine = Engine(cache, "one", block_bytes=64)
+    names = chain("a", 15_000)  # 10,922 in an extent
+    engine.store(names[:1])
+    for at in range(1, len(names), 1 if wide else 1000):
+        engine.store(names[at : at + (1 if wide else 1000)], names[0 if wide else at - 1])
+    for bound in ("index.LOOK", "room.LOOK", "room._LOOK_BLOCKS"):
+        monkeypatch.setattr(f"kvcache_server.{bound}", 64)
+    monkeypatch.setattr("kvcache_server.room.STEP", 1)
+    cache.resize(2 * MIB)
+    assert max(lines_of_slices(cache.shrinking(0.0))) < 2000
+    assert cache.pool.capacity == 2 * MIB
+    cache.check_integrity()
+
+
+def test_a_look_at_an_extent_is_bounded_however_many_children_a_block_has(monkeypatch: pytest.MonkeyPatch):
+    cache = make_cache(extents=17)
+    engine = Engine(cache, "one", block_bytes=32 * KIB)
+    engine.store(["parent"])
+    for name in chain("child", 1000):
+        engine.store([name], "parent")
+    for bound in ("index.LOOK", "room.LOOK", "room._LOOK_BLOCKS"):
+        monkeypatch.setattr(f"kvcache_server.{bound}", 64)
+    monkeypatch.setattr("kvcache_server.room.STEP", 1)
+    cache.resize(15 * 2 * MIB)
+    assert cache.shrink(0.0) == 16  # nobody has cut it
+    assert max(lines_of_slices(cache.shrinking(0.0))) < 2000
+    assert cache.pool.capacity == 15 * 2 * MIB
