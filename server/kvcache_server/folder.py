@@ -34,6 +34,7 @@ class Folder:
     def __init__(self, path: str, descriptor: int | None = None) -> None:
         """Open the folder at `path`. Raises OSError where there is none."""
         self.path = path
+        self.refuses_links = False  # a file with two names: it may be a file from elsewhere, which others put here
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if descriptor is None else descriptor
 
     def close(self) -> None:
@@ -89,7 +90,7 @@ class Folder:
         _expect(path, found, stat.S_IFREG)
         if found.st_mode & 0o077:
             raise NotPermitted(f"{path} may be opened by others (mode {stat.S_IMODE(found.st_mode):04o}): remove it")
-        if found.st_nlink > 1:
+        if found.st_nlink > 1 and self.refuses_links:
             raise NotPermitted(f"{path} is a file with {found.st_nlink} names: remove it")
 
     def lock(self, name: str) -> int:
@@ -198,6 +199,7 @@ def open_folder(path: str) -> Folder:
             raise NotPermitted(
                 f"{path} belongs to uid {found.st_uid}, who could take the endpoint over: choose another"
             )
+        folder.refuses_links = bool(found.st_mode & 0o022)
         if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
             raise NotPermitted(
                 f"{path} may be written by others (mode {stat.S_IMODE(found.st_mode):04o}), who could take the "

@@ -297,6 +297,29 @@ def test_a_region_folder_that_is_a_file_is_named(short_folder: Path, command: st
     assert done.stderr == f"kvcache-server: region_dir {short_folder}/file: no such folder\n"
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_file_of_the_daemon_s_user_that_others_gave_a_second_name_is_not_written_to(
+    start_daemon: Any, short_folder: Path, shared: bool
+) -> None:
+    """Where the kernel lets everybody link everything; where nobody else may put files, it is no harm."""
+    precious = short_folder / "precious"
+    precious.write_text("precious")
+    precious.chmod(0o600)
+    folder = short_folder / "run"
+    folder.mkdir()
+    folder.chmod(0o1777 if shared else 0o755)
+    os.link(precious, (folder if shared else short_folder) / "kv.sums")
+    daemon = start_daemon(endpoint=f"ipc://{folder}/kv.sock", keep="true", wait=not shared)
+    if shared:
+        assert ended(daemon) == 6
+        assert f"{folder}/kv.sums is a file with 2 names" in daemon.log
+    else:
+        daemon.stop()
+        os.link(folder / "kv.state", short_folder / "another name")
+        start_daemon(endpoint=f"ipc://{folder}/kv.sock", keep="true")
+    assert precious.read_text() == "precious"
+
+
 BECOME = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534); kvcache_server.cli.main()"
 
 
