@@ -35,11 +35,11 @@ def long_prefix(cache: Cache, session: Session, group: Group, hashes: Sequence[b
             return found
         last = found[-1]
         last.pins += 1
-        cache.writing.held[-session.id] = last
+        cache.writing.held[session] = last
         try:
             yield
         finally:
-            del cache.writing.held[-session.id]
+            del cache.writing.held[session]
             if last.pins != GONE:
                 last.unpin()
         _check_here(session)

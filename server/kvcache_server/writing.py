@@ -46,7 +46,7 @@ class Writing:
         self.quarantine = Quarantine()
         self.crews: dict[tuple[int, ...], int] = {}
         self.last_reservation = self.last_crew = 0
-        self.held: dict[int, Block] = {}  # by reservation that is being granted: what the next block hangs on, pinned
+        self.held: dict[object, Block] = {}  # pinned between two slices, by what is under way
         self.showing: list[tuple[Group, list[Block]]] = []  # READY blocks below visible ones, about to be shown
         self._pool, self._rows, self._room = pool, pool.rows, room
         self._engines, self._journal = engines, journal
@@ -182,11 +182,11 @@ class Writing:
             yield
             return None
         parent.pins += 1
-        self.held[reservation.id] = parent
+        self.held[reservation] = parent
         try:
             yield
         finally:
-            del self.held[reservation.id]
+            del self.held[reservation]
             if parent.pins != GONE:
                 parent.unpin()
         # It may have been doomed or distrusted, or another block has superseded it.

@@ -16,7 +16,7 @@ from kvcache_server.audit import audit
 from kvcache_server.cache import Cache
 from kvcache_server.slices import LOOK, STEP, finish
 
-CUT = ("audit", "cache", "distrust", "index", "lookup", "reasons", "room", "writing")
+CUT = ("audit", "cache", "distrust", "index", "lookup", "reasons", "restate", "room", "writing")
 
 
 @pytest.fixture
@@ -623,3 +623,79 @@ def test_requests_under_way_at_the_same_time_leave_a_sound_state_after_each_slic
     finish(story.cache.clearing("", "the end", story.now))
     assert story.cache.stats(0.0)["pool"]["used_bytes"] == 0
     assert not story.cache.writing.held and not story.cache.writing.showing and not story.cache.distrusting
+
+
+# Restate.
+
+
+def restating(engine: Engine, ends: list[str]) -> Long:
+    """Let the engine's session leave and resume, and restate a lease on each of the chains that have these ends."""
+    cache = engine.cache
+    namespace = cache.namespaces[engine.namespace]
+    last = cache.last_lease
+    leases = [(last - at, namespace.groups[0].visible[name].ref) for at, name in enumerate(hashes(ends))]
+    cache.leave_session(engine.session)
+    cache.resume_session(engine.session, "", engine.now)
+    engine.ask(m.Attach(1, b"", namespace.spec, (0,)))
+    return Long(engine, m.Restate(1, b"", 0, leases))
+
+
+def test_leases_are_restated_in_slices_however_many_and_long() -> None:
+    cache = make_cache(extents=2)
+    engine = Engine(cache, "one", block_bytes=64)
+    names = chain("a", 2 * LOOK)
+    engine.store(names)
+    engine.acquire(["a0"])
+    cache.last_lease += 4096
+    many = restating(engine, ["a0"] * 4096)
+    assert many.finish().lost == []
+    assert many.slices >= 4096 // STEP
+    long = restating(engine, [names[-1]])
+    assert long.finish().lost == []
+    assert long.slices >= 4  # up and down again
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("seed", range(5))
+def test_leases_are_restated_while_others_evict_and_read(seed: int) -> None:
+    draw = random.Random(seed)
+    cache = make_cache(extents=1)
+    engine, sibling, other = (Engine(cache, name) for name in ("one", "one", "other"))
+    engine.store(chain("a", 12))
+    for name in "bc":
+        engine.store(chain(name, 4), "a5")
+    held = [sibling.acquire(chain("a", 6) + chain("b", length)).lease for length in (1, 4)]
+    ends = draw.sample(["a11", "b3", "a5", "c3", "c1", "a11", "b3"], 7)
+    cache.last_lease += len(ends)
+    last, stored = cache.last_lease, 0
+    long = restating(engine, ends)
+    while long.under_way:
+        if draw.random() < 0.5:
+            other.store(chain(f"x{stored}-", 2))
+            stored += 2
+        elif held and draw.random() < 0.2:
+            sibling.ask(m.Release(1, b"", [held.pop()]))
+        long.take_slice()
+    lost = long.finish().lost
+    leases, group = cache.sessions[engine.session].leases, cache.namespaces[engine.namespace].groups[0]
+    assert leases.keys() == {last - at for at in range(len(ends))} - set(lost)
+    assert all(group.trusts(block) for lease in leases.values() for block in lease.block.ancestors())
+    assert cache.room.evictions
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("slices", [1, 2, 5, 12])
+def test_who_leaves_while_it_restates_holds_nothing(slices: int) -> None:
+    cache = make_cache(extents=1)
+    engine, other = Engine(cache, "one"), Engine(cache, "other")
+    engine.store(chain("a", 8))
+    cache.last_lease += 4
+    long = restating(engine, ["a7", "a3", "a7", "a1"])
+    while long.slices < slices:
+        long.take_slice()
+    cache.leave_session(engine.session)
+    with pytest.raises(UnknownHandle):
+        long.finish()
+    other.store(chain("b", 31))
+    assert engine.cache.sessions.keys() == {other.session}
+    assert other.hits(chain("b", 31)) == 31
