@@ -35,7 +35,10 @@ def restate(cache: Cache, session: Session, request: Restate, now: float) -> Ste
     _check_here(session)
     lost = []
     pinned = _Pinned(cache)
-    for lease in [lease for each in session.engine.sessions.values() for lease in each.leases.values()]:
+    there = [lease for each in session.engine.sessions.values() for lease in each.leases.values()]
+    for done, lease in enumerate(there, 1):
+        if done % STEP == 0:
+            yield
         if lease.block.pins != GONE:  # else it has ended meanwhile
             yield from pinned.add(lease.block, 1 << 62)
     for done, (number, ref) in enumerate(request.leases, 1):
@@ -43,7 +46,8 @@ def restate(cache: Cache, session: Session, request: Restate, now: float) -> Ste
             yield
         _check_here(session)
         block = cache.pool.find(SlotRef.unpack(ref)) if len(ref) == REF_BYTES else None
-        if block is None or not block.visible or number in session.leases or not 0 < number <= cache.last_lease:
+        taken = any(number in each.leases for each in session.engine.sessions.values())
+        if block is None or not block.visible or taken or not 0 < number <= cache.last_lease:
             lost.append(number)
             continue
         room = len(session.leases) < cache.limits.max_leases

@@ -645,7 +645,12 @@ def test_leases_are_restated_in_slices_however_many_and_long() -> None:
     engine = Engine(cache, "one", block_bytes=64)
     names = chain("a", 2 * LOOK)
     engine.store(names)
-    engine.acquire(["a0"])
+    sibling = Engine(cache, "one", block_bytes=64)
+    for _ in range(10 * STEP):
+        sibling.acquire(["a0"])
+    few = restating(engine, ["a0"])
+    assert few.finish().lost == [cache.last_lease]  # another session holds it
+    assert few.slices >= 10  # what its engine holds already is looked at first
     cache.last_lease += 4096
     many = restating(engine, ["a0"] * 4096)
     assert many.finish().lost == []
