@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvcache_proto.counts import MAX_NAMES
 from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, MAX_SHARDS, NamespaceSpec, PoolGeometry
 
@@ -18,6 +19,7 @@ OLDEST_VERSION = 1
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # remembered by the daemon, and so bounded as it is read
 Most = msgspec.Meta(max_length=MAX_HASHES)  # to read the millions that fit a frame would hold the daemon up
+MAX_RUNS, MAX_NOTES = 16_384, 4096  # in one message: each takes as long to read as many hashes
 Shards = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SHARDS)]
 # Twice as many as a request may have: who sends one too many is told so, by the request's id.
 Hashes = Annotated[list[bytes], msgspec.Meta(max_length=2 * MAX_HASHES)]
@@ -111,7 +113,7 @@ class Reserve(msgspec.Struct, tag="reserve", array_like=True):
     id: int
     token: bytes
     namespace: int
-    runs: Annotated[list[Run], Most]
+    runs: Annotated[list[Run], msgspec.Meta(max_length=MAX_RUNS)]
     group: int = 0
 
 
@@ -167,7 +169,7 @@ class Remark(msgspec.Struct, tag="remark", array_like=True):
     id: int
     token: bytes
     namespace: int
-    notes: Annotated[list[Note], Most]
+    notes: Annotated[list[Note], msgspec.Meta(max_length=MAX_NOTES)]
     group: int = 0
 
 
@@ -221,7 +223,7 @@ class Tell(msgspec.Struct, tag="tell", array_like=True):
     id: int
     token: bytes
     breaker: int
-    counts: dict[str, int] = {}
+    counts: Annotated[dict[str, int], msgspec.Meta(max_length=2 * MAX_NAMES)] = {}
 
 
 class Why(msgspec.Struct, tag="why", array_like=True):

@@ -432,11 +432,14 @@ class Cache:
         return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums)
 
     def _release(self, session: Session, request: m.Release, now: float) -> None:
+        unknown = 0
         for lease in request.leases:
             if lease in session.leases:
                 self._end_lease(session, lease)
             else:
-                self.counters["releases_unknown"] += 1
+                unknown += 1
+        if unknown:
+            self.counters["releases_unknown"] += unknown
 
     @staticmethod
     def pin(session: Session, number: int, block: Block, size: int, cover: int = 0) -> None:

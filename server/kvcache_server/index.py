@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 HIDDEN = -1  # `queued`: WRITING, or READY below something that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in its account's order
+MOST_PENDING = 16_384  # blocks that are counted behind the hits of a lookup: some milliseconds
 GONE = -1  # `pins`: forgotten, but perhaps still in a heap, whose keys must not change
 SPARE = 1024  # stale entries of an order that do not matter
 _SWEPT = 8  # entries of an order that are moved at one change
@@ -278,11 +279,11 @@ class Group:
         return found
 
     def pending_after(self, hashes: Sequence[bytes], hits: int) -> int:
-        """Return how many blocks follow the first `hits` without a gap, visible or soon to be."""
+        """Return how many blocks follow the first `hits` without a gap, visible or soon to be: MOST_PENDING at most."""
         if not self.pending or hits == len(hashes):
             return 0
-        end = hits
-        while end < len(hashes) and (hashes[end] in self.pending or hashes[end] in self.visible):
+        end, most = hits, min(len(hashes), hits + MOST_PENDING)
+        while end < most and (hashes[end] in self.pending or hashes[end] in self.visible):
             end += 1
         return end - hits
 

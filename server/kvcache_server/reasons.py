@@ -171,7 +171,7 @@ class _Walk:
         self._runs: list[dict[str, Any]] = []
         self._others = self._similar()
         missed = asked.hashes[lookup.hits :][: MOST_BLOCKS + lookup.blocks]
-        self._places = self._known_places(missed) if len(missed) > FEW_BLOCKS else None
+        self._places = self._known_places(missed) if self._others and len(missed) > FEW_BLOCKS else None
 
     def runs(self) -> list[dict[str, Any]]:
         hashes = self._asked.hashes

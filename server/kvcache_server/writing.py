@@ -71,7 +71,10 @@ class Writing:
         long = len(names) > LOOK
         if long:
             yield
-        for run in request.runs:
+        for at, run in enumerate(request.runs):
+            if at and at % LOOK == 0:
+                yield
+                _check_there(session, [])
             if not run.hashes:
                 raise BadArgument("a run without a hash")
             chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
@@ -157,6 +160,7 @@ class Writing:
                     parent = yield from self._pause(reservation, parent)
                 if parent is None:
                     answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
+                    work += 1
                     break
                 # Whether a pending block stands above the parent, is found out by walking all the way up.
                 work += STEP if block_hash in pending else 1

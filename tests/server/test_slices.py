@@ -10,7 +10,8 @@ import pytest
 from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import BadArgument, KVCacheError, UnknownHandle
+from kvcache_proto.codec import decode_request, encode
+from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, UnknownHandle
 from kvcache_proto.types import Finding, Outcome, Refusal, Verdict
 from kvcache_server.audit import audit
 from kvcache_server.cache import Cache
@@ -125,6 +126,21 @@ def test_a_slice_has_a_bound_and_who_asks_for_little_is_answered_in_one() -> Non
     failed = settling(engine, engine.reserve(chain("c", 10 * STEP)), Outcome.FAILED)
     failed.finish()
     assert failed.slices == 19  # it dooms them, then it frees their slots
+
+
+def test_many_runs_are_looked_at_some_at_a_time() -> None:
+    """Also those of which each is refused at once, because nobody knows its parent."""
+    cache = make_cache(extents=8)
+    engine = Engine(cache, "one", block_bytes=1 * KIB)
+    names = hashes(chain("a", 3 * LOOK))
+    orphans = Long(engine, m.Reserve(1, b"", engine.namespace, [m.Run([name], b"x" * 16) for name in names]))
+    assert orphans.under_way
+    assert answers(orphans.finish()) == [Refusal.NO_PARENT] * 3 * LOOK
+    assert orphans.slices >= 3 + 3 * LOOK // STEP
+    with pytest.raises(BadFrame):
+        decode_request(encode(m.Reserve(1, b"", 1, [m.Run([name]) for name in names[:1]] * (m.MAX_RUNS + 1))))
+    with pytest.raises(BadFrame):
+        decode_request(encode(m.Remark(1, b"", 1, [m.Note("r", "c")] * (m.MAX_NOTES + 1))))
 
 
 def test_a_commit_that_shows_many_shows_some_at_a_time() -> None:
