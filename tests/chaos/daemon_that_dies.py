@@ -65,7 +65,7 @@ POINTS: dict[str, tuple[Where, ...]] = {
         _in("attendance", "open", "leave", "sweep"),
         _in("cache", "leave_session", "end_session"),
     ),
-    "start": (_in("memory"),),
+    "start": (_in("memory"), _in("regions"), _in("folder")),
     "rebuild": (_in("recovery"), _in("opening"), _in("journal", "read", "apply"), _in("pool", "adopt", "resume")),
     "notes": (_in("statefile"), _in("locks"), _in("journal", "pack", "records")),
 }
@@ -118,25 +118,20 @@ class Watch:
 
 
 def watch_replies(watch: Watch, before: bool) -> None:
-    """Let `watch` see each reply of the daemon: the last frame of what it sends."""
-    from kvcache_server import service
+    """Let `watch` see each reply of the daemon."""
+    from kvcache_server.wire import Connection
 
-    class Watched(service.Service):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            send, last = self._send, service._LAST
+    send = Connection.send
 
-            def sending(data: bytes, flags: int) -> Any:
-                if before and flags == last:
-                    watch.arrive()
-                sent = send(data, flags)
-                if not before and flags == last:
-                    watch.arrive()
-                return sent
+    def sending(self: Connection, packed: bytes) -> str:
+        if before:
+            watch.arrive()
+        lost = send(self, packed)
+        if not before:
+            watch.arrive()
+        return lost
 
-            self._send = sending
-
-    service.Service = Watched
+    Connection.send = sending  # type: ignore[method-assign]
 
 
 def let_the_clock_leap(seed: int) -> None:
