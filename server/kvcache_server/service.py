@@ -141,7 +141,7 @@ class Service:
         """
         loop = self._loop
         loop.call_soon(self._listen_to_signals)
-        loop.call_later(TICK, self._tick)
+        self._next_tick = loop.call_later(TICK, self._tick)
         loop.call_later(SUMMARY, self._summarise)
         # Blocks are millions of objects, and looking through them all takes half a second. Only what is new since the
         # last look is looked through: nothing here forms cycles when it is older (tests/chaos/churn.py), but for what
@@ -153,6 +153,7 @@ class Service:
             loop.run_forever()
         finally:
             signals.block()  # a second one must not cut the tidying short
+            self._next_tick.cancel()  # the loop turns once more, and a tick would miss the sockets that are closed
             self._manager.stopping()
             if self._http:
                 self._http.close()
@@ -380,7 +381,7 @@ class Service:
                 part()
             except Exception as error:  # noqa: BLE001 - as in _answer
                 self._failed(0, error)
-        self._loop.call_later(TICK, self._tick)
+        self._next_tick = self._loop.call_later(TICK, self._tick)
 
     def _shrink(self) -> None:
         """Go on with a resize, one extent after the other."""

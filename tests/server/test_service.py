@@ -506,6 +506,16 @@ Cache.tick, Cache.shrinking, Attendance.sweep = map(fail, ("tick", "shrink", "sw
 """
 
 
+def test_a_tick_that_is_due_as_the_daemon_closes_does_not_miss_its_sockets(
+    start_daemon: Any, short_folder: Path
+) -> None:
+    (short_folder / "sitecustomize.py").write_text("from kvcache_server import service\nservice.TICK = 0.0\n")
+    path = os.pathsep.join([str(short_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    daemon = start_daemon(env={"PYTHONPATH": path})
+    assert daemon.stop() == 0, daemon.log
+    assert "was removed or replaced" not in daemon.log
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_daemon_stops_at_once_and_leaves_nothing(known: Any, number: int) -> None:
     known.process.send_signal(number)
