@@ -188,7 +188,7 @@ class _Walk:
         for run in self._runs:
             if run["cause"] != "hit" and self._group is not None:
                 visible = self._group.visible
-                run["cached_now"] = sum(each in visible for each in hashes[run["first"] : run["last"] + 1])
+                run["cached_now"] = sum(map(visible.__contains__, hashes[run["first"] : run["last"] + 1]))
         return self._runs
 
     def _add(self, first: int, count: int, cause: str, facts: dict[str, Any] | None = None) -> None:
