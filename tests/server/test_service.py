@@ -127,7 +127,7 @@ SHAPE = ["m", [[16, 4096, "full"]], {}, 32]
         (encode(["attach", 1, TOKEN, ["m", [[16, 1, "full"]], {}, 33]]), "bad_argument", "hash_bytes 33: 8 to 32"),
         (encode(["attach", 1, TOKEN, ["", [[16, 1, "full"]], {}, 32]]), "bad_argument", "model name of 0"),
         (encode(["release", 1, TOKEN, [5] * 1_000_000]), "bad_frame", "length <= 65536"),
-        (encode(["reserve", 1, TOKEN, 1, [[]] * 1_000_000]), "bad_frame", "length <= 65536"),
+        (encode(["reserve", 1, TOKEN, 1, [[]] * 1_000_000]), "bad_frame", "length <= 16384"),
         (encode(["settle", 1, TOKEN, TOKEN, 1, [0], 0, [5] * 1_000_000]), "bad_frame", "length <= 65536"),
         (encode(m.Acquire(7, TOKEN, 1, hashes(200_000))), "bad_frame", f"bytes: at most {MAX_FRAME}"),
     ],
