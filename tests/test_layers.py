@@ -27,7 +27,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache_server": [
         {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "rates", "ration", "signals"}
-        | {"extents", "folder", "sampling", "slices", "sockets", "sums", "traffic", "zmtp"},
+        | {"extents", "folder", "sampling", "slices", "sums", "traffic", "zmtp"},
+        {"connections", "sockets"},
         {"ghosts", "misses", "numbers", "questions", "underway", "wire"},
         {"index", "journal"},
         {"ages", "pool", "shares"},

@@ -13,10 +13,12 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
+from kvcache_server.rates import Rate
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ _NOBODY = 0xFFFFFFFF  # for entries that name no id
 
 MAX_ACCEPTS = 16  # connections between two looks at messages
 REFUSED_PAUSE = 0.005  # after a turn in which somebody was refused, who may come again and again
+RATE_PAUSE = 0.02  # where they come faster than they may
 ACCEPT_PAUSE = 0.5  # after the process ran out of descriptors
 BACKLOG = 1024
 _UCRED = struct.Struct("iII")
@@ -54,6 +57,91 @@ def peer_of(connection: socket.socket) -> Peer:
     return Peer(pid, uid, frozenset((gid, *(group for (group,) in struct.iter_unpack("I", packed)))))
 
 
+class Acceptor:
+    """Accepts who connects to a listening socket, some at a time; who is not accepted yet waits in the kernel."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        name: str,
+        enter: Callable[[socket.socket, Any], bool],
+        count: Callable[[str], None],
+        rate: Rate | None = None,
+    ) -> None:
+        """Accept from now on; where there is a `rate`, so often, and one between two looks at messages.
+
+        `name` is what the log calls the socket.
+
+        `enter(connection, address)` takes one in, or closes it; it returns False where somebody had to leave for that.
+        `count(reason)` hears of connections that came to nothing: accept_failed, left.
+        """
+        self._loop, self._socket, self._name = loop, listener, name
+        self._enter, self._count, self._rate = enter, count, rate
+        self._coming: set[asyncio.Task[object]] = set()
+        self._failing = False
+        listener.setblocking(False)
+        loop.add_reader(listener, self._accept)
+
+    @property
+    def coming(self) -> bool:
+        """Whether somebody is accepted and not served yet."""
+        return bool(self._coming)
+
+    def connect(self, sock: socket.socket, protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+        """Have what `protocol()` returns serve an accepted connection, soon."""
+        task = self._loop.create_task(self._connect(sock, protocol))
+        self._coming.add(task)
+        task.add_done_callback(self._coming.discard)
+
+    async def _connect(self, sock: socket.socket, protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+        try:
+            await self._loop.connect_accepted_socket(protocol, sock)
+        except OSError:  # it has gone already
+            self._count("left")
+            sock.close()
+
+    def close(self) -> None:
+        """Accept nobody any more. Calling it again does nothing."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+        for task in self._coming:
+            task.cancel()
+
+    def _accept(self) -> None:
+        welcome = True
+        for _ in range(MAX_ACCEPTS if self._rate is None else 1):
+            if self._rate is not None and not self._rate.allow(self._name, self._loop.time()):
+                self._rest(RATE_PAUSE)
+                return
+            try:
+                sock, address = self._socket.accept()
+            except BlockingIOError:
+                break
+            except OSError as error:
+                # Out of descriptors, most likely: the connection stays in the backlog, and to ask at once is to spin.
+                self._count("accept_failed")
+                if not self._failing:
+                    log.warning("%s: cannot accept for now: %s", self._name, error)
+                self._failing = True
+                self._rest(ACCEPT_PAUSE)
+                return
+            self._failing = False
+            sock.setblocking(False)
+            welcome &= self._enter(sock, address)
+        if not welcome:
+            self._rest(REFUSED_PAUSE)
+
+    def _rest(self, seconds: float) -> None:
+        self._loop.remove_reader(self._socket)
+        self._loop.call_later(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.add_reader(self._socket, self._accept)
+
+
 class Listener:
     """A Unix socket of the daemon's, at a path: it accepts who connects, and knows who may."""
 
@@ -64,16 +152,17 @@ class Listener:
         endpoint: str,
         enter: Callable[[socket.socket, Peer], bool],
         count: Callable[[str], None],
+        rate: Rate | None = None,
     ) -> None:
-        """Bind it, replacing a stale one. `enter(connection, peer)` takes one in, or closes it and returns False.
+        """Bind it, replacing a stale one. `enter(connection, peer)` and the others are as `Acceptor` has them.
 
-        Raises EndpointTaken, ConfigError, NotPermitted.
+        Raises EndpointTaken, ConfigError, NotPermitted, OSError.
         """
-        self._loop, self._enter, self._count = loop, enter, count
-        self._socket = _listen(path, endpoint)
+        listener = _listen(path, endpoint)
         self.place = Place(path)
         self.let_in((), ())
-        loop.add_reader(self._socket, self._accept)
+        self._acceptor = Acceptor(loop, listener, path, lambda sock, _: enter(sock, peer_of(sock)), count, rate)
+        self.connect = self._acceptor.connect
 
     def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
         """Let these users and groups connect from now on besides our own, and nobody else. Raises OSError."""
@@ -86,37 +175,19 @@ class Listener:
         return peer.uid in self._uids or not self._gids.isdisjoint(peer.groups)
 
     def close(self) -> None:
-        """Accept nobody any more. Calling it again does nothing."""
-        if self._socket.fileno() >= 0:
-            self._loop.remove_reader(self._socket)
-            self._socket.close()
-            self.place.remove()
+        """Accept nobody any more, and remove the file. Calling it again does nothing."""
+        self._acceptor.close()
+        self.place.remove()
 
-    def _accept(self) -> None:
-        welcome = True
-        for _ in range(MAX_ACCEPTS):
-            try:
-                sock, _ = self._socket.accept()
-            except BlockingIOError:
-                break
-            except OSError as error:
-                # Out of descriptors, most likely: the connection stays in the backlog, and to ask at once is to spin.
-                self._count("accept_failed")
-                log.warning("%s: cannot accept for now: %s", self.place.path, error)
-                self._rest(ACCEPT_PAUSE)
-                return
-            sock.setblocking(False)
-            welcome &= self._enter(sock, peer_of(sock))
-        if not welcome:
-            self._rest(REFUSED_PAUSE)
 
-    def _rest(self, seconds: float) -> None:
-        self._loop.remove_reader(self._socket)
-        self._loop.call_later(seconds, self._go_on)
+Crowded = TypeVar("Crowded")
 
-    def _go_on(self) -> None:
-        if self._socket.fileno() >= 0:
-            self._loop.add_reader(self._socket, self._accept)
+
+def who_gives_way(crowd: Iterable[Crowded], whose: Callable[[Crowded], Hashable]) -> Crowded:
+    """Return the first one of whoever has most of them."""
+    crowd = list(crowd)
+    most, _ = Counter(map(whose, crowd)).most_common(1)[0]
+    return next(each for each in crowd if whose(each) == most)
 
 
 def _listen(path: str, endpoint: str) -> socket.socket:
@@ -140,6 +211,9 @@ def _listen(path: str, endpoint: str) -> socket.socket:
     except PermissionError:
         listener.close()
         raise NotPermitted(f"endpoint {endpoint}: uid {os.geteuid()} may not make {path}") from None
+    except OSError:
+        listener.close()
+        raise
     listener.listen(BACKLOG)
     return listener
 
@@ -170,7 +244,7 @@ def admit(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
     """Let owner and group of the socket at `path` connect, and those users and groups.
 
     Nobody else, whoever was let in before. Where the file system has no access control lists, everybody may connect:
-    the door still refuses whom the lists do not name, and the ROUTER answers nobody without a token; a warning says so.
+    the door still refuses whom the lists do not name, and the wire answers nobody without a token; a warning says so.
     """
     uids, gids = sorted(set(uids)), sorted(set(gids))
     if not uids and not gids:

@@ -17,11 +17,9 @@ from typing import cast
 
 from kvcache_proto.errors import ConfigError
 from kvcache_server.rates import Rate
-
-log = logging.getLogger(__name__)
+from kvcache_server.sockets import Acceptor
 
 A_SECOND, AT_ONCE = 200, 20  # connections; one costs the loop some 0.3 ms
-PAUSE = 0.02  # before the next look, where they come faster
 OPEN = 32  # at one time
 SECONDS = 10.0  # of one connection, whatever it does
 BYTES = 64 << 10  # that one may send, head and body together
@@ -100,6 +98,7 @@ class Connection(asyncio.Protocol):
         """End it at once, without a word."""
         if self._transport is not None:
             self._turnstile.cuts[reason] += 1
+            self._turnstile.left(self)  # now, for the next one that comes at once; its end comes with a later turn
             self._transport.abort()
             self._transport = None
 
@@ -116,20 +115,14 @@ class Turnstile:
     ) -> None:
         """`protocol()` makes what serves one connection, for `seconds` at most."""
         self.cuts: Counter[str] = Counter()  # connections that were ended, by reason
-        self._loop, self._listener, self._protocol, self._seconds = loop, listener, protocol, seconds
+        self._loop, self._protocol, self._seconds = loop, protocol, seconds
         self._open: dict[Connection, asyncio.TimerHandle] = {}  # the one that came first is first
-        self._coming: set[asyncio.Task[object]] = set()
-        self._rate = Rate(A_SECOND, AT_ONCE)
         self._wait = 0  # calls of `collect` until what has left is looked through; 0 where nobody has
-        listener.setblocking(False)
-        self._look()
+        self._acceptor = Acceptor(loop, listener, "http", self._enter, self._count, Rate(A_SECOND, AT_ONCE))
 
     def close(self) -> None:
         """Take no more, and end those that are there."""
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        for task in self._coming:
-            task.cancel()
+        self._acceptor.close()
         for connection in list(self._open):
             connection.cut("stopped")
 
@@ -139,7 +132,7 @@ class Turnstile:
         Only while nobody is here, for what is in use at this look becomes old, and the old is never looked at. Call it
         a few times a second: it also sees to it that this look has little to look through.
         """
-        if self._open or self._coming:
+        if self._open or self._acceptor.coming:
             return
         if self._wait:
             self._wait -= 1
@@ -148,39 +141,12 @@ class Turnstile:
         elif gc.get_count()[1] > LOOKS:
             gc.freeze()
 
-    def _look(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener, self._accept)
+    def _enter(self, sock: socket.socket, address: object) -> bool:
+        self._acceptor.connect(sock, lambda: Connection(self._protocol(), self))
+        return True
 
-    def _rest(self) -> None:
-        self._loop.remove_reader(self._listener)
-        self._loop.call_later(PAUSE, self._look)
-
-    def _accept(self) -> None:
-        if not self._rate.allow(None, self._loop.time()):
-            self._rest()
-            return
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:  # out of descriptors, most likely: it waits in the kernel meanwhile
-            if not self.cuts["accept_failed"]:
-                log.warning("http: cannot take a connection for now: %s", error)
-            self.cuts["accept_failed"] += 1
-            self._rest()
-            return
-        sock.setblocking(False)
-        task = self._loop.create_task(self._enter(sock))
-        self._coming.add(task)
-        task.add_done_callback(self._coming.discard)
-
-    async def _enter(self, sock: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(lambda: Connection(self._protocol(), self), sock)
-        except OSError:  # it has gone already
-            self.cuts["left"] += 1
-            sock.close()
+    def _count(self, reason: str) -> None:
+        self.cuts[reason] += 1
 
     def entered(self, connection: Connection) -> None:
         if len(self._open) >= OPEN:

@@ -12,68 +12,33 @@ import math
 import os
 import socket
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from typing import cast
 
 from kvcache_proto.codec import MAX_FRAME
 from kvcache_proto.endpoint import socket_path, token_of
 from kvcache_proto.errors import BadFrame, BadToken
-from kvcache_server.sockets import Listener, Peer, Place
-from kvcache_server.zmtp import GREETING, CutOff, Receiver, header
+from kvcache_server.connections import LONG, Turns, ZmtpConnection
+from kvcache_server.sockets import Listener, Peer, Place, who_gives_way
+from kvcache_server.zmtp import CutOff, header
 
-TURN_SECONDS = 0.01  # for messages, before doors and timers have their turn
 READ_BYTES = 256 << 10
 LAST_READS = 8  # of what a session has sent that ends: more than the kernel keeps for it
-UNREAD_BYTES = 1 << 20  # replies that a peer leaves unread, before nothing more is taken from it
 MOST_UNREAD_BYTES = 8 << 20  # of replies that were due already; what is beyond that is dropped
 HELD_BYTES = 64 << 20  # beginnings of frames, of all connections together
 UNBOUND = 64  # connections that have shown no token
-LONG = 64 << 10  # bytes from which on a reply is sent without copying it behind its header
 
 
-class Connection(asyncio.Protocol):
+class Connection(ZmtpConnection):
     """One peer. `session` is whose it is, 0 as long as it has shown no token."""
 
-    __slots__ = ("_transport", "_wire", "cut", "held", "paused", "peer", "receiver", "session", "waiting")
+    __slots__ = ("held", "peer", "session")
 
     def __init__(self, wire: Wire, peer: Peer) -> None:
+        super().__init__(wire)
         self.peer = peer
         self.session = 0
-        self.receiver = Receiver()
-        self.cut = False  # whether what it says is of no interest any more
         self.held = 0  # bytes of the beginning of a frame, as the wire has them in its sum
-        self.paused = False  # whether its replies pile up
-        self.waiting = False  # whether it is in the wire's queue
-        self._wire = wire
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
-        self._transport.set_write_buffer_limits(UNREAD_BYTES)
-        self._transport.write(GREETING)
-        self._wire.entered(self)
-
-    def data_received(self, data: bytes) -> None:
-        self.receiver.feed(data)
-        self._wire.heard(self)
-
-    def pause_writing(self) -> None:
-        self.paused = True
-        self.listen(False)
-
-    def resume_writing(self) -> None:
-        self.paused = False
-        self._wire.go_on_with(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._wire.left(self)
-
-    def listen(self, on: bool) -> None:
-        """Read what it sends, or let it wait."""
-        if self._transport is not None:
-            (self._transport.resume_reading if on else self._transport.pause_reading)()
 
     def send(self, message: bytes) -> str:
         """Send a reply. Returns "", or why it is dropped: peer_gone, peer_slow."""
@@ -90,12 +55,6 @@ class Connection(asyncio.Protocol):
             transport.write(message)
         return ""
 
-    def send_answers(self) -> None:
-        """Send what the protocol wants to be sent."""
-        if self._transport is not None:
-            self._transport.write(b"".join(self.receiver.answers))
-        self.receiver.answers.clear()
-
     def rest(self) -> bytes:
         """Return what has come and was not read yet, READ_BYTES at most."""
         if self._transport is None:
@@ -104,14 +63,8 @@ class Connection(asyncio.Protocol):
             return os.read(self._transport.get_extra_info("socket").fileno(), READ_BYTES)
         return b""
 
-    def close(self) -> None:
-        """Close it, once what is unsent has left; one that does not read, at once."""
-        if self._transport is not None:
-            transport = self._transport
-            (transport.abort if self.paused else transport.close)()
 
-
-class Wire:
+class Wire(Turns[Connection]):
     """Listens at the endpoint.
 
     `tokens` leads from a token to its session. `answer(connection, message)` answers a message, which may be an error:
@@ -128,15 +81,12 @@ class Wire:
         lost: Callable[[int], None],
     ) -> None:
         """Bind the socket. Raises EndpointTaken, ConfigError, NotPermitted."""
-        self._loop, self._tokens = loop, tokens
-        self._answer, self._answered, self._lost = answer, answered, lost
+        super().__init__(loop, answered)
+        self._tokens, self._answer, self._lost = tokens, answer, lost
         self.cuts: Counter[str] = Counter()  # connections that were refused or ended, by reason
         self._bound: dict[int, Connection] = {}
         self._unbound: dict[Connection, None] = {}  # the one that came first is first
-        self._coming: set[asyncio.Task[object]] = set()
-        self._waiting: deque[Connection] = deque()  # with messages that had no time yet; each once
         self._held = 0
-        self._turn = self._until = 0.0  # the loop's time at which the turn began; when it is over
         self._listener = Listener(loop, socket_path(endpoint), endpoint, self._enter, self._count)
 
     @property
@@ -154,13 +104,11 @@ class Wire:
     def close(self) -> None:
         """Take no more, and end those that there are. Not while the loop runs."""
         self._listener.close()
-        for task in self._coming:
-            task.cancel()
         self._lost = lambda session: None  # sessions outlive this daemon
         for connection in [*self._bound.values(), *self._unbound]:
             connection.cut = True
             connection.close()
-        self._loop.run_until_complete(asyncio.sleep(0))  # replies that are unsent leave, and descriptors are closed
+        self.loop.run_until_complete(asyncio.sleep(0))  # replies that are unsent leave, and descriptors are closed
 
     # Connections.
 
@@ -172,23 +120,13 @@ class Wire:
             self._count("not_permitted")
             sock.close()
             return False
-        task = self._loop.create_task(self._connect(sock, peer))
-        self._coming.add(task)
-        task.add_done_callback(self._coming.discard)
+        self._listener.connect(sock, lambda: Connection(self, peer))
         return True
-
-    async def _connect(self, sock: socket.socket, peer: Peer) -> None:
-        try:
-            await self._loop.connect_accepted_socket(lambda: Connection(self, peer), sock)
-        except OSError:  # it has gone already
-            self._count("left")
-            sock.close()
 
     def entered(self, connection: Connection) -> None:
         self._unbound[connection] = None
         if len(self._unbound) > UNBOUND:  # who has most of them waits for the others
-            uid, _ = Counter(each.peer.uid for each in self._unbound).most_common(1)[0]
-            self._cut(next(each for each in self._unbound if each.peer.uid == uid), "crowded_out")
+            self._cut(who_gives_way(self._unbound, lambda each: each.peer.uid), "crowded_out")
 
     def bind(self, connection: Connection, session: int) -> None:
         """Let the connection be the session's. Raises BadToken where one of them has another already."""
@@ -221,22 +159,6 @@ class Wire:
 
     # Messages.
 
-    def heard(self, connection: Connection) -> None:
-        """Answer what has come by it, now or when its turn comes."""
-        if connection.waiting:
-            return
-        now = self._loop.time()  # the same as long as the loop looks through what has come at one time
-        if now != self._turn:
-            self._turn, self._until = now, time.monotonic() + TURN_SECONDS
-        if self._waiting or self._take(connection, self._until):
-            self._let_wait(connection)
-        self._answered()
-
-    def go_on_with(self, connection: Connection) -> None:
-        """Go on with one that has read its replies."""
-        if not connection.waiting:
-            self._let_wait(connection)
-
     def hear_out(self, session: int) -> None:
         """Answer all that the session has sent so far."""
         connection = self._bound.get(session)
@@ -249,31 +171,6 @@ class Wire:
                 break
             connection.receiver.feed(rest)
         self._answered()
-
-    def _let_wait(self, connection: Connection) -> None:
-        connection.waiting = True
-        connection.listen(False)
-        if not self._waiting:
-            self._loop.call_soon(self._go_on)
-        self._waiting.append(connection)
-
-    def _go_on(self) -> None:
-        """Take a message of each connection that waits, again and again, until the turn is over."""
-        until = time.monotonic() + TURN_SECONDS
-        try:
-            while self._waiting:
-                connection = self._waiting.popleft()
-                if not connection.paused and self._take(connection, 0.0):
-                    self._waiting.append(connection)
-                else:
-                    connection.waiting = False
-                    connection.listen(not connection.paused)
-                if time.monotonic() > until:
-                    break
-        finally:
-            if self._waiting:
-                self._loop.call_soon(self._go_on)
-            self._answered()
 
     def _take(self, connection: Connection, until: float, to_the_end: bool = False) -> bool:
         """Answer messages until that time, one at least. Returns whether there may be more."""

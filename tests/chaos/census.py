@@ -64,7 +64,7 @@ def count_when_told(path: Path) -> None:
 
     def collect_and_count(self: turnstile.Turnstile) -> None:
         collect(self)
-        if told and not self._open and not self._coming and not self._wait:
+        if told and not self._open and not self._acceptor.coming and not self._wait:
             told.clear()
             count(path)
 

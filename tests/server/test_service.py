@@ -23,7 +23,7 @@ from kvcache_proto.errors import BadToken, KVCacheError
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin import Admin
 from kvcache_server.regions import LOCK, RegionFolder
-from kvcache_server.zmtp import GREETING, READY
+from kvcache_server.zmtp import GREETING, READY, header
 
 SPEC = NamespaceSpec("model", (GroupSpec(16, 4096),))
 REGION = "/dev/shm"
@@ -412,6 +412,24 @@ def test_a_message_without_end_is_cut_off_and_kept_nowhere(daemon: Any, engine: 
     engine.ping()
     assert memory_of(daemon) - before < 4 << 20
     assert daemon.wait_status(lambda s: s["daemon"]["connections"]["cut"].get("bad_protocol") == 1)
+
+
+def test_whoever_is_cut_off_and_does_not_read_is_gone_soon(daemon: Any, engine: Engine) -> None:
+    """Less is unread than makes the daemon stop reading, and more than the kernel takes."""
+    fds = f"/proc/{daemon.process.pid}/fd"
+    before = len(os.listdir(fds))
+    ping = encode(m.Ping(1, TOKEN))
+    with contextlib.ExitStack() as leave:
+        for _ in range(20):
+            leave.enter_context(raw_peer(daemon)).sendall((header(len(ping)) + ping) * 3000)
+        daemon.wait_status(lambda s: s["daemon"]["errors"].get("bad_token") == 60_000, "the answers")
+        with contextlib.ExitStack() as crowd:
+            for _ in range(64 + 20):
+                idle = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                idle.connect(socket_path(daemon.endpoint))
+            daemon.wait_status(lambda s: s["daemon"]["connections"]["cut"].get("crowded_out", 0) >= 20)
+        daemon.wait_status(lambda s: len(os.listdir(fds)) < before + 10, "the end of their connections")
+    engine.ping()
 
 
 def test_pings_without_end_are_answered_as_far_as_they_are_read(daemon: Any, engine: Engine) -> None:

@@ -8,7 +8,21 @@ from hypothesis import strategies as st
 
 from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
 from kvcache_proto.errors import BadFrame
-from kvcache_server.zmtp import GREETING, MAX_PARTS, MAX_SKIPPED, READY, CutOff, Receiver, header
+from kvcache_server.zmtp import (
+    GREETING,
+    MAX_PARTS,
+    MAX_SKIPPED,
+    READY,
+    ROUTER,
+    CutOff,
+    Receiver,
+    Role,
+    header,
+    headers,
+)
+from kvcache_server.zmtp import (
+    ready as ready_as,
+)
 
 HELLO = GREETING + READY.replace(b"ROUTER", b"DEALER")
 NAMED = HELLO[:-4] + (4).to_bytes(4, "big") + b"name"
@@ -112,3 +126,52 @@ def test_a_ping_is_answered_with_its_context() -> None:
     receiver = ready()
     assert hear(receiver, PING) == []
     assert receiver.answers == [b"\4\7\4PONGab"]
+
+
+# Other sockets than the one that requests come by.
+
+SEVERAL = Role(b"ROUTER", ROUTER.peers, limit=300, skipped=0, parts=3)
+
+
+def whole(parts: list[bytes]) -> bytes:
+    return b"".join(each for pair in zip(headers(parts), parts, strict=True) for each in pair)
+
+
+def hear_parts(receiver: Receiver, data: bytes) -> list[list[bytes] | str]:
+    came: list[list[bytes] | str] = []
+    receiver.feed(data)
+    while True:
+        try:
+            taken = receiver.take_parts()
+        except BadFrame as error:
+            came.append(str(error))
+        except CutOff as error:
+            return [*came, f"cut: {error}"]
+        else:
+            if taken is None:
+                return came
+            came.append(taken)
+
+
+@given(st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=5), max_size=6), st.data())
+def test_messages_of_several_parts_however_they_are_cut(messages: list[list[bytes]], data: st.DataObject) -> None:
+    stream = HELLO + b"".join(map(whole, messages))
+    expected = [each if len(each) <= 3 else f"a message of {len(each)} parts: at most 3" for each in messages]
+    receiver = Receiver(SEVERAL)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
+    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    assert [each for piece in pieces for each in hear_parts(receiver, piece)] == expected
+
+
+def test_a_frame_that_is_too_long_cuts_off_where_none_is_skipped() -> None:
+    for said in (whole([bytes(301)]), whole([b"", bytes(301)]), whole([b""] * (MAX_PARTS + 1))):
+        (came,) = hear_parts(Receiver(SEVERAL), HELLO + said)
+        assert str(came).startswith("cut: ")
+
+
+@pytest.mark.parametrize(("kind", "cut"), [(b"SUB", False), (b"XSUB", False), (b"DEALER", True), (b"PUB", True)])
+def test_a_socket_says_what_it_is_and_takes_its_own_peers_alone(kind: bytes, cut: bool) -> None:
+    receiver = Receiver(Role(b"XPUB", frozenset((b"SUB", b"XSUB")), limit=300, skipped=0, parts=1))
+    came = hear(receiver, GREETING + ready_as(kind) + header(2) + b"\x01x")
+    assert receiver.answers == [ready_as(b"XPUB")]
+    assert came == (["cut: no socket that talks to XPUB"] if cut else [b"\x01x"])
