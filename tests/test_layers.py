@@ -27,9 +27,9 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache_server": [
         {"", "doctor.table", "api", "histogram", "hosts", "limits", "lost", "rates", "ration", "signals"}
-        | {"extents", "folder", "sampling", "slices", "sums", "traffic", "zmtp"},
+        | {"extents", "folder", "sampling", "slices", "sums", "topics", "traffic", "zmtp"},
         {"connections", "sockets"},
-        {"ghosts", "misses", "numbers", "questions", "underway", "wire"},
+        {"audience", "ghosts", "misses", "numbers", "questions", "underway", "wire"},
         {"index", "journal"},
         {"ages", "pool", "shares"},
         {"leases", "pins"},
@@ -87,7 +87,7 @@ PURE = {
     "kvcache_proto": {"", "errors", "types", "messages", "codec", "region", "findings", "counts", "text"},
     "kvcache_server": {
         *("ages", "extents", "ghosts", "histogram", "lost", "sampling", "slices"),
-        *("limits", "rates", "zmtp", "index", "pool", "shares", "leases", "pins", "sessions", "room"),
+        *("limits", "rates", "topics", "zmtp", "index", "pool", "shares", "leases", "pins", "sessions", "room"),
         *("report", "cache", "journal", "writing", "recovery", "sums", "distrust", "restate", "stream", "misses"),
         *("audit", "lookup", "orders", "reasons", "traffic"),
         *("plan.models", "plan.host", "plan.pages", "plan.weights", "plan.device", "plan.figures"),

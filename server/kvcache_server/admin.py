@@ -17,8 +17,8 @@ from kvcache_proto.endpoint import door_path, routing_id
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, from_wire
 from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome
 from kvcache_proto.trust import check_server, server_uids
+from kvcache_server.limits import OPERATOR
 
-ENGINE = "kvcache-server"
 _LENGTH = struct.Struct("<I")
 
 
@@ -29,7 +29,7 @@ class Admin:
     somebody else serves there, and what the daemon answers.
     """
 
-    def __init__(self, endpoint: str, label: str = "admin", timeout: float = 5.0, engine: str = ENGINE) -> None:
+    def __init__(self, endpoint: str, label: str = "admin", timeout: float = 5.0, engine: str = OPERATOR) -> None:
         self.endpoint = endpoint
         self._timeout = timeout
         self._ids = itertools.count(1)

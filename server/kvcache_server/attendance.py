@@ -11,10 +11,10 @@ from itertools import islice
 
 from kvcache_proto.errors import KVCacheError, Unavailable
 from kvcache_proto.messages import Hello
-from kvcache_server.admin import ENGINE as OPERATOR
 from kvcache_server.cache import Cache
 from kvcache_server.door import Ticket
 from kvcache_server.journal import SessionOpened
+from kvcache_server.limits import OPERATOR
 from kvcache_server.opening import Opened
 from kvcache_server.sockets import Peer
 

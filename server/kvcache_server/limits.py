@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+OPERATOR = "kvcache-server"  # the engine that a command is, where it says nothing else; some sessions are kept for it
+
 
 class Limits(msgspec.Struct, frozen=True):
     """Bounds of the state machine. Times are seconds, quotas and floors are parts of the pool."""

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvcache_proto.types import Breaker, Finding, Refusal
-from kvcache_server.admin import ENGINE as OPERATOR
+from kvcache_server.limits import OPERATOR
 from kvcache_server.room import EVICTED_FOR
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -80,7 +80,9 @@ def _daemon(stats: Mapping[str, Any], daemon: Mapping[str, Any]) -> Iterator[Met
             "event_subscriptions", "Topics of KV events that somebody has subscribed to", events["subscriptions"]
         )
         yield _counter("event_batches", "Batches of KV events published", events["batches"])
-        yield _counter("event_batches_lost", "Batches that some subscriber did not get", events["batches_lost"])
+        yield _counter(
+            "event_batches_lost", "Batches that subscribers did not get, counted for each", events["batches_lost"]
+        )
     checks = daemon["integrity"]
     yield _counter("integrity_checks", "Checks of all that must always hold", checks["checks"])
     yield _counter("integrity_failures", "Integrity checks that found something broken", checks["failures"])

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-import zmq
 
 from kvcache_proto import __version__
 from kvcache_proto.codec import decode_request, encode
@@ -94,11 +93,9 @@ class Service:
         self._shrinking = False
         self._questions = Questions(self._loop, self._answer_at_last)
         self._http: Http | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events: Events | None = None
         with contextlib.ExitStack() as undo:  # no socket stays of a daemon that does not start
             undo.callback(self._loop.close)
-            undo.callback(self._context.destroy, linger=0)
             if config.http:
                 from kvcache_server.http import Http  # aiohttp takes memory that a daemon without it has a use for
 
@@ -109,7 +106,7 @@ class Service:
             )
             undo.callback(self._wire.close)
             if config.events:
-                self._events = Events(self._loop, self._context, config, self._cache)
+                self._events = Events(self._loop, config, self._cache)
                 undo.callback(self._events.close)
             self._changes = self._events.changes if self._events else []
             self._door = Door(
@@ -161,7 +158,6 @@ class Service:
             self._wire.close()
             if self._events is not None:
                 self._events.close()
-            self._context.term()
             loop.close()
         if self._lost:
             raise EndpointLost(f"{self._lost} was removed or replaced, so that nobody could attach any more")

@@ -24,9 +24,9 @@ from kvcache_proto.errors import BadToken, KVCacheError, Unavailable
 from kvcache_proto.text import escaped
 from kvcache_proto.types import Refusal
 from kvcache_server import describe as words
-from kvcache_server.admin import ENGINE as OPERATOR
 from kvcache_server.admin import Admin
 from kvcache_server.config import format_size
+from kvcache_server.limits import OPERATOR
 
 BAR = 40
 _NOT_NEEDED = {Refusal.PRESENT.name.lower(), Refusal.IN_FLIGHT.name.lower()}

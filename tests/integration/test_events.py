@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import resource
+import signal
+import socket as socketlib
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +25,10 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.types import Finding
 from kvcache_server.admin import Admin
 from kvcache_server.config import Config
-from kvcache_server.events import HEARD, Events
+from kvcache_server.events import REPLAYS, Events
 from kvcache_server.numbers import ROOM, Numbers
+from kvcache_server.topics import IN_ALL
+from kvcache_server.zmtp import GREETING, header, ready
 
 SMALL = NamespaceSpec(model="small", groups=[GroupSpec(16, 64 << 10)])
 LARGE = NamespaceSpec(model="large", groups=[GroupSpec(32, 192 << 10)])
@@ -213,8 +220,9 @@ def test_who_follows_holds_what_lookups_find_across_a_restart(
 
 
 def test_who_does_not_read_loses_batches_and_finds_them_again(start: Any, socket: MakeSocket) -> None:
-    daemon, report = start(events_buffer=4, events_hashes="bytes", events_replay="tcp://127.0.0.1:*")
-    lazy = Subscriber(socket, report, RCVHWM=1, RCVBUF=4096)
+    daemon, report = start(events_buffer=64, events_hashes="bytes", events_replay="tcp://127.0.0.1:*")
+    lazy, eager = Subscriber(socket, report, RCVHWM=1, RCVBUF=4096), Subscriber(socket, report, RCVHWM=0)
+    daemon.wait_status(lambda s: s["daemon"]["events"]["connections"]["open"] == 4, "both of them")
     wait_subscribed(daemon)
     with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
         namespace = session.attach(TINY, (0,))
@@ -232,6 +240,8 @@ def test_who_does_not_read_loses_batches_and_finds_them_again(start: Any, socket
         lazy.catch_up(topic_of(TINY))
     (known,) = lazy.known.values()
     assert len(known) == blocks
+    eager.read_until(lambda: eager.known == lazy.known, "the same")
+    assert not eager.gaps, "others are not affected"
     assert {(0, name) for name in hashes} <= known
 
 
@@ -272,6 +282,39 @@ def test_a_replay_as_older_subscribers_know_it(start: Any, socket: MakeSocket, d
     assert kinds == ["AllBlocksCleared", "BlockStored", "AllBlocksCleared", "BlockStored"]
 
 
+def test_more_replays_than_at_one_time_are_told_one_after_the_other(start: Any, socket: MakeSocket) -> None:
+    daemon, report = start()
+    with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+        session.attach(SMALL, (0,)).reserve(run_of("a", 2)).commit()
+        dealers = [socket(zmq.DEALER) for _ in range(3 * REPLAYS)]
+        daemon.process.send_signal(signal.SIGSTOP)
+        for dealer in dealers:
+            dealer.connect(report["replay"])
+            dealer.send_multipart([b"", bytes(8)])
+        daemon.process.send_signal(signal.SIGCONT)
+        for dealer in dealers:
+            while True:
+                assert dealer.poll(PATIENCE * 1000)
+                if dealer.recv_multipart()[2] == END:
+                    break
+    assert daemon.status()["daemon"]["events"]["replays"] == len(dealers)
+    assert daemon.status()["daemon"]["events"]["replays_cut"] == 0
+
+
+def test_events_over_ipv6(start: Any, socket: MakeSocket) -> None:
+    try:
+        socketlib.create_server(("::1", 0), family=socketlib.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this host has no ::1: {error}")
+    daemon, report = start(events="tcp://[::1]:*")
+    assert report["endpoint"].startswith("tcp://[::1]:")
+    subscriber = Subscriber(socket, report, IPV6=1)
+    wait_subscribed(daemon)
+    with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+        session.attach(SMALL, (0,)).reserve(run_of("a", 2)).commit()
+        subscriber.read_until(lambda: len(subscriber.known.get(topic_of(SMALL), ())) == 2, "the blocks")
+
+
 def test_requests_that_make_no_sense_are_counted_and_others_served(start: Any, socket: MakeSocket) -> None:
     daemon, report = start()
     nonsense = [[b""], [b"", b"short"], [b"x", bytes(8)], [b"", bytes(8), b"", b""], [b"", bytes(9)]]
@@ -303,6 +346,51 @@ def test_who_asks_and_leaves_is_forgotten(start: Any, socket: MakeSocket) -> Non
         late = Subscriber(socket, report)
         late.catch_up(topic_of(TINY))
         assert len(late.known[topic_of(TINY)]) == daemon.status()["pool"]["blocks"]
+
+
+def connect(endpoint: str) -> socketlib.socket:
+    """A connection that has said nothing yet."""
+    scheme, _, where = endpoint.partition("://")
+    if scheme == "ipc":
+        peer = socketlib.socket(socketlib.AF_UNIX)
+        peer.settimeout(PATIENCE)
+        peer.connect(where)
+        return peer
+    host, _, port = where.rpartition(":")
+    return socketlib.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE)
+
+
+def raw_peer(endpoint: str, kind: bytes) -> socketlib.socket:
+    """A connection that has greeted as a socket of that type, and may go on with frames as it likes."""
+    peer = connect(endpoint)
+    peer.sendall(GREETING + ready(kind))
+    return peer
+
+
+@pytest.mark.parametrize("which", ["endpoint", "replay"])
+@pytest.mark.parametrize("over", ["tcp", "ipc"])
+def test_idle_connections_are_few_and_harm_nobody(
+    start: Any, socket: MakeSocket, short_folder: Path, over: str, which: str
+) -> None:
+    daemon, report = start(folder=short_folder if over == "ipc" else "")
+    early = Subscriber(socket, report)
+    wait_subscribed(daemon)
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (256, 256))
+    with contextlib.ExitStack() as leave:
+        for _ in range(600):
+            leave.enter_context(connect(report[which]))
+        with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+            namespace = session.attach(SMALL, (0,))
+            hashes = run_of("a", 4)
+            namespace.reserve(hashes).commit()
+            there = {topic_of(SMALL): found(namespace, [hashes])}
+            early.read_until(lambda: early.known == there, "what is there")
+            late = Subscriber(socket, report)
+            late.catch_up(topic_of(SMALL))
+            assert late.known == there
+        daemon.wait_status(lambda s: s["daemon"]["events"]["connections"]["cut"].get("crowded_out", 0) > 500)
+        assert daemon.status()["daemon"]["events"]["connections"]["open"] <= 64
+        assert len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < 160
 
 
 def test_the_sockets_are_for_owner_and_group_and_go_with_the_daemon(start: Any, short_folder: Path) -> None:
@@ -341,34 +429,64 @@ def test_a_topic_longer_than_any_ends_the_connection(start: Any, socket: MakeSoc
 
 
 @pytest.mark.parametrize("over", ["tcp", "ipc"])
-def test_more_topics_than_there_can_be_cost_no_memory_and_others_find_their_way_back(
+def test_more_topics_than_there_can_be_cost_no_memory_and_their_sender_alone_its_connection(
     start: Any, socket: MakeSocket, short_folder: Path, over: str
 ) -> None:
     daemon, report = start(folder=short_folder if over == "ipc" else "")
     early = Subscriber(socket, report)
     wait_subscribed(daemon)
-    with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
-        namespace = session.attach(SMALL, (0,))
-        hashes = run_of("a", 4)
-        namespace.reserve(hashes[:2]).commit()
-        early.read_until(lambda: early.known == {topic_of(SMALL): found(namespace, [hashes])}, "what is there")
-        before = resident(daemon.process.pid)
-        flood, draw = socket(zmq.XSUB), random.Random(7)
-        flood.setsockopt(zmq.SNDHWM, 0)
-        flood.setsockopt(zmq.LINGER, 0)
-        flood.connect(report["endpoint"])
-        for _ in range(20_000):
-            flood.send(b"\x01" + draw.randbytes(200))
-        daemon.wait_status(lambda s: s["daemon"]["events"]["subscriptions_cut"], "that it is too much")
-        flood.close()
-        # libzmq subscribes again where its socket is read.
-        early.read_until(lambda: daemon.status()["daemon"]["events"]["subscriptions"] == 1, "who was there, alone")
-        namespace.reserve(hashes[2:], parent=hashes[1]).commit()
-        early.read_until(lambda: early.known == {topic_of(SMALL): found(namespace, [hashes])}, "what has come")
+    monitor = early.sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
+            namespace = session.attach(SMALL, (0,))
+            hashes = run_of("a", 4)
+            namespace.reserve(hashes[:2]).commit()
+            early.read_until(lambda: early.known == {topic_of(SMALL): found(namespace, [hashes])}, "what is there")
+            before = resident(daemon.process.pid)
+            flood, draw = socket(zmq.XSUB), random.Random(7)
+            flood.setsockopt(zmq.SNDHWM, 0)
+            flood.setsockopt(zmq.LINGER, 0)
+            flood.connect(report["endpoint"])
+            for _ in range(20_000):
+                flood.send(b"\x01" + draw.randbytes(200))
+            daemon.wait_status(lambda s: s["daemon"]["events"]["subscriptions_cut"], "that it is too much")
+            flood.close()
+            left = daemon.wait_status(lambda s: s["daemon"]["events"]["subscriptions"] == 1, "who was there, alone")
+            assert left["daemon"]["events"]["connections"]["cut"]["too_many_topics"] >= 1
+            namespace.reserve(hashes[2:], parent=hashes[1]).commit()
+            early.read_until(lambda: early.known == {topic_of(SMALL): found(namespace, [hashes])}, "what has come")
+        assert not monitor.poll(0)
+        assert not early.gaps
+    finally:
+        early.sub.disable_monitor()
+        monitor.close()
     grown = resident(daemon.process.pid) - before
-    assert grown < 100 << 20, grown
-    if over == "ipc":
-        assert stat.S_IMODE(Path(report["endpoint"].removeprefix("ipc://")).stat().st_mode) == 0o660
+    assert grown < 20 << 20, grown
+
+
+def test_topics_of_all_together_are_bounded_and_whoever_has_most_leaves(start: Any, socket: MakeSocket) -> None:
+    daemon, report = start()
+    Subscriber(socket, report)
+    wait_subscribed(daemon)
+    with contextlib.ExitStack() as leave:
+        for number in range(IN_ALL + 1):
+            peer = leave.enter_context(raw_peer(report["endpoint"], b"SUB"))
+            topics = 1000 if number else 1020
+            said = [b"\x01%d.%d" % (number, each) for each in range(topics)]
+            peer.sendall(b"".join(header(len(each)) + each for each in said))
+            if not number:
+                daemon.wait_status(lambda s: s["daemon"]["events"]["subscriptions"] == 1 + 1020, "the first one's")
+        left = daemon.wait_status(
+            lambda s: s["daemon"]["events"]["subscriptions"] == 1 + IN_ALL * 1000, "what is left"
+        )["daemon"]["events"]
+        assert left["connections"] == {"open": 1 + IN_ALL + 1, "cut": {"too_many_topics": 1}}
+        assert left["subscriptions_cut"] == 1020
+
+
+def test_the_daemon_s_process_does_without_libzmq(start: Any) -> None:
+    """It may end the process that uses it, and has threads of its own."""
+    daemon, _ = start(http="127.0.0.1:0")
+    assert "libzmq" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
 
 
 def resident(pid: int) -> int:
@@ -377,39 +495,44 @@ def resident(pid: int) -> int:
     return int(rows["RssAnon"].split()[0]) << 10
 
 
-def test_a_flood_of_nonsense_is_taken_a_little_at_a_time(socket: MakeSocket) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+@pytest.mark.parametrize(("which", "kind"), [("endpoint", b"XSUB"), ("replay", b"DEALER")])
+def test_a_flood_of_nonsense_is_taken_a_little_at_a_time(which: str, kind: bytes) -> None:
+    """Between two pieces of it the loop has its turn, and others are heard."""
+    flood = 100_000
     loop = asyncio.new_event_loop()
     where = {"events": "tcp://127.0.0.1:*", "events_replay": "tcp://127.0.0.1:*"}
-    events = Events(loop, context, Config(endpoint="ipc:///x/kv.sock", **where), Host().cache)
+    events = Events(loop, Config(endpoint="ipc:///x/kv.sock", **where), Host().cache)
 
-    async def until_all_is_heard() -> None:
-        while events.report()["nonsense"] < 400:
+    async def until(said: str, count: int) -> None:
+        while events.report()[said] < count:
             await asyncio.sleep(0)
 
     try:
-        sub, dealer = socket(zmq.XSUB), socket(zmq.DEALER)
-        sub.connect(events.report()["endpoint"])
-        dealer.connect(events.report()["replay"])
-        for _ in range(200):
-            sub.send(b"hello")
-            dealer.send(b"hello")
-        for hear in (events._hear_subscriptions, events._hear_requests):
-            before = events.report()["nonsense"]
-            while (heard := events.report()["nonsense"] - before) == 0:
-                hear()
-            assert heard <= HEARD
-        loop.run_until_complete(asyncio.wait_for(until_all_is_heard(), PATIENCE))
+        endpoint = events.report()[which]
+        peer, other = raw_peer(endpoint, kind), raw_peer(events.report()["endpoint"], b"SUB")
+        with peer, other:
+            thread = threading.Thread(target=peer.sendall, args=((header(5) + b"hello") * flood,))
+            thread.start()
+            loop.run_until_complete(asyncio.wait_for(until("nonsense", 1), PATIENCE))
+            other.sendall(header(2) + b"\x01x")
+            loop.run_until_complete(asyncio.wait_for(until("subscriptions", 1), PATIENCE))
+            assert events.report()["nonsense"] < flood
+            loop.run_until_complete(asyncio.wait_for(until("nonsense", flood), PATIENCE))
+            thread.join()
     finally:
         events.close()
-        context.destroy(linger=0)
         loop.close()
 
 
-def test_an_endpoint_that_cannot_be_bound(start: Any, start_daemon: Any, short_folder: Path) -> None:
-    _, report = start()
+@pytest.mark.parametrize(("over", "code", "told"), [("tcp", 6, "cannot be bound"), ("ipc", 3, "another daemon serves")])
+def test_an_endpoint_that_cannot_be_bound(
+    start: Any, start_daemon: Any, short_folder: Path, over: str, code: int, told: str
+) -> None:
+    first, report = start(folder=short_folder if over == "ipc" else "")
     daemon = start_daemon(
         wait=False, endpoint=f"ipc://{short_folder}/other.sock", events=report["endpoint"], events_replay=None
     )
-    assert daemon.process.wait(PATIENCE) == 6
-    assert "cannot be bound" in daemon.log
+    assert daemon.process.wait(PATIENCE) == code
+    assert told in daemon.log and report["endpoint"] in daemon.log
+    connect(report["endpoint"]).close()
+    assert first.status()["daemon"]["events"]["endpoint"] == report["endpoint"]

@@ -1,0 +1,76 @@
+"""Who has subscribed to which topics. A subscription is a prefix, as ZeroMQ has it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+IN_ALL = 8  # times what one may have: subscriptions of all together
+
+S = TypeVar("S", bound=Hashable)
+
+
+class Topics(Generic[S]):
+    """Subscriptions by topic and by subscriber; `len` is how many topics somebody has subscribed to."""
+
+    def __init__(self, most: int) -> None:
+        """A subscriber may have `most`, all together IN_ALL times as many."""
+        self._most = most
+        self._by_topic: dict[bytes, dict[S, None]] = {}
+        self._of: dict[S, dict[bytes, None]] = {}
+        self._lengths: Counter[int] = Counter()  # of topics, so that what a name begins with is found in few steps
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._by_topic)
+
+    def add(self, subscriber: S, topic: bytes) -> S | None:
+        """Note a subscription; the same one again changes nothing. O(1) within the bounds.
+
+        Returns who has to leave: the subscriber, where it has too many; where all together have, whoever has most.
+        """
+        own = self._of.setdefault(subscriber, {})
+        if topic in own:
+            return None
+        own[topic] = None
+        self._by_topic.setdefault(topic, {})[subscriber] = None
+        self._lengths[len(topic)] += 1
+        self._count += 1
+        if len(own) > self._most:
+            return subscriber
+        if self._count > IN_ALL * self._most:
+            return max(self._of, key=lambda each: len(self._of[each]))
+        return None
+
+    def discard(self, subscriber: S, topic: bytes) -> None:
+        """Forget a subscription, if there is one."""
+        own = self._of.get(subscriber, {})
+        if topic not in own:
+            return
+        del own[topic]
+        if not own:
+            del self._of[subscriber]
+        self._count -= 1
+        self._lengths[len(topic)] -= 1
+        if not self._lengths[len(topic)]:
+            del self._lengths[len(topic)]
+        those = self._by_topic[topic]
+        del those[subscriber]
+        if not those:
+            del self._by_topic[topic]
+
+    def leave(self, subscriber: S) -> int:
+        """Forget all of a subscriber's. Returns how many there were."""
+        own = list(self._of.get(subscriber, ()))
+        for topic in own:
+            self.discard(subscriber, topic)
+        return len(own)
+
+    def of(self, name: bytes) -> list[S]:
+        """Return who hears what is published under `name`, each once."""
+        found: dict[S, None] = {}
+        for length in self._lengths:
+            if length <= len(name) and (those := self._by_topic.get(name[:length])):
+                found.update(those)
+        return list(found)
