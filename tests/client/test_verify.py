@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from chains import KINDS, SIZE, offsets, spoil
+from immutable import immutable
 from steps import BLOCK, LAYERS, PAGE, Request, Rig, idle
 
 from kvcache_client import GroupSpec, Lease, NamespaceSpec, Session
@@ -274,8 +275,13 @@ def test_the_file_of_the_sums_is_the_daemons_own(daemon: Any) -> None:
 
 
 def test_without_room_for_sums_the_daemon_serves_and_says_so(start_daemon: Any, short_folder: Any) -> None:
-    (short_folder / "kv.sums").symlink_to(short_folder / "elsewhere")  # refused, as a full mount is
-    daemon = start_daemon()
+    sums = short_folder / "kv.sums"
+    sums.touch(0o600)
+    immutable(sums, True)  # refused, as on a full mount
+    try:
+        daemon = start_daemon()
+    finally:
+        immutable(sums, False)
     assert "no checksums of blocks are kept" in daemon.log
     one, two = (Rig(daemon.endpoint, name, dtype=torch.float32, verify="all") for name in ("one", "two"))
     try:

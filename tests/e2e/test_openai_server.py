@@ -138,6 +138,7 @@ def test_a_daemon_that_is_killed_in_mid_stream(
     wait_idle(daemons[-1])
 
 
+@pytest.mark.long  # an engine that is killed and the next one are in test_chaos.py, too
 def test_a_server_that_is_killed_and_the_next_one(
     first: Any, servers: Any, daemons: list[Any], prompts: list[Any], prompt: Any, reference: Any
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import hashlib
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import Daemon
+from immutable import immutable
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.door import knock
@@ -521,21 +521,6 @@ def test_a_session_s_descriptor_takes_no_bytes(start_daemon: Any, short_folder: 
 
 
 # The state file.
-
-
-def immutable(path: Path, on: bool) -> None:
-    """chattr +i, -i."""
-    get, put, bit = 0x80086601, 0x40086602, 0x10
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        flags = array.array("l", [0])
-        fcntl.ioctl(descriptor, get, flags)
-        flags[0] = flags[0] | bit if on else flags[0] & ~bit
-        fcntl.ioctl(descriptor, put, flags)
-    except OSError as error:
-        pytest.skip(f"no file can be made immutable here: {error}")
-    finally:
-        os.close(descriptor)
 
 
 @only_root

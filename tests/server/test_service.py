@@ -436,7 +436,7 @@ def test_pings_without_end_are_answered_as_far_as_they_are_read(daemon: Any, eng
     before = memory_of(daemon)
     with raw_peer(daemon) as peer:
         peer.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # cut off, where many came at one time
             while True:
                 peer.sendall(b"\4\x17\4PING\0\0" + bytes(16))
         engine.ping()
