@@ -110,10 +110,10 @@ def test_a_save_that_had_not_begun_when_its_blocks_were_given_away(rigs: Any, da
     while not (given_away := one.worker.take_given_away()):
         assert time.monotonic() < until, "no save was cancelled"
         time.sleep(0.001)
+    idle(daemon, 0)  # what the rank says of it comes first, as a step earlier
     one.scheduler.given_away([*given_away, *given_away])  # two ranks report
     one.step()
     one.session.ping()
-    idle(daemon, 0)
     two.scheduler.matched_tokens(follow_up("second", request), 0)
     two.session.ping()
     assert causes(why(daemon, "second")) == [(0, 3, "given_away")]

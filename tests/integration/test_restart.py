@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 from conftest import a_stuck_engine
 
-from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_client import GroupSpec, NamespaceSpec, Session, forks
 from kvcache_client.door import knock
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import RegionError
@@ -235,7 +235,7 @@ def test_a_welcome_that_was_never_read_costs_nothing(warm: Any, start_daemon: An
             assert (door.welcome.resumed, door.welcome.session) == (True, int(number))
             daemon.kill()
             for descriptor in (door.connection, door.lock, door.region):
-                os.close(descriptor)
+                forks.close(descriptor)
         start_daemon(endpoint=warm.endpoint, keep="true")
         slow.send_signal(signal.SIGCONT)
         assert slow.communicate("go\n", timeout=PATIENCE)[0].split() == ["VISIBLE"] * 3

@@ -21,7 +21,7 @@ import pytest
 from conftest import Daemon
 from immutable import immutable
 
-from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_client import GroupSpec, NamespaceSpec, Session, forks
 from kvcache_client.door import knock
 from kvcache_proto.errors import ConfigError, EndpointTaken
 from kvcache_proto.types import Verdict
@@ -462,8 +462,9 @@ def test_what_a_client_locks_keeps_no_daemon_out(start_daemon: Any, region_dir: 
         done = discard(daemon)
         assert (done.returncode, done.stdout) == (0, "discarded\n"), done.stderr
     finally:
-        for descriptor in (again, door.region, door.lock, door.connection):
-            os.close(descriptor)
+        os.close(again)
+        for descriptor in (door.region, door.lock, door.connection):
+            forks.close(descriptor)  # forked children would close what has their numbers next
     assert not list(region_dir.iterdir())
 
 
