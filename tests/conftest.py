@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leftovers import remove_regions
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, Unavailable
 from kvcache_server.admin import Admin
-from kvcache_server.regions import remove_regions
 
 START_SECONDS = 30.0
 

@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import time
 from collections import deque
@@ -91,7 +92,7 @@ class ZmtpConnection(asyncio.Protocol):
 C = TypeVar("C", bound=ZmtpConnection)
 
 
-class Turns(Generic[C]):
+class Turns(abc.ABC, Generic[C]):
     """Hears connections by turns. Whoever derives from it says what a message is answered with."""
 
     SECONDS = 0.01  # of messages, before doors and timers have their turn
@@ -102,17 +103,17 @@ class Turns(Generic[C]):
         self._waiting: deque[C] = deque()  # with messages that had no time yet; each once
         self._turn = self._until = 0.0  # the loop's time at which the turn began; when it is over
 
+    @abc.abstractmethod
     def entered(self, connection: C) -> None:
         """It has connected."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def left(self, connection: C) -> None:
         """It has gone."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _take(self, connection: C, until: float) -> bool:
         """Answer messages until that time, one at least. Returns whether there may be more."""
-        raise NotImplementedError
 
     def heard(self, connection: C) -> None:
         """Answer what has come by it, now or when its turn comes."""

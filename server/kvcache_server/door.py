@@ -31,7 +31,7 @@ from kvcache_server.sockets import Listener, Peer, Place
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 2.0
-LEAVE_SECONDS = 0.1
+LEAVE_SECONDS = 0.1  # a process that ends has closed its door by then, if it closed its connection first
 MAX_VISITORS = 128  # handshakes at one time
 LINES_A_MINUTE = 20  # about refusals of one user; all are counted
 _LENGTH = struct.Struct("<I")

@@ -12,7 +12,6 @@ the same names for their endpoints, and regions here of their own.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import logging
@@ -156,10 +155,6 @@ class Claim:
     def path(self) -> str:
         return self._folder.path_of(self.name + REGION)
 
-    @property
-    def held(self) -> bool:
-        return self._lock_fd >= 0
-
     def open(self, flags: int = 0) -> int:
         """Return a descriptor of the region file. Raises as Folder.open does."""
         return self._folder.open(self.name + REGION, os.O_RDWR | flags)
@@ -186,7 +181,7 @@ class Claim:
 
     def release(self) -> None:
         """Let go of it; region and lock stay. Calling it again does nothing."""
-        if self.held:
+        if self._lock_fd >= 0:
             self._close()
 
     def _close(self) -> None:
@@ -195,13 +190,3 @@ class Claim:
                 os.close(fd)
         self._lock_fd = self._legacy_fd = -1
         self._folder.close()
-
-
-def remove_regions(directory: str, socket_path: str) -> int:
-    """Remove what daemons of this endpoint that live no more have left in `directory`; return how many files."""
-    with RegionFolder(directory, socket_path) as regions:
-        claims = []
-        for name in regions.found():
-            with contextlib.suppress(EndpointTaken):
-                claims.append(regions.claim(name))
-        return regions.remove_all(claims)

@@ -120,9 +120,10 @@ class Service:
                 allow_gids=config.allow_gids,
                 rate=rate_of(config),
             )
+            undo.callback(self._door.close)
+            self._let_in(config)
             undo.pop_all()
         self._settings = Settings(config, read, self._cache, self._door, self._let_in)
-        self._let_in(config)
 
     def _let_in(self, config: Config) -> None:
         """Let those users and groups connect, besides at the door, that `config` names. Raises OSError."""

@@ -243,8 +243,8 @@ def private() -> Iterator[None]:
 def admit(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
     """Let owner and group of the socket at `path` connect, and those users and groups.
 
-    Nobody else, whoever was let in before. Where the file system has no access control lists, everybody may connect:
-    the door still refuses whom the lists do not name, and the wire answers nobody without a token; a warning says so.
+    Nobody else, whoever was let in before. Where the file system has no access control lists, everybody may connect,
+    and is refused only then (`Listener.admits`); a warning says so.
     """
     uids, gids = sorted(set(uids)), sorted(set(gids))
     if not uids and not gids:

@@ -91,11 +91,6 @@ class StateFile:
             os.close(self._fd)
             self._fd = -1
 
-    def remove(self) -> None:
-        """Write no more, and remove the file."""
-        self.close()
-        self._folder.remove(self._name)
-
     def _write_anew(self) -> None:
         packed = MAGIC + b"".join(map(pack, self.book.records(__version__)))
         new = self._name + NEW

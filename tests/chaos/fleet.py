@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import schedule
+from leftovers import remove_regions
 from tallies import NAMES, Tallies
 
 from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_proto.errors import KVCacheError
 from kvcache_server.admin import Admin
-from kvcache_server.regions import remove_regions
 
 HERE = Path(__file__).parent
 START_SECONDS = 30.0

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from kvcache_server.regions import remove_regions
+from leftovers import remove_regions
 
 
 def test_a_small_bench() -> None:

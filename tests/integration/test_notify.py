@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leftovers import remove_regions
 from manager import Ear, an_ear
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
@@ -25,7 +26,6 @@ from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_proto.messages import PROTOCOL_VERSION, Hello
 from kvcache_server.admin import Admin
 from kvcache_server.notify import Manager
-from kvcache_server.regions import remove_regions
 
 WATCHDOG = 1.0  # seconds; the daemon's ticks are four a second
 

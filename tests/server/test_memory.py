@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from leftovers import remove_regions
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, RegionError
 from kvcache_proto.region import RegionRows
 from kvcache_server.memory import RETURNS, Region, available_memory, create_region, filesystem
-from kvcache_server.regions import RegionFolder, remove_regions
+from kvcache_server.regions import RegionFolder
 
 SHM = "/dev/shm"
 MIB = 1 << 20

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,13 +36,13 @@ def message(body: bytes) -> bytes:
     return header(len(body)) + body
 
 
-def hear(receiver: Receiver, data: bytes) -> list[bytes | str]:
+def hear(receiver: Receiver, data: bytes, take: Callable[[Receiver], Any] = Receiver.take) -> list[Any]:
     """What comes of `data`: messages, what is wrong with others, and at last why it was cut off."""
-    came: list[bytes | str] = []
+    came: list[Any] = []
     receiver.feed(data)
     while True:
         try:
-            taken = receiver.take()
+            taken = take(receiver)
         except BadFrame as error:
             came.append(str(error))
         except CutOff as error:
@@ -137,22 +140,6 @@ def whole(parts: list[bytes]) -> bytes:
     return b"".join(each for pair in zip(headers(parts), parts, strict=True) for each in pair)
 
 
-def hear_parts(receiver: Receiver, data: bytes) -> list[list[bytes] | str]:
-    came: list[list[bytes] | str] = []
-    receiver.feed(data)
-    while True:
-        try:
-            taken = receiver.take_parts()
-        except BadFrame as error:
-            came.append(str(error))
-        except CutOff as error:
-            return [*came, f"cut: {error}"]
-        else:
-            if taken is None:
-                return came
-            came.append(taken)
-
-
 @given(st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=5), max_size=6), st.data())
 def test_messages_of_several_parts_however_they_are_cut(messages: list[list[bytes]], data: st.DataObject) -> None:
     stream = HELLO + b"".join(map(whole, messages))
@@ -160,12 +147,12 @@ def test_messages_of_several_parts_however_they_are_cut(messages: list[list[byte
     receiver = Receiver(SEVERAL)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
     pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    assert [each for piece in pieces for each in hear_parts(receiver, piece)] == expected
+    assert [each for piece in pieces for each in hear(receiver, piece, Receiver.take_parts)] == expected
 
 
 def test_a_frame_that_is_too_long_cuts_off_where_none_is_skipped() -> None:
     for said in (whole([bytes(301)]), whole([b"", bytes(301)]), whole([b""] * (MAX_PARTS + 1))):
-        (came,) = hear_parts(Receiver(SEVERAL), HELLO + said)
+        (came,) = hear(Receiver(SEVERAL), HELLO + said, Receiver.take_parts)
         assert str(came).startswith("cut: ")
 
 
