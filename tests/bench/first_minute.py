@@ -1,11 +1,13 @@
 """What an engine meets in its first minute beside a region that it has yet to page-lock, on a GPU host.
 
     python tests/bench/first_minute.py [--cases none,ours] [--turns 2] [--gib 32] [--pages small,huge] [--tp 1]
+                                       [--weights dummy]
 
 An eager engine (each kernel is launched by itself: what holds the driver shows) with a Llama of 8 billion random
 weights, started anew for each case and turn, the cases by turns in one run. From its first request on: a decode of 32,
 eight new prompts of 8,192 tokens at once, new prompts in a row, and the same from the device; every other turn in
-another order. `ours` is measured with small and with huge pages.
+another order. `ours` is measured with small and with huge pages. With `--weights disk` random weights are written
+first, 16 GB, and each engine reads them.
 """
 
 from __future__ import annotations
@@ -24,6 +26,36 @@ from engine_cases import CASES, start_engine
 from engines import ENVIRONMENT, LLAMA, Figures, Sizes, ms, prompts, table
 
 from kvcache_server.demo import Failed
+
+
+def write_weights(folder: Path, config: dict[str, Any]) -> None:
+    """Write random weights of a Llama of `config` into `folder`, a file a layer, as a checkpoint has them."""
+    import torch
+    from safetensors.torch import save_file
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, 0.02).cpu()
+
+    ends = {"model.embed_tokens.weight": drawn(words, hidden), "lm_head.weight": drawn(words, hidden)}
+    save_file(ends | {"model.norm.weight": drawn(hidden)}, folder / "model-ends.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        tensors = {f"model.layers.{layer}.{name}.weight": drawn(*shape) for name, shape in shapes.items()}
+        save_file(tensors, folder / f"model-layer-{layer:02}.safetensors")
 
 
 def decode(call: Any, sizes: Sizes, turn: int, found: Figures) -> None:
@@ -55,7 +87,7 @@ def measure(case: str, pages: str, options: argparse.Namespace, folder: Path, tu
             started = engine.call(
                 "start",
                 model=str(folder / "model"),
-                load_format="dummy",
+                load_format="dummy" if options.weights == "dummy" else "auto",
                 skip_tokenizer_init=True,
                 max_model_len=sizes.max_len,
                 enable_prefix_caching=True,
@@ -82,6 +114,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--gib", type=int, default=32, help="of the region")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--weights", choices=("dummy", "disk"), default="dummy")
     parser.add_argument("--extra", type=json.loads, default={}, help="JSON: settings of our connector")
     parser.add_argument("--toy", action="store_true", help="a toy model, on CPU: whether this script works")
     parser.add_argument("--logs", type=Path, help="folder that logs are kept in")
@@ -92,7 +125,12 @@ def main() -> None:
         (folder / "model").mkdir()
         from engines import TOY
 
-        (folder / "model" / "config.json").write_text(json.dumps(TOY if options.toy else LLAMA))
+        config = TOY if options.toy else LLAMA
+        (folder / "model" / "config.json").write_text(json.dumps(config))
+        if options.weights == "disk":
+            begin = time.monotonic()
+            write_weights(folder / "model", config)
+            print(f"[{time.monotonic() - begin:.0f} s] weights written", flush=True)
         for turn in range(options.turns):
             for case in options.cases:
                 for pages in options.pages if case == "ours" else ["small"]:
@@ -107,7 +145,7 @@ def main() -> None:
                         options.logs.mkdir(parents=True, exist_ok=True)
                         for log in folder.glob("*.log"):
                             shutil.copy(log, options.logs)
-    print(table(f"{options.gib} GiB", found))
+    print(table(f"{options.gib} GiB, {options.weights} weights", found))
 
 
 if __name__ == "__main__":
