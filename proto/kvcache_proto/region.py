@@ -46,7 +46,7 @@ FREE, WRITING, READY, DOOMED = 0, 1, 2, 3
 _H_MAGIC, _H_VERSION, _H_ID, _H_BYTES, _H_EXTENT_BYTES, _H_EXTENTS, _H_DATA, _H_CHECK = 0, 1, 2, 4, 5, 6, 7, 8
 _H_ROWS = 9
 # Words of an extent row.
-_E_SLOT_BYTES, _E_GENERATION, _E_ROWS, _E_SLOTS, _E_RETIRED = 0, 1, 2, 3, 4
+_E_SLOT_BYTES, _E_GENERATION, _E_ROWS, _E_SLOTS, _E_RETIRED, _E_CLEARED = 0, 1, 2, 3, 4, 5
 # Words of a slot row. State, tick, settled shards and the parent change alone, by one store each; the checksum covers
 # the generation and the body, which are written once for a block.
 _S_STATE, _S_TICK, _S_SETTLED, _S_GENERATION, _S_PARENT, _S_CHECK = 0, 1, 2, 3, 14, 15
@@ -231,8 +231,8 @@ class RegionRows:
     def extent_start(self, extent: int) -> int:
         return self.geometry.data_offset + extent * self.geometry.extent_bytes
 
-    def cut(self, extent: int, slot_bytes: int, generation: int) -> int:
-        """Cut `extent` into FREE slots of `slot_bytes` and return how many.
+    def cut(self, extent: int, slot_bytes: int, generation: int, clear: int | None = None) -> int:
+        """Cut `extent` into slots of `slot_bytes` and return how many. The first `clear` of them, or all, are FREE.
 
         The generation changes first: whoever still reads by the old cut sees that it is gone.
         """
@@ -242,9 +242,21 @@ class RegionRows:
         slots = slots_per_extent(self.geometry.extent_bytes, slot_bytes)
         end = self.extent_start(extent) + self.geometry.extent_bytes
         rows = end - slots * SLOT_ROW
-        self.buffer[rows:end] = bytes(slots * SLOT_ROW)
+        self.clear(extent, rows, 0, slots if clear is None else min(clear, slots))
         w[at + _E_SLOT_BYTES], w[at + _E_ROWS], w[at + _E_SLOTS] = slot_bytes, rows, slots
         return slots
+
+    def clear(self, extent: int, rows: int, first: int, end: int) -> None:
+        """Make the slots of `extent` from `first` up to `end` FREE, whose rows begin at `rows`.
+
+        Those before them are cleared already. What lies behind them is of an older cut, and no later daemon reads it.
+        """
+        self.buffer[rows + first * SLOT_ROW : rows + end * SLOT_ROW] = bytes((end - first) * SLOT_ROW)
+        self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_CLEARED] = end
+
+    def cleared(self, extent: int, slots: int) -> int:
+        """Return how many of the `slots` rows of a cut extent have been cleared, from the first one on."""
+        return min(self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_CLEARED], slots)
 
     def extent_row(self, extent: int) -> tuple[int, int, int, int]:
         """Return (slot bytes, generation, offset of the slot rows, slots); 0 slot bytes is an uncut extent.

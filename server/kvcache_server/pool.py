@@ -1,11 +1,13 @@
 """Extents, slots and their free lists: which bytes of the region hold which block. Pure.
 
 An extent is cut into slots of one size on demand. An extent that has become empty stays as it was cut, so that a size
-that comes and goes does not pay for the cut each time, and is given to another size when no uncut one is left.
+that comes and goes does not pay for the cut each time, and is given to another size when no uncut one is left. Slots
+are laid out LOOK at a time, when those before them are taken: tiny blocks make millions of them in one extent.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,29 +15,43 @@ from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import FREE, SLOT_ROW, RegionRows, slots_per_extent
 from kvcache_proto.types import SlotRef, pack_ref
 from kvcache_server.index import Block
+from kvcache_server.slices import LOOK
 
 
 class Extent:
-    """One run of the region, cut into slots of `slot_bytes`; `blocks[slot]` is who lives there."""
+    """One run of the region, cut into `slots` of `slot_bytes`; `blocks[slot]` is who lives there, in those laid out.
+
+    `vacant` is empty only where all slots are laid out and taken.
+    """
 
     __slots__ = (
-        *("blocks", "busy", "closed", "generation", "index", "newest", "read", "rows", "slot_bytes", "start", "used"),
-        "vacant",
+        *("blocks", "busy", "closed", "generation", "index", "newest", "read", "rows", "slot_bytes", "slots", "start"),
+        *("used", "vacant"),
     )
 
     def __init__(self, index: int, start: int, slot_bytes: int, slots: int, rows: int, generation: int) -> None:
         self.index = index
         self.start = start
         self.slot_bytes = slot_bytes
+        self.slots = slots
         self.rows = rows
         self.generation = generation
-        self.blocks: list[Block | None] = [None] * slots
-        self.read = bytearray(b"\1") * slots  # by slot: 0 where no lookup has found the block since it was placed here
-        self.vacant = list(range(slots - 1, -1, -1))
+        self.blocks: list[Block | None] = []
+        self.read = bytearray()  # by slot: 0 where no lookup has found the block since it was placed here
+        self.vacant = array("I")  # not a list, which it takes long to free
         self.used = 0
         self.busy = 0  # slots that a writer may still write: WRITING or in quarantine
         self.closed = False  # it is being emptied: its slots are not given away
         self.newest = 0  # the latest tick stored or touched here; ancestors are touched through their descendants
+
+    def lay_out(self, slots: int) -> int:
+        """Let there be so many more slots, or all; return the first of them."""
+        first = len(self.blocks)
+        slots = min(slots, self.slots - first)
+        self.blocks += [None] * slots
+        self.read += b"\1" * slots
+        self.vacant[:0] = array("I", range(first + slots - 1, first - 1, -1))
+        return first
 
 
 class Survey(NamedTuple):
@@ -80,7 +96,7 @@ class Pool:
         used = busy = free = largest = 0
         empty = self.uncut
         for extent in self.extents.values():
-            size, vacant = extent.slot_bytes, len(extent.vacant)
+            size, vacant = extent.slot_bytes, extent.slots - extent.used
             used += extent.used * size
             busy += extent.busy * size
             free += vacant * size
@@ -108,7 +124,7 @@ class Pool:
                     del self.empty[extent.index]
                 extent.used += 1
                 slot = extent.vacant.pop()
-                if not extent.vacant:
+                if not extent.vacant and not self._lay_out(extent):
                     roomy.pop()  # `give_back` enters it again: once, however often it fills and empties
                 return extent, slot
             roomy.pop()
@@ -209,11 +225,12 @@ class Pool:
         """Return the byte offset of the slot's row."""
         return extent.rows + slot * SLOT_ROW
 
-    def adopt(self, index: int, slot_bytes: int, generation: int, slots: int) -> Extent:
+    def adopt(self, index: int, slot_bytes: int, generation: int, slots: int, laid_out: int) -> Extent:
         """Take over an extent as an earlier daemon cut it; the caller fills `blocks` and counts who is busy."""
         start = self.rows.extent_start(index)
         rows = start + self.extent_bytes - slots * SLOT_ROW  # not as the row has it: engines could write there
         extent = self.extents[index] = Extent(index, start, slot_bytes, slots, rows, generation)
+        extent.lay_out(laid_out)
         self.empty[index] = extent
         return extent
 
@@ -231,8 +248,10 @@ class Pool:
                 self.rows.reinstate(index)
         for extent in self.extents.values():
             blocks = extent.blocks
-            extent.vacant = [slot for slot in range(len(blocks) - 1, -1, -1) if blocks[slot] is None]
+            extent.vacant = array("I", (slot for slot in range(len(blocks) - 1, -1, -1) if blocks[slot] is None))
             extent.used = len(blocks) - len(extent.vacant)
+            if not extent.vacant:
+                self._lay_out(extent)
             if extent.used:
                 del self.empty[extent.index]
             roomy = self._roomy.setdefault(extent.slot_bytes, [])
@@ -241,8 +260,16 @@ class Pool:
 
     def _cut(self, index: int, slot_bytes: int) -> Extent:
         self.generation = (self.generation + 1) & ((1 << 64) - 1)
-        slots = self.rows.cut(index, slot_bytes, self.generation)
-        return self.adopt(index, slot_bytes, self.generation, slots)
+        slots = self.rows.cut(index, slot_bytes, self.generation, LOOK)
+        return self.adopt(index, slot_bytes, self.generation, slots, LOOK)
+
+    def _lay_out(self, extent: Extent) -> bool:
+        """Lay some more slots out; False where there are none."""
+        first = extent.lay_out(LOOK)
+        if first == extent.slots:
+            return False
+        self.rows.clear(extent.index, extent.rows, first, len(extent.blocks))
+        return True
 
     def _empty_extent(self, slot_bytes: int) -> int | None:
         for extent in self.empty.values():

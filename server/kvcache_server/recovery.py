@@ -94,6 +94,7 @@ class _Cut(NamedTuple):
     generation: int
     rows: int
     slots: int
+    cleared: int  # of the slots, from the first one on: no row behind them was ever written
 
 
 def _cuts(rows: RegionRows) -> Iterator[_Cut]:
@@ -103,7 +104,7 @@ def _cuts(rows: RegionRows) -> Iterator[_Cut]:
         slot_bytes, generation, at, slots = rows.extent_row(index)
         whole = slot_bytes and slots == slots_per_extent(size, slot_bytes)
         if whole and at == rows.extent_start(index) + size - slots * SLOT_ROW:
-            yield _Cut(index, slot_bytes, generation, at, slots)
+            yield _Cut(index, slot_bytes, generation, at, slots, rows.cleared(index, slots))
 
 
 class _Recovery:
@@ -138,7 +139,7 @@ class _Recovery:
     def _read(self) -> None:
         cuts = list(_cuts(self.rows))
         buffer = self.rows.buffer
-        views = [np.frombuffer(buffer, _ROW, cut.slots, cut.rows) for cut in cuts]
+        views = [np.frombuffer(buffer, _ROW, cut.cleared, cut.rows) for cut in cuts]
         taken = [np.flatnonzero((view["state"] >= WRITING) & (view["state"] <= DOOMED)) for view in views]
         generations = [self.rows.extent_row(index)[1] for index in range(self.rows.geometry.extents)]
         self.last = max([*generations, *(int(view["generation"].max()) for view in views if len(view))])
@@ -274,7 +275,7 @@ class _Recovery:
         tops = np.maximum.reduceat(self.tick, begins).tolist() if len(begins) else []
         self.extents: list[Extent] = []
         for cut, top in zip(self.cuts, tops, strict=True):
-            extent = pool.adopt(cut.number, cut.slot_bytes, cut.generation, cut.slots)
+            extent = pool.adopt(cut.number, cut.slot_bytes, cut.generation, cut.slots, cut.cleared)
             extent.newest = top
             self.extents.append(extent)
         pool.tick = max(tops, default=0)

@@ -222,7 +222,7 @@ class Room:
 
     def _unused(self, extent: Extent) -> Steps[bool]:
         """Whether nobody reads or writes what lives in the extent, or below that."""
-        seen = bytearray(len(extent.blocks))  # by slot; what lives elsewhere is met once, after its parent
+        seen = bytearray(extent.slots)  # by slot; what lives elsewhere is met once, after its parent
         looks = 0
         for slot in range(len(extent.blocks)):
             first = None if seen[slot] else extent.blocks[slot]

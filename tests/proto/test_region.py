@@ -67,7 +67,7 @@ def test_an_extent_row_and_a_slot_row_byte_by_byte() -> None:
     slots = rows.cut(1, 65536, 7)
     end = 10 * MIB
     assert slots == 63 == 4 * MIB // (65536 + 128)
-    assert words(buffer, 4096 + 64, 8) == (65536, 7, end - 63 * 128, 63, 0, 0, 0, 0)
+    assert words(buffer, 4096 + 64, 8) == (65536, 7, end - 63 * 128, 63, 0, 63, 0, 0)
     assert words(buffer, 4096, 8) == (0,) * 8
 
     first, second = rows.row_offset(1, 0), rows.row_offset(1, 1)

@@ -15,6 +15,7 @@ from kvcache_proto.region import READY, SLOT_ROW, RegionRows
 from kvcache_proto.types import Outcome, Refusal, SlotRef, Verdict, unpack_refs
 from kvcache_server import journal
 from kvcache_server.journal import Book
+from kvcache_server.slices import LOOK
 
 # Plain stories.
 
@@ -65,6 +66,30 @@ def test_what_a_gone_child_left_its_parent_survives() -> None:
     engine.come_back()
     host.cache.tick(0.0)
     assert {block.hash: block.tick for block in host.cache.namespaces[1].groups[0].visible.values()}[digest("p1")] > 0
+    host.cache.check_integrity()
+
+
+def test_rows_that_were_never_cleared_are_not_read() -> None:
+    host = Host(extents=1)
+    extent_bytes = host.cache.geometry.extent_bytes
+    start = host.cache.rows.extent_start(0)
+    host.cache.rows.buffer[start : start + extent_bytes] = b"\1" + b"\xff" * (extent_bytes - 1)
+    engine = Client(host, "one", spec_of(64))
+    names = [f"t{number}" for number in range(LOOK + 2)]
+    for name in names[: LOOK - 1]:
+        engine.store([name])
+    before = found(host.cache)
+    generation = host.cache.pool.generation
+    host.restart(gone=(engine.session,))
+    assert found(host.cache) == before
+    assert (host.cache.counters["rows_discarded"], host.cache.pool.generation) == (0, generation)
+    host.cache.check_integrity()
+    engine = Client(host, "two", spec_of(64))
+    for name in names[LOOK - 1 :]:
+        engine.store([name])
+    host.restart(gone=(engine.session,))
+    engine = Client(host, "three", spec_of(64))
+    assert all(engine.acquire([name], pin=False).hits for name in names)
     host.cache.check_integrity()
 
 
