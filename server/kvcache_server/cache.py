@@ -473,8 +473,8 @@ class Cache:
     def _remark(self, session: Session, request: m.Remark, now: float) -> None | Steps[None]:
         return begin(reasons.take(self, session, request, now))
 
-    def _why(self, session: Session, request: m.Why, now: float) -> m.Explained:
-        return m.Explained(request.id, reasons.explain(self, request.request, now))
+    def _why(self, session: Session, request: m.Why, now: float) -> m.Explained | Steps[m.Explained]:
+        return begin(reasons.answer_why(self, request, now))
 
     def _watch(self, session: Session, request: m.Watch, now: float) -> m.Watched:
         return self.traffic.since(request, now)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -127,9 +126,9 @@ class Misses:
                 return occasion
         return None
 
-    def names(self) -> Iterator[bytes]:
-        """Yield the names of the blocks that have left, or were not let in."""
-        return chain.from_iterable(self._names)
+    def names(self) -> Iterator[list[bytes]]:
+        """Yield the names of the blocks that have left, or were not let in, GENERATION at a time."""
+        return map(list, list(self._names))
 
     @property
     def departures(self) -> int:

@@ -1,4 +1,7 @@
-"""Requests that no engine waits for, and that take long: answered one after the other, within a share of the loop."""
+"""Requests that no engine waits for, and that take long: answered one after the other, within a share of the loop.
+
+One that comes in slices has each of them paid for before the next.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.messages import Stats, Why
 from kvcache_server.ration import Ration
+from kvcache_server.slices import SLICE_SECONDS, Result, Steps
 
 QUESTIONS = (Stats, Why)
 SHARE = 0.1  # of the loop's time
@@ -19,10 +23,12 @@ class Questions:
     """Those that wait for their turn: one a session, so that nobody waits behind a crowd of another's."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, answer: Callable[[Any, bytes], object]) -> None:
-        """`answer(sender, frame)` takes a request as it came."""
+        """`answer(sender, frame)` takes a request as it came, and may call `go_on`."""
         self._loop, self._answer = loop, answer
         self._ration = Ration(SHARE)
-        self._waiting: dict[int, tuple[Any, bytes]] = {}
+        self._waiting: dict[int, tuple[Any, bytes]] = {}  # the first one is being answered, if there are steps
+        self._steps: Steps[Any] | None = None
+        self._done: Callable[[Any, Exception | None], object]
 
     def add(self, session: int, sender: Any, frame: bytes) -> None:
         """Let it wait for its turn. Raises Unavailable where another one of the session's does: it is not taken."""
@@ -32,6 +38,10 @@ class Questions:
         if len(self._waiting) == 1:
             self._wait()
 
+    def go_on(self, steps: Steps[Result], done: Callable[[Result | None, Exception | None], object]) -> None:
+        """Take `steps` for the question that is being answered; `done` is called with their result, or their error."""
+        self._steps, self._done = steps, done
+
     def _wait(self) -> None:
         self._loop.call_later(self._ration.wait(time.monotonic()), self._next)
 
@@ -39,9 +49,25 @@ class Questions:
         session, (sender, frame) = next(iter(self._waiting.items()))
         began = time.monotonic()
         try:
-            self._answer(sender, frame)
+            if self._steps is None:
+                self._answer(sender, frame)
+            else:
+                self._take_further(self._steps, began + SLICE_SECONDS)
         finally:
-            del self._waiting[session]
+            if self._steps is None:
+                del self._waiting[session]
             self._ration.spent(began, time.monotonic())
             if self._waiting:
                 self._wait()
+
+    def _take_further(self, steps: Steps[Any], until: float) -> None:
+        try:
+            next(steps)
+            while time.monotonic() < until:
+                next(steps)
+        except StopIteration as ended:
+            self._steps = None
+            self._done(ended.value, None)
+        except Exception as error:  # noqa: BLE001 - whoever asked is answered
+            self._steps = None
+            self._done(None, error)

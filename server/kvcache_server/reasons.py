@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import re
 from heapq import nsmallest
+from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvcache_proto.codec import decode_request
 from kvcache_proto.errors import BadArgument, ClientError
-from kvcache_proto.messages import Acquire, Acquired, Remark
+from kvcache_proto.messages import Acquire, Acquired, Explained, Remark, Why
 from kvcache_proto.types import MAX_HASHES, NamespaceSpec, check_hashes
 from kvcache_server.index import TAG_BYTES, Group, tag, tagged
 from kvcache_server.limits import Limits
 from kvcache_server.misses import Lookup, Told
 from kvcache_server.room import EVICTED_FOR
 from kvcache_server.sessions import Session
-from kvcache_server.slices import LOOK, Steps
+from kvcache_server.slices import LOOK, STEP, Steps
 
 if TYPE_CHECKING:
     from kvcache_server.cache import Cache
 
-MOST_BLOCKS = 8192  # of one lookup that are looked at, from the first miss on
+MOST_BLOCKS = 8192  # of one lookup that are looked at, from the first miss on,
+MOST_RUNS = 512  # or as many as make so many runs
+EXAMINED = 16  # blocks at a time: each may be looked for in OTHERS namespaces, of as many groups
 FEW_BLOCKS = 256  # of which every other namespace is asked
 OTHERS = 16  # namespaces that are looked into, the most similar ones first
 LATEST = 10
@@ -91,12 +95,19 @@ def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limit
     return "", 0
 
 
-def explain(cache: Cache, text: str, now: float) -> dict[str, Any]:
+def answer_why(cache: Cache, request: Why, now: float) -> Steps[Explained]:
+    return Explained(request.id, (yield from explain(cache, request.request, now)))
+
+
+def explain(cache: Cache, text: str, now: float) -> Steps[dict[str, Any]]:
     """Return what is known of the misses of the request that `text` names, in full or in a part. O(hashes asked)."""
     misses = cache.misses
-    heard = [(each.at, each.request) for each in misses.lookups] + [(each.at, each.request) for each in misses.told]
-    heard.sort(key=lambda each: each[0])
-    known = dict.fromkeys(request for _, request in heard)  # in the order in which they were first heard of
+    lookups, notes = list(misses.lookups), list(misses.told)  # more come between the slices
+    heard: list[Lookup | Told] = [*lookups, *notes]
+    heard.sort(key=attrgetter("at"))
+    yield
+    known = dict.fromkeys(map(attrgetter("request"), heard))  # in the order in which they were first heard of
+    yield
     found = [text] if text in known else [each for each in known if text and text in each]
     answer: dict[str, Any] = {
         "asked": text,
@@ -106,8 +117,8 @@ def explain(cache: Cache, text: str, now: float) -> dict[str, Any]:
         "explained": [],
         "latest": list(known)[-LATEST:][::-1],
         "remembered": {
-            "lookups": len(misses.lookups),
-            "lookups_since_s": round(now - misses.lookups[0].at, 1) if misses.lookups else 0.0,
+            "lookups": len(lookups),
+            "lookups_since_s": round(now - lookups[0].at, 1) if lookups else 0.0,
             "departures": misses.departures,
             "departures_since_s": round(now - misses.since, 1),
             "began_s": round(now - misses.began_at, 1),
@@ -115,23 +126,24 @@ def explain(cache: Cache, text: str, now: float) -> dict[str, Any]:
         },
     }
     if len(found) == 1:
+        yield
         engines: dict[str, tuple[list[Lookup], list[Told]]] = {}  # what there is of the request, an engine
-        for lookup in misses.lookups:
+        for lookup in lookups:
             if lookup.request == found[0]:
                 engines.setdefault(lookup.engine, ([], []))[0].append(lookup)
-        for note in misses.told:
+        for note in notes:
             if note.request == found[0]:
                 engines.setdefault(note.engine, ([], []))[1].append(note)
         answer["engines"] = len(engines)
-        answer["explained"] = [
-            _request(cache, engine, found[0], *engines[engine], now) for engine in list(engines)[-LATEST:]
-        ]
+        for engine in list(engines)[-LATEST:]:
+            yield
+            answer["explained"].append((yield from _request(cache, engine, found[0], *engines[engine], now)))
     return answer
 
 
 def _request(
     cache: Cache, engine: str, name: str, lookups: list[Lookup], notes: list[Told], now: float
-) -> dict[str, Any]:
+) -> Steps[dict[str, Any]]:
     """Return what became of one engine's request: of its last lookup, and what the engine told."""
     told: dict[str, Any] = {
         "request": name,
@@ -145,6 +157,7 @@ def _request(
     last = lookups[-1]
     asked = decode_request(last.frame)
     assert isinstance(asked, Acquire)
+    yield
     spec = cache.misses.spaces.get(asked.namespace)
     told |= {
         "age_s": round(now - last.at, 3),
@@ -154,37 +167,51 @@ def _request(
         "tokens": asked.tokens,
         "blocks": len(asked.hashes),
         "hits": last.hits,
-        "runs": _Walk(cache, last, asked).runs(),
+        "runs": (yield from _Walk(cache, last, asked).runs()),
     }
     return told
 
 
 class _Walk:
-    """The blocks of one lookup, one after the other."""
+    """The blocks of one lookup, one after the other. What is told of those that come last may be younger."""
 
     def __init__(self, cache: Cache, lookup: Lookup, asked: Acquire) -> None:
         self._cache, self._misses = cache, cache.misses
         self._lookup, self._asked, self._at, self._generation = lookup, asked, lookup.at, lookup.generation
         self._tag = tag(asked.namespace, asked.group)
+        self._spaces, self._facts = dict(self._misses.spaces), self._misses.facts.copy()
         space = cache.namespaces.get(asked.namespace)
         self._group: Group | None = space.groups[asked.group] if space else None
         self._runs: list[dict[str, Any]] = []
-        self._others = self._similar()
-        missed = asked.hashes[lookup.hits :][: MOST_BLOCKS + lookup.blocks]
-        self._places = self._known_places(missed) if self._others and len(missed) > FEW_BLOCKS else None
+        self._others: list[tuple[int, dict[str, Any]]] = []
+        self._places: dict[bytes, set[int]] | None = None
 
-    def runs(self) -> list[dict[str, Any]]:
+    def runs(self) -> Steps[list[dict[str, Any]]]:
         hashes = self._asked.hashes
+        self._others = yield from self._similar()
+        looked_for = hashes[self._lookup.hits :][: MOST_BLOCKS + self._lookup.blocks]
+        if self._others and len(looked_for) > FEW_BLOCKS:
+            self._places = yield from self._known_places(looked_for)
         at, cause, blocks = self._lookup.hits, self._lookup.cause, self._lookup.blocks
         self._add(0, at, "hit")
         self._add(at, blocks, cause, self._writer(at) if cause == "pending" else {})
         at += blocks
         end = min(len(hashes), at + MOST_BLOCKS)
-        missed = [self._missed(hashes[place]) for place in range(at, end)]
+        missed = []
+        for place in range(at, end):
+            if place % EXAMINED == 0:
+                yield
+            missed.append(self._missed(hashes[place]))
         self._bridge(missed)
         for place, known in enumerate(missed, at):
+            if place % EXAMINED == 0:
+                yield
+            if len(self._runs) >= MOST_RUNS:
+                end = place
+                break
             self._add(place, 1, *(known or self._unknown(place)))
         self._add(end, len(hashes) - end, "unexamined")
+        yield
         for run in self._runs:
             if run["cause"] != "hit" and self._group is not None:
                 visible = self._group.visible
@@ -211,7 +238,7 @@ class _Walk:
         occasion = self._misses.find(block + self._tag, self._at)
         if occasion is not None:
             facts: dict[str, Any] = {"engine": occasion.engine, "ages": round(self._at - occasion.at, 3)}
-            spec = self._misses.spaces.get(occasion.namespace)
+            spec = self._spaces.get(occasion.namespace)
             if spec is not None and occasion.namespace != self._asked.namespace:
                 facts |= {"namespace": spec.id, "model": spec.model}
             return occasion.cause, facts
@@ -227,14 +254,18 @@ class _Walk:
         known = self._places.get(block)
         return [each for each in self._others if each[0] in known] if known else []
 
-    def _known_places(self, hashes: list[bytes]) -> dict[bytes, set[int]]:
+    def _known_places(self, hashes: list[bytes]) -> Steps[dict[bytes, set[int]]]:
         """Return the namespaces that know of each block. O(blocks that left): for few hashes to ask each is quicker."""
         places: dict[bytes, set[int]] = {}
         asked = set(hashes)
-        for name in self._misses.names():
-            if (block := name[:-TAG_BYTES]) in asked:
-                places.setdefault(block, set()).add(tagged(name))
+        yield
+        for names in self._misses.names():
+            for name in names:
+                if (block := name[:-TAG_BYTES]) in asked:
+                    places.setdefault(block, set()).add(tagged(name))
+            yield
         for number, _ in self._others:
+            yield
             space = self._cache.namespaces.get(number)
             for group in space.groups if space else ():
                 for block in group.visible.keys() & asked:
@@ -243,7 +274,7 @@ class _Walk:
 
     def _held(self, number: int, block: bytes) -> bool:
         """Return whether another namespace held the block at the time of the lookup, or before."""
-        for at in range(len(self._misses.spaces[number].groups)):
+        for at in range(len(self._spaces[number].groups)):
             space = self._cache.namespaces.get(number)
             there = space.groups[at].visible.get(block) if space else None
             if there is not None and there.generation <= self._generation:
@@ -290,29 +321,30 @@ class _Walk:
         above = self._group.root if not place else self._group.visible.get(self._asked.hashes[place - 1])
         mine = self._asked.hashes[place]
         return above is not None and any(
-            child.visible and child.hash != mine and child.generation <= self._generation for child in above.children()
+            child.visible and child.hash != mine and child.generation <= self._generation
+            for child in islice(above.children(), 2 * LOOK)  # the latest ones first
         )
 
-    def _similar(self) -> list[tuple[int, dict[str, Any]]]:
+    def _similar(self) -> Steps[list[tuple[int, dict[str, Any]]]]:
         """Return the other namespaces, and what sets them apart, those of the fewest differences first."""
-        mine = self._misses.spaces.get(self._asked.namespace)
+        mine = self._spaces.get(self._asked.namespace)
         if mine is None:
             return []
-        facts = self._misses.facts
-        ours = facts[self._asked.namespace]
+        ours = self._facts[self._asked.namespace]
         # There may be a thousand: what sets two apart is spelled out for the nearest alone.
-        others = [
-            (len(ours ^ facts[number]), -number, spec)
-            for number, spec in self._misses.spaces.items()
-            if number != self._asked.namespace and spec.hash_bytes == mine.hash_bytes
-        ]
+        others = []
+        for count, (number, spec) in enumerate(self._spaces.items()):
+            if count % STEP == 0:
+                yield
+            if number != self._asked.namespace and spec.hash_bytes == mine.hash_bytes:
+                others.append((len(ours ^ self._facts[number]), -number, spec))
         return [
             (-number, {"namespace": spec.id, "model": spec.model, "fields": _differences(mine, spec)})
             for _, number, spec in nsmallest(OTHERS, others, key=lambda each: each[:2])
         ]
 
     def _holds(self, number: int) -> bool:
-        mine, other = self._misses.spaces[self._asked.namespace], self._cache.namespaces.get(number)
+        mine, other = self._spaces[self._asked.namespace], self._cache.namespaces.get(number)
         return other is not None and other.spec.model == mine.model and any(group.visible for group in other.groups)
 
     def _writer(self, place: int) -> dict[str, Any]:

@@ -230,7 +230,8 @@ class Service:
             if answer is None:
                 return
             if type(answer) is not Acquired and isinstance(answer, Generator):
-                self._underway.begin(session, answer, partial(self._finish, sender, frame, session, request, now))
+                go_on = self._questions.go_on if asked else partial(self._underway.begin, session)
+                go_on(answer, partial(self._finish, sender, frame, session, request, now))
                 return
             reply = answer
         except Exception as failure:  # noqa: BLE001 - as in _refusal

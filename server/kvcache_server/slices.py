@@ -15,6 +15,7 @@ Steps = Generator[None, None, Result]
 
 STEP = 64  # blocks that are granted, settled or evicted at a time: half a millisecond
 LOOK = 4096  # blocks, hashes or rows that are only looked at
+SLICE_SECONDS = 0.002  # of the loop's time, for steps one after the other
 
 
 def begin(steps: Steps[Result]) -> Result | Steps[Result]:

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcache_proto.errors import Unavailable
-from kvcache_server.slices import Chores, Result, Steps
+from kvcache_server.slices import SLICE_SECONDS, Chores, Result, Steps
 
-SLICE_SECONDS = 0.002
 WAITING, WAITING_BYTES = 1024, 8 << 20  # messages of a session, and their bytes; the protocol tells of it
 
 Message = tuple[Any, bytes]  # whoever sent it, and the frame

@@ -12,12 +12,14 @@ from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, UnknownHandle
-from kvcache_proto.types import Finding, Outcome, Refusal, Verdict
+from kvcache_proto.region import SLOT_ROW
+from kvcache_proto.types import Finding, Outcome, Refusal, Verdict, unpack_refs
 from kvcache_server.audit import audit
 from kvcache_server.cache import Cache
+from kvcache_server.reasons import EXAMINED, MOST_BLOCKS, MOST_RUNS
 from kvcache_server.slices import LOOK, STEP, finish
 
-CUT = ("audit", "cache", "distrust", "index", "lookup", "reasons", "restate", "room", "writing")
+CUT = ("audit", "cache", "distrust", "index", "lookup", "pool", "reasons", "restate", "room", "writing")
 
 
 @pytest.fixture
@@ -126,6 +128,78 @@ def test_a_slice_has_a_bound_and_who_asks_for_little_is_answered_in_one() -> Non
     failed = settling(engine, engine.reserve(chain("c", 10 * STEP)), Outcome.FAILED)
     failed.finish()
     assert failed.slices == 19  # it dooms them, then it frees their slots
+
+
+def test_an_extent_of_tiny_blocks_is_cut_some_slots_at_a_time() -> None:
+    cache = make_cache(extents=1)
+    pool, rows = cache.pool, cache.rows
+    first = rows.extent_start(0)
+    cache.rows.buffer[first:] = b"\xff" * (2 * MIB)
+    engine = Engine(cache, "one", 64)
+    slots = 2 * MIB // (64 + SLOT_ROW)
+    at = rows.extent_start(1) - slots * SLOT_ROW
+
+    def cleared() -> int:
+        return slots - rows.states(at, slots).count((1 << 64) - 1)
+
+    reserved = [engine.reserve([f"{number}" for number in range(LOOK - 1)])]
+    assert cleared() == LOOK, "rows of slots that nobody has asked for"
+    assert pool.survey().free == (slots - LOOK + 1) * 64
+    reserved += [engine.reserve([f"{number}"]) for number in (LOOK - 1, LOOK)]
+    assert cleared() == 2 * LOOK
+    cache.check_integrity()
+    names = [f"{number}" for number in range(LOOK + 1, slots)]
+    reserved.append(engine.reserve(names))
+    assert all(each.answers.count(Refusal.GRANTED) == len(each.answers) for each in reserved), "not every slot is had"
+    assert pool.survey().free == 0
+    for each in reserved:
+        engine.settle(each)
+    refs = unpack_refs(engine.acquire(["0"]).slots + engine.acquire(names[-1:]).slots)
+    assert all(rows.is_current(ref) and rows.slot_view(ref, 0, 64).nbytes == 64 for ref in refs)
+    cache.check_integrity()
+    finish(audit(cache))
+
+
+def test_why_looks_at_a_long_miss_a_little_at_a_time_and_goes_on_over_what_changes() -> None:
+    cache = make_cache()
+    engines = [Engine(cache, name, 64, name) for name in ("one", "two", "three")]
+    names = [f"{number}" for number in range(60_000)]
+    for engine in engines[1:]:
+        engine.store(names[:2000])
+        engine.ask(m.Remark(1, b"", engine.namespace, [m.Note("q", "paused", 0, hashes(names))]))
+    request = m.Acquire(1, b"", engines[0].namespace, hashes(names), request="r")
+    cache.remember(engines[0].session, request, engines[0].ask(request), encode(request), 0.0)
+    why = Long(engines[0], m.Why(1, b"", "r"))
+    while why.under_way:
+        if why.slices == 20:  # in the midst of it: what it relies on goes
+            for engine in engines:
+                cache.end_session(engine.session, 1000.0)
+            cache.chores.go_on()
+            finish(cache.clearing("", "an operator", 1000.0))
+            cache.prune()
+        why.take_slice()
+    (told,) = why.reply.answer["explained"]
+    assert [run["last"] for run in told["runs"]][-1] == 59_999
+    assert why.slices > MOST_BLOCKS / EXAMINED
+
+
+def test_a_why_of_very_many_causes_ends_with_what_is_not_looked_at() -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one", 64)
+    names = [f"{number}" for number in range(2000)]
+    request = m.Acquire(1, b"", engine.namespace, hashes(names), request="r")
+    for part in (names[::2], names[1::2]):
+        cause = "paused" if part[0] == "0" else "weights"
+        engine.ask(m.Remark(1, b"", engine.namespace, [m.Note("q", cause, 0, hashes(part))]))
+    cache.remember(engine.session, request, engine.ask(request), encode(request), 0.0)
+    (told,) = engine.ask(m.Why(1, b"", "r")).answer["explained"]
+    assert len(told["runs"]) == MOST_RUNS + 1
+    assert told["runs"][-1] | {"cached_now": 0} == {
+        "first": MOST_RUNS,
+        "last": 1999,
+        "cause": "unexamined",
+        "cached_now": 0,
+    }
 
 
 def test_many_runs_are_looked_at_some_at_a_time() -> None:

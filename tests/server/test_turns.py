@@ -22,7 +22,7 @@ from kvcache_server.config import Config
 from kvcache_server.desk import Desk
 from kvcache_server.http import Http
 from kvcache_server.questions import SHARE, Questions
-from kvcache_server.slices import Steps, finish
+from kvcache_server.slices import Steps, begin, finish
 from kvcache_server.turnstile import SECONDS
 
 SLOW, QUICK = "/api/v1/namespaces", "/healthz"
@@ -143,6 +143,36 @@ def test_questions_of_many_sessions_are_answered_in_turn_and_leave_the_loop_to_t
     for (began, _, ended), (following, _, _) in pairwise(answered):
         assert following - ended >= (ended - began) * (1 / SHARE - 1) * 0.99
     assert [str(each) for each in failures] == ["no answer"]
+
+
+def test_the_slices_of_a_question_are_paid_for_one_by_one() -> None:
+    loop = asyncio.new_event_loop()
+    turns: list[tuple[float, float]] = []
+    done: list[Any] = []
+
+    def steps(error: Exception | None) -> Steps[str]:
+        for _ in range(3):
+            turns.append((began := time.monotonic(), began + 0.003))
+            time.sleep(0.003)
+            yield
+        if error is not None:
+            raise error
+        return "an answer"
+
+    def answer(sender: str, frame: bytes) -> None:
+        questions.go_on(begin(steps(ValueError(frame) if frame else None)), lambda *came: done.append((sender, *came)))
+
+    questions = Questions(loop, answer)
+    questions.add(1, "one", b"")
+    questions.add(2, "two", b"broken")
+    loop.call_later(0.5, loop.stop)
+    loop.run_forever()
+    questions.add(1, "one", b"")  # both have had their answers
+    loop.close()
+    assert [each[:2] for each in done] == [("one", "an answer"), ("two", None)] and "broken" in str(done[1][2])
+    assert len(turns) == 6
+    for (began, ended), (following, _) in pairwise(turns):
+        assert following - ended >= (ended - began) * (1 / SHARE - 1) * 0.99
 
 
 @pytest.mark.parametrize(("question", "answer"), [(m.Why(0, b"", "request"), m.Explained), (m.Stats(0, b""), m.Report)])
