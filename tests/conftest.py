@@ -43,8 +43,9 @@ class Daemon:
         self.log_path = folder / f"daemon-{len(list(folder.glob('daemon-*.log')))}.log"
         self.region_dir = str(flags.get("region_dir", "/dev/shm"))
         fresh = ["--fresh"] if flags.pop("fresh", False) else []
+        within = flags.pop("within", ())  # a command that runs another one, and its arguments
         options = {"endpoint": self.endpoint, "size": "64MiB", "lock": "never", "keep": "false", **flags}
-        self.command = [sys.executable, "-m", "kvcache_server", "serve", *fresh]
+        self.command = [*within, sys.executable, "-m", "kvcache_server", "serve", *fresh]
         self.keeps = options["keep"] == "true"
         for name, value in options.items():
             self.command += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []

@@ -55,6 +55,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"http"},
         {"regions"},
         {"memory", "door", "locks", "statefile", "sumfile", "doctor.software"},
+        {"descriptors"},
         {"opening", "notify", "reload"},
         {"attendance", "events"},
         {"service", "bench", "record", "top", "why", "demo_engine", "install", "doctor.endpoint", "doctor.host"},

@@ -5,13 +5,12 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import resource
 import time
 from collections.abc import Callable
 
 from kvcache_proto import __version__
 from kvcache_proto.errors import KVCacheError
-from kvcache_server import signals
+from kvcache_server import descriptors, signals
 from kvcache_server.config import Config, format_size
 from kvcache_server.folder import EndpointLock
 from kvcache_server.memory import Progress
@@ -29,7 +28,8 @@ def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progr
     caller has blocked SIGNALS. Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
     """
     faulthandler.enable()  # a watchdog ends a loop that hangs by SIGABRT: say where it hung
-    _raise_descriptor_limit()
+    descriptors.raise_limit()
+    descriptors.warn_if_few(config)
     manager = Manager(os.environ)
     try:
         _serve(config, read, fresh, progress, manager)
@@ -84,9 +84,3 @@ def _until_told_to_stop(progress: Progress) -> Progress:
         progress(done, total)
 
     return check
-
-
-def _raise_descriptor_limit() -> None:
-    """Allow as many descriptors as may be had: a session takes two."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server import logs
+from kvcache_server import descriptors, logs
 from kvcache_server.cache import Cache
 from kvcache_server.config import Config, settings
 from kvcache_server.door import Door
@@ -63,6 +63,8 @@ class Settings:
                 return
         self.config = config
         self._cache.bound(config.limits())
+        if "max_sessions" in live:
+            descriptors.warn_if_few(config)
         log_changes = {"log_level", "log_format"} & live.keys()  # else, what was set at run time stays
         if log_changes:  # the line itself goes to the louder of the two
             logs.set_up(min(logs.level(), config.log_level, key=_LOUDEST_FIRST.index), config.log_format)

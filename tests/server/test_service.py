@@ -22,6 +22,8 @@ from kvcache_proto.endpoint import door_path, routing_id, socket_path
 from kvcache_proto.errors import BadToken, KVCacheError
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin import Admin
+from kvcache_server.config import Config
+from kvcache_server.descriptors import needed
 from kvcache_server.regions import LOCK, RegionFolder
 from kvcache_server.zmtp import GREETING, READY, header
 
@@ -379,6 +381,30 @@ def test_idle_connections_are_few_and_harm_nobody(start_daemon: Any) -> None:
         figures = daemon.wait_status(lambda status: status["daemon"]["connections"]["cut"].get("crowded_out", 0) > 500)
         assert figures["daemon"]["connections"]["unbound"] <= 64
         assert len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < 160
+
+
+def test_too_few_descriptors_for_all_sessions_are_told_of(start_daemon: Any, short_folder: Path) -> None:
+    settings = short_folder / "settings.toml"
+    settings.write_text("max_sessions = 20\nmax_user_sessions = 20\n")
+    most = needed(Config(endpoint="ipc:///x", max_sessions=20))
+    within = ("sh", "-c", 'ulimit -S -n 64; ulimit -H -n "$0"; exec "$@"', most)
+    daemon = start_daemon(within=[str(each) for each in within], config=settings)
+    assert resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE) == (most, most), "the soft limit was not raised"
+    assert "descriptors" not in daemon.log
+    before = len(os.listdir(fds := f"/proc/{daemon.process.pid}/fd"))
+    with contextlib.ExitStack() as leave:
+        for number in range(20):
+            leave.enter_context(Engine(daemon.endpoint, f"engine {number}"))
+        assert len(os.listdir(fds)) == before + 2 * 20
+        leave.enter_context(Admin(daemon.endpoint))  # beyond them, for who runs the daemon
+    settings.write_text("max_sessions = 21\nmax_user_sessions = 20\n")
+    daemon.process.send_signal(signal.SIGHUP)
+    daemon.wait_status(lambda status: status["daemon"]["max_sessions"] == 21)
+    (line,) = [line for line in daemon.log.splitlines() if "descriptors" in line]
+    assert f"WARNING max_sessions 21 may need {most + 2} descriptors, and the limit is {most}: raise it" in line
+    assert daemon.stop() == 0
+    daemon = start_daemon(within=[str(each) for each in within], max_sessions=100)
+    assert daemon.log.count(f"LimitNOFILE={most + 160} in the unit") == 1
 
 
 def raw_peer(daemon: Any, token: bytes = b"") -> socket.socket:

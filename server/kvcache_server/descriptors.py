@@ -1,0 +1,40 @@
+"""How many descriptors the daemon may have, and how many it may need."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+from kvcache_server import audience, door, turnstile, wire
+from kvcache_server.cache import OPERATORS
+from kvcache_server.config import Config
+
+log = logging.getLogger(__name__)
+
+OTHERS = 64  # the region, files, listening sockets, the loop's own; connections that are about to be closed
+
+
+def raise_limit() -> None:
+    """Allow as many descriptors as may be had."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def needed(config: Config) -> int:
+    """Return the most that the daemon may need: two per session, one per connection of those that have none yet."""
+    crowds = door.MAX_VISITORS + wire.UNBOUND
+    crowds += audience.OPEN if config.events else 0
+    crowds += turnstile.OPEN if config.http else 0
+    return 2 * (config.max_sessions + OPERATORS) + crowds + OTHERS
+
+
+def warn_if_few(config: Config) -> None:
+    """Say so where `max_sessions` cannot be reached. Sessions beyond the limit wait, and then miss."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)[0], needed(config)
+    if limit != resource.RLIM_INFINITY and limit < most:
+        log.warning(
+            "max_sessions %d may need %d descriptors, and the limit is %d: raise it (LimitNOFILE=%d in the unit, "
+            "ulimit -Hn elsewhere), or lower max_sessions",
+            *(config.max_sessions, most, limit, most),
+            extra={"fields": {"event": "few_descriptors", "needed": most, "limit": limit}},
+        )
