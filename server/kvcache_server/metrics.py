@@ -29,6 +29,7 @@ _DEDUPLICATED = {Refusal.PRESENT.name.lower(): "cached", Refusal.IN_FLIGHT.name.
 _REFUSED = (*(each.name.lower() for each in Refusal if each > Refusal.IN_FLIGHT), "leases")
 _DROPS = ("peer_gone", "peer_slow")
 _TURNED_AWAY = ("attach_rate", "bad_frame", "not_permitted", "unavailable", "version_mismatch")
+_CUTS = ("bad_protocol", "crowded_out", "not_permitted")  # of the wire's connections, and of those to KV events
 _FINDINGS = {Finding.CORRUPT: "blocks_corrupt", Finding.DIFFERENT: "canary_mismatches"}
 # What has a metric of its own, in another form.
 _TOLD = {"blocks_evicted", "blocks_cleared", "blocks_distrusted", "extents_recut", "blocks_recovered"}
@@ -72,6 +73,12 @@ def _daemon(stats: Mapping[str, Any], daemon: Mapping[str, Any]) -> Iterator[Met
     yield _counter("dropped_replies", "Replies that could not be delivered", drops, "reason")
     refused = dict.fromkeys(_TURNED_AWAY, 0) | daemon["door_refused"]
     yield _counter("door_refusals", "Handshakes refused", refused, "reason")
+    wire = daemon["connections"]
+    states = {"session": wire["open"] - wire["unbound"], "unbound": wire["unbound"]}
+    doc = "Connections to the wire: of a session, or of whoever has shown no token yet"
+    yield _gauge("connections", doc, states, "state")
+    cuts = dict.fromkeys(_CUTS, 0) | wire["cut"]
+    yield _counter("connection_cuts", "Connections to the wire that were refused or ended, by reason", cuts, "reason")
     if http := daemon.get("http"):
         yield _counter("http_answers", "Answers over HTTP, by status", http["answers"], "status")
         yield _counter("http_cuts", "Connections over HTTP that were cut, by reason", http["cuts"], "reason")
@@ -79,6 +86,11 @@ def _daemon(stats: Mapping[str, Any], daemon: Mapping[str, Any]) -> Iterator[Met
         yield _gauge(
             "event_subscriptions", "Topics of KV events that somebody has subscribed to", events["subscriptions"]
         )
+        guests = events["connections"]
+        yield _gauge("event_connections", "Connections to the sockets of KV events", guests["open"])
+        cuts = dict.fromkeys(_CUTS, 0) | guests["cut"]
+        doc = "Connections to the sockets of KV events that were refused or ended, by reason"
+        yield _counter("event_connection_cuts", doc, cuts, "reason")
         yield _counter("event_batches", "Batches of KV events published", events["batches"])
         yield _counter(
             "event_batches_lost", "Batches that subscribers did not get, counted for each", events["batches_lost"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache_proto import messages as m
 from kvcache_proto.counts import CLIENT_COUNTS
+from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import REF_BYTES, Breaker, Finding, GroupSpec, NamespaceSpec, Outcome
 from kvcache_server import metrics
@@ -62,6 +66,28 @@ def scrape(daemon: Any) -> dict[str, float]:
             assert name not in samples, f"{name} twice"
             samples[name] = sample.value
     return samples
+
+
+def test_connections_are_counted(start_daemon: Any, short_folder: Path) -> None:
+    daemon = start_daemon(events=f"ipc://{short_folder}/events.sock")
+    with contextlib.ExitStack() as leave:
+
+        def crowd(path: str, count: int) -> None:
+            for _ in range(count):
+                leave.enter_context(socket.socket(socket.AF_UNIX)).connect(path)
+
+        leave.enter_context(Engine(daemon.endpoint))
+        crowd(socket_path(daemon.endpoint), 3)
+        crowd(f"{short_folder}/events.sock", 70)
+        daemon.wait_status(lambda status: status["daemon"]["events"]["connections"]["cut"].get("crowded_out") == 6)
+        daemon.wait_status(lambda status: status["daemon"]["connections"]["unbound"] == 3)
+        found = scrape(daemon)
+        assert found['kvcache_connections{state="unbound"}'] == 3
+        assert found['kvcache_connections{state="session"}'] == 2  # the engine's, and that of who asks
+        assert found['kvcache_connection_cuts_total{reason="crowded_out"}'] == 0
+        assert found["kvcache_event_connections"] == 64
+        assert found['kvcache_event_connection_cuts_total{reason="crowded_out"}'] == 6
+        assert found['kvcache_event_connection_cuts_total{reason="not_permitted"}'] == 0
 
 
 def test_what_happened_is_counted(daemon: Any, engine: Engine) -> None:
