@@ -90,7 +90,20 @@ def _connect(connection: socket.socket, path: str) -> None:
     except BlockingIOError:
         raise Unavailable(f"the daemon behind {path} does not take new sessions: its queue is full") from None
     except OSError as error:
+        if _is_removed(os.path.dirname(path)):
+            raise Unavailable(
+                f"no daemon at {path}: {os.path.dirname(path)} was removed on the host after it was mounted here, and "
+                "a new one does not show in this mount: restart this container"
+            ) from None
         raise Unavailable(f"no daemon at {path} ({error.strerror}): start one with `kvcache-server serve`") from None
+
+
+def _is_removed(folder: str) -> bool:
+    """Whether the folder has no name any more: only a mount of it leads there."""
+    try:
+        return os.stat(folder).st_nlink == 0
+    except OSError:
+        return False
 
 
 def _check(message: object) -> Welcome:

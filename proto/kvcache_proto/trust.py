@@ -70,8 +70,9 @@ def check_server(door: socket.socket, endpoint: str, named: frozenset[int]) -> N
         return
     if uid == unknown:
         raise NotPermitted(
-            f"{path}: uid {uid} serves there, which stands for every user that this container's user namespace does "
-            f"not know, the host's root among them: to trust whoever can write in that folder, {_HOW}"
+            f"{path}: uid {uid} serves there, which stands for every user that this user namespace (a container's, or "
+            "that of a unit with PrivateUsers=) does not know, the host's root among them: to trust whoever can write "
+            f"in that folder, set server_uids (of the connector, of `Session`) or {VARIABLE}={uid}"
         )
     raise NotPermitted(f"{path}: {_called(uid)} serves there, not {_us()} or root: to trust that user, {_HOW}")
 
