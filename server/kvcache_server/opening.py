@@ -15,7 +15,6 @@ from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
 from kvcache_proto.region import PAGE, RegionRows, found_geometry, is_given_up, plan_geometry
 from kvcache_proto.types import PoolGeometry
-from kvcache_server import recovery
 from kvcache_server.cache import Cache
 from kvcache_server.config import Config, format_size
 from kvcache_server.folder import Folder, file_of
@@ -85,6 +84,8 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
 
 def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, book: Book) -> Opened:
     """Return the cache of the last daemon."""
+    from kvcache_server import recovery  # numpy with it: a daemon that begins empty starts sooner, and is smaller
+
     began = time.monotonic()
     try:
         book.life += 1
