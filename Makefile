@@ -21,6 +21,9 @@ NPU_RUN := env --unset=ASCEND_HOME_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0
 APT = $(SUDO) apt-get --yes --quiet=2
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo -n)
 
+# Where it is set, each of the hundreds of processes that the tests start would compile this tree anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-all test-npu bench lint format clean
 
 help:
