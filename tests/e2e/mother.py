@@ -10,6 +10,7 @@ leads a session of its own; it ends when nobody writes to it any more, and the m
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -23,6 +24,17 @@ def fork_what_is_to_be_spawned() -> None:
     """vLLM forks its processes, but not on CPUs: threads of OpenMP's would not live through it, and here are none."""
     of = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: of("fork" if method == "spawn" else method)
+
+
+def have_those_who_wait_sleep() -> None:
+    """vLLM's processes spin for a second after each message: on few cores they take the time of whom they wait for."""
+    from vllm.distributed.device_communicators import cpu_communicator, shm_broadcast
+
+    wait = shm_broadcast.SpinCondition
+    wait.__init__ = functools.partialmethod(wait.__init__, busy_loop_s=0.0)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 20  # vLLM's own cure for a notification that is lost
+    # Its ranks spin in shared memory for each other; torch's own collectives wait in the kernel.
+    cpu_communicator.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def bear(descriptors: list[int], environment: dict[str, str]) -> None:
@@ -43,6 +55,7 @@ def main() -> None:
     from transformers import LlamaForCausalLM  # noqa: F401
     from vllm import LLM  # noqa: F401
 
+    have_those_who_wait_sleep()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread: forked children would lack it"
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         while True:
