@@ -59,7 +59,7 @@ def daemon(start: Callable[..., Any]) -> Iterator[list[Any]]:
 
 @pytest.fixture(scope="module")
 def engine(engines: Any, daemon: list[Any]) -> Any:
-    return engines("batch", daemon[-1].endpoint, extra={"deadline_ms": 50})
+    return engines("batch", daemon[-1].endpoint, extra={"deadline_ms": 500})
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_batch_with_the_daemon_killed_twice_and_an_engine_once(
     assert engine.generate(*prompts[: REQUESTS // 2], max_tokens=TOKENS) == expected[: REQUESTS // 2]
     idle(daemon[-1])
     assert engine.ask("reset")["reset"]
-    neighbour = engines("neighbour", daemon[-1].endpoint, extra={"deadline_ms": 50})
+    neighbour = engines("neighbour", daemon[-1].endpoint, extra={"deadline_ms": 500})
 
     batch, beside = Batch(engine, prompts), Batch(neighbour, prompts[::-1])
     batch.step(4)
