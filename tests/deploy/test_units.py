@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -217,6 +217,111 @@ def test_the_daemon_s_memory_is_freed_by_its_user(service: Nest) -> None:
     asked = ("setpriv", "--init-groups", "--reuid", "kvcache", "--regid", "kvcache", PROGRAM, "discard")
     assert service.run(*asked, "--config", CONFIG).strip() == "discarded"
     service.run("test", "!", "-e", region)
+
+
+# What an operator may put into a drop-in of an engine's unit.
+HARDENED = """
+[Service]
+PrivateTmp=yes
+PrivateDevices=yes
+PrivateIPC=yes
+PrivateMounts=yes
+ProtectSystem=strict
+ProtectHome=yes
+ProtectProc=invisible
+ProtectKernelTunables=yes
+ProtectControlGroups=yes
+ReadOnlyPaths=/run/kvcache
+InaccessiblePaths=/run/kvregion
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
+RestrictNamespaces=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+MemoryDenyWriteExecute=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@privileged
+SystemCallErrorNumber=EPERM
+UMask=0077
+"""
+USERS = "PrivateUsers=yes\n"
+NAMED = "Environment=KVCACHE_SERVER_UIDS=65534\n"
+
+
+class EngineUnit:
+    """An engine as vllm@NAME.service, with a drop-in: what it reads is a FIFO, what it says a file."""
+
+    def __init__(self, host: Nest, name: str, drop_in: str) -> None:
+        self.host, self.unit, self._at, self._lines = host, f"vllm@{name}.service", f"/run/nest/{name}", 0
+        program = f"/run/nest/bin/python /run/nest/tree/tests/deploy/engine.py ${{KVCACHE_ENDPOINT}} {name}"
+        write(host, f"/etc/vllm/{name}.env", "KVCACHE_ENDPOINT=ipc:///run/kvcache/kvcache.sock\n")
+        write(
+            host,
+            f"/etc/systemd/system/{self.unit}.d/zz-engine.conf",  # after log.conf, which is for all
+            f"{drop_in}Restart=no\nExecStart=\nExecStart={program}\n"
+            f"StandardInput=file:{self._at}.in\nStandardOutput=append:{self._at}.out\n",
+        )
+        host.run("sh", "-c", f"mkfifo {self._at}.in && touch {self._at}.out && systemctl daemon-reload")
+        host.run("systemctl", "start", "--no-block", self.unit)
+        feed = host.command("sh", "-c", f"exec cat > {self._at}.in")
+        self._feed = subprocess.Popen(feed, stdin=subprocess.PIPE, text=True, bufsize=1)
+
+    def said(self) -> str:
+        self._lines += 1
+        until = time.monotonic() + 60
+        while len(lines := self.host.run("cat", f"{self._at}.out").splitlines()) < self._lines:
+            assert time.monotonic() < until, f"{self.unit} says no more than {lines}:\n{self.host.log}"
+            time.sleep(0.05)
+        return lines[self._lines - 1]
+
+    def ask(self, line: object) -> str:
+        assert self._feed.stdin is not None
+        print(line, file=self._feed.stdin)
+        return self.said()
+
+    def close(self) -> None:
+        assert self._feed.stdin is not None
+        self._feed.stdin.close()
+        self._feed.wait(30)
+        self.host.wait(self.unit, "ActiveState", "inactive")
+
+
+@pytest.fixture
+def engine_unit(service: Nest) -> Iterator[Callable[[str, str], EngineUnit]]:
+    """Makes engines as units: a name, and a drop-in of the shipped example."""
+    service.run("sh", "-c", "cp /run/nest/tree/deploy/systemd/vllm@.service /etc/systemd/system/")
+    service.run("sh", "-c", "id -u vllm > /dev/null 2>&1 || useradd --system --user-group vllm")
+    service.run("sh", "-c", "sed 's/-m kvcache_server/-u/' /run/nest/bin/kvcache-server > /run/nest/bin/python")
+    service.run("chmod", "755", "/run/nest/bin/python")
+    engines: list[EngineUnit] = []
+
+    def make(name: str, drop_in: str) -> EngineUnit:
+        engines.append(EngineUnit(service, name, drop_in))
+        return engines[-1]
+
+    yield make
+    for each in engines:
+        each.close()
+
+
+def test_hardened_engines_go_on_after_restarts(service: Nest, engine_unit: Callable[[str, str], EngineUnit]) -> None:
+    engines = [engine_unit("hardened", HARDENED), engine_unit("users", HARDENED + USERS + NAMED)]
+    unnamed = engine_unit("unnamed", HARDENED + USERS)
+    assert [engine.said() for engine in engines] == ["saved 8"] * 2
+    refused = unnamed.said()
+    assert "uid 65534 serves there" in refused and "KVCACHE_SERVER_UIDS=65534" in refused
+    mounts = service.run("cat", f"/proc/{service.show(engines[0].unit, 'MainPID')}/mountinfo")
+    assert " /tmp rw" in mounts and " /run/kvcache ro" in mounts  # systemd has not left out what it cannot do here
+    service.run("systemctl", "restart", UNIT)
+    assert [engine.ask(8) for engine in engines] == ["found 8"] * 2
+    service.run("systemctl", "stop", UNIT)
+    assert [engine.ask(0) for engine in engines] == ["found 0"] * 2
+    service.run("systemctl", "start", UNIT)
+    assert [engine.ask(8) for engine in engines] == ["found 8"] * 2
+    assert [engine.ask("held") for engine in engines] == ["held 2, restated 2, lost 0"] * 2
+    assert [service.show(engine.unit, "ExecMainStatus") for engine in engines] == ["0"] * 2
 
 
 @pytest.fixture
