@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvcache_client import forks
 from kvcache_proto import __version__
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
-from kvcache_proto.endpoint import door_path
+from kvcache_proto.endpoint import closed_folder, door_path
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, VersionMismatch, from_wire
 from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
 from kvcache_proto.trust import check_server
@@ -86,6 +86,8 @@ def _connect(connection: socket.socket, path: str) -> None:
     try:
         connection.connect(path)
     except PermissionError:
+        if folder := closed_folder(path):
+            raise NotPermitted(f"no permission for {path}: uid {os.geteuid()} may not enter {folder}") from None
         raise NotPermitted(f"no permission for {path}: this user is not on the daemon's allowed list") from None
     except BlockingIOError:
         raise Unavailable(f"the daemon behind {path} does not take new sessions: its queue is full") from None

@@ -54,6 +54,18 @@ def door_path(endpoint: str) -> str:
     return _door(socket_path(endpoint))
 
 
+def closed_folder(path: str) -> str | None:
+    """Return the first folder on the way to `path` that this process may not enter; None where it may enter all."""
+    way = os.path.dirname(os.path.realpath(path))
+    while way != (above := os.path.dirname(way)) and not _may_enter(above):
+        way = above
+    return None if _may_enter(way) else way
+
+
+def _may_enter(folder: str) -> bool:
+    return os.access(folder, os.X_OK, effective_ids=True)
+
+
 def _door(path: str) -> str:
     return path.removesuffix(".sock") + ".door"
 

@@ -13,7 +13,7 @@ import zmq
 
 from kvcache_proto import __version__
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, decode_reply, encode
-from kvcache_proto.endpoint import door_path, routing_id
+from kvcache_proto.endpoint import closed_folder, door_path, routing_id
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, from_wire
 from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome
 from kvcache_proto.trust import check_server, server_uids
@@ -114,6 +114,10 @@ class Admin:
             door.connect(path)
         except PermissionError:
             door.close()
+            if folder := closed_folder(path):
+                raise NotPermitted(
+                    f"uid {os.geteuid()} may not enter {folder}, where {path} is: run this as the daemon's user"
+                ) from None
             raise NotPermitted(
                 f"uid {os.geteuid()} may not open {path}: run this as the daemon's user, or start the daemon with "
                 f"--allow-uids {os.geteuid()}"

@@ -128,6 +128,21 @@ def test_a_daemon_of_root_serves_everybody(short_folder: Path) -> None:
         assert attach(VICTIM, endpoint) == "attached\n"
 
 
+def test_a_folder_that_a_user_may_not_enter_is_named(short_folder: Path) -> None:
+    """The daemon lets the user in, but the way to it does not: to allow it there once more would not help."""
+    inner = short_folder / "private" / "kvcache"
+    inner.mkdir(0o755, parents=True)
+    short_folder.chmod(0o755)
+    inner.parent.chmod(0o700)
+    link = short_folder / "kvcache"
+    link.symlink_to("private/kvcache")
+    with serving(0, link, allow_uids=str(VICTIM)) as endpoint:
+        closed = f"uid {VICTIM} may not enter {inner.parent}"
+        for came in (attach(VICTIM, endpoint), said(become(VICTIM, "cli.main()", "status", "--endpoint", endpoint))):
+            assert closed in came and "allow_uids" not in came and "--allow-uids" not in came, came
+            assert len(came.splitlines()) == 1
+
+
 def test_nothing_is_said_to_an_impostor(folder_of_another: Path) -> None:
     """Not even the hello: it has the token of a session that goes on."""
     endpoint = f"ipc://{folder_of_another}/kv.sock"
