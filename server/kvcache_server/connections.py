@@ -62,6 +62,11 @@ class ZmtpConnection(asyncio.Protocol):
         if self._transport is not None and not self.cut:
             (self._transport.resume_reading if on else self._transport.pause_reading)()
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether what it has said may be answered: it reads what it is sent."""
+        return not self.paused
+
     def send_parts(self, parts: Sequence[bytes]) -> None:
         """Send a message of several parts, if the peer is still there."""
         transport = self._transport
@@ -119,12 +124,16 @@ class Turns(abc.ABC, Generic[C]):
         """Answer what has come by it, now or when its turn comes."""
         if connection.waiting:
             return
+        self._take_now(connection)
+        self._answered()
+
+    def _take_now(self, connection: C) -> None:
+        """Answer what it has said, or let it wait where this turn has had its time."""
         now = self.loop.time()  # the same as long as the loop looks through what has come at one time
         if now != self._turn:
             self._turn, self._until = now, time.monotonic() + self.SECONDS
         if self._waiting or self._take(connection, self._until):
             self._let_wait(connection)
-        self._answered()
 
     def go_on_with(self, connection: C) -> None:
         """Go on with one that has read what it was sent."""
@@ -144,7 +153,7 @@ class Turns(abc.ABC, Generic[C]):
         try:
             while self._waiting:
                 connection = self._waiting.popleft()
-                if not connection.paused and self._take(connection, 0.0):
+                if connection.may_go_on and self._take(connection, 0.0):
                     self._waiting.append(connection)
                 else:
                     connection.waiting = False

@@ -350,8 +350,7 @@ class Service:
 
     def _leave(self, session: int) -> None:
         """The door has closed: what the session has asked before is done first."""
-        self._wire.hear_out(session)
-        self._underway.after(session, lambda: self._end(session))
+        self._wire.hear_out(session, lambda: self._underway.after(session, lambda: self._end(session)))
 
     def _end(self, session: int) -> None:
         self._attendance.leave(session)
@@ -360,6 +359,7 @@ class Service:
     def _show_out(self, session: int) -> None:
         """Its client comes back: let it leave now."""
         self._door.show_out(session)
+        self._wire.cut_short(session)
         self._underway.cut_short(session)
 
     # Timers.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import socket
 import time
@@ -32,13 +31,15 @@ UNBOUND = 64  # connections that have shown no token
 class Connection(ZmtpConnection):
     """One peer. `session` is whose it is, 0 as long as it has shown no token."""
 
-    __slots__ = ("held", "peer", "session")
+    __slots__ = ("ends", "held", "peer", "reads", "session")
 
     def __init__(self, wire: Wire, peer: Peer) -> None:
         super().__init__(wire)
         self.peer = peer
         self.session = 0
         self.held = 0  # bytes of the beginning of a frame, as the wire has them in its sum
+        self.ends: list[Callable[[], object]] = []  # what follows once all that it has said is answered
+        self.reads = 0  # how often more of that may be read
 
     def send(self, message: bytes) -> str:
         """Send a reply. Returns "", or why it is dropped: peer_gone, peer_slow."""
@@ -55,9 +56,14 @@ class Connection(ZmtpConnection):
             transport.write(message)
         return ""
 
+    @property
+    def may_go_on(self) -> bool:
+        return not self.paused or bool(self.ends)
+
     def rest(self) -> bytes:
-        """Return what has come and was not read yet, READ_BYTES at most."""
-        if self._transport is None:
+        """Return what has come and was not read yet, READ_BYTES at most, LAST_READS times."""
+        self.reads -= 1
+        if self._transport is None or self.reads < 0:
             return b""
         with contextlib.suppress(OSError):
             return os.read(self._transport.get_extra_info("socket").fileno(), READ_BYTES)
@@ -140,11 +146,15 @@ class Wire(Turns[Connection]):
     def left(self, connection: Connection) -> None:
         self._unbound.pop(connection, None)
         if self._bound.get(connection.session) is connection:
-            self._take(connection, math.inf, to_the_end=True)
+            self._hear_out(connection, lambda: self._gone(connection))
+        else:
+            self._hold(connection, 0)
+
+    def _gone(self, connection: Connection) -> None:
+        self._hold(connection, 0)
+        if self._bound.get(connection.session) is connection:
             del self._bound[connection.session]
             self._lost(connection.session)
-            self._answered()
-        self._hold(connection, 0)
 
     def leave(self, session: int) -> None:
         """End the connection of a session that has ended."""
@@ -159,21 +169,43 @@ class Wire(Turns[Connection]):
 
     # Messages.
 
-    def hear_out(self, session: int) -> None:
-        """Answer all that the session has sent so far."""
+    def hear_out(self, session: int, then: Callable[[], object]) -> None:
+        """Answer all that the session has sent so far, by turns with the others; then call `then`, now or later."""
         connection = self._bound.get(session)
         if connection is None:
+            then()
+        else:
+            self._hear_out(connection, then)
+
+    def _hear_out(self, connection: Connection, then: Callable[[], object]) -> None:
+        connection.ends.append(then)
+        if len(connection.ends) > 1:
             return
-        for _ in range(LAST_READS):
-            self._take(connection, math.inf, to_the_end=True)
-            rest = connection.rest()
-            if not rest:
-                break
-            connection.receiver.feed(rest)
+        connection.reads = LAST_READS
+        if not connection.waiting:
+            self._take_now(connection)
         self._answered()
 
-    def _take(self, connection: Connection, until: float, to_the_end: bool = False) -> bool:
+    def cut_short(self, session: int) -> None:
+        """Let what was to follow once a session is heard out follow now. What is not answered yet never is."""
+        connection = self._bound.get(session)
+        if connection is not None and connection.ends:
+            self._count("cut_short")
+            self._end(connection)
+
+    def _end(self, connection: Connection) -> None:
+        connection.cut = True  # nothing that comes counts any more
+        while connection.ends:
+            connection.ends.pop(0)()
+
+    def _take(self, connection: Connection, until: float) -> bool:
         """Answer messages until that time, one at least. Returns whether there may be more."""
+        more = self._take_some(connection, until)
+        if connection.ends and not more:
+            self._end(connection)
+        return more
+
+    def _take_some(self, connection: Connection, until: float) -> bool:
         receiver = connection.receiver
         while not connection.cut:
             message: bytes | BadFrame | None
@@ -188,12 +220,15 @@ class Wire(Turns[Connection]):
                 connection.send_answers()
             if receiver.routing_id:
                 self._show_token(connection)
+            if message is None and connection.ends and (rest := connection.rest()):
+                receiver.feed(rest)
+                continue
             if message is None:
                 if receiver.held != connection.held:
                     self._hold(connection, receiver.held)
                 return False
             self._answer(connection, message)
-            if (connection.paused and not to_the_end) or time.monotonic() > until:
+            if not connection.may_go_on or time.monotonic() > until:
                 return True
         return False
 
