@@ -113,7 +113,7 @@ StartDaemon = Callable[..., Daemon]
 
 @contextlib.contextmanager
 def a_short_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="kv", dir=os.environ.get("TEST_FOLDERS", "/tmp")))
     try:
         yield folder
     finally:

@@ -260,6 +260,30 @@ def test_what_is_in_the_way_is_named_in_one_line(
 
 
 @only_root
+@pytest.mark.parametrize("name", ["kv.sock", "kv.door"])
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "socket"), "another program's"])
+def test_no_socket_is_bound_in_place_of_what_is_another_s(
+    start_daemon: Any, short_folder: Path, name: str, kind: str
+) -> None:
+    path = short_folder / name
+    with contextlib.ExitStack() as stack:
+        if kind == "another program's":
+            program = stack.enter_context(socket.socket(socket.AF_UNIX))
+            program.bind(str(path))
+            program.listen()
+            os.chown(path, STRANGER, STRANGER)
+        else:
+            put(path, kind)
+        before = path.lstat()
+        refused = start_daemon(wait=False)
+        assert ended(refused) == (3 if kind == "another program's" else 2)
+        assert name in refused.log or refused.endpoint in refused.log
+        after = path.lstat()
+        assert (after.st_ino, after.st_mode, after.st_uid) == (before.st_ino, before.st_mode, before.st_uid)
+        assert not (short_folder / "elsewhere").exists()
+
+
+@only_root
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stale_file_on_the_way_to_a_new_state_file_is_replaced(
     start_daemon: Any, short_folder: Path, kind: str
