@@ -32,7 +32,8 @@ def test_who_is_ended_leaves_nothing(command: str, signum: signal.Signals, short
     """Neither processes nor files: a service manager, a `timeout` and a closed terminal end it so."""
     environment = os.environ | {"TMPDIR": str(short_folder)}
     with subprocess.Popen(
-        [sys.executable, "-m", "kvcache_server", command],
+        # Whoever runs the tests under nohup has their processes ignore SIGHUP.
+        ["env", "--default-signal=HUP", sys.executable, "-m", "kvcache_server", command],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
