@@ -215,6 +215,15 @@ def test_only_what_bears_a_session_file_s_name_is_ever_deleted(start_daemon: Any
 KINDS = ["folder", "fifo", "socket", "device", "link", "theirs"]
 
 
+def every_pair(names: list[str], kinds: list[str], kept: int) -> list[Any]:
+    """Each name with each kind; all but `kept` of each name are long, chosen such that every kind is tried."""
+    return [
+        pytest.param(name, kind, marks=() if (at + of) % len(kinds) < kept else pytest.mark.long)
+        for at, name in enumerate(names)
+        for of, kind in enumerate(kinds)
+    ]
+
+
 def put(path: Path, kind: str) -> None:
     if kind == "folder":
         path.mkdir()
@@ -233,8 +242,9 @@ def put(path: Path, kind: str) -> None:
 
 
 @only_root
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["kv.lock", "kv.state", "kv.sums", "kv.sessions", "kv.token"])
+@pytest.mark.parametrize(
+    ("name", "kind"), every_pair(["kv.lock", "kv.state", "kv.sums", "kv.sessions", "kv.token"], KINDS, 2)
+)
 def test_what_is_in_the_way_is_named_in_one_line(
     start_daemon: Any, short_folder: Path, region_dir: Path, name: str, kind: str
 ) -> None:
@@ -348,8 +358,12 @@ BECOME = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534); kvcac
 
 
 @only_root
-@pytest.mark.parametrize("name", ["kv.sock", "kv.door", "kv.lock", "kv.state", "kv.sums", "kv.sessions"])
-@pytest.mark.parametrize("kind", ["socket", "file", "folder"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    every_pair(
+        ["kv.sock", "kv.door", "kv.lock", "kv.state", "kv.sums", "kv.sessions"], ["socket", "file", "folder"], 1
+    ),
+)
 def test_a_daemon_that_is_not_root_s_names_what_others_have_put_there(short_folder: Path, name: str, kind: str) -> None:
     short_folder.chmod(0o1777)
     path = short_folder / name
