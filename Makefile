@@ -24,7 +24,7 @@ SUDO := $(shell test "$$(id -u)" = 0 || echo sudo -n)
 # Where it is set, each of the hundreds of processes that the tests start would compile this tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-npu bench lint format clean
+.PHONY: help demo test test-all test-npu test-npu-now test-npu-old bench lint format clean
 
 help:
 	@echo "make demo    two vLLM engines share one cache on this machine (ARGS='--model NAME' takes a real model)"
@@ -48,12 +48,13 @@ test-all: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
 
 # `now` is today's CANN, `old` one without what it gained since: the ring, and pieces one by one.
 test-npu: $(NPU)/rig/built
-	@for machine in now old; do \
-	  echo "the simulated NPU, machine '$$machine'"; \
-	  export LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/rig/$$machine; \
-	  $(NPU_RUN) $(NPU)/bin/python -c "import torch, torch_npu; assert torch.npu.is_available()" || exit 1; \
-	  $(NPU_RUN) $(NPU)/bin/python -m pytest --quiet -p no:cacheprovider -k npu tests/client/devices || exit 1; \
-	done
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-npu-now test-npu-old
+
+test-npu-now test-npu-old: test-npu-%:
+	@echo "the simulated NPU, machine '$*'"; \
+	  export LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/rig/$*; \
+	  $(NPU_RUN) $(NPU)/bin/python -c "import torch, torch_npu; assert torch.npu.is_available()" && \
+	  $(NPU_RUN) $(NPU)/bin/python -m pytest --quiet -p no:cacheprovider -k npu tests/client/devices
 
 bench: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server bench $(ARGS)
