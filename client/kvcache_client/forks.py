@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
+import stat
 import threading
+from collections.abc import Iterable
 
 from kvcache_proto.errors import ClientError
 
@@ -17,6 +20,8 @@ _lock = threading.Lock()
 _descriptors: set[int] = set()
 _socket_paths: set[str] = set()
 _pid = os.getpid()
+
+MAX_GUESSED = 1 << 16  # descriptors that are looked at where there is no list of them
 
 guard = _lock  # held, it keeps forks out: between a descriptor's birth and `adopt`
 
@@ -66,15 +71,24 @@ def _in_child() -> None:
             os.close(descriptor)
     _descriptors.clear()
     if _socket_paths:
-        for name in os.listdir("/proc/self/fd"):
+        for descriptor in _open_descriptors():
             with contextlib.suppress(OSError):
-                _close_if_ours(int(name))
+                _close_if_ours(descriptor)
     _socket_paths.clear()
     _lock.release()
 
 
+def _open_descriptors() -> Iterable[int]:
+    """Return all open descriptors; in a root without /proc, all that are likely to be open."""
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return range(MAX_GUESSED if soft == resource.RLIM_INFINITY else min(soft, MAX_GUESSED))
+
+
 def _close_if_ours(descriptor: int) -> None:
-    if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return
     peer = socket.socket(fileno=descriptor)
     try:

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,12 +141,13 @@ class Host:
         return root
 
     def close(self) -> None:
-        for container in self.containers:
-            container.end()
-        if self.daemon is not None:
-            self.daemon.end(signal.SIGTERM)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.rmtree(self.regions, ignore_errors=True)
+        with contextlib.ExitStack() as stack:
+            for folder in (self.folder, self.regions):
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            if self.daemon is not None:
+                stack.callback(self.daemon.end, signal.SIGTERM)
+            for container in self.containers:
+                stack.callback(container.end)
 
 
 @pytest.fixture
@@ -234,6 +236,37 @@ def test_a_folder_that_was_removed_and_made_again(host: Host) -> None:
     host.start()
     host.wait(lambda: "/run/kvcache was removed" in engine.ask("why"), "the engine's line")
     assert "restart this container" in engine.ask("why")
+
+
+FORK = """
+import os, stat, sys
+from kvcache_client import Session
+def sockets():
+    found = 0
+    for number in range(64):
+        try:
+            found += stat.S_ISSOCK(os.fstat(number).st_mode)
+        except OSError:
+            pass
+    return found
+before = sockets()
+with Session.connect(sys.argv[1], engine="parent") as session:
+    if os.fork():
+        assert os.wait()[1] == 0
+        session.ping()
+    else:
+        print(sockets() - before, "left", flush=True)
+        with Session.connect(sys.argv[1], engine="child") as own:
+            print(len(own.stats()["sessions"]), "sessions", flush=True)
+        os._exit(0)
+"""
+
+
+def test_a_fork_where_there_is_no_proc(daemon: Any) -> None:
+    inside = 'mount --make-rprivate / && mount -t tmpfs tmpfs /proc && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", inside, "sh", sys.executable, "-c", FORK, daemon.endpoint]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.stdout, done.stderr) == ("0 left\n2 sessions\n", "")
 
 
 @pytest.mark.long
