@@ -180,11 +180,15 @@ class _Walk:
         self._lookup, self._asked, self._at, self._generation = lookup, asked, lookup.at, lookup.generation
         self._tag = tag(asked.namespace, asked.group)
         self._spaces, self._facts = dict(self._misses.spaces), self._misses.facts.copy()
-        space = cache.namespaces.get(asked.namespace)
-        self._group: Group | None = space.groups[asked.group] if space else None
         self._runs: list[dict[str, Any]] = []
         self._others: list[tuple[int, dict[str, Any]]] = []
         self._places: dict[bytes, set[int]] | None = None
+
+    @property
+    def _group(self) -> Group | None:
+        """The group that was asked for, as long as there is one: it may go between two slices."""
+        space = self._cache.namespaces.get(self._asked.namespace)
+        return space.groups[self._asked.group] if space else None
 
     def runs(self) -> Steps[list[dict[str, Any]]]:
         hashes = self._asked.hashes
@@ -213,8 +217,8 @@ class _Walk:
         self._add(end, len(hashes) - end, "unexamined")
         yield
         for run in self._runs:
-            if run["cause"] != "hit" and self._group is not None:
-                visible = self._group.visible
+            if run["cause"] != "hit" and (group := self._group) is not None:
+                visible = group.visible
                 run["cached_now"] = sum(map(visible.__contains__, hashes[run["first"] : run["last"] + 1]))
         return self._runs
 
@@ -260,10 +264,11 @@ class _Walk:
         asked = set(hashes)
         yield
         for names in self._misses.names():
-            for name in names:
+            for at, name in enumerate(names):
+                if at % LOOK == 0:
+                    yield
                 if (block := name[:-TAG_BYTES]) in asked:
                     places.setdefault(block, set()).add(tagged(name))
-            yield
         for number, _ in self._others:
             yield
             space = self._cache.namespaces.get(number)
@@ -316,9 +321,9 @@ class _Walk:
 
     def _parts(self, place: int) -> bool:
         """Return whether something else went on, at the time of the lookup, where this block would have."""
-        if self._group is None:
+        if (group := self._group) is None:
             return False
-        above = self._group.root if not place else self._group.visible.get(self._asked.hashes[place - 1])
+        above = group.root if not place else group.visible.get(self._asked.hashes[place - 1])
         mine = self._asked.hashes[place]
         return above is not None and any(
             child.visible and child.hash != mine and child.generation <= self._generation
@@ -349,10 +354,10 @@ class _Walk:
 
     def _writer(self, place: int) -> dict[str, Any]:
         """Return who was writing the block, as far as that can be told now."""
-        if self._group is None:
+        if (group := self._group) is None:
             return {}
         name = self._asked.hashes[place]
-        grant, block = self._group.pending.get(name), self._group.visible.get(name)
+        grant, block = group.pending.get(name), group.visible.get(name)
         account = grant.block.account if grant is not None else block.account if block is not None else None
         return {"engine": account.engine} if account is not None else {}
 
