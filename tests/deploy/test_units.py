@@ -146,21 +146,6 @@ def test_reload(service: Nest) -> None:
     service.wait(UNIT, "ActiveState", "active")
 
 
-def test_an_engine_goes_on_after_a_restart(service: Nest, engine: Engine) -> None:
-    folder = service.run("stat", "-c", "%i", "/run/kvcache")
-    session = [each["id"] for each in stats(service)["sessions"]]
-    before = service.show(UNIT, "MainPID")
-    service.run("systemctl", "restart", UNIT)
-    assert service.show(UNIT, "MainPID") != before
-    assert engine.look() == "found 8"
-    assert [each["id"] for each in stats(service)["sessions"]] == session  # re-attached, not anew
-    service.run("systemctl", "stop", UNIT)
-    assert engine.look(0) == "found 0"  # it runs on, without hits
-    assert service.run("stat", "-c", "%i", "/run/kvcache") == folder
-    service.run("systemctl", "start", UNIT)
-    assert engine.look() == "found 8"
-
-
 def test_a_killed_daemon_comes_back(service: Nest, engine: Engine) -> None:
     restarts = int(service.show(UNIT, "NRestarts"))
     service.run("systemctl", "kill", "--signal=KILL", UNIT)
@@ -208,6 +193,19 @@ def test_a_second_daemon_is_an_instance(service: Nest) -> None:
     assert "32.0 MiB" in red
     assert stats(service)["pool"]["bytes"] == 64 << 20
     service.run("systemctl", "stop", "kvcache-server@red.service")
+
+
+@pytest.mark.long
+def test_with_a_dynamic_user_the_folder_is_closed_to_engines(service: Nest) -> None:
+    """As deploy/README.md says: systemd has it below /run/private. Whoever tries reads which folder it is."""
+    unit, endpoint = "kvcache-server@dynamic.service", "ipc:///run/kvcache-dynamic/kvcache.sock"
+    service.run(*INSTALL, "--instance", "dynamic", "--size", "32MiB", "--no-enable")
+    write(service, f"/etc/systemd/system/{unit}.d/dynamic.conf", "[Service]\nDynamicUser=yes\n")
+    service.run("systemctl", "daemon-reload")
+    service.run("systemctl", "start", unit)
+    said = service.run(*AS, "games", "--regid", "kvcache", PROGRAM, "status", "--endpoint", endpoint, check=False)
+    assert "may not enter /run/private" in said
+    service.run("systemctl", "stop", unit)
 
 
 def test_the_daemon_s_memory_is_freed_by_its_user(service: Nest) -> None:
@@ -314,10 +312,16 @@ def test_hardened_engines_go_on_after_restarts(service: Nest, engine_unit: Calla
     assert "uid 65534 serves there" in refused and "KVCACHE_SERVER_UIDS=65534" in refused
     mounts = service.run("cat", f"/proc/{service.show(engines[0].unit, 'MainPID')}/mountinfo")
     assert " /tmp rw" in mounts and " /run/kvcache ro" in mounts  # systemd has not left out what it cannot do here
+    folder = service.run("stat", "-c", "%i", "/run/kvcache")
+    sessions = {each["id"] for each in stats(service)["sessions"]}
+    before = service.show(UNIT, "MainPID")
     service.run("systemctl", "restart", UNIT)
+    assert service.show(UNIT, "MainPID") != before
     assert [engine.ask(8) for engine in engines] == ["found 8"] * 2
+    assert {each["id"] for each in stats(service)["sessions"]} == sessions  # re-attached, not anew
     service.run("systemctl", "stop", UNIT)
-    assert [engine.ask(0) for engine in engines] == ["found 0"] * 2
+    assert [engine.ask(0) for engine in engines] == ["found 0"] * 2  # they run on, without hits
+    assert service.run("stat", "-c", "%i", "/run/kvcache") == folder  # which containers have mounted
     service.run("systemctl", "start", UNIT)
     assert [engine.ask(8) for engine in engines] == ["found 8"] * 2
     assert [engine.ask("held") for engine in engines] == ["held 2, restated 2, lost 0"] * 2
