@@ -124,7 +124,9 @@ class Pool:
                     del self.empty[extent.index]
                 extent.used += 1
                 slot = extent.vacant.pop()
-                if not extent.vacant and not self._lay_out(extent):
+                if not extent.vacant and len(extent.blocks) < extent.slots:
+                    self._lay_out(extent)
+                elif not extent.vacant:
                     roomy.pop()  # `give_back` enters it again: once, however often it fills and empties
                 return extent, slot
             roomy.pop()
@@ -263,13 +265,10 @@ class Pool:
         slots = self.rows.cut(index, slot_bytes, self.generation, LOOK)
         return self.adopt(index, slot_bytes, self.generation, slots, LOOK)
 
-    def _lay_out(self, extent: Extent) -> bool:
-        """Lay some more slots out; False where there are none."""
+    def _lay_out(self, extent: Extent) -> None:
+        """Lay some more slots out, if there are any."""
         first = extent.lay_out(LOOK)
-        if first == extent.slots:
-            return False
         self.rows.clear(extent.index, extent.rows, first, len(extent.blocks))
-        return True
 
     def _empty_extent(self, slot_bytes: int) -> int | None:
         for extent in self.empty.values():
