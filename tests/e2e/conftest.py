@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import random
@@ -41,21 +43,39 @@ MODEL = {
 }
 
 
-class Mother:
-    """The process that forks the engines; mother.py says why."""
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep the run's other workers out."""
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
-    def __init__(self, log: Path) -> None:
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).parent / "mother.py"), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": str(log.parent / "inductor")},
-            )
-        self._log = log
+
+class Mother:
+    """A connection to the process that forks the engines of all workers; mother.py says why. The first starts it."""
+
+    def __init__(self, folder: Path) -> None:
+        # An abstract name: it has no length limit that a folder's could exceed, and goes with the process.
+        name = b"\0kvcache-mother-" + hashlib.sha256(os.fsencode(folder)).hexdigest().encode()
+        lock, self._log = folder / "mother.lock", folder / "mother.log"
+        self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with locked(lock):
+            try:
+                self._orders.connect(name)
+            except ConnectionRefusedError:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, self._log.open("ab") as output:
+                    listener.bind(name)
+                    listener.listen(64)
+                    subprocess.run(
+                        [sys.executable, str(Path(__file__).parent / "mother.py"), str(listener.fileno()), str(lock)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        pass_fds=[listener.fileno()],
+                        env={**os.environ, **_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")},
+                        check=True,
+                    )
+                    self._orders.connect(name)
 
     def bear(self, environment: dict[str, str], *descriptors: int) -> int:
         """Return the process id of a new engine, which has these descriptors."""
@@ -67,7 +87,6 @@ class Mother:
 
     def close(self) -> None:
         self._orders.close()
-        self._process.wait(60)
 
 
 class EngineProcess:
@@ -198,8 +217,15 @@ def reopened(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def mother(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mother]:
-    mother = Mother(tmp_path_factory.mktemp("mother") / "mother.log")
+def of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run have."""
+    mine = tmp_path_factory.getbasetemp()
+    return mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
+
+
+@pytest.fixture(scope="session")
+def mother(of_the_run: Path) -> Iterator[Mother]:
+    mother = Mother(of_the_run)
     try:
         yield mother
     finally:
@@ -207,13 +233,16 @@ def mother(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mother]:
 
 
 @pytest.fixture(scope="session")
-def model(mother: Mother, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
-    maker = EngineProcess(mother, folder.parent / "make.log")
-    try:
-        maker.ask("make_model", folder=str(folder), config=MODEL)
-    finally:
-        maker.close()
+def model(mother: Mother, of_the_run: Path) -> str:
+    folder = of_the_run / "tiny-llama"
+    with locked(of_the_run / "model.lock"):
+        if not folder.exists():
+            maker = EngineProcess(mother, of_the_run / "make.log")
+            try:
+                maker.ask("make_model", folder=str(folder) + ".new", config=MODEL)
+            finally:
+                maker.close()
+            Path(str(folder) + ".new").rename(folder)
     return str(folder)
 
 

@@ -1,19 +1,22 @@
 """Forks engines: vLLM is imported once, and not by each of an engine's three processes, which takes 20 s on one core.
 
-    python mother.py DESCRIPTOR
+    python mother.py DESCRIPTOR LOCK
 
-The descriptor is a socket. Each message on it, a JSON object that is added to the environment, comes with three
-descriptors: what the engine reads (see engine.py), where it answers, its log. The answer is its process id. An engine
-leads a session of its own; it ends when nobody writes to it any more, and the mother when the socket is closed.
+The descriptor is a listening socket, to which all workers of a test run connect. Each message of theirs, a JSON object
+that is added to the environment, comes with three descriptors: what the engine reads (see engine.py), where it answers,
+its log. The answer is its process id. An engine leads a session of its own; it ends when nobody writes to it any more,
+and the mother when all connections are closed. LOCK is a file that is locked by whoever connects.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import multiprocessing
 import os
+import select
 import socket
 import sys
 
@@ -47,7 +50,19 @@ def bear(descriptors: list[int], environment: dict[str, str]) -> None:
     engine.main(answers)
 
 
+def nobody_comes(listener: socket.socket) -> bool:
+    """Close the listener, unless somebody has connected to it meanwhile."""
+    with open(sys.argv[2]) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if select.select([listener], [], [], 0)[0]:
+            return False
+        listener.close()
+        return True
+
+
 def main() -> None:
+    if os.fork():
+        return  # who starts it need not wait for it
     fork_what_is_to_be_spawned()
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
@@ -57,22 +72,33 @@ def main() -> None:
 
     have_those_who_wait_sleep()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread: forked children would lack it"
-    with socket.socket(fileno=int(sys.argv[1])) as orders:
-        while True:
-            message, descriptors, _, _ = socket.recv_fds(orders, 1 << 16, 3)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener.setblocking(False)
+    connected = [listener]
+    while True:
+        for ready in select.select(connected, [], [])[0]:
+            if ready is listener:
+                connected.append(listener.accept()[0])
+                continue
+            message, descriptors, _, _ = socket.recv_fds(ready, 1 << 16, 3)
             if not message:
-                return
+                connected.remove(ready)
+                ready.close()
+                if connected == [listener] and nobody_comes(listener):
+                    return
+                continue
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             child = os.fork()
             if not child:
-                orders.close()
+                for each in connected:
+                    each.close()
                 bear(descriptors, json.loads(message))
                 return
             for descriptor in descriptors:
                 os.close(descriptor)
-            orders.send(json.dumps(child).encode())
+            ready.send(json.dumps(child).encode())
 
 
 if __name__ == "__main__":
