@@ -56,8 +56,9 @@ class Engine:
     def held(self) -> str:
         counts = self.session.counters
         sound = all(bytes(self.session.view(slot)) == self._content(0, at) for at, slot in enumerate(self.lease.slots))
-        restated, lost = (counts.get(f"leases_{name}", 0) for name in ("restated", "lost"))
-        return f"{'held' if sound else 'spoilt'} {self.lease.hits}, restated {restated}, lost {lost}"
+        restated = "restated" if counts.get("leases_restated") else "never restated"  # how often is the host's load
+        lost = counts.get("leases_lost", 0)
+        return f"{'held' if sound else 'spoilt'} {self.lease.hits}, {restated}, lost {lost}"
 
     def _content(self, namespace: int, at: int) -> bytes:
         return bytes([at + 1 + 16 * namespace]) * BLOCK
@@ -79,7 +80,7 @@ def main() -> None:
     logging.getLogger("kvcache_client").addHandler(why)
     begin = Session.open if patient else Session.connect
     try:
-        session = begin(endpoint, engine=name or "engine", deadline=1.0)
+        session = begin(endpoint, engine=name or "engine", deadline=5.0, connect_timeout=20.0)
     except KVCacheError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return
