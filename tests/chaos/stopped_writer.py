@@ -117,11 +117,11 @@ def _run(stack: contextlib.ExitStack, seconds: float, supersede_after: float, cu
     try:
         daemon.ready()
         front, cut_it = stack.enter_context(a_proxy(folder, endpoint)) if cut else (endpoint, lambda: None)
+        second, third = Engine(endpoint, "second"), Engine(endpoint, "third")  # a busy host takes its time for it
         writer = subprocess.Popen([sys.executable, __file__, "--write", front], stdout=subprocess.PIPE, text=True)
         os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WNOWAIT)
         cut_it()
         began = time.monotonic()
-        second, third = Engine(endpoint, "second"), Engine(endpoint, "third")
         steps = 1
         while second.step(SHARED) < len(SHARED):
             steps += 1
