@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvcache_proto.region import DOOMED, FREE, READY, WRITING
 from kvcache_server.index import GONE, HIDDEN, UNQUEUED, Block
 from kvcache_server.pool import Extent
-from kvcache_server.slices import LOOK, STEP, Steps
+from kvcache_server.slices import LOOK, STEP, Steps, finish
 
 if TYPE_CHECKING:
     from kvcache_server.cache import Cache
@@ -39,7 +39,7 @@ def audit(cache: Cache) -> Steps[None]:
         for reservation in list(engine.reservations.values()):
             assert reservation.unsettled == sum(not grant.whole for grant in reservation.grants), "a miscount of grants"
             yield
-    survey, quarantine = cache.pool.survey(), cache.writing.quarantine.bytes
+    survey, quarantine = finish(cache.pool.surveying()), cache.writing.quarantine.bytes
     assert survey.used == quarantine + sum(account.bytes for account in cache.shares.accounts), "slots without account"
     for extent in list(cache.pool.extents.values()):
         if cache.pool.extents.get(extent.index) is extent:

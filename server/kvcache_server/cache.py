@@ -43,6 +43,7 @@ from kvcache_server.sums import Sums
 from kvcache_server.traffic import Traffic
 from kvcache_server.writing import Writing
 
+MAX_ATTACHED = 16  # namespaces of a session: an engine is in one, and in the next one after a reset
 OPERATORS = 16  # sessions beyond max_sessions that are kept for who runs the daemon
 LIFE_SHIFT = 40  # numbers of leases and reservations begin with the daemon's life: none comes again
 
@@ -323,6 +324,8 @@ class Cache:
         if not 0 <= request.ceiling_bytes < 1 << 62:
             raise BadArgument(f"ceiling_bytes {request.ceiling_bytes}: 0 to {1 << 62}")
         namespace = self.by_id.get(spec.id)
+        if len(session.attached) >= MAX_ATTACHED and (namespace is None or namespace.number not in session.attached):
+            raise NotPermitted(f"this session has attached {MAX_ATTACHED} namespaces: detach one first")
         if namespace is None:
             if len(self.namespaces) >= self.limits.max_namespaces:
                 raise NotPermitted(f"{len(self.namespaces)} namespaces: max_namespaces is {self.limits.max_namespaces}")
@@ -495,8 +498,11 @@ class Cache:
     def _ping(session: Session, request: m.Ping, now: float) -> m.Pong:
         return m.Pong(request.id)
 
-    def _stats(self, session: Session, request: m.Stats, now: float) -> m.Report:
-        return m.Report(request.id, self.stats(now))
+    def _stats(self, session: Session, request: m.Stats, now: float) -> m.Report | Steps[m.Report]:
+        return begin(self._reporting(request, now))
+
+    def _reporting(self, request: m.Stats, now: float) -> Steps[m.Report]:
+        return m.Report(request.id, (yield from report.stats(self, now)))
 
     def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared | Steps[m.Cleared]:
         return begin(orders.clear_and_tell(self, session, request, now))
@@ -512,9 +518,13 @@ class Cache:
         """Do all of `clearing` at once."""
         return finish(self.clearing(namespace, by, now))
 
-    def stats(self, now: float) -> dict[str, Any]:
+    def reporting(self, now: float) -> Steps[dict[str, Any]]:
         """Return what `status` shows; see report.py."""
         return report.stats(self, now)
+
+    def stats(self, now: float) -> dict[str, Any]:
+        """Do all of `reporting` at once."""
+        return finish(self.reporting(now))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all that must always hold does. O(blocks): for tests, and for an idle daemon."""

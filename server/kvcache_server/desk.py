@@ -41,9 +41,10 @@ class Desk:
         """Whether nothing is evicted for now: sessions of the last daemon have not said yet what they hold."""
         return self._cache.room.frozen
 
-    def report(self) -> dict[str, Any]:
+    async def report(self) -> dict[str, Any]:
         """Return what `status` shows."""
-        return self._cache.stats(time.monotonic()) | {"daemon": self._figures()}
+        stats: dict[str, Any] = await self._run(self._cache.reporting(time.monotonic()))
+        return stats | {"daemon": self._figures()}
 
     def attached(self, number: int) -> None:
         """Say once where a namespace's blocks leave much of the region empty, and what cures it."""
@@ -66,23 +67,25 @@ class Desk:
         """Log one line of what has happened since the last one, if anything has; `messages` have come so far."""
         if messages == self._told.get("messages", 0):
             return
-        stats = self._cache.stats(time.monotonic())
-        counters, pool = stats["counters"], stats["pool"]
+        cache = self._cache
+        counters, pool = cache.counters, cache.pool
         now = {
             "messages": messages,
             "asked": counters.get("blocks_requested", 0),
             "hit": counters.get("blocks_hit", 0),
             "stored": counters.get("blocks_committed", 0),
-            "evicted": counters.get("blocks_evicted", 0),
-            "refused": sum(stats["refusals"].values()),
+            "evicted": cache.room.evictions.total(),
+            "refused": cache.refusals.total(),
         }
         new = {key: value - self._told.get(key, 0) for key, value in now.items()}
         self._told = now
         if any(count for key, count in new.items() if key != "messages"):
+            blocks = sum(len(group.visible) for each in cache.namespaces.values() for group in each.groups)
+            used = sum(account.bytes for account in cache.shares.accounts)
             log.info(
                 "stored %s blocks, hit %s of %s asked, evicted %s, refused %s; %s blocks in %s of %s, %d sessions",
                 *(f"{new[key]:,}" for key in ("stored", "hit", "asked", "evicted", "refused")),
-                *(f"{pool['blocks']:,}", format_size(pool["used_bytes"]), format_size(pool["bytes"]), sessions),
+                *(f"{blocks:,}", format_size(used), format_size(pool.capacity), sessions),
                 extra={"fields": {"event": "summary", **new}},
             )
 

@@ -13,6 +13,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -154,8 +155,10 @@ class Http:
 
         return guarded
 
-    async def _answer(self, make: Callable[[], bytes], content_type: str = _JSON) -> web.Response:
-        """Answer what `make` returns, one request after the other; after each, the loop is the engines' for a while.
+    async def _answer(self, make: Callable[[dict[str, Any]], bytes], content_type: str = _JSON) -> web.Response:
+        """Answer what `make` makes of a report, one request after the other.
+
+        After each, the loop is the engines' for a while.
 
         Who asked has the answer at once, and the next one waits; that somebody leaves makes the wait no shorter.
         """
@@ -163,7 +166,7 @@ class Http:
             await asyncio.sleep(self._ration.wait(time.monotonic()))
             began = time.monotonic()
             try:
-                return web.Response(body=make(), headers={"Content-Type": content_type})
+                return web.Response(body=make(await self._desk.report()), headers={"Content-Type": content_type})
             finally:
                 self._ration.spent(began, time.monotonic())
 
@@ -181,19 +184,16 @@ class Http:
         return web.Response(body=self._description, content_type=_JSON)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return await self._answer(lambda: metrics.render(self._desk.report()), metrics.CONTENT_TYPE)
+        return await self._answer(metrics.render, metrics.CONTENT_TYPE)
 
     async def _status(self, request: web.Request) -> web.Response:
-        return await self._answer(lambda: self._report(api.Status))
+        return await self._answer(partial(_as_json, api.Status))
 
     async def _namespaces(self, request: web.Request) -> web.Response:
-        return await self._answer(lambda: self._report(api.Namespaces))
+        return await self._answer(partial(_as_json, api.Namespaces))
 
     async def _sessions(self, request: web.Request) -> web.Response:
-        return await self._answer(lambda: self._report(api.Sessions))
-
-    def _report(self, form: type) -> bytes:
-        return msgspec.json.encode(msgspec.convert(self._desk.report(), form))
+        return await self._answer(partial(_as_json, api.Sessions))
 
     # What is done.
 
@@ -252,6 +252,10 @@ async def _body(request: web.Request, kind: type[_Body]) -> _Body:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, float) and value.is_integer()
+
+
+def _as_json(form: type, report: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(msgspec.convert(report, form))
 
 
 def _response(answer: object) -> web.Response:

@@ -15,7 +15,7 @@ from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import FREE, SLOT_ROW, RegionRows, slots_per_extent
 from kvcache_proto.types import SlotRef, pack_ref
 from kvcache_server.index import Block
-from kvcache_server.slices import LOOK
+from kvcache_server.slices import LOOK, Steps
 
 
 class Extent:
@@ -91,11 +91,11 @@ class Pool:
     def uncut(self) -> int:
         return len(self._uncut)
 
-    def survey(self) -> Survey:
-        """Look at every extent. O(extents)."""
+    def surveying(self) -> Steps[Survey]:
+        """Look at every extent; what changes between two slices may be counted twice, or not at all. O(extents)."""
         used = busy = free = largest = 0
         empty = self.uncut
-        for extent in self.extents.values():
+        for at, extent in enumerate(list(self.extents.values()), 1):
             size, vacant = extent.slot_bytes, extent.slots - extent.used
             used += extent.used * size
             busy += extent.busy * size
@@ -104,6 +104,8 @@ class Pool:
                 empty += 1
             elif vacant and size > largest:
                 largest = size
+            if at % LOOK == 0:
+                yield
         return Survey(used, busy, free + self.uncut * self.extent_bytes, self.extent_bytes if empty else largest)
 
     def check_size(self, slot_bytes: int) -> None:

@@ -3,76 +3,71 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from kvcache_proto.counts import OTHER
 from kvcache_proto.region import DOOMED, FREE, READY, WRITING
 from kvcache_server.index import GONE, HIDDEN, SPARE, UNQUEUED, Block, Group
+from kvcache_server.leases import Reservation
 from kvcache_server.sessions import Namespace
+from kvcache_server.slices import LOOK, STEP, Steps, finish
 
 if TYPE_CHECKING:
     from kvcache_server.cache import Cache
 
+# A report is one frame: past so many characters, namespaces are told of without their identities, and of the engines of
+# a namespace only those that hold most of it by name.
+MOST_IDENTITY = 1 << 20
+MOST_ENGINES = 64
 
-def stats(cache: Cache, now: float) -> dict[str, Any]:
+
+def stats(cache: Cache, now: float) -> Steps[dict[str, Any]]:
     """Return pool, namespaces, sessions, refusals by reason, and counters.
 
-    O(namespaces, accounts, sessions, grants, extents).
+    O(namespaces, accounts, sessions, grants, extents), in slices: what changes meanwhile is told of as it is when its
+    turn comes.
     """
-    survey, quarantined = cache.pool.survey(), cache.writing.quarantine.bytes
+    survey, quarantined = (yield from cache.pool.surveying()), cache.writing.quarantine.bytes
     groups = [group for namespace in cache.namespaces.values() for group in namespace.groups]
-    pending = [grant for group in groups for grant in group.pending.values()]
-    engines: dict[int, Counter[str]] = {number: Counter() for number in cache.namespaces}  # bytes of each, by namespace
-    for account in cache.shares.accounts:
-        engines[account.group.namespace][account.engine] += account.bytes
+    writing = hidden = 0
+    for group in groups:
+        pending = list(group.pending.values())
+        for at in range(0, len(pending), LOOK):
+            ready = sum(grant.ready for grant in pending[at : at + LOOK])
+            hidden += ready
+            writing += len(pending[at : at + LOOK]) - ready
+            yield
+    pool = {
+        "region_id": cache.geometry.region_id.hex(),
+        "bytes": cache.pool.capacity,
+        "wanted_bytes": cache.wanted or cache.pool.capacity,
+        "given_back_bytes": len(cache.pool.retired) * cache.pool.extent_bytes,
+        "used_bytes": sum(account.bytes for account in cache.shares.accounts),
+        "extents": cache.geometry.extents,
+        "extent_bytes": cache.geometry.extent_bytes,
+        "uncut_extents": cache.pool.uncut,
+        "blocks": sum(len(group.visible) for group in groups),
+        "blocks_writing": writing,
+        "blocks_hidden": hidden,
+        "slots_quarantined": len(cache.writing.quarantine),
+        "pinned_bytes": sum(engine.pins.bytes for engine in cache.engines.values()),
+        # These five are the whole pool: the last is what rows and the ends of extents take.
+        "ready_bytes": survey.used - survey.busy,
+        "writing_bytes": survey.busy - quarantined,
+        "quarantined_bytes": quarantined,
+        "free_bytes": survey.free,
+        "overhead_bytes": cache.pool.capacity - survey.used - survey.free,
+        "largest_free_bytes": survey.largest,
+        "leases": sum(len(session.leases) for session in cache.sessions.values()),
+        "reservations": sum(len(engine.reservations) for engine in cache.engines.values()),
+        "residence": cache.room.ages.residence.figures(),
+    }
     return {
-        "pool": {
-            "region_id": cache.geometry.region_id.hex(),
-            "bytes": cache.pool.capacity,
-            "wanted_bytes": cache.wanted or cache.pool.capacity,
-            "given_back_bytes": len(cache.pool.retired) * cache.pool.extent_bytes,
-            "used_bytes": sum(account.bytes for account in cache.shares.accounts),
-            "extents": cache.geometry.extents,
-            "extent_bytes": cache.geometry.extent_bytes,
-            "uncut_extents": cache.pool.uncut,
-            "blocks": sum(len(group.visible) for group in groups),
-            "blocks_writing": sum(not grant.ready for grant in pending),
-            "blocks_hidden": sum(grant.ready for grant in pending),
-            "slots_quarantined": len(cache.writing.quarantine),
-            "pinned_bytes": sum(engine.pins.bytes for engine in cache.engines.values()),
-            # These five are the whole pool: the last is what rows and the ends of extents take.
-            "ready_bytes": survey.used - survey.busy,
-            "writing_bytes": survey.busy - quarantined,
-            "quarantined_bytes": quarantined,
-            "free_bytes": survey.free,
-            "overhead_bytes": cache.pool.capacity - survey.used - survey.free,
-            "largest_free_bytes": survey.largest,
-            "leases": sum(len(session.leases) for session in cache.sessions.values()),
-            "reservations": sum(len(engine.reservations) for engine in cache.engines.values()),
-            "residence": cache.room.ages.residence.figures(),
-        },
-        "namespaces": [_namespace(each, engines[each.number]) for each in cache.namespaces.values()],
-        "sessions": [
-            {
-                "id": session.id,
-                "engine": session.engine.name,
-                "label": session.label,
-                "age_s": round(now - session.opened, 1),
-                "leases": len(session.leases),
-                "reservations": sum(r.owner == session.id for r in session.engine.reservations.values()),
-                "namespaces": {namespace.id: list(shards) for namespace, shards in session.attached.values()},
-                "breaker": "unknown" if session.breaker is None else session.breaker.name.lower(),
-                "counts": dict(session.counts),
-            }
-            for session in cache.sessions.values()
-        ],
-        "away": [
-            {
-                "id": number,
-                "engine": engine.name,
-                "reservations": sum(number in reservation.writers for reservation in engine.reservations.values()),
-            }
-            for number, engine in cache.absent.items()
-        ],
+        "pool": pool,
+        "namespaces": (yield from _namespaces(cache)),
+        "sessions": (yield from _sessions(cache, now)),
+        "away": (yield from _away(cache)),
         "life": cache.life,
         "grace": cache.room.frozen,
         "evictions": dict(cache.room.evictions),
@@ -83,11 +78,30 @@ def stats(cache: Cache, now: float) -> dict[str, Any]:
     }
 
 
-def _namespace(namespace: Namespace, engines: Counter[str]) -> dict[str, Any]:
+def _namespaces(cache: Cache) -> Steps[list[dict[str, Any]]]:
+    engines: dict[int, Counter[str]] = {number: Counter() for number in cache.namespaces}  # bytes of each, by namespace
+    for at, account in enumerate(list(cache.shares.accounts), 1):
+        engines.setdefault(account.group.namespace, Counter())[account.engine] += account.bytes
+        if at % LOOK == 0:
+            yield
+    found: list[dict[str, Any]] = []
+    said = 0
+    for namespace in list(cache.namespaces.values()):
+        said += sum(map(len, [*namespace.spec.identity, *namespace.spec.identity.values()]))
+        found.append(_namespace(namespace, engines.get(namespace.number, Counter()), said <= MOST_IDENTITY))
+        if len(found) % STEP == 0:
+            yield
+    return found
+
+
+def _namespace(namespace: Namespace, engines: Counter[str], with_identity: bool) -> dict[str, Any]:
+    named = dict(engines.most_common(MOST_ENGINES))
+    if len(named) < len(engines):
+        named[OTHER] = named.get(OTHER, 0) + engines.total() - sum(named.values())
     return {
         "id": namespace.id,
         "model": namespace.spec.model,
-        "identity": namespace.spec.identity,
+        "identity": namespace.spec.identity if with_identity else {},
         "block_tokens": [group.spec.block_tokens for group in namespace.groups],
         "block_bytes": [group.spec.block_bytes for group in namespace.groups],
         "overhead": round(namespace.fit.overhead, 4),
@@ -101,8 +115,51 @@ def _namespace(namespace: Namespace, engines: Counter[str]) -> dict[str, Any]:
         "saved_bytes": sum(group.saved_blocks * group.spec.block_bytes for group in namespace.groups),
         "blocks": sum(len(group.visible) for group in namespace.groups),
         "bytes": engines.total(),
-        "engines": dict(engines),
+        "engines": named,
     }
+
+
+def _sessions(cache: Cache, now: float) -> Steps[list[dict[str, Any]]]:
+    owned = yield from _reservations(cache, lambda reservation: (reservation.owner,))
+    found: list[dict[str, Any]] = []
+    for session in list(cache.sessions.values()):
+        found.append(
+            {
+                "id": session.id,
+                "engine": session.engine.name,
+                "label": session.label,
+                "age_s": round(now - session.opened, 1),
+                "leases": len(session.leases),
+                "reservations": owned[session.id],
+                "namespaces": {namespace.id: list(shards) for namespace, shards in session.attached.values()},
+                "breaker": "unknown" if session.breaker is None else session.breaker.name.lower(),
+                "counts": dict(session.counts),
+            }
+        )
+        if len(found) % STEP == 0:
+            yield
+    return found
+
+
+def _away(cache: Cache) -> Steps[list[dict[str, Any]]]:
+    written = yield from _reservations(cache, lambda reservation: set(reservation.writers))
+    return [
+        {"id": number, "engine": engine.name, "reservations": written[number]}
+        for number, engine in cache.absent.items()
+    ]
+
+
+def _reservations(cache: Cache, whose: Callable[[Reservation], Iterable[int]]) -> Steps[Counter[int]]:
+    """Return how many reservations each session has, one for each that `whose` names."""
+    found: Counter[int] = Counter()
+    looks = 0
+    for engine in list(cache.engines.values()):
+        for reservation in list(engine.reservations.values()):
+            found.update(whose(reservation))
+            looks += 1
+            if looks % LOOK == 0:
+                yield
+    return found
 
 
 def check_integrity(cache: Cache) -> None:
@@ -199,7 +256,7 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
         assert extent.used == len(extent.blocks) - len(vacant) and len(vacant) == len(extent.vacant)
     empty = {index: extent for index, extent in cache.pool.extents.items() if not extent.used}
     assert cache.pool.empty == empty, "extents that are empty, or not, and nobody knows"
-    survey, quarantine = cache.pool.survey(), cache.writing.quarantine.bytes
+    survey, quarantine = finish(cache.pool.surveying()), cache.writing.quarantine.bytes
     assert survey.used == quarantine + sum(account.bytes for account in cache.shares.accounts), "slots without account"
     assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"
     for account in cache.shares.accounts:

@@ -10,13 +10,15 @@ import pytest
 from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group
 
 from kvcache_proto import messages as m
-from kvcache_proto.codec import encode
+from kvcache_proto.codec import MAX_FRAME, encode
+from kvcache_proto.errors import NotPermitted
 from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome, Refusal, SlotRef
 from kvcache_server.ages import Ages
-from kvcache_server.cache import Cache
+from kvcache_server.cache import MAX_ATTACHED, Cache
 from kvcache_server.histogram import Histogram
 from kvcache_server.index import Account, Block
 from kvcache_server.lost import Lost
+from kvcache_server.report import MOST_IDENTITY
 
 
 def pool(cache: Cache) -> dict:
@@ -296,3 +298,49 @@ def test_a_namespace_says_how_much_of_the_region_its_blocks_leave_empty_and_what
     overhead, better = attach(cache, 64)  # it is the rows, which extents of any size have
     assert (round(overhead, 2), better) == (0.67, 0)
     assert attach(cache, 64 * KIB) == (pytest.approx(0.008, abs=0.001), 0)
+
+
+def test_a_report_of_many_sessions_comes_in_slices_and_fits_a_frame() -> None:
+    cache = make_cache(max_sessions=600, max_namespaces=600)
+    for number in range(300):
+        session = cache.open_session(f"{number:04}" + "e" * 250, "l" * 256, 0.0)
+        for other in range(MAX_ATTACHED):
+            spec = NamespaceSpec(
+                model="m" * 256,
+                groups=[GroupSpec(16, (64,) * 64)],
+                hash_bytes=16,
+                identity={"weights": f"{(number + other) % 500}" + "w" * 4000},
+            )
+            cache.begin(session, m.Attach(0, b"", spec, tuple(range(64))), 0.0)
+    steps = cache.begin(session, m.Stats(1, b""), 1.0)
+    slices = 1
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            report = done.value
+            break
+        slices += 1
+    assert slices > 8
+    assert len(encode(report)) < MAX_FRAME
+    spaces = report.stats["namespaces"]
+    assert len(report.stats["sessions"]) == 300
+    assert 0 < sum(bool(space["identity"]) for space in spaces) * 4000 <= MOST_IDENTITY < len(spaces) * 4000
+
+
+def test_a_session_attaches_a_few_namespaces() -> None:
+    cache = make_cache()
+    session = cache.open_session("one", "", 0.0)
+
+    def attach(number: int) -> Any:
+        spec = NamespaceSpec(model=f"model {number}", groups=[GroupSpec(16, 64)], hash_bytes=16)
+        return cache.handle(session, m.Attach(0, b"", spec, (0,)), 0.0)
+
+    first = attach(0)
+    for number in range(1, MAX_ATTACHED):
+        attach(number)
+    with pytest.raises(NotPermitted, match="detach one first"):
+        attach(MAX_ATTACHED)
+    attach(0)  # once more, which adds none
+    cache.handle(session, m.Detach(0, b"", first.namespace), 0.0)
+    attach(MAX_ATTACHED)

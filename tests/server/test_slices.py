@@ -19,7 +19,7 @@ from kvcache_server.cache import Cache
 from kvcache_server.reasons import EXAMINED, MOST_BLOCKS, MOST_RUNS
 from kvcache_server.slices import LOOK, STEP, finish
 
-CUT = ("audit", "cache", "distrust", "index", "lookup", "pool", "reasons", "restate", "room", "writing")
+CUT = ("audit", "cache", "distrust", "index", "lookup", "pool", "reasons", "report", "restate", "room", "writing")
 
 
 @pytest.fixture
@@ -145,14 +145,14 @@ def test_an_extent_of_tiny_blocks_is_cut_some_slots_at_a_time() -> None:
 
     reserved = [engine.reserve([f"{number}" for number in range(LOOK - 1)])]
     assert cleared() == LOOK, "rows of slots that nobody has asked for"
-    assert pool.survey().free == (slots - LOOK + 1) * 64
+    assert finish(pool.surveying()).free == (slots - LOOK + 1) * 64
     reserved += [engine.reserve([f"{number}"]) for number in (LOOK - 1, LOOK)]
     assert cleared() == 2 * LOOK
     cache.check_integrity()
     names = [f"{number}" for number in range(LOOK + 1, slots)]
     reserved.append(engine.reserve(names))
     assert all(each.answers.count(Refusal.GRANTED) == len(each.answers) for each in reserved), "not every slot is had"
-    assert pool.survey().free == 0
+    assert finish(pool.surveying()).free == 0
     for each in reserved:
         engine.settle(each)
     refs = unpack_refs(engine.acquire(["0"]).slots + engine.acquire(names[-1:]).slots)
