@@ -33,8 +33,8 @@ OF_OTHERS = [
         FOLDERS + f"no_socket_is_bound_in_place_of_what_is_another_s[{kind}-kv.sock]"
         for kind in ("theirs", "fifo", "device", "another program's")
     ),
-    FOLDERS + "a_daemon_that_is_not_root_s_names_what_others_have_put_there[socket-kv.sock]",
-    FOLDERS + "a_daemon_that_is_not_root_s_names_what_others_have_put_there[file-kv.door]",
+    FOLDERS + "a_daemon_that_is_not_root_s_names_what_others_have_put_there[kv.sock-socket]",
+    FOLDERS + "a_daemon_that_is_not_root_s_names_what_others_have_put_there[kv.door-file]",
 ]
 
 pytestmark = [
