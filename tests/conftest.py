@@ -19,7 +19,7 @@ from leftovers import remove_regions
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, Unavailable
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 START_SECONDS = 30.0
 

@@ -12,9 +12,9 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import UnknownHandle
 from kvcache_proto.region import RegionRows, plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Verdict
-from kvcache_server import journal, recovery
-from kvcache_server.cache import Cache
-from kvcache_server.limits import Limits
+from kvcache_server.core import journal, recovery
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.limits import Limits
 
 MIB = 1 << 20
 LIMITS = Limits(pin_quota=1.0, write_quota=1.0, supersede_after=2.0, quarantine=10.0, grace=10.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from kvcache_proto.errors import EndpointTaken
-from kvcache_server.regions import RegionFolder
+from kvcache_server.storage.region_names import RegionFolder
 
 
 def remove_regions(directory: str, socket_path: str) -> int:

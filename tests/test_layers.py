@@ -168,7 +168,7 @@ def imports(file: Path) -> set[str]:
 
 
 def name_of_import(module: str, name: str) -> str:
-    """`from kvcache_server import pool` means the module `kvcache_server.pool`, not a name inside of the package."""
+    """`from kvcache_server import pool` means the module `kvcache_server.core.pool`, not a name inside of the package."""
     package, _, inside = module.partition(".")
     if package in PACKAGES and f"{inside}.{name}".lstrip(".") in {n for n, _ in modules(package)}:
         return f"{module}.{name}"

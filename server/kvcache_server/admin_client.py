@@ -17,7 +17,7 @@ from kvcache_proto.endpoint import closed_folder, door_path, routing_id
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, from_wire
 from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome
 from kvcache_proto.trust import check_server, server_uids
-from kvcache_server.limits import OPERATOR
+from kvcache_server.core.limits import OPERATOR
 
 _LENGTH = struct.Struct("<I")
 

@@ -37,7 +37,7 @@ _LATER = {
     name: f"kvcache_server.{name}"
     for name in ("bench", "dashboard", "demo", "doctor", "plan", "record", "replay", "top", "why")
 }
-_LATER["install-service"] = "kvcache_server.install"
+_LATER["install-service"] = "kvcache_server.commands.install_service"
 
 
 class Commands(click.Group):
@@ -88,7 +88,8 @@ def serve(path: str | None, fresh: bool, **flags: Any) -> None:
     """Run the daemon in the foreground, until SIGTERM or Ctrl-C. It finds again what the last one cached."""
     # What is imported starts threads (numpy's), and a signal must not choose one of them: they inherit what is blocked.
     signals.block()
-    from kvcache_server import lifecycle, logs
+    from kvcache_server import logs
+    from kvcache_server.daemon import lifecycle
 
     config = load(path, flags=flags)
     logs.set_up(config.log_level, config.log_format)
@@ -124,8 +125,8 @@ _endpoint_option = click.option(
 @click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
 def status(endpoint: str | None, as_json: bool) -> None:
     """Say what the daemon holds and who is attached."""
-    from kvcache_server.admin import Admin
-    from kvcache_server.describe import describe
+    from kvcache_server.admin_client import Admin
+    from kvcache_server.commands.describe import describe
 
     with Admin(endpoint or default_endpoint(), "status") as admin:
         stats = admin.stats()
@@ -137,7 +138,7 @@ def status(endpoint: str | None, as_json: bool) -> None:
 @click.option("--namespace", default="", metavar="ID", help="Only this one; `status` lists the ids.")
 def clear(endpoint: str | None, namespace: str) -> None:
     """Forget every cached block that nobody is reading or writing."""
-    from kvcache_server.admin import Admin
+    from kvcache_server.admin_client import Admin
 
     with Admin(endpoint or default_endpoint(), "clear") as admin:
         click.echo(f"cleared {admin.clear(namespace):,} blocks")
@@ -156,7 +157,7 @@ def fence_off(endpoint: str | None, number: int) -> None:
 
     For a process that is stuck and will never write again: what it writes after this, it writes into others' blocks.
     """
-    from kvcache_server.admin import Admin
+    from kvcache_server.admin_client import Admin
 
     with Admin(endpoint or default_endpoint(), "fence-off") as admin:
         click.echo(f"session {number} is fenced off: {admin.fence_off(number):,} reservations ended")
@@ -168,8 +169,8 @@ def fence_off(endpoint: str | None, number: int) -> None:
 @click.option("--region-dir", metavar="FOLDER", help="As for serve.")
 def discard(path: str | None, endpoint: str | None, region_dir: str | None) -> None:
     """Free the memory of a daemon that has stopped: its cached blocks are gone then."""
-    from kvcache_server.folder import EndpointLock
-    from kvcache_server.opening import discard as remove
+    from kvcache_server.storage.folder import EndpointLock
+    from kvcache_server.storage.warm_start import discard as remove
 
     config = load(path, flags={"endpoint": endpoint, "region_dir": region_dir})
     lock = EndpointLock(config.endpoint)

@@ -17,7 +17,7 @@ from kvcache_proto.endpoint import SCHEME, check_endpoint, default_endpoint
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import ALIGN
 from kvcache_proto.users import group, parse_ids, user
-from kvcache_server.limits import Limits
+from kvcache_server.core.limits import Limits
 
 if sys.version_info >= (3, 11):
     import tomllib

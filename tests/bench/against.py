@@ -24,8 +24,8 @@ from pathlib import Path
 
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.region import slots_per_extent
-from kvcache_server.admin import Admin
-from kvcache_server.bench import BURST, EXTENT, RUN, SHARD_BYTES, WIDTHS, Writer, cpu_seconds, fill
+from kvcache_server.admin_client import Admin
+from kvcache_server.commands.bench import BURST, EXTENT, RUN, SHARD_BYTES, WIDTHS, Writer, cpu_seconds, fill
 
 WRITES = 10  # runs that are written in a burst
 HERE = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from one_daemon import one_daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.devices import Job, open_device
-from kvcache_client.layout import Tensor, block_fragments, runs
+from kvcache_client.devices.layout import Tensor, block_fragments, runs
 
 BLOCK = 2 << 20
 

@@ -28,12 +28,12 @@ import numpy as np
 import torch
 
 from kvcache_client.devices import Device, Job, open_device
-from kvcache_client.devices.canary import check_copies
 from kvcache_client.devices.cuda_driver import Driver
+from kvcache_client.devices.layout import block_fragments, runs
 from kvcache_client.devices.npu_runtime import NpuRuntime
 from kvcache_client.devices.runtime import Runtime
-from kvcache_client.layout import block_fragments, runs
-from kvcache_client.worker import _describe
+from kvcache_client.devices.self_test import check_copies
+from kvcache_client.worker.worker import _describe
 
 GIB = 1 << 30
 

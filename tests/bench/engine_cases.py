@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from kvcache_server.demo import EngineProcess, Failed, finish, tail
+from kvcache_server.commands.demo import EngineProcess, Failed, finish, tail
 
 GIB = 1 << 30
 STARTING = 240.0  # seconds for a server, whose memory is made and locked first
@@ -111,7 +111,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def ours(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from kvcache_proto.errors import KVCacheError
-    from kvcache_server.admin import Admin
+    from kvcache_server.admin_client import Admin
 
     endpoint = f"ipc://{folder}/kvcache.sock"
     command = [sys.executable, "-m", "kvcache_server", "serve", "--keep=false"]

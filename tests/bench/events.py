@@ -16,8 +16,8 @@ import time
 from kvcache_proto import messages as m
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec
-from kvcache_server.cache import Cache
-from kvcache_server.stream import Stream
+from kvcache_server.core.cache import Cache
+from kvcache_server.events.stream import Stream
 
 MIB = 1 << 20
 

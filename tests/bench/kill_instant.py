@@ -35,7 +35,7 @@ from typing import Any
 from kill_observer import SLOT, clock
 
 from kvcache_proto.errors import KVCacheError
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 from kvcache_server.config import Config
 
 GIB = 1 << 30

@@ -25,9 +25,9 @@ from kill_observer import FRAGMENT, LAYERS, SAVED, SLOT, clock, keep_stdout
 
 from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session
 from kvcache_client.devices import Device, Job, open_device
-from kvcache_client.devices.canary import check_copies
-from kvcache_client.layout import block_fragments, runs
-from kvcache_client.worker import _describe
+from kvcache_client.devices.layout import block_fragments, runs
+from kvcache_client.devices.self_test import check_copies
+from kvcache_client.worker.worker import _describe
 
 
 class Cuda:

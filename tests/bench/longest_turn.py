@@ -25,7 +25,7 @@ from typing import Any
 from kvcache_proto import messages as m
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 SPEC = NamespaceSpec("model", (GroupSpec(16, 64),))
 MOST, RUNS = 65_536, 16_384

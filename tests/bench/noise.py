@@ -1,6 +1,6 @@
 """How far KV is off when the same tokens are computed in other pieces or beside others, next to what the canary allows.
 
-    python tests/bench/noise.py [--layers 32] [--tokens 512] [--device cuda]
+    python tests/bench/tolerance.py [--layers 32] [--tokens 512] [--device cuda]
 
 A Llama with random weights, a MoE (Mixtral) with `--experts`; each prompt once as a whole, then in chunks, then in a
 batch. Per dtype: the largest relative error of a block's norm, over all blocks, and the largest of a piece.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from kvcache_client import noise
+from kvcache_client.worker import tolerance
 
 BLOCK = 128
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        form = noise.find_format({str(dtype).removeprefix("torch.")}, "auto", bool(options.experts))
+        form = tolerance.find_format({str(dtype).removeprefix("torch.")}, "auto", bool(options.experts))
         assert form is not None
         found = variants(
             model(dtype, options.layers, options.experts, options.device),
@@ -80,8 +80,8 @@ def main() -> None:
                 for one, other in zip(found["whole"], found[name], strict=True)
                 for ours, theirs in zip(one, other, strict=True)
             ]
-            worst = [noise.measure(ours, theirs, form) for ours, theirs in pairs]
-            alarms = [why for ours, theirs in pairs if (why := noise.difference(ours, theirs, form))]
+            worst = [tolerance.measure(ours, theirs, form) for ours, theirs in pairs]
+            alarms = [why for ours, theirs in pairs if (why := tolerance.difference(ours, theirs, form))]
             print(
                 f"{form.name:9} {name:7} block {max(each[0] for each in worst):.5f} of {form.limit}, "
                 f"piece {max(each[1] for each in worst):.4f} of {form.piece}, "

@@ -26,9 +26,9 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.region import SLOT_ROW, plan_geometry
 from kvcache_proto.types import Outcome
-from kvcache_server import journal, recovery
-from kvcache_server.cache import Cache
-from kvcache_server.limits import Limits
+from kvcache_server.core import journal, recovery
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.limits import Limits
 from kvcache_server.replay.shadow import sparse_region
 
 SPEC = NamespaceSpec(model="bench", groups=[GroupSpec(16, 64)], hash_bytes=16)

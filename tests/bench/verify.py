@@ -18,11 +18,11 @@ import torch
 from one_daemon import one_daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_client.namespace import Shards
-from kvcache_client.plan import LoadJob, SaveJob, StepPlan
+from kvcache_client.engines.vllm.identity import Shards
+from kvcache_client.session.checksums import chosen, pick_sums
 from kvcache_client.settings import VERIFY_MODES, Settings
-from kvcache_client.sums import chosen, pick_sums
-from kvcache_client.worker import Worker
+from kvcache_client.step_plan import LoadJob, SaveJob, StepPlan
+from kvcache_client.worker.worker import Worker
 
 LAYERS = 32
 BATCH = 64  # hashes of a lookup

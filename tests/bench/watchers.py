@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from one_daemon import Daemon, one_daemon
 
 from kvcache_proto.region import slots_per_extent
-from kvcache_server.bench import EXTENT, SHARD_BYTES, Writer, fill
+from kvcache_server.commands.bench import EXTENT, SHARD_BYTES, Writer, fill
 
 WIDTH = 64
 TOPS = 10

@@ -22,7 +22,7 @@ from one_daemon import one_daemon
 from watchers import WIDTH, turn
 
 from kvcache_proto.region import slots_per_extent
-from kvcache_server.bench import EXTENT, SHARD_BYTES, Writer, fill
+from kvcache_server.commands.bench import EXTENT, SHARD_BYTES, Writer, fill
 
 # Runs as the daemon's interpreter starts; a signal has it forget, or remember again.
 SWITCH = """
@@ -31,8 +31,8 @@ import signal
 kept = {}
 
 def switch(*_):
-    from kvcache_server.cache import Cache
-    from kvcache_server.misses import Misses
+    from kvcache_server.core.cache import Cache
+    from kvcache_server.insight.miss_log import Misses
 
     for owner, name in ((Cache, "remember"), (Misses, "left"), (Misses, "acting")):
         if name in kept:

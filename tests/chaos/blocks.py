@@ -9,7 +9,7 @@ import numpy as np
 from payload import POISON, Bytes, difference, expected
 
 from kvcache_client import GroupSpec, NamespaceSpec
-from kvcache_client.region import Region
+from kvcache_client.session.region import Region
 
 # What engines of the run attach to. Two sizes trade extents, and one is written by two ranks or by one process.
 SPECS = {

@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
-from kvcache_server import turnstile
+from kvcache_server.http import connection_limiter
 
 # What the daemon remembers has bounds; here they are reached within some rounds. The collector looks through what is
 # new so often that all that lives a little survives it.
@@ -60,15 +60,15 @@ def count_when_told(path: Path) -> None:
     """Count in the tick after a SIGUSR2 in which nobody is there any more: the daemon has done then what it does."""
     told: list[int] = []
     signal.signal(signal.SIGUSR2, lambda signum, _: told.append(signum))
-    collect = turnstile.Turnstile.collect
+    collect = connection_limiter.Turnstile.collect
 
-    def collect_and_count(self: turnstile.Turnstile) -> None:
+    def collect_and_count(self: connection_limiter.Turnstile) -> None:
         collect(self)
         if told and not self._open and not self._acceptor.coming and not self._wait:
             told.clear()
             count(path)
 
-    turnstile.Turnstile.collect = collect_and_count
+    connection_limiter.Turnstile.collect = collect_and_count
 
 
 def main() -> None:

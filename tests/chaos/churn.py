@@ -40,7 +40,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, Refusal
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 MIB = 1 << 20
 SMALL, LARGE = GroupSpec(16, 8192), GroupSpec(16, 65536)

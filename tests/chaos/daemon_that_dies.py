@@ -119,7 +119,7 @@ class Watch:
 
 def watch_replies(watch: Watch, before: bool) -> None:
     """Let `watch` see each reply of the daemon."""
-    from kvcache_server.wire import Connection
+    from kvcache_server.daemon.requests import Connection
 
     send = Connection.send
 

@@ -22,7 +22,7 @@ from tallies import NAMES, Tallies
 
 from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_proto.errors import KVCacheError
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 HERE = Path(__file__).parent
 START_SECONDS = 30.0

@@ -12,8 +12,8 @@ import numpy as np
 from steps import LAYERS, PAGE, PATIENCE, Rig
 
 from kvcache_client import Lease, Namespace
-from kvcache_client.plan import SaveJob, StepPlan, cut_load
-from kvcache_client.sums import pick_sums
+from kvcache_client.session.checksums import pick_sums
+from kvcache_client.step_plan import SaveJob, StepPlan, cut_load
 from kvcache_proto.types import unpack_refs
 
 SIZE = LAYERS * PAGE

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_client.namespace import Shards
-from kvcache_client.plan import StepPlan
-from kvcache_client.scheduler import Scheduler
+from kvcache_client.engines.vllm.identity import Shards
+from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.settings import Settings
-from kvcache_client.worker import Worker
+from kvcache_client.step_plan import StepPlan
+from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")
 

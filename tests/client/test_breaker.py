@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache_client.breaker import Backoff, Breaker
+from kvcache_client.session.breaker import Backoff, Breaker
 
 
 def test_backoff_doubles_to_its_longest_and_starts_anew_after_a_reset() -> None:

@@ -10,7 +10,7 @@ from chains import KINDS, SIZE, offsets, spoil
 from steps import BLOCK, SPEC, Request, Rig, idle
 
 from kvcache_client import Session
-from kvcache_client.plan import CheckJob, StepPlan, pick_refs
+from kvcache_client.step_plan import CheckJob, StepPlan, pick_refs
 
 torch = pytest.importorskip("torch")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcache_client.region import Region
+from kvcache_client.session.region import Region
 from kvcache_proto.errors import RegionError
 from kvcache_proto.region import RegionRows, RowBody, plan_geometry
 from kvcache_proto.types import PoolGeometry, SlotRef

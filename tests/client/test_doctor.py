@@ -15,8 +15,8 @@ import pytest
 
 from kvcache_client.devices import Job
 from kvcache_client.devices.cpu import CpuDevice
+from kvcache_client.devices.layout import Run
 from kvcache_client.doctor import conformance, copies
-from kvcache_client.layout import Run
 from kvcache_proto.findings import Finding
 
 

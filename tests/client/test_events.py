@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvcache_client import events as module
-from kvcache_client.events import Events, Heard, Removed, Stored
+from kvcache_client.scheduler import events as module
+from kvcache_client.scheduler.events import Events, Heard, Removed, Stored
 from kvcache_proto.types import Verdict
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 REGION = b"r" * 16
 VISIBLE, HIDDEN, PARTIAL, FAILED = Verdict.VISIBLE, Verdict.HIDDEN, Verdict.PARTIAL, Verdict.FAILED

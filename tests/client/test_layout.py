@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_client.layout import Fragment, Run, Tensor, block_fragments, runs
+from kvcache_client.devices.layout import Fragment, Run, Tensor, block_fragments, runs
 from kvcache_proto.errors import ConfigError
 
 

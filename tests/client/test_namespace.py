@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcache_client.namespace import (
+from kvcache_client.engines.vllm.identity import (
     Surroundings,
     directory_digest,
     has_experts,

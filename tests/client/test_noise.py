@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvcache_client.noise import FORMATS, WINDOW, Format, difference, find_format
+from kvcache_client.worker.tolerance import FORMATS, WINDOW, Format, difference, find_format
 
 torch = pytest.importorskip("torch")
 

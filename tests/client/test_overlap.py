@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import zmq
 
-from kvcache_client.channel import Channel
-from kvcache_client.counters import Counters
+from kvcache_client.session.channel import Channel
+from kvcache_client.session.counters import Counters
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.messages import Clear, Cleared, Ping, Reply
 

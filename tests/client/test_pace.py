@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache_client.pace import LEAST_TOKENS, Pace
+from kvcache_client.scheduler.pace import LEAST_TOKENS, Pace
 
 
 def paced(tokens: int, seconds: float) -> Pace:

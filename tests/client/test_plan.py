@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from kvcache_client.plan import (
+from kvcache_client.step_plan import (
     NOTHING,
     LoadJob,
     SaveJob,

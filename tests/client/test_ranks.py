@@ -10,10 +10,10 @@ import pytest
 from steps import BLOCK, LAYERS, PAGE, SPEC, Request, idle
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_client.namespace import Shards
-from kvcache_client.saves import FIRST_RETRY, INSIST, LAST_RETRY, _Refusals
+from kvcache_client.engines.vllm.identity import Shards
+from kvcache_client.scheduler.saves import FIRST_RETRY, INSIST, LAST_RETRY, _Refusals
 from kvcache_client.settings import Settings
-from kvcache_client.worker import Worker
+from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")
 
@@ -25,7 +25,7 @@ def reserves_refused(daemon: Any) -> int:
 def test_a_refusal_that_does_not_change_is_not_asked_again_each_step(
     rigs: Any, daemon: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_client.saves.FIRST_RETRY", 1000.0)
+    monkeypatch.setattr("kvcache_client.scheduler.saves.FIRST_RETRY", 1000.0)
     rig = rigs("one")
     rig.worker.close()  # the engine has no rank any more, and its scheduler does not know
     daemon.wait_status(lambda s: len(s["sessions"]) == 1, "the end of the rank")

@@ -11,7 +11,7 @@ import pytest
 from steps import BLOCK, BLOCKS, PATIENCE, SPEC, Request, Rig, idle
 
 from kvcache_client import Session
-from kvcache_client.plan import NOTHING
+from kvcache_client.step_plan import NOTHING
 
 
 def test_what_one_engine_computed_another_one_loads(rigs: Any, daemon: Any) -> None:
@@ -279,7 +279,7 @@ def test_a_load_that_fails_or_brings_nothing_is_waited_for_no_longer(rigs: Any, 
 def test_a_load_that_does_not_end_is_not_waited_for_long(
     rigs: Any, daemon: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_client.loads.PATIENCE", 0.05)
+    monkeypatch.setattr("kvcache_client.scheduler.loads.PATIENCE", 0.05)
     rig = rigs("one")
     first, second = followers(rig, daemon, 3, 0, 0)
     rig.scheduler.matched_tokens(first, 0)
@@ -294,7 +294,9 @@ def test_a_load_that_does_not_end_is_not_waited_for_long(
 def test_what_running_loads_leave_no_quota_for_is_waited_for(
     start_daemon: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_client.scheduler.QUOTA_WAIT", PATIENCE)  # a busy machine may take long for the load
+    monkeypatch.setattr(
+        "kvcache_client.scheduler.scheduler.QUOTA_WAIT", PATIENCE
+    )  # a busy machine may take long for the load
     daemon = start_daemon(pin_quota=6.5 * SPEC.groups[0].block_bytes / (64 << 20))
     rig = Rig(daemon.endpoint, "one")
     try:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-import kvcache_client.channel
+import kvcache_client.session.channel
 from kvcache_client import GroupSpec, Lease, NamespaceSpec, Outcome, Region, Session, Unavailable, Verdict
 from kvcache_proto.errors import RegionError, UnknownHandle
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 Hashes = Callable[[int], list[bytes]]
 Until = Callable[[Callable[[], Any], str], Any]
@@ -157,7 +157,7 @@ def test_settles_that_the_socket_cannot_take_are_sent_later(
 def test_a_session_that_cannot_say_what_it_must_says_it_at_another_door(
     daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvcache_client.channel, "MAX_OUTBOX", 100)
+    monkeypatch.setattr(kvcache_client.session.channel, "MAX_OUTBOX", 100)
     session = connect(connect_timeout=2.0)
     ns = session.attach(spec, shards=(0,))
     reservation = ns.reserve(hashes(1))
@@ -199,7 +199,7 @@ def test_many_threads_share_one_missed_deadline(
 _SLOW = """
 import sys, time
 if "kvcache_server" in sys.orig_argv:
-    from kvcache_server.cache import Cache
+    from kvcache_server.core.cache import Cache
     def late(self, *what, begin=Cache.begin):
         time.sleep(0.2 if type(what[1]).__name__ in {kinds} else 0)
         return begin(self, *what)

@@ -21,7 +21,7 @@ import pytest
 from sick_daemon import DOOR, RUDE, WIRE
 
 from kvcache_client import GroupSpec, NamespaceSpec, Outcome, Session, Verdict
-from kvcache_client.breaker import Backoff, Breaker
+from kvcache_client.session.breaker import Backoff, Breaker
 from kvcache_proto.errors import KVCacheError
 
 Hashes = Callable[[int], list[bytes]]
@@ -208,7 +208,7 @@ def test_replies_with_one_wrong_field_do_no_harm(
 def test_posts_to_a_daemon_that_reads_nothing_do_not_grow_without_bound(
     sick: Sick, session: Session, hashes: Hashes, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_client.channel.MAX_OUTBOX", 500)
+    monkeypatch.setattr("kvcache_client.session.channel.MAX_OUTBOX", 500)
     ns = session.attach(NamespaceSpec(model="small", groups=[GroupSpec(16, 64)]), shards=(0,))
     run = hashes(50)
     reservation = ns.reserve(run)
@@ -226,7 +226,7 @@ def test_posts_to_a_daemon_that_reads_nothing_do_not_grow_without_bound(
 def test_answers_that_never_come_do_not_pile_up(
     sick: Sick, session: Session, spec: NamespaceSpec, hashes: Hashes, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_client.channel.MAX_OWED", 100)
+    monkeypatch.setattr("kvcache_client.session.channel.MAX_OWED", 100)
     ns = session.attach(spec, shards=(0,))
     reservation = ns.reserve(hashes(1))
     sick.set(wire="mute")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvcache_client import summary
-from kvcache_client.summary import Summary, summarize
+from kvcache_client.scheduler import summary
+from kvcache_client.scheduler.summary import Summary, summarize
 
 
 def test_the_line_says_what_happened_and_leaves_out_what_did_not() -> None:

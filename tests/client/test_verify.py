@@ -15,11 +15,11 @@ from immutable import immutable
 from steps import BLOCK, LAYERS, PAGE, Request, Rig, idle
 
 from kvcache_client import GroupSpec, Lease, NamespaceSpec, Session
-from kvcache_client.namespace import Shards
-from kvcache_client.plan import CheckJob, LoadJob, SaveJob, StepPlan
+from kvcache_client.engines.vllm.identity import Shards
+from kvcache_client.session.checksums import chosen
 from kvcache_client.settings import Settings
-from kvcache_client.sums import chosen
-from kvcache_client.worker import Worker
+from kvcache_client.step_plan import CheckJob, LoadJob, SaveJob, StepPlan
+from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")
 

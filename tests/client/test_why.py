@@ -13,10 +13,10 @@ from typing import Any
 from steps import BLOCK, PATIENCE, SPEC, Request, idle
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_client.notes import HASHES, NOTES, Notes
+from kvcache_client.scheduler.notes import HASHES, NOTES, Notes
 from kvcache_proto import messages as m
 from kvcache_proto.region import slot_size, slots_per_extent
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 from kvcache_server.replay.trace import read_trace
 
 

@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 
 from kvcache_client.settings import parse_settings
 from kvcache_proto.errors import BadArgument
-from kvcache_server.dashboard import envfile, settings
-from kvcache_server.dashboard.files import Changed, Folder
-from kvcache_server.dashboard.history import History
-from kvcache_server.dashboard.host import Host
-from kvcache_server.dashboard.relay import Relay
-from kvcache_server.dashboard.serving import Dashboard as Serving
+from kvcache_server.http.dashboard import envfile, settings
+from kvcache_server.http.dashboard.files import Changed, Folder
+from kvcache_server.http.dashboard.history import History
+from kvcache_server.http.dashboard.host import Host
+from kvcache_server.http.dashboard.relay import Relay
+from kvcache_server.http.dashboard.serving import Dashboard as Serving
 
 OURS = {"X-KVCache-Dashboard": "1"}
 CROWD = 200  # connections, of which 32 may be open at one time

@@ -17,8 +17,8 @@ import pytest
 import tomllib
 import yaml
 
-from kvcache_server import api
 from kvcache_server.config import load, parse_size
+from kvcache_server.http import schema as api
 
 ROOT = Path(__file__).parents[2]
 DOCKER, K8S = ROOT / "deploy" / "docker", ROOT / "deploy" / "k8s"

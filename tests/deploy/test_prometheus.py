@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvcache_proto import messages as m
 from kvcache_proto.counts import CLIENT_COUNTS
 from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 RULES = DEPLOY / "prometheus" / "kvcache.rules.yml"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcache_client.connector import KVCacheServerConnector
-from kvcache_client.region import Region
+from kvcache_client.engines.vllm.connector import KVCacheServerConnector
+from kvcache_client.session.region import Region
 
 __all__ = ["KVCacheServerConnector"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import kvcache_client.connector
 from kvcache_client import Session
-from kvcache_client.channel import Channel
-from kvcache_client.connector import KVCacheServerConnector
 from kvcache_client.devices.cpu import CpuDevice
-from kvcache_client.keeper import Keeper
-from kvcache_client.scheduler import Scheduler
-from kvcache_client.worker import Worker
+from kvcache_client.engines.vllm.connector import KVCacheServerConnector
+from kvcache_client.scheduler.scheduler import Scheduler
+from kvcache_client.session.channel import Channel
+from kvcache_client.session.supervisor import Keeper
+from kvcache_client.worker.worker import Worker
 
 __all__ = ["KVCacheServerConnector"]
 

@@ -28,7 +28,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-from kvcache_client.namespace import rank_block_bytes, shards, why_not
+from kvcache_client.engines.vllm.identity import rank_block_bytes, shards, why_not
 
 BLOCK = 128
 

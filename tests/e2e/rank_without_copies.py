@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcache_client import worker
-from kvcache_client.connector import KVCacheServerConnector
 from kvcache_client.devices import CopyError
+from kvcache_client.engines.vllm.connector import KVCacheServerConnector
+from kvcache_client.worker import worker
 
 __all__ = ["KVCacheServerConnector"]
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server.plan.device import device
-from kvcache_server.plan.figures import KV_ITEMS, declined
-from kvcache_server.plan.models import Attention, Latent, State, read_model
-from kvcache_server.plan.pages import Group, Pages, page, pages, shards
-from kvcache_server.plan.weights import weight_bytes
+from kvcache_server.capacity.device import device
+from kvcache_server.capacity.figures import KV_ITEMS, declined
+from kvcache_server.capacity.models import Attention, Latent, State, read_model
+from kvcache_server.capacity.pages import Group, Pages, page, pages, shards
+from kvcache_server.capacity.weights import weight_bytes
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "models"

@@ -11,7 +11,7 @@ import zmq
 from follower import PATIENCE, Subscriber, sockets
 
 from kvcache_proto.messages import Why
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 BLOCK, MAX_LEN = 32, 1024
 EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 7, MAX_LEN - 10]

@@ -12,7 +12,7 @@ import time
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 SPEC = NamespaceSpec("honest", (GroupSpec(16, 4096),))
 HASHES = [number.to_bytes(32, "big") for number in range(64)]

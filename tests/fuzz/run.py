@@ -41,7 +41,7 @@ from kvcache_proto.codec import decode_door, decode_reply, encode  # noqa: E402
 from kvcache_proto.endpoint import door_path  # noqa: E402
 from kvcache_proto.errors import ServerError  # noqa: E402
 from kvcache_proto.types import GroupSpec, NamespaceSpec  # noqa: E402
-from kvcache_server.admin import Admin  # noqa: E402
+from kvcache_server.admin_client import Admin  # noqa: E402
 
 BATCH = 50  # frames between two pings, whose answer says that all of them were handled
 SESSION = 2000  # frames of one session; with the next one, all that it held has ended

@@ -14,9 +14,9 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import RegionError
 from kvcache_proto.region import CHECKED, EXTENT_ROW, EXTENT_ROWS, SLOT_ROW, RegionRows, found_geometry, plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
-from kvcache_server import journal, recovery
-from kvcache_server.cache import Cache
-from kvcache_server.limits import Limits
+from kvcache_server.core import journal, recovery
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.limits import Limits
 
 MIB = 1 << 20
 GEOMETRY = plan_geometry(b"r" * 16, 6 * MIB, 2 * MIB)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvcache_client.region import Region
+from kvcache_client.session.region import Region
 from kvcache_proto.errors import RegionError
 from kvcache_proto.region import EXTENT_ROW, EXTENT_ROWS, READY, SLOT_ROW, RegionRows, RowBody, plan_geometry
 from kvcache_proto.types import PoolGeometry, SlotRef

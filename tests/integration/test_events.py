@@ -23,12 +23,12 @@ from host import Host
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.types import Finding
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 from kvcache_server.config import Config
-from kvcache_server.events import REPLAYS, Events
-from kvcache_server.numbers import ROOM, Numbers
-from kvcache_server.topics import IN_ALL
-from kvcache_server.zmtp import GREETING, header, ready
+from kvcache_server.events.publisher import REPLAYS, Events
+from kvcache_server.events.sequence_file import ROOM, Numbers
+from kvcache_server.events.topics import IN_ALL
+from kvcache_server.transport.zmtp import GREETING, header, ready
 
 SMALL = NamespaceSpec(model="small", groups=[GroupSpec(16, 64 << 10)])
 LARGE = NamespaceSpec(model="large", groups=[GroupSpec(32, 192 << 10)])

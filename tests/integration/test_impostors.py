@@ -23,8 +23,12 @@ VICTIM, OTHER = 54_321, 54_322
 # Imported before they become another user: the packages may lie where only root can read.
 BECOME = """
 import os, sys
-import kvcache_client, kvcache_server.admin, kvcache_server.lifecycle
-from kvcache_server import bench, cli, doctor, record, top, why
+import kvcache_client, kvcache_server.admin_client, kvcache_server.daemon.lifecycle
+from kvcache_server.commands import bench
+from kvcache_server.commands import record
+from kvcache_server.commands import top
+from kvcache_server.commands import why
+from kvcache_server import cli, doctor
 from kvcache_server.doctor import endpoint
 uid = int(sys.argv.pop(1))
 os.setgroups([]); os.setgid(uid); os.setuid(uid)

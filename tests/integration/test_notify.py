@@ -24,8 +24,8 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.codec import encode
 from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_proto.messages import PROTOCOL_VERSION, Hello
-from kvcache_server.admin import Admin
-from kvcache_server.notify import Manager
+from kvcache_server.admin_client import Admin
+from kvcache_server.daemon.systemd import Manager
 
 WATCHDOG = 1.0  # seconds; the daemon's ticks are four a second
 

@@ -24,13 +24,13 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.region import plan_geometry
-from kvcache_server.admin import Admin
-from kvcache_server.cache import Cache
+from kvcache_server.admin_client import Admin
 from kvcache_server.config import Config, settings
-from kvcache_server.door import Door
-from kvcache_server.limits import Limits
-from kvcache_server.reload import Settings
-from kvcache_server.sockets import admit
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.limits import Limits
+from kvcache_server.daemon.handshake import Door
+from kvcache_server.daemon.reload import Settings
+from kvcache_server.transport.sockets import admit
 
 ACL = "system.posix_acl_access"
 SPEC = NamespaceSpec(model="llama", groups=[GroupSpec(16, (1 << 20,))])

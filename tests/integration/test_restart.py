@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 import pytest
 from conftest import a_stuck_engine
 
-from kvcache_client import GroupSpec, NamespaceSpec, Session, forks
-from kvcache_client.door import knock
+from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_client.session import forks
+from kvcache_client.session.handshake import knock
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import RegionError
 from kvcache_proto.messages import Welcome

@@ -21,9 +21,9 @@ import pytest
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec
-from kvcache_server.admin import Admin
-from kvcache_server.describe import describe
-from kvcache_server.top import Sample, frame
+from kvcache_server.admin_client import Admin
+from kvcache_server.commands.describe import describe
+from kvcache_server.commands.top import Sample, frame
 
 CLIENT = Path(__file__).with_name("client.py")
 TOP = [sys.executable, "-m", "kvcache_server", "top", "--interval", "0.2"]

@@ -14,9 +14,9 @@ import pytest
 
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import KVCacheError, NotPermitted
-from kvcache_server.admin import Admin
-from kvcache_server.cache import OPERATORS
-from kvcache_server.door import MAX_VISITORS
+from kvcache_server.admin_client import Admin
+from kvcache_server.core.cache import OPERATORS
+from kvcache_server.daemon.handshake import MAX_VISITORS
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 
@@ -28,8 +28,8 @@ import os, sys
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_proto import messages as m
-from kvcache_server.admin import Admin
-from kvcache_client.door import knock
+from kvcache_server.admin_client import Admin
+from kvcache_client.session.handshake import knock
 uid = int(sys.argv.pop(1))
 os.setgroups([]); os.setgid(uid); os.setuid(uid)
 """

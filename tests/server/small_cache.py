@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvcache_proto import messages as m
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
-from kvcache_server.cache import Cache
-from kvcache_server.index import Group
-from kvcache_server.limits import Limits
-from kvcache_server.sampling import keyed_draw
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.index import Group
+from kvcache_server.core.limits import Limits
+from kvcache_server.core.sampling import keyed_draw
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -12,14 +12,14 @@ import pytest
 from small_cache import make_cache
 
 from kvcache_proto.messages import Hello
-from kvcache_server.attendance import LOOKS, Attendance
-from kvcache_server.door import Ticket
-from kvcache_server.folder import Folder
-from kvcache_server.journal import Book
-from kvcache_server.locks import SessionFiles
-from kvcache_server.opening import Opened
-from kvcache_server.sockets import Peer
-from kvcache_server.statefile import StateFile
+from kvcache_server.core.journal import Book
+from kvcache_server.daemon.handshake import Ticket
+from kvcache_server.daemon.session_registry import LOOKS, Attendance
+from kvcache_server.storage.folder import Folder
+from kvcache_server.storage.session_locks import SessionFiles
+from kvcache_server.storage.state_file import StateFile
+from kvcache_server.storage.warm_start import Opened
+from kvcache_server.transport.sockets import Peer
 
 SESSIONS = 3 * LOOKS
 

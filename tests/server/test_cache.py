@@ -13,10 +13,10 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
-from kvcache_server.cache import OPERATORS
-from kvcache_server.index import SPARE, Account, Block, Group
-from kvcache_server.leases import Grant
-from kvcache_server.sessions import Session
+from kvcache_server.core.cache import OPERATORS
+from kvcache_server.core.grants import Grant
+from kvcache_server.core.index import SPARE, Account, Block, Group
+from kvcache_server.core.sessions import Session
 
 
 def living(kind: type) -> int:

@@ -13,8 +13,8 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
-from kvcache_server.cache import Cache
-from kvcache_server.limits import Limits
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.limits import Limits
 
 SLOTS_AN_EXTENT, EXTENTS = 3, 2
 EXTENT = 2 << 20

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from kvcache_proto import __version__
 from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 from kvcache_server.cli import EXIT_CODES, commands
 from kvcache_server.config import settings
 
@@ -136,7 +136,7 @@ def test_no_permission(short_folder: Path) -> None:
         command = [
             sys.executable,
             "-c",
-            "import kvcache_server.cli, kvcache_server.admin, kvcache_server.service;" + start,
+            "import kvcache_server.cli, kvcache_server.admin_client, kvcache_server.daemon.service;" + start,
         ]
         return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
@@ -158,9 +158,7 @@ def test_no_permission(short_folder: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_no_permission_to_ask(daemon: Any) -> None:
     daemon.folder.chmod(0o755)
-    become = (
-        "import kvcache_server.cli, kvcache_server.admin, os; os.setgroups([]); os.setgid(65534); os.setuid(65534);"
-    )
+    become = "import kvcache_server.cli, kvcache_server.admin_client, os; os.setgroups([]); os.setgid(65534); os.setuid(65534);"
     command = [sys.executable, "-c", become + "kvcache_server.cli.main()", "status", "--endpoint", daemon.endpoint]
     failed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert failed.returncode == 6, failed.stderr

@@ -13,11 +13,11 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.region import PAGE, plan_geometry
 from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Refusal, Verdict
-from kvcache_server.cache import Cache
-from kvcache_server.folder import Folder
-from kvcache_server.limits import Limits
-from kvcache_server.sumfile import open_sums
-from kvcache_server.sums import PIECE, Sums, sums_bytes
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.checksums import PIECE, Sums, sums_bytes
+from kvcache_server.core.limits import Limits
+from kvcache_server.storage.checksum_file import open_sums
+from kvcache_server.storage.folder import Folder
 
 MIB = 1 << 20
 SHARDS = (3 * PAGE, PAGE, 2 * PAGE)

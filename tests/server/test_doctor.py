@@ -27,7 +27,7 @@ from kvcache_server.doctor.child import ask
 from kvcache_server.doctor.host import tmpfs_page
 from kvcache_server.doctor.software import OURS, within
 from kvcache_server.doctor.table import describe, summary
-from kvcache_server.memory import Mount
+from kvcache_server.storage.region_file import Mount
 
 NOBODY = (
     "import os, resource, sys, kvcache_server.cli, kvcache_server.doctor;"
@@ -162,7 +162,7 @@ def test_huge_pages_are_taken_where_the_kernel_gives_them(short_folder: Path) ->
 
 _MAPPED = """
 import re, sys
-from kvcache_server.memory import create_region
+from kvcache_server.storage.region_file import create_region
 folder, huge_pages = sys.argv[1:]
 region = create_region(folder, 32 << 20, socket_path=folder + "/kv.sock", lock="never", huge_pages=huge_pages)
 mapping = open("/proc/self/smaps").read().split(region.path)[1]

@@ -24,12 +24,12 @@ from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
 from kvcache_proto.messages import PROTOCOL_VERSION, Error, Hello, Ping, Welcome
 from kvcache_proto.types import PoolGeometry
-from kvcache_server import door as door_module
-from kvcache_server.door import MAX_VISITORS, Door, Ticket
-from kvcache_server.folder import Folder
-from kvcache_server.locks import SessionFiles
+from kvcache_server.daemon import handshake
+from kvcache_server.daemon.handshake import MAX_VISITORS, Door, Ticket
 from kvcache_server.rates import Rate
-from kvcache_server.sockets import Peer
+from kvcache_server.storage.folder import Folder
+from kvcache_server.storage.session_locks import SessionFiles
+from kvcache_server.transport.sockets import Peer
 
 GEOMETRY = PoolGeometry(bytes(range(16)), 64 << 20, 4 << 20, 15, 2 << 20)
 PATIENCE = 10.0
@@ -247,7 +247,7 @@ def test_the_daemon_may_refuse(host: Host, guest: Guest) -> None:
 
 
 def test_who_says_nothing_is_shown_out(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.05)
     assert "no whole hello" in host.connect().say(b"\x05").error().message
     monkeypatch.undo()
     host.connect().close()
@@ -295,11 +295,11 @@ def test_descriptors_that_nobody_asked_for_are_closed(host: Host, guest: Guest) 
 
 
 def test_refusals_do_not_fill_the_log(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvcache_server.door")
-    for _ in range(3 * door_module.LINES_A_MINUTE):
+    caplog.set_level(logging.INFO, "kvcache_server.daemon.handshake")
+    for _ in range(3 * handshake.LINES_A_MINUTE):
         host.connect().say(b"\xff\xff\xff\xff").error()
-    assert host.door.refused == {"bad_frame": 3 * door_module.LINES_A_MINUTE}
-    assert 0 < len([1 for record in caplog.records if "refused" in record.message]) < 1.5 * door_module.LINES_A_MINUTE
+    assert host.door.refused == {"bad_frame": 3 * handshake.LINES_A_MINUTE}
+    assert 0 < len([1 for record in caplog.records if "refused" in record.message]) < 1.5 * handshake.LINES_A_MINUTE
 
 
 def test_modes_of_the_door(short_folder: Path) -> None:

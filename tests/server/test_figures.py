@@ -13,12 +13,12 @@ from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, encode
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome, Refusal, SlotRef
-from kvcache_server.ages import Ages
-from kvcache_server.cache import MAX_ATTACHED, Cache
-from kvcache_server.histogram import Histogram
-from kvcache_server.index import Account, Block
-from kvcache_server.lost import Lost
-from kvcache_server.report import MOST_IDENTITY
+from kvcache_server.core.cache import MAX_ATTACHED, Cache
+from kvcache_server.core.index import Account, Block
+from kvcache_server.insight.histogram import Histogram
+from kvcache_server.insight.infinite_cache import Lost
+from kvcache_server.insight.residency import Ages
+from kvcache_server.insight.stats import MOST_IDENTITY
 
 
 def pool(cache: Cache) -> dict:

@@ -21,14 +21,15 @@ import pytest
 from conftest import Daemon
 from immutable import immutable
 
-from kvcache_client import GroupSpec, NamespaceSpec, Session, forks
-from kvcache_client.door import knock
+from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_client.session import forks
+from kvcache_client.session.handshake import knock
 from kvcache_proto.errors import ConfigError, EndpointTaken
 from kvcache_proto.types import Verdict
-from kvcache_server.admin import Admin
-from kvcache_server.folder import EndpointLock, Folder
-from kvcache_server.journal import Book, SessionEnded, SessionOpened
-from kvcache_server.statefile import StateFile, read_state
+from kvcache_server.admin_client import Admin
+from kvcache_server.core.journal import Book, SessionEnded, SessionOpened
+from kvcache_server.storage.folder import EndpointLock, Folder
+from kvcache_server.storage.state_file import StateFile, read_state
 
 STRANGER = 65534
 SPEC = NamespaceSpec(model="m", groups=[GroupSpec(16, 64 << 10)])
@@ -369,7 +370,7 @@ def test_a_daemon_that_is_not_root_s_names_what_others_have_put_there(short_fold
     path = short_folder / name
     put(path, kind if kind != "file" else "theirs")
     os.chown(path, 0, 0)
-    code = "import kvcache_server.cli, kvcache_server.lifecycle, kvcache_server.admin;" + BECOME
+    code = "import kvcache_server.cli, kvcache_server.daemon.lifecycle, kvcache_server.admin_client;" + BECOME
     serve = ["serve", "--endpoint", f"ipc://{short_folder}/kv.sock", "--size", "64MiB", "--keep", "false"]
     refused = subprocess.run([sys.executable, "-c", code, *serve], capture_output=True, text=True, timeout=PATIENCE)
     assert refused.returncode in (2, 6), refused.stderr

@@ -11,7 +11,7 @@ from small_cache import Engine, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import Outcome
-from kvcache_server.pool import Extent
+from kvcache_server.core.pool import Extent
 
 RUN = 64
 KIB = 1024

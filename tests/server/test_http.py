@@ -21,9 +21,9 @@ import pytest
 from kvcache_proto import __version__
 from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec
-from kvcache_server.admin import Admin
-from kvcache_server.api import ROUTES
-from kvcache_server.turnstile import BYTES, OPEN
+from kvcache_server.admin_client import Admin
+from kvcache_server.http.connection_limiter import BYTES, OPEN
+from kvcache_server.http.schema import ROUTES
 
 SPEC = NamespaceSpec("llama", (GroupSpec(16, 4096),))
 SERVE = [sys.executable, "-m", "kvcache_server", "serve", "--size", "16MiB", "--extent-size", "2MiB", "--lock", "never"]

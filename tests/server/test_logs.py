@@ -17,7 +17,7 @@ from kvcache_proto.codec import decode_door, decode_reply, encode
 from kvcache_proto.errors import BadFrame
 from kvcache_proto.text import escaped
 from kvcache_proto.types import GroupSpec, NamespaceSpec, PoolGeometry
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 from kvcache_server.logs import JsonFormatter, TextFormatter
 
 FORGED = (

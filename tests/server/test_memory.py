@@ -16,8 +16,8 @@ from leftovers import remove_regions
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, RegionError
 from kvcache_proto.region import RegionRows
-from kvcache_server.memory import RETURNS, Region, available_memory, create_region, filesystem
-from kvcache_server.regions import RegionFolder
+from kvcache_server.storage.region_file import RETURNS, Region, available_memory, create_region, filesystem
+from kvcache_server.storage.region_names import RegionFolder
 
 SHM = "/dev/shm"
 MIB = 1 << 20

@@ -17,8 +17,8 @@ from kvcache_proto.counts import CLIENT_COUNTS
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import REF_BYTES, Breaker, Finding, GroupSpec, NamespaceSpec, Outcome
-from kvcache_server import metrics
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
+from kvcache_server.http import metrics
 
 SIZE = 512 << 10
 

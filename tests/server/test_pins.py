@@ -7,8 +7,8 @@ from itertools import pairwise
 from small_cache import KIB, MIB, Engine, chain, make_cache
 
 from kvcache_proto import messages as m
-from kvcache_server.cache import Cache
-from kvcache_server.pins import STEPS
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.leases import STEPS
 
 
 def prefix_cache(blocks: int, quota_blocks: int) -> tuple[Cache, Engine]:

@@ -17,13 +17,13 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal
-from kvcache_server.cache import Cache
+from kvcache_server.capacity.figures import Options, figures
+from kvcache_server.capacity.host import GIB
+from kvcache_server.capacity.models import read_model
+from kvcache_server.capacity.weights import weight_bytes
 from kvcache_server.cli import commands
 from kvcache_server.config import load
-from kvcache_server.plan.figures import Options, figures
-from kvcache_server.plan.host import GIB
-from kvcache_server.plan.models import read_model
-from kvcache_server.plan.weights import weight_bytes
+from kvcache_server.core.cache import Cache
 from kvcache_server.replay.shadow import sparse_region
 
 MODELS = Path(__file__).parent.parent / "models"

@@ -13,9 +13,9 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError, KVCacheError, NotPermitted, RegionError, UnknownHandle
 from kvcache_proto.region import READY, SLOT_ROW, RegionRows
 from kvcache_proto.types import Outcome, Refusal, SlotRef, Verdict, unpack_refs
-from kvcache_server import journal
-from kvcache_server.journal import Book
-from kvcache_server.slices import LOOK
+from kvcache_server.core import journal
+from kvcache_server.core.journal import Book
+from kvcache_server.core.slices import LOOK
 
 # Plain stories.
 
@@ -189,7 +189,7 @@ def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
 
 
 def test_what_a_restate_looks_through_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache_server.restate.MOST_BLOCKS", 50)
+    monkeypatch.setattr("kvcache_server.core.restate.MOST_BLOCKS", 50)
     host = Host(extents=3)
     engine = Client(host, "one", spec_of(64 << 10))
     engine.store(chain("a", 40))

@@ -16,7 +16,7 @@ import pytest
 
 from kvcache_proto.errors import ConfigError
 from kvcache_server.cli import commands
-from kvcache_server.extents import room
+from kvcache_server.core.extents import room
 from kvcache_server.replay.bounds import distinct, optimum
 from kvcache_server.replay.run import Setup, make_rooms, play, replay, routes, size_for
 from kvcache_server.replay.shadow import Shadow, block_hash

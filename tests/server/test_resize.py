@@ -189,7 +189,7 @@ def test_no_slice_of_a_resize_grows_with_the_blocks_of_an_extent(monkeypatch: py
         engine.store(names[at : at + (1 if wide else 1000)], names[0 if wide else at - 1])
     for bound in ("index.LOOK", "room.LOOK", "room._LOOK_BLOCKS"):
         monkeypatch.setattr(f"kvcache_server.{bound}", 64)
-    monkeypatch.setattr("kvcache_server.room.STEP", 1)
+    monkeypatch.setattr("kvcache_server.core.eviction.policy.STEP", 1)
     cache.resize(2 * MIB)
     assert max(lines_of_slices(cache.shrinking(0.0))) < 2000
     assert cache.pool.capacity == 2 * MIB
@@ -204,7 +204,7 @@ def test_a_look_at_an_extent_is_bounded_however_many_children_a_block_has(monkey
         engine.store([name], "parent")
     for bound in ("index.LOOK", "room.LOOK", "room._LOOK_BLOCKS"):
         monkeypatch.setattr(f"kvcache_server.{bound}", 64)
-    monkeypatch.setattr("kvcache_server.room.STEP", 1)
+    monkeypatch.setattr("kvcache_server.core.eviction.policy.STEP", 1)
     cache.resize(15 * 2 * MIB)
     assert cache.shrink(0.0) == 16  # nobody has cut it
     assert max(lines_of_slices(cache.shrinking(0.0))) < 2000

@@ -21,11 +21,11 @@ from kvcache_proto.codec import MAX_FRAME, decode_reply, encode
 from kvcache_proto.endpoint import door_path, routing_id, socket_path
 from kvcache_proto.errors import BadToken, KVCacheError
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 from kvcache_server.config import Config
-from kvcache_server.descriptors import needed
-from kvcache_server.regions import LOCK, RegionFolder
-from kvcache_server.zmtp import GREETING, READY, header
+from kvcache_server.daemon.descriptors import needed
+from kvcache_server.storage.region_names import LOCK, RegionFolder
+from kvcache_server.transport.zmtp import GREETING, READY, header
 
 SPEC = NamespaceSpec("model", (GroupSpec(16, 4096),))
 REGION = "/dev/shm"
@@ -543,8 +543,8 @@ def test_parts_of_a_tick_that_fail_are_counted_and_the_others_go_on(start_daemon
 
 
 BROKEN = """
-from kvcache_server.cache import Cache
-from kvcache_server.attendance import Attendance
+from kvcache_server.core.cache import Cache
+from kvcache_server.daemon.session_registry import Attendance
 
 def fail(part):
     def failing(*arguments):

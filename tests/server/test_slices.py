@@ -14,10 +14,10 @@ from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, UnknownHandle
 from kvcache_proto.region import SLOT_ROW
 from kvcache_proto.types import Finding, Outcome, Refusal, Verdict, unpack_refs
-from kvcache_server.audit import audit
-from kvcache_server.cache import Cache
-from kvcache_server.reasons import EXAMINED, MOST_BLOCKS, MOST_RUNS
-from kvcache_server.slices import LOOK, STEP, finish
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.integrity import audit
+from kvcache_server.core.slices import LOOK, STEP, finish
+from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
 
 CUT = ("audit", "cache", "distrust", "index", "lookup", "pool", "reasons", "report", "restate", "room", "writing")
 

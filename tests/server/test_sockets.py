@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvcache_proto.endpoint import door_path, socket_path
-from kvcache_server.admin import Admin
-from kvcache_server.sockets import Place, admit
+from kvcache_server.admin_client import Admin
+from kvcache_server.transport.sockets import Place, admit
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 

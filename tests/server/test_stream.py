@@ -14,7 +14,7 @@ from host import LARGE, SMALL, Client, Host, Story, chain, digest, found, spec_o
 from kvcache_proto import messages as m
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec
-from kvcache_server.stream import STEP, Batch, Stream
+from kvcache_server.events.stream import STEP, Batch, Stream
 
 
 def as_int(name: bytes) -> int:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvcache_server.topics import IN_ALL, Topics
+from kvcache_server.events.topics import IN_ALL, Topics
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -17,13 +17,13 @@ from small_cache import make_cache
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_reply
 from kvcache_proto.errors import Unavailable
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 from kvcache_server.config import Config
-from kvcache_server.desk import Desk
-from kvcache_server.http import Http
-from kvcache_server.questions import SHARE, Questions
-from kvcache_server.slices import Steps, begin, finish
-from kvcache_server.turnstile import SECONDS
+from kvcache_server.core.slices import Steps, begin, finish
+from kvcache_server.daemon.slow_queue import SHARE, Questions
+from kvcache_server.http.admin_ops import Desk
+from kvcache_server.http.app import Http
+from kvcache_server.http.connection_limiter import SECONDS
 
 SLOW, QUICK = "/api/v1/namespaces", "/healthz"
 

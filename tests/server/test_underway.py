@@ -13,15 +13,15 @@ from test_service import Engine, hashes
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_reply
 from kvcache_proto.errors import Unavailable
-from kvcache_server.slices import Chores, Steps
-from kvcache_server.underway import WAITING, WAITING_BYTES, Underway
+from kvcache_server.core.slices import Chores, Steps
+from kvcache_server.daemon.long_work import WAITING, WAITING_BYTES, Underway
 
 
 class Loop:
     """A loop in which nothing else happens, and what was done in it, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvcache_server.underway.SLICE_SECONDS", 0.0)  # a step a turn
+        monkeypatch.setattr("kvcache_server.daemon.long_work.SLICE_SECONDS", 0.0)  # a step a turn
         self.loop = asyncio.new_event_loop()
         self.chores = Chores()
         self.seen: list[str] = []

@@ -11,9 +11,9 @@ from worlds import BLOCK, IDENTITY, MIB, WAYS, Engine, Injector, World, fill
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.types import GroupSpec, NamespaceSpec
-from kvcache_server import misses, reasons
-from kvcache_server.record import Recorder
-from kvcache_server.why import CAUSES, NOTES, describe
+from kvcache_server.commands.record import Recorder
+from kvcache_server.commands.why import CAUSES, NOTES, describe
+from kvcache_server.insight import explanations, miss_log
 
 
 def runs_of(told: dict[str, Any]) -> list[tuple[int, str]]:
@@ -22,10 +22,14 @@ def runs_of(told: dict[str, Any]) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     ("count", "few"),
-    [(2_000, reasons.FEW_BLOCKS), (1_000, 0), pytest.param(10_000, reasons.FEW_BLOCKS, marks=pytest.mark.long)],
+    [
+        (2_000, explanations.FEW_BLOCKS),
+        (1_000, 0),
+        pytest.param(10_000, explanations.FEW_BLOCKS, marks=pytest.mark.long),
+    ],
 )
 def test_misses_are_named_rightly(count: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasons, "FEW_BLOCKS", few)
+    monkeypatch.setattr(explanations, "FEW_BLOCKS", few)
     world = World(3)
     injector = Injector(world)
     lasting = {"room", "own_ceiling", "cleared", "writer_died", "write_failed", "told"}
@@ -274,8 +278,8 @@ def test_a_lookup_without_a_name_and_one_that_hits_all_leave_nothing() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(misses, "LOOKUPS", 40_000)
-    monkeypatch.setattr(misses, "GENERATION", 50)
+    monkeypatch.setattr(miss_log, "LOOKUPS", 40_000)
+    monkeypatch.setattr(miss_log, "GENERATION", 50)
     world = World()
     a = Engine(world, "a")
     first = a.store(world.chain(1))
@@ -284,13 +288,13 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     long = [a.look_up(world.chain(100))[0] for _ in range(50)]
     assert not world.why(long[0])["explained"]
     assert world.why(long[-1])["explained"]
-    assert sum(len(each.frame) + misses.EACH for each in world.cache.misses.lookups) <= 40_000
-    for _ in range(misses.GENERATIONS * 50):
+    assert sum(len(each.frame) + miss_log.EACH for each in world.cache.misses.lookups) <= 40_000
+    for _ in range(miss_log.GENERATIONS * 50):
         a.tell("paused", world.chain(1))
-    assert world.cache.misses.departures <= misses.GENERATIONS * 50
+    assert world.cache.misses.departures <= miss_log.GENERATIONS * 50
     assert causes(world, a.look_up(first)[0]) == [(1, "new")]  # and yet it says how far back it knows
     assert 0 < world.why(a.look_up(first)[0])["remembered"]["departures_since_s"] < world.now - 100.0
-    assert len(world.cache.misses.told) <= misses.NOTES
+    assert len(world.cache.misses.told) <= miss_log.NOTES
 
 
 def test_a_very_long_lookup_is_looked_at_in_part() -> None:

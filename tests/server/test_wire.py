@@ -12,8 +12,8 @@ import pytest
 
 from kvcache_proto.endpoint import routing_id, socket_path
 from kvcache_proto.errors import BadFrame
-from kvcache_server.wire import Connection, Wire
-from kvcache_server.zmtp import GREETING, header
+from kvcache_server.daemon.requests import Connection, Wire
+from kvcache_server.transport.zmtp import GREETING, header
 
 TOKENS = {b"a" * 16: 1, b"b" * 16: 2}
 SLOW = 0.001  # seconds that each message takes

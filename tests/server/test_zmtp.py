@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
 from kvcache_proto.errors import BadFrame
-from kvcache_server.zmtp import (
+from kvcache_server.transport.zmtp import (
     GREETING,
     MAX_PARTS,
     MAX_SKIPPED,
@@ -23,7 +23,7 @@ from kvcache_server.zmtp import (
     header,
     headers,
 )
-from kvcache_server.zmtp import (
+from kvcache_server.transport.zmtp import (
     ready as ready_as,
 )
 

@@ -9,9 +9,9 @@ from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import Finding, GroupSpec, NamespaceSpec, Outcome, Refusal
-from kvcache_server.cache import Cache
-from kvcache_server.limits import Limits
-from kvcache_server.why import describe
+from kvcache_server.commands.why import describe
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.limits import Limits
 
 KIB, MIB = 1 << 10, 1 << 20
 IDENTITY = {"dtype": "bfloat16", "weights": "", "shards": "1", "block": "16x8", "seed": "0", "layout": "NHD"}

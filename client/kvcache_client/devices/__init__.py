@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.layout import Run
+from kvcache_client.devices.layout import Run
 from kvcache_proto.errors import ServerError
 
 

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.devices import CopyError, Job
+from kvcache_client.devices.bounce_buffers import Ring
 from kvcache_client.devices.paths import Path
 from kvcache_client.devices.registration import Registration
-from kvcache_client.devices.ring import Ring
 from kvcache_client.devices.runtime import Handle, Runtime
 from kvcache_client.devices.spans import Spans, cut
 

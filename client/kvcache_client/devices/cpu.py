@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.devices import Job, Memory, check_job
-from kvcache_client.layout import Run
+from kvcache_client.devices.layout import Run
 
 logger = logging.getLogger("vllm.kvcache.devices")
 

@@ -14,11 +14,11 @@ import torch
 from kvcache_client.devices import CopyError, Unsupported
 from kvcache_client.devices.cuda_driver import Driver
 from kvcache_client.devices.cuda_kernels import CudaPacker, find_compiler
+from kvcache_client.devices.layout import Fragment, Run
 from kvcache_client.devices.paths import Path, Staged, Straight
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import StreamDevice
 from kvcache_client.devices.tuning import Tuning, read_tuning
-from kvcache_client.layout import Fragment, Run
 
 logger = logging.getLogger("vllm.kvcache.device")
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from kvcache_client.devices import CopyError
 from kvcache_client.devices.cuda_driver import Driver
+from kvcache_client.devices.layout import Fragment
 from kvcache_client.devices.runtime import Handle
-from kvcache_client.layout import Fragment
 
 MOST_BLOCKS = 512  # of one launch: their numbers travel with the launch's arguments, 4 KiB in all
 PIECE = 16384  # bytes that one thread block copies at a time

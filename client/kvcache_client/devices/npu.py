@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from kvcache_client.devices import CopyError, Unsupported
+from kvcache_client.devices.layout import Fragment, Run
 from kvcache_client.devices.npu_runtime import HostRegister, NpuRuntime
 from kvcache_client.devices.paths import Path, Straight
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import StreamDevice
 from kvcache_client.devices.tuning import Tuning, read_tuning
-from kvcache_client.layout import Fragment, Run
 
 logger = logging.getLogger("vllm.kvcache.device")
 

@@ -27,7 +27,7 @@ from kvcache_client.devices.acl import (
     PointerAttributes,
 )
 from kvcache_client.devices.runtime import Addresses, Handle
-from kvcache_client.devices.turns import Line, Turn, is_recorded
+from kvcache_client.devices.stream_pool import Line, Turn, is_recorded
 
 logger = logging.getLogger("vllm.kvcache.device")
 

@@ -17,9 +17,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvcache_client.devices.layout import Fragment
 from kvcache_client.devices.runtime import Addresses, Handle, Runtime
 from kvcache_client.devices.spans import Spans, join
-from kvcache_client.layout import Fragment
 
 Blocks = npt.NDArray[np.int64]
 Cut = Callable[[Spans], Spans]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvcache_client.devices import CopyError, Device, Job, Scratch
-from kvcache_client.layout import Run
+from kvcache_client.devices.layout import Run
 
 _GUARD = 4096  # bytes before and behind each slot that a copy must leave alone
 _SECONDS = 30.0

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvcache_client.devices import CopyError, Device, Job, Scratch, Unsupported, open_device
-from kvcache_client.devices.canary import check_copies
-from kvcache_client.layout import Run, Tensor, block_fragments, runs
+from kvcache_client.devices.layout import Run, Tensor, block_fragments, runs
+from kvcache_client.devices.self_test import check_copies
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.findings import Finding, How
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvcache_client.lease import Lease
-from kvcache_client.plan import CheckJob, pick_refs
-from kvcache_client.tracked import Tracked
+from kvcache_client.scheduler.request_state import Tracked
+from kvcache_client.session.lease import Lease
+from kvcache_client.step_plan import CheckJob, pick_refs
 
 BLOCKS = 4  # of one request that are compared
 BYTES = 64 << 20  # but no more than that, one block excepted

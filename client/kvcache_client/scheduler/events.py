@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache_client.plan import slot_hashes
+from kvcache_client.step_plan import slot_hashes
 from kvcache_proto.types import Verdict
 
 REMEMBERED = 1 << 16  # cached blocks; what is beyond is taken back, though the daemon may have it yet

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcache_client.lease import Lease
-from kvcache_client.tracked import Tracked
+from kvcache_client.scheduler.request_state import Tracked
+from kvcache_client.session.lease import Lease
 
 PATIENCE = 1.0  # seconds that a request waits for others' loads, all together
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvcache_client.lease import Lease
+from kvcache_client.session.lease import Lease
 
 if TYPE_CHECKING:
-    from kvcache_client.canaries import Canary
+    from kvcache_client.scheduler.canaries import Canary
 
 PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds without saves of a chain that was refused; doubled each time
 

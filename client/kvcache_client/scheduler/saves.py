@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcache_client.breaker import Backoff
-from kvcache_client.events import Events
-from kvcache_client.handles import Namespace
-from kvcache_client.plan import SHIPPED, SaveJob, full_slots, pick_refs, slot_hashes
-from kvcache_client.reservation import Reservation, Ticket
-from kvcache_client.sums import chosen
-from kvcache_client.tally import Tally
-from kvcache_client.tracked import PAUSE, Tracked
+from kvcache_client.scheduler.events import Events
+from kvcache_client.scheduler.request_state import PAUSE, Tracked
+from kvcache_client.session.breaker import Backoff
+from kvcache_client.session.checksums import chosen
+from kvcache_client.session.log_throttle import Tally
+from kvcache_client.session.namespace import Namespace
+from kvcache_client.session.reservation import Reservation, Ticket
+from kvcache_client.step_plan import SHIPPED, SaveJob, full_slots, pick_refs, slot_hashes
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.messages import Run
 from kvcache_proto.types import MAX_HASHES, Outcome

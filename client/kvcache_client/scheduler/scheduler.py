@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvcache_client import Session
-from kvcache_client.canaries import Canaries
-from kvcache_client.checkpoint import Check
-from kvcache_client.events import Events
-from kvcache_client.loads import Loads
-from kvcache_client.namespace import with_weights
-from kvcache_client.notes import Notes
-from kvcache_client.pace import Pace
-from kvcache_client.plan import NOTHING, CheckJob, LoadJob, SaveJob, StepPlan, cut_load, hit_limit, slot_hashes
-from kvcache_client.saves import Saves
+from kvcache_client.engines.vllm.identity import with_weights
+from kvcache_client.scheduler.canaries import Canaries
+from kvcache_client.scheduler.checkpoint import Check
+from kvcache_client.scheduler.events import Events
+from kvcache_client.scheduler.loads import Loads
+from kvcache_client.scheduler.notes import Notes
+from kvcache_client.scheduler.pace import Pace
+from kvcache_client.scheduler.request_state import Lookup, Tracked, follow_blocks, track
+from kvcache_client.scheduler.saves import Saves
+from kvcache_client.scheduler.summary import Summary
+from kvcache_client.session.checksums import pick_sums
+from kvcache_client.session.log_throttle import Tally
 from kvcache_client.settings import Settings
-from kvcache_client.summary import Summary
-from kvcache_client.sums import pick_sums
-from kvcache_client.tally import Tally
-from kvcache_client.tracked import Lookup, Tracked, follow_blocks, track
+from kvcache_client.step_plan import NOTHING, CheckJob, LoadJob, SaveJob, StepPlan, cut_load, hit_limit, slot_hashes
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import NamespaceSpec
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from kvcache_client.counters import Counters, Gains
+from kvcache_client.session.counters import Counters, Gains
 
 EVERY = 60.0  # seconds
 COPIES = ("loaded_bytes", "load_us", "saved_bytes", "save_us")  # of what ranks count

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import zmq
 import zmq.backend
 
-from kvcache_client.counters import Counters
+from kvcache_client.session.counters import Counters
 from kvcache_proto.codec import decode_reply, encode
 from kvcache_proto.endpoint import routing_id
 from kvcache_proto.errors import BadFrame, BadToken

@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvcache_client import forks
-from kvcache_client.channel import Channel
-from kvcache_client.door import Door
-from kvcache_client.region import Region
+from kvcache_client.session import forks
+from kvcache_client.session.channel import Channel
+from kvcache_client.session.handshake import Door
+from kvcache_client.session.region import Region
 from kvcache_proto.messages import Reply, Settle
 
 if TYPE_CHECKING:
-    from kvcache_client.handles import Namespace
+    from kvcache_client.session.namespace import Namespace
 
 
 class Debt(NamedTuple):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvcache_client import forks
+from kvcache_client.session import forks
 from kvcache_proto import __version__
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
 from kvcache_proto.endpoint import closed_folder, door_path

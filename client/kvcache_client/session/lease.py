@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvcache_client.slots import Slot, unpack_slots
+from kvcache_client.session.slots import Slot, unpack_slots
 from kvcache_proto.messages import Release
 from kvcache_proto.types import REF_BYTES, GroupSpec
 
 if TYPE_CHECKING:
-    from kvcache_client.link import Link
-    from kvcache_client.session import Session
+    from kvcache_client.session.connection import Link
+    from kvcache_client.session.session import Session
 
 
 class Lease:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from kvcache_client.counters import Counters
+from kvcache_client.session.counters import Counters
 
 WARN_EVERY = 60.0
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvcache_client import forks
-from kvcache_client.lease import Lease
-from kvcache_client.replies import wrong_lookup, wrong_reservation, wrong_settlement
-from kvcache_client.reservation import Reservation, Ticket
+from kvcache_client.session import forks
+from kvcache_client.session.lease import Lease
+from kvcache_client.session.replies import wrong_lookup, wrong_reservation, wrong_settlement
+from kvcache_client.session.reservation import Reservation, Ticket
 from kvcache_proto.errors import BadArgument, BadToken, ServerError, from_wire
 from kvcache_proto.messages import (
     Acquire,
@@ -30,8 +30,8 @@ from kvcache_proto.messages import (
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, Finding, GroupSpec, NamespaceSpec, Outcome, Verdict
 
 if TYPE_CHECKING:
-    from kvcache_client.link import Link
-    from kvcache_client.session import Session
+    from kvcache_client.session.connection import Link
+    from kvcache_client.session.session import Session
 
 _NOTHING = Reserved(0, 0, b"", b"")
 _LOST = "an answer was lost, and what it granted is given back by the session's end alone"

@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvcache_client.slots import Slot, unpack_slots
+from kvcache_client.session.slots import Slot, unpack_slots
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.messages import Reply, Reserved
 from kvcache_proto.types import Outcome, Refusal, Verdict
 
 if TYPE_CHECKING:
-    from kvcache_client.handles import Namespace
-    from kvcache_client.link import Link
+    from kvcache_client.session.connection import Link
+    from kvcache_client.session.namespace import Namespace
 
 UNAVAILABLE = "unavailable"
 

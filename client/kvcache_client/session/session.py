@@ -17,18 +17,18 @@ from typing import Any, TypeVar
 
 import zmq
 
-from kvcache_client import forks
-from kvcache_client.breaker import Backoff, Breaker
-from kvcache_client.channel import Channel, Handler, Numbered
-from kvcache_client.counters import Counters
-from kvcache_client.door import Door, knock
-from kvcache_client.handles import Namespace
-from kvcache_client.keeper import Keeper
-from kvcache_client.link import Link
-from kvcache_client.region import Region
-from kvcache_client.settlements import Settlements
-from kvcache_client.slots import Slot
-from kvcache_client.telling import Telling
+from kvcache_client.session import forks
+from kvcache_client.session.breaker import Backoff, Breaker
+from kvcache_client.session.channel import Channel, Handler, Numbered
+from kvcache_client.session.connection import Link
+from kvcache_client.session.counters import Counters
+from kvcache_client.session.handshake import Door, knock
+from kvcache_client.session.namespace import Namespace
+from kvcache_client.session.region import Region
+from kvcache_client.session.settlements import Settlements
+from kvcache_client.session.slots import Slot
+from kvcache_client.session.supervisor import Keeper
+from kvcache_client.session.telemetry import Telling
 from kvcache_proto import messages as m
 from kvcache_proto.endpoint import check_endpoint, default_endpoint, socket_path
 from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable, from_wire

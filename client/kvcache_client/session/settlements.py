@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kvcache_client import forks
-from kvcache_client.channel import Channel, Handler
-from kvcache_client.link import Debt, Link
+from kvcache_client.session import forks
+from kvcache_client.session.channel import Channel, Handler
+from kvcache_client.session.connection import Debt, Link
 from kvcache_proto.messages import Reply, Settle
 
 if TYPE_CHECKING:
-    from kvcache_client.session import Session
+    from kvcache_client.session.session import Session
 
 
 class Settlements:

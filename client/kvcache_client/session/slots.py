@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvcache_client.region import Region
+from kvcache_client.session.region import Region
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import GroupSpec, SlotRef, unpack_refs
 

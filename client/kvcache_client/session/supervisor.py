@@ -9,11 +9,11 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvcache_client.door import readable
+from kvcache_client.session.handshake import readable
 
 if TYPE_CHECKING:
-    from kvcache_client.link import Link
-    from kvcache_client.session import Session
+    from kvcache_client.session.connection import Link
+    from kvcache_client.session.session import Session
 
 logger = logging.getLogger("kvcache_client")
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kvcache_client.counters import Gains
-from kvcache_client.link import Link
+from kvcache_client.session.connection import Link
+from kvcache_client.session.counters import Gains
 from kvcache_proto.messages import Tell, Welcome
 from kvcache_proto.types import Breaker
 
 if TYPE_CHECKING:
-    from kvcache_client.session import Session
+    from kvcache_client.session.session import Session
 
 EVERY = 1.0  # seconds: `top` looks as often
 SINCE_VERSION = 2

@@ -17,18 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client import Namespace, Session
-from kvcache_client.counters import Counters
 from kvcache_client.devices import CopyError, Device, Job, Scratch, open_device
-from kvcache_client.devices.canary import check_copies
+from kvcache_client.devices.layout import Tensor, block_fragments, runs
 from kvcache_client.devices.registration import Registration
-from kvcache_client.events import Heard
-from kvcache_client.layout import Tensor, block_fragments, runs
-from kvcache_client.namespace import Shards
-from kvcache_client.noise import Format, find_format
-from kvcache_client.plan import SHIPPED, CheckJob, LoadJob, SaveJob, StepPlan, pick_refs
-from kvcache_client.proof import Proof
-from kvcache_client.region import Region
+from kvcache_client.devices.self_test import check_copies
+from kvcache_client.engines.vllm.identity import Shards
+from kvcache_client.scheduler.events import Heard
+from kvcache_client.session.counters import Counters
+from kvcache_client.session.region import Region
 from kvcache_client.settings import Settings
+from kvcache_client.step_plan import SHIPPED, CheckJob, LoadJob, SaveJob, StepPlan, pick_refs
+from kvcache_client.worker.tolerance import Format, find_format
+from kvcache_client.worker.verification import Proof
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import REF_BYTES, Finding, NamespaceSpec, Outcome
 

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from kvcache_proto.errors import ConfigError
+from kvcache_server.capacity.figures import TABLES, Options, figures
 from kvcache_server.config import format_size, parse_size, read_file
-from kvcache_server.plan.figures import TABLES, Options, figures
 
 RUNNING = (
     "One running request's KV must fit the device: the host parks what is not running, and lengthens no request. "

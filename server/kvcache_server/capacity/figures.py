@@ -10,9 +10,8 @@ import msgspec
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import plan_geometry, slot_size
-from kvcache_server.extents import room, slots_by_default
-from kvcache_server.plan.device import Device, device
-from kvcache_server.plan.host import (
+from kvcache_server.capacity.device import Device, device
+from kvcache_server.capacity.host import (
     GIB,
     INDEX_BYTES,
     LEFT_A_RANK,
@@ -21,9 +20,10 @@ from kvcache_server.plan.host import (
     check_block,
     left_for_host,
 )
-from kvcache_server.plan.models import MOST, Attention, Latent, Model, State, read_model
-from kvcache_server.plan.pages import Pages, page, pages, shards
-from kvcache_server.plan.weights import weight_bytes
+from kvcache_server.capacity.models import MOST, Attention, Latent, Model, State, read_model
+from kvcache_server.capacity.pages import Pages, page, pages, shards
+from kvcache_server.capacity.weights import weight_bytes
+from kvcache_server.core.extents import room, slots_by_default
 
 KV_ITEMS = {"bf16": 2, "fp8": 1}
 ENDLESS = 1 << 22  # tokens, where the model does not say how many it was made for

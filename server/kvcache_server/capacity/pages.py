@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server.plan.models import Attention, Latent, Layer, Model, State
+from kvcache_server.capacity.models import Attention, Latent, Layer, Model, State
 
 # Of one sequence, with prefix caching: the running state and the one at the last boundary; Mamba 2, which alone has
 # groups, writes that of a prompt's end, too.

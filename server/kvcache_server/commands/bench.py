@@ -33,7 +33,7 @@ from kvcache_proto.errors import Unavailable
 from kvcache_proto.region import slots_per_extent
 from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server import signals
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 SHARD_BYTES = 64
 EXTENT = 4 << 20

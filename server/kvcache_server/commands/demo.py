@@ -19,7 +19,7 @@ import click
 
 from kvcache_proto.errors import KVCacheError
 from kvcache_server import signals
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 from kvcache_server.config import format_size, parse_size
 
 # About 29 million weights and 16 KiB of KV a token: some seconds of prefill for 6,000 tokens on two cores.
@@ -52,7 +52,7 @@ class EngineProcess:
         name: str,
         folder: Path,
         environment: dict[str, str],
-        command: Sequence[str] = (sys.executable, "-m", "kvcache_server.demo_engine"),
+        command: Sequence[str] = (sys.executable, "-m", "kvcache_server.commands.demo_engine"),
     ) -> None:
         self.name = name
         self._log = folder / f"engine-{name}.log"

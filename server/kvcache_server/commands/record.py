@@ -18,7 +18,7 @@ import click
 
 from kvcache_proto import messages as m
 from kvcache_proto.endpoint import default_endpoint
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 EVERY = 0.25  # seconds between two questions
 RECENT = 1 << 16  # requests whose further lookups are left out

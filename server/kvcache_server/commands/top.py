@@ -23,10 +23,10 @@ from kvcache_proto.endpoint import default_endpoint
 from kvcache_proto.errors import BadToken, KVCacheError, Unavailable
 from kvcache_proto.text import escaped
 from kvcache_proto.types import Refusal
-from kvcache_server import describe as words
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
+from kvcache_server.commands import describe
 from kvcache_server.config import format_size
-from kvcache_server.limits import OPERATOR
+from kvcache_server.core.limits import OPERATOR
 
 BAR = 40
 _NOT_NEEDED = {Refusal.PRESENT.name.lower(), Refusal.IN_FLIGHT.name.lower()}
@@ -56,16 +56,16 @@ def frame(before: Sample, after: Sample) -> list[Line]:
     stats, pool = after.stats, after.stats["pool"]
     filled = round(BAR * pool["used_bytes"] / pool["bytes"])
     return [
-        Line(words.heading(stats), True),
-        Line(f"pool  [{'#' * filled:.<{BAR}}] {words.occupied(pool)}"),
-        Line(f"      {words.blocks(pool)}" + ("; in grace: nothing is evicted" if stats.get("grace") else "")),
+        Line(describe.heading(stats), True),
+        Line(f"pool  [{'#' * filled:.<{BAR}}] {describe.occupied(pool)}"),
+        Line(f"      {describe.blocks(pool)}" + ("; in grace: nothing is evicted" if stats.get("grace") else "")),
         Line(""),
         *_traffic(before, after),
         Line(""),
         *_headed(_namespaces(before, after)),
         Line(""),
         *_headed(_sessions(stats)),
-        *map(Line, words.away(stats)),
+        *map(Line, describe.away(stats)),
     ]
 
 
@@ -101,11 +101,11 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
         row("loaded", None, told("loaded_bytes")),  # by ranks, which count bytes
         row("saved", saved, _bytes(before, after, _saved)),
         row("evicted", evicted, None),
-        row("refused", (refused - until, refused), None, words.counts(refusals) if refused else ""),
+        row("refused", (refused - until, refused), None, describe.counts(refusals) if refused else ""),
     ]
-    hits = f"hits  now {words.ratio(found[0], asked[0])}, overall {words.ratio(found[1], asked[1])}"
+    hits = f"hits  now {describe.ratio(found[0], asked[0])}, overall {describe.ratio(found[1], asked[1])}"
     head = ("blocks", "a second", "", "in all", "", "")
-    return [Line(hits, True), *_headed(words.table(head, rows, left=1))]
+    return [Line(hits, True), *_headed(describe.table(head, rows, left=1))]
 
 
 def _gain(before: Sample, after: Sample, kind: str, name: str) -> tuple[int, int]:
@@ -123,7 +123,7 @@ def _bytes(before: Sample, after: Sample, of: Callable[[dict[str, Any]], int | N
 
 
 def _found(space: dict[str, Any]) -> int:
-    return words.found([space])
+    return describe.found([space])
 
 
 def _saved(space: dict[str, Any]) -> int | None:
@@ -140,16 +140,16 @@ def _namespaces(before: Sample, after: Sample) -> list[str]:
         rows.append(
             (
                 *(space["id"], space["model"], f"{space['blocks']:,}", format_size(space["bytes"])),
-                *(words.ratio(hits, asked), words.ratio(space["hit_blocks"], space["requested_blocks"])),
+                *(describe.ratio(hits, asked), describe.ratio(space["hit_blocks"], space["requested_blocks"])),
             )
         )
-    return words.table(("namespace", "model", "blocks", "size", "hits now", "overall"), rows, left=2)
+    return describe.table(("namespace", "model", "blocks", "size", "hits now", "overall"), rows, left=2)
 
 
 def _sessions(stats: dict[str, Any]) -> list[str]:
     engines = [session for session in stats["sessions"] if session["engine"] != OPERATOR]
     others = len(stats["sessions"]) - len(engines)
-    return [*words.sessions(engines), *([f"and {others} of operators"] if others else [])]
+    return [*describe.sessions(engines), *([f"and {others} of operators"] if others else [])]
 
 
 # The terminal.

@@ -11,7 +11,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.endpoint import default_endpoint
 from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_NAME
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 
 # One line a cause; {engine}, {where} and {ages} are filled in from the facts that came with it.
 CAUSES = {

@@ -14,11 +14,14 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows, slot_size
 from kvcache_proto.types import MAX_NAME, PoolGeometry, check_hashes
-from kvcache_server import orders, reasons, report
-from kvcache_server.distrust import distrust
-from kvcache_server.extents import fit
-from kvcache_server.index import Account, Block, Group
-from kvcache_server.journal import (
+from kvcache_server.core import maintenance
+from kvcache_server.core.checksums import Sums
+from kvcache_server.core.eviction.fair_share import Shares
+from kvcache_server.core.eviction.policy import Room
+from kvcache_server.core.extents import fit
+from kvcache_server.core.index import Account, Block, Group
+from kvcache_server.core.invalidation import distrust
+from kvcache_server.core.journal import (
     EngineForgotten,
     EngineMade,
     ExtentRetired,
@@ -28,20 +31,19 @@ from kvcache_server.journal import (
     Resized,
     SessionEnded,
 )
-from kvcache_server.limits import Limits
-from kvcache_server.lookup import long_prefix
-from kvcache_server.misses import Misses
-from kvcache_server.pins import Lease, pay_all
-from kvcache_server.pool import Pool
-from kvcache_server.restate import restate
-from kvcache_server.room import Room
-from kvcache_server.sampling import keyed_draw
-from kvcache_server.sessions import NOBODY, Engine, Namespace, Session, Users, Watcher
-from kvcache_server.shares import Shares
-from kvcache_server.slices import LOOK, Chores, Steps, begin, finish
-from kvcache_server.sums import Sums
-from kvcache_server.traffic import Traffic
-from kvcache_server.writing import Writing
+from kvcache_server.core.leases import Lease, pay_all
+from kvcache_server.core.limits import Limits
+from kvcache_server.core.lookup import long_prefix
+from kvcache_server.core.pool import Pool
+from kvcache_server.core.reservations import Writing
+from kvcache_server.core.restate import restate
+from kvcache_server.core.sampling import keyed_draw
+from kvcache_server.core.sessions import NOBODY, Engine, Namespace, Session, Users, Watcher
+from kvcache_server.core.slices import LOOK, Chores, Steps, begin, finish
+from kvcache_server.insight import explanations
+from kvcache_server.insight import stats as report
+from kvcache_server.insight.lookup_tap import Traffic
+from kvcache_server.insight.miss_log import Misses
 
 MAX_ATTACHED = 16  # namespaces of a session: an engine is in one, and in the next one after a reset
 OPERATORS = 16  # sessions beyond max_sessions that are kept for who runs the daemon
@@ -136,7 +138,7 @@ class Cache:
 
         Raises BadArgument where that is none, or more than there is.
         """
-        self.wanted = orders.smaller(self.pool, size)
+        self.wanted = maintenance.smaller(self.pool, size)
         self._journal(Resized(self.wanted))
         return self.wanted
 
@@ -145,7 +147,7 @@ class Cache:
 
         None where the size is reached, or all extents are being read or written: try again later.
         """
-        return orders.shrinking(self, now)
+        return maintenance.shrinking(self, now)
 
     def shrink(self, now: float) -> int | None:
         """Do all of `shrinking` at once."""
@@ -474,10 +476,10 @@ class Cache:
     # Questions.
 
     def _remark(self, session: Session, request: m.Remark, now: float) -> None | Steps[None]:
-        return begin(reasons.take(self, session, request, now))
+        return begin(explanations.take(self, session, request, now))
 
     def _why(self, session: Session, request: m.Why, now: float) -> m.Explained | Steps[m.Explained]:
-        return begin(reasons.answer_why(self, request, now))
+        return begin(explanations.answer_why(self, request, now))
 
     def _watch(self, session: Session, request: m.Watch, now: float) -> m.Watched:
         return self.traffic.since(request, now)
@@ -487,7 +489,7 @@ class Cache:
 
         After the answer has left: nobody waits for this.
         """
-        reasons.remember(self, self.sessions[session], request, reply, frame, now)
+        explanations.remember(self, self.sessions[session], request, reply, frame, now)
 
     # Admin.
 
@@ -505,14 +507,14 @@ class Cache:
         return m.Report(request.id, (yield from report.stats(self, now)))
 
     def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared | Steps[m.Cleared]:
-        return begin(orders.clear_and_tell(self, session, request, now))
+        return begin(maintenance.clear_and_tell(self, session, request, now))
 
     def clearing(self, namespace: str, by: str, now: float) -> Steps[int]:
         """Forget what may be forgotten of the namespace with that id, or of all for ""; return how many blocks.
 
         What is stored meanwhile stays. Raises ClientError where there is none, Unavailable during the grace.
         """
-        return orders.clearing(self, namespace, by, now)
+        return maintenance.clearing(self, namespace, by, now)
 
     def clear(self, namespace: str, by: str, now: float) -> int:
         """Do all of `clearing` at once."""

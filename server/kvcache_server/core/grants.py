@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from kvcache_proto.region import SLOT_ROW
 from kvcache_proto.types import Verdict
-from kvcache_server.index import Block, Group
-from kvcache_server.pool import Extent
+from kvcache_server.core.index import Block, Group
+from kvcache_server.core.pool import Extent
 
 
 class Grant:

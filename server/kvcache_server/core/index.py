@@ -15,13 +15,13 @@ import msgspec
 
 from kvcache_proto.region import slot_size
 from kvcache_proto.types import GroupSpec
-from kvcache_server.ghosts import Ghosts
-from kvcache_server.sampling import Draw
-from kvcache_server.slices import LOOK
-from kvcache_server.sums import Sums
+from kvcache_server.core.checksums import Sums
+from kvcache_server.core.eviction.ghosts import Ghosts
+from kvcache_server.core.sampling import Draw
+from kvcache_server.core.slices import LOOK
 
 if TYPE_CHECKING:
-    from kvcache_server.leases import Grant
+    from kvcache_server.core.grants import Grant
 
 HIDDEN = -1  # `queued`: WRITING, or READY below something that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in its account's order

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcache_proto.region import DOOMED, FREE, READY, WRITING
-from kvcache_server.index import GONE, HIDDEN, UNQUEUED, Block
-from kvcache_server.pool import Extent
-from kvcache_server.slices import LOOK, STEP, Steps, finish
+from kvcache_server.core.index import GONE, HIDDEN, UNQUEUED, Block
+from kvcache_server.core.pool import Extent
+from kvcache_server.core.slices import LOOK, STEP, Steps, finish
 
 if TYPE_CHECKING:
-    from kvcache_server.cache import Cache
+    from kvcache_server.core.cache import Cache
 
 _FEW = 10_000  # microseconds that the whole may take, where somebody waits meanwhile
 _SUMMED = 4 * LOOK  # slots that are added up at one instant, in some milliseconds

@@ -9,12 +9,12 @@ from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.messages import Distrust, Distrusted
 from kvcache_proto.region import FREE
 from kvcache_proto.types import MAX_HASHES, REF_BYTES, Finding, SlotRef, Verdict
-from kvcache_server.index import GONE, Block
-from kvcache_server.sessions import Session
-from kvcache_server.slices import STEP, Steps
+from kvcache_server.core.index import GONE, Block
+from kvcache_server.core.sessions import Session
+from kvcache_server.core.slices import STEP, Steps
 
 if TYPE_CHECKING:
-    from kvcache_server.cache import Cache
+    from kvcache_server.core.cache import Cache
 
 _COUNTERS = {Finding.CORRUPT: "blocks_corrupt", Finding.DIFFERENT: "canary_mismatches"}
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvcache_server.index import Block
+from kvcache_server.core.index import Block
 
 STEPS = 4096  # of one request or tick: a millisecond or two
 

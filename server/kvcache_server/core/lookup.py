@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from kvcache_proto.errors import UnknownHandle
 from kvcache_proto.types import check_hashes
-from kvcache_server.index import GONE, Block, Group
-from kvcache_server.sessions import Session
-from kvcache_server.slices import LOOK, Steps
+from kvcache_server.core.index import GONE, Block, Group
+from kvcache_server.core.sessions import Session
+from kvcache_server.core.slices import LOOK, Steps
 
 if TYPE_CHECKING:
-    from kvcache_server.cache import Cache
+    from kvcache_server.core.cache import Cache
 
 
 def long_prefix(cache: Cache, session: Session, group: Group, hashes: Sequence[bytes]) -> Steps[list[Block]]:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from kvcache_proto.errors import BadArgument, ClientError, Unavailable
 from kvcache_proto.messages import Clear, Cleared
-from kvcache_server.pool import Pool
-from kvcache_server.sessions import Session
-from kvcache_server.slices import Steps
+from kvcache_server.core.pool import Pool
+from kvcache_server.core.sessions import Session
+from kvcache_server.core.slices import Steps
 
 if TYPE_CHECKING:
-    from kvcache_server.cache import Cache
+    from kvcache_server.core.cache import Cache
 
 
 def smaller(pool: Pool, size: int) -> int:

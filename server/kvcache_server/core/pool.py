@@ -14,8 +14,8 @@ from typing import NamedTuple
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import FREE, SLOT_ROW, RegionRows, slots_per_extent
 from kvcache_proto.types import SlotRef, pack_ref
-from kvcache_server.index import Block
-from kvcache_server.slices import LOOK, Steps
+from kvcache_server.core.index import Block
+from kvcache_server.core.slices import LOOK, Steps
 
 
 class Extent:

@@ -28,14 +28,14 @@ from kvcache_proto.region import (
     slots_per_extent,
 )
 from kvcache_proto.types import MAX_HASHES, MIN_HASH_BYTES, REF_BYTES, GroupSpec, PoolGeometry, Verdict
-from kvcache_server.cache import Cache
-from kvcache_server.index import GONE, HIDDEN, UNQUEUED, Account, Block, Group
-from kvcache_server.journal import Book, Record, SessionEnded
-from kvcache_server.leases import Grant, Reservation
-from kvcache_server.limits import Limits
-from kvcache_server.pool import Extent
-from kvcache_server.sampling import keyed_draw
-from kvcache_server.sessions import Engine, Namespace
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.grants import Grant, Reservation
+from kvcache_server.core.index import GONE, HIDDEN, UNQUEUED, Account, Block, Group
+from kvcache_server.core.journal import Book, Record, SessionEnded
+from kvcache_server.core.limits import Limits
+from kvcache_server.core.pool import Extent
+from kvcache_server.core.sampling import keyed_draw
+from kvcache_server.core.sessions import Engine, Namespace
 
 _ROW = np.dtype(
     {

@@ -14,16 +14,16 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.region import DOOMED, FREE, READY
 from kvcache_proto.types import SUM_BYTES, Outcome, Refusal, Verdict, check_hashes
-from kvcache_server.index import GONE, HIDDEN, Account, Block, Group
-from kvcache_server.journal import CrewMade, Record
-from kvcache_server.leases import Grant, Quarantine, Reservation
-from kvcache_server.limits import Limits
-from kvcache_server.misses import Misses
-from kvcache_server.pool import Pool
-from kvcache_server.room import Recut, Room
-from kvcache_server.sessions import Engine, Namespace, Session
-from kvcache_server.slices import LOOK, STEP, Steps
-from kvcache_server.sums import Sums
+from kvcache_server.core.checksums import Sums
+from kvcache_server.core.eviction.policy import Recut, Room
+from kvcache_server.core.grants import Grant, Quarantine, Reservation
+from kvcache_server.core.index import GONE, HIDDEN, Account, Block, Group
+from kvcache_server.core.journal import CrewMade, Record
+from kvcache_server.core.limits import Limits
+from kvcache_server.core.pool import Pool
+from kvcache_server.core.sessions import Engine, Namespace, Session
+from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.insight.miss_log import Misses
 
 # Answers of most blocks: to look up an enum's member takes longer than to look up a hash.
 _GRANTED, _PRESENT, _VISIBLE = Refusal.GRANTED, Refusal.PRESENT, Verdict.VISIBLE

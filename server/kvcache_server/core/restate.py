@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from kvcache_proto.errors import NotPermitted, UnknownHandle
 from kvcache_proto.messages import Restate, Restated
 from kvcache_proto.types import REF_BYTES, SlotRef
-from kvcache_server.index import GONE, Block
-from kvcache_server.sessions import Session
-from kvcache_server.slices import LOOK, STEP, Steps
+from kvcache_server.core.index import GONE, Block
+from kvcache_server.core.sessions import Session
+from kvcache_server.core.slices import LOOK, STEP, Steps
 
 if TYPE_CHECKING:
-    from kvcache_server.cache import Cache
+    from kvcache_server.core.cache import Cache
 
 MOST_BLOCKS = 1 << 17  # looked at for one restate
 

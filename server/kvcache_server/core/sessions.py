@@ -9,11 +9,11 @@ from typing import Protocol
 from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
 from kvcache_proto.types import Breaker, NamespaceSpec
-from kvcache_server.extents import Fit
-from kvcache_server.index import Account, Group
-from kvcache_server.leases import Reservation
-from kvcache_server.pins import Lease, Pins
-from kvcache_server.sampling import Draw
+from kvcache_server.core.extents import Fit
+from kvcache_server.core.grants import Reservation
+from kvcache_server.core.index import Account, Group
+from kvcache_server.core.leases import Lease, Pins
+from kvcache_server.core.sampling import Draw
 
 NOBODY = -1  # the user of what an older daemon has noted without one, and of sessions without a process
 

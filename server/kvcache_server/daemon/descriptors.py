@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import resource
 
-from kvcache_server import audience, door, turnstile, wire
-from kvcache_server.cache import OPERATORS
 from kvcache_server.config import Config
+from kvcache_server.core.cache import OPERATORS
+from kvcache_server.daemon import handshake, requests
+from kvcache_server.events import subscribers
+from kvcache_server.http import connection_limiter
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +24,9 @@ def raise_limit() -> None:
 
 def needed(config: Config) -> int:
     """Return the most that the daemon may need: two per session, one per connection of those that have none yet."""
-    crowds = door.MAX_VISITORS + wire.UNBOUND
-    crowds += audience.OPEN if config.events else 0
-    crowds += turnstile.OPEN if config.http else 0
+    crowds = handshake.MAX_VISITORS + requests.UNBOUND
+    crowds += subscribers.OPEN if config.events else 0
+    crowds += connection_limiter.OPEN if config.http else 0
     return 2 * (config.max_sessions + OPERATORS) + crowds + OTHERS
 
 

@@ -26,7 +26,7 @@ from kvcache_proto.errors import (
 from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
 from kvcache_proto.types import MAX_NAME, PoolGeometry
 from kvcache_server.rates import Rate
-from kvcache_server.sockets import Listener, Peer, Place
+from kvcache_server.transport.sockets import Listener, Peer, Place
 
 log = logging.getLogger(__name__)
 

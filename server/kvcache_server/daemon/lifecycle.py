@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 from kvcache_proto import __version__
 from kvcache_proto.errors import KVCacheError
-from kvcache_server import descriptors, signals
+from kvcache_server import signals
 from kvcache_server.config import Config, format_size
-from kvcache_server.folder import EndpointLock
-from kvcache_server.memory import Progress
-from kvcache_server.notify import Manager
-from kvcache_server.opening import open_cache
-from kvcache_server.service import Service
+from kvcache_server.daemon import descriptors
+from kvcache_server.daemon.service import Service
+from kvcache_server.daemon.systemd import Manager
+from kvcache_server.storage.folder import EndpointLock
+from kvcache_server.storage.region_file import Progress
+from kvcache_server.storage.warm_start import open_cache
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcache_proto.errors import Unavailable
-from kvcache_server.slices import SLICE_SECONDS, Chores, Result, Steps
+from kvcache_server.core.slices import SLICE_SECONDS, Chores, Result, Steps
 
 WAITING, WAITING_BYTES = 1024, 8 << 20  # messages of a session, and their bytes; the protocol tells of it
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import msgspec
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server import descriptors, logs
-from kvcache_server.cache import Cache
+from kvcache_server import logs
 from kvcache_server.config import Config, settings
-from kvcache_server.door import Door
+from kvcache_server.core.cache import Cache
+from kvcache_server.daemon import descriptors
+from kvcache_server.daemon.handshake import Door
 from kvcache_server.rates import Rate
 
 log = logging.getLogger(__name__)

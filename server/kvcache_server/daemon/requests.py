@@ -17,9 +17,9 @@ from collections.abc import Callable
 from kvcache_proto.codec import MAX_FRAME
 from kvcache_proto.endpoint import socket_path, token_of
 from kvcache_proto.errors import BadFrame, BadToken
-from kvcache_server.connections import LONG, Turns, ZmtpConnection
-from kvcache_server.sockets import Listener, Peer, Place, who_gives_way
-from kvcache_server.zmtp import CutOff, header
+from kvcache_server.transport.connections import LONG, Turns, ZmtpConnection
+from kvcache_server.transport.sockets import Listener, Peer, Place, who_gives_way
+from kvcache_server.transport.zmtp import CutOff, header
 
 READ_BYTES = 256 << 10
 LAST_READS = 8  # of what a session has sent that ends: more than the kernel keeps for it

@@ -39,22 +39,22 @@ from kvcache_proto.messages import (
     Tell,
 )
 from kvcache_server import logs, signals
-from kvcache_server.attendance import Attendance
 from kvcache_server.config import Config, format_size
-from kvcache_server.desk import Desk
-from kvcache_server.door import Door
-from kvcache_server.events import Events
-from kvcache_server.histogram import Histogram
-from kvcache_server.notify import Manager
-from kvcache_server.opening import Opened
-from kvcache_server.questions import QUESTIONS, Questions
-from kvcache_server.reload import Settings, rate_of
+from kvcache_server.daemon.handshake import Door
+from kvcache_server.daemon.long_work import Underway
+from kvcache_server.daemon.reload import Settings, rate_of
+from kvcache_server.daemon.requests import Connection, Wire
+from kvcache_server.daemon.session_registry import Attendance
+from kvcache_server.daemon.slow_queue import QUESTIONS, Questions
+from kvcache_server.daemon.systemd import Manager
+from kvcache_server.events.publisher import Events
+from kvcache_server.http.admin_ops import Desk
+from kvcache_server.insight.histogram import Histogram
 from kvcache_server.signals import STOP_SIGNALS
-from kvcache_server.underway import Underway
-from kvcache_server.wire import Connection, Wire
+from kvcache_server.storage.warm_start import Opened
 
 if TYPE_CHECKING:
-    from kvcache_server.http import Http
+    from kvcache_server.http.app import Http
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Service:
         with contextlib.ExitStack() as undo:  # no socket stays of a daemon that does not start
             undo.callback(self._loop.close)
             if config.http:
-                from kvcache_server.http import Http  # aiohttp takes memory that a daemon without it has a use for
+                from kvcache_server.http.app import Http  # aiohttp takes memory that a daemon without it has a use for
 
                 self._http = Http(self._loop, config, self._desk, self._failed)
                 undo.callback(self._http.close)

@@ -11,12 +11,12 @@ from itertools import islice
 
 from kvcache_proto.errors import KVCacheError, Unavailable
 from kvcache_proto.messages import Hello
-from kvcache_server.cache import Cache
-from kvcache_server.door import Ticket
-from kvcache_server.journal import SessionOpened
-from kvcache_server.limits import OPERATOR
-from kvcache_server.opening import Opened
-from kvcache_server.sockets import Peer
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.journal import SessionOpened
+from kvcache_server.core.limits import OPERATOR
+from kvcache_server.daemon.handshake import Ticket
+from kvcache_server.storage.warm_start import Opened
+from kvcache_server.transport.sockets import Peer
 
 log = logging.getLogger(__name__)
 

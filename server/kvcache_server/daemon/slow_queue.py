@@ -12,8 +12,8 @@ from typing import Any
 
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.messages import Stats, Why
-from kvcache_server.ration import Ration
-from kvcache_server.slices import SLICE_SECONDS, Result, Steps
+from kvcache_server.core.slices import SLICE_SECONDS, Result, Steps
+from kvcache_server.duty_cycle import Ration
 
 QUESTIONS = (Stats, Why)
 SHARE = 0.1  # of the loop's time

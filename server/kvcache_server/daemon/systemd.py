@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from kvcache_server.config import format_size
-from kvcache_server.memory import Progress
+from kvcache_server.storage.region_file import Progress
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from kvcache_proto.endpoint import default_endpoint, socket_path
 from kvcache_proto.errors import KVCacheError, NotPermitted, RegionError, Unavailable
 from kvcache_proto.findings import Finding, Verdict
 from kvcache_proto.region import plan_geometry
-from kvcache_server.admin import Admin
+from kvcache_server.admin_client import Admin
 from kvcache_server.config import Config, format_size
 from kvcache_server.doctor.child import ask
-from kvcache_server.folder import check_folder
-from kvcache_server.memory import check_room
+from kvcache_server.storage.folder import check_folder
+from kvcache_server.storage.region_file import check_room
 
 PINGS = 200
 DEADLINE = 0.05  # seconds that an engine's scheduler waits, unless told otherwise

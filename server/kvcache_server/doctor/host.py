@@ -12,7 +12,15 @@ from pathlib import Path
 from kvcache_proto.findings import Finding, Verdict
 from kvcache_proto.region import ALIGN
 from kvcache_server.config import Config, format_size
-from kvcache_server.memory import RAISE_MEMLOCK, Mount, available_memory, free_room, group_room, mount_of, no_huge_pages
+from kvcache_server.storage.region_file import (
+    RAISE_MEMLOCK,
+    Mount,
+    available_memory,
+    free_room,
+    group_room,
+    mount_of,
+    no_huge_pages,
+)
 
 _CAP_IPC_LOCK = 14
 _HUGE = 2 << 20

@@ -16,12 +16,12 @@ from typing import Any
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.types import MAX_NAME
-from kvcache_server.audience import TELLS_AGAIN, Audience, Guest, Reader, Subscriber, publishes
-from kvcache_server.cache import Cache
 from kvcache_server.config import Config
-from kvcache_server.numbers import Numbers
-from kvcache_server.stream import Batch, Stream
-from kvcache_server.topics import Topics
+from kvcache_server.core.cache import Cache
+from kvcache_server.events.sequence_file import Numbers
+from kvcache_server.events.stream import Batch, Stream
+from kvcache_server.events.subscribers import TELLS_AGAIN, Audience, Guest, Reader, Subscriber, publishes
+from kvcache_server.events.topics import Topics
 
 log = logging.getLogger(__name__)
 

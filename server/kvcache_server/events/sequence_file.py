@@ -10,7 +10,7 @@ import logging
 import os
 
 from kvcache_proto.errors import KVCacheError
-from kvcache_server.folder import open_folder
+from kvcache_server.storage.folder import open_folder
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvcache_server.cache import Cache
-from kvcache_server.index import Block, Group
-from kvcache_server.sessions import Namespace
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.index import Block, Group
+from kvcache_server.core.sessions import Namespace
 
 STEP = 256  # blocks in one batch
 TURN = 64 * STEP  # changes put into batches at one time: 10 ms

@@ -15,10 +15,10 @@ from collections.abc import Callable, Hashable, Sequence
 
 from kvcache_proto.endpoint import SCHEME, socket_path
 from kvcache_proto.errors import BadFrame, NotPermitted
-from kvcache_server.connections import Turns, ZmtpConnection
 from kvcache_server.rates import Rate
-from kvcache_server.sockets import BACKLOG, Acceptor, Listener, Peer, who_gives_way
-from kvcache_server.zmtp import ROUTER, CutOff, Role
+from kvcache_server.transport.connections import Turns, ZmtpConnection
+from kvcache_server.transport.sockets import BACKLOG, Acceptor, Listener, Peer, who_gives_way
+from kvcache_server.transport.zmtp import ROUTER, CutOff, Role
 
 OPEN = 64  # connections to both sockets together
 A_SECOND, AT_ONCE = 200, 32  # connections that are accepted; one costs the loop some 0.2 ms

@@ -10,11 +10,12 @@ from typing import Any
 
 from kvcache_proto.messages import Distrust, Distrusted
 from kvcache_proto.types import Finding
-from kvcache_server import audit, logs
-from kvcache_server.cache import Cache
+from kvcache_server import logs
 from kvcache_server.config import format_size
-from kvcache_server.extents import NOTABLE
-from kvcache_server.slices import Steps
+from kvcache_server.core import integrity as audit
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.extents import NOTABLE
+from kvcache_server.core.slices import Steps
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""HTTP in the daemon's own loop: health, figures and an operator's actions. `api.py` says what there is.
+"""HTTP in the daemon's own loop: health, figures and an operator's actions. `schema.py` says what there is.
 
 Off unless `http` names an address. Errors are JSON: {"code", "message"}. How clients come in, and what they cannot do
 to the loop: `turnstile.py`.
@@ -23,14 +23,14 @@ from aiohttp.typedefs import Handler
 from kvcache_proto import __version__
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import BadArgument, ClientError, ConfigError, KVCacheError, Unavailable
-from kvcache_server import api, metrics
-from kvcache_server.bearer import Bearer
 from kvcache_server.config import Config, parse_address
-from kvcache_server.desk import Desk
-from kvcache_server.hosts import is_ours
+from kvcache_server.duty_cycle import Ration
+from kvcache_server.http import metrics, schema
+from kvcache_server.http.admin_ops import Desk
+from kvcache_server.http.auth import Bearer
+from kvcache_server.http.connection_limiter import LINES_A_MINUTE, Turnstile, listen, quiet, where
+from kvcache_server.http.hosts import is_ours
 from kvcache_server.rates import Rate
-from kvcache_server.ration import Ration
-from kvcache_server.turnstile import LINES_A_MINUTE, Turnstile, listen, quiet, where
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Http:
             self._listener.close()
             raise
         self.address = where(self._listener)
-        self._description = msgspec.json.encode(api.openapi(__version__))
+        self._description = msgspec.json.encode(schema.openapi(__version__))
         self._runner = web.AppRunner(
             self._app(),
             access_log=None,
@@ -99,7 +99,7 @@ class Http:
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._around], client_max_size=BODY)
-        for route in api.ROUTES:
+        for route in schema.ROUTES:
             handler = getattr(self, "_" + route.name)
             app.router.add_route(route.method, route.path, self._guarded(handler) if route.changes else handler)
         app.router.add_get("/openapi.json", self._openapi, allow_head=False)
@@ -173,12 +173,12 @@ class Http:
     # What is asked.
 
     async def _healthz(self, request: web.Request) -> web.Response:
-        return _response(api.Alive(True))
+        return _response(schema.Alive(True))
 
     async def _readyz(self, request: web.Request) -> web.Response:
         if self._desk.in_grace:
             raise Unavailable("sessions of the last daemon are awaited, and nothing is evicted meanwhile")
-        return _response(api.Ready(True))
+        return _response(schema.Ready(True))
 
     async def _openapi(self, request: web.Request) -> web.Response:
         return web.Response(body=self._description, content_type=_JSON)
@@ -187,46 +187,48 @@ class Http:
         return await self._answer(metrics.render, metrics.CONTENT_TYPE)
 
     async def _status(self, request: web.Request) -> web.Response:
-        return await self._answer(partial(_as_json, api.Status))
+        return await self._answer(partial(_as_json, schema.Status))
 
     async def _namespaces(self, request: web.Request) -> web.Response:
-        return await self._answer(partial(_as_json, api.Namespaces))
+        return await self._answer(partial(_as_json, schema.Namespaces))
 
     async def _sessions(self, request: web.Request) -> web.Response:
-        return await self._answer(partial(_as_json, api.Sessions))
+        return await self._answer(partial(_as_json, schema.Sessions))
 
     # What is done.
 
     async def _clear(self, request: web.Request) -> web.Response:
-        body = await _body(request, api.Clear)
-        return _response(api.Cleared(await self._desk.clear(body.namespace, _who(request))))
+        body = await _body(request, schema.Clear)
+        return _response(schema.Cleared(await self._desk.clear(body.namespace, _who(request))))
 
     async def _resize(self, request: web.Request) -> web.Response:
-        body = await _body(request, api.Resize)
+        body = await _body(request, schema.Resize)
         try:
-            return _response(api.Resized(self._desk.resize(body.bytes, _who(request))))
+            return _response(schema.Resized(self._desk.resize(body.bytes, _who(request))))
         except BadArgument as error:
             raise web.HTTPConflict(text=str(error)) from None
 
     async def _log_level(self, request: web.Request) -> web.Response:
-        level = (await _body(request, api.LogLevel)).level
+        level = (await _body(request, schema.LogLevel)).level
         return _response(
-            msgspec.convert({"level": level, "before": self._desk.set_log_level(level, _who(request))}, api.LogLevelSet)
+            msgspec.convert(
+                {"level": level, "before": self._desk.set_log_level(level, _who(request))}, schema.LogLevelSet
+            )
         )
 
     async def _fence_off(self, request: web.Request) -> web.Response:
         text = request.match_info["id"]
         if not (text.isascii() and text.isdigit() and 0 < len(text) < 20 and int(text)):
             raise BadArgument(f"session {text[:40]!r}: its number, as the list of sessions has it")
-        return _response(api.FencedOff(int(text), self._desk.fence_off(int(text), _who(request))))
+        return _response(schema.FencedOff(int(text), self._desk.fence_off(int(text), _who(request))))
 
     async def _token(self, request: web.Request) -> web.Response:
-        return _response(api.Known(True))
+        return _response(schema.Known(True))
 
     async def _check(self, request: web.Request) -> web.Response:
         began = time.perf_counter()
         finding = await self._desk.check()
-        return _response(api.Checked(not finding, finding, time.perf_counter() - began))
+        return _response(schema.Checked(not finding, finding, time.perf_counter() - began))
 
 
 def _own_names() -> set[str]:
@@ -263,7 +265,7 @@ def _response(answer: object) -> web.Response:
 
 
 def _error(status: int, code: str, message: str) -> web.Response:
-    response = _response(api.Error(code, message))
+    response = _response(schema.Error(code, message))
     response.set_status(status)
     return response
 

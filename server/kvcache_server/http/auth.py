@@ -6,7 +6,7 @@ import os
 import secrets
 
 from kvcache_proto.errors import ConfigError, NotPermitted
-from kvcache_server.folder import Folder, open_folder
+from kvcache_server.storage.folder import Folder, open_folder
 
 LEAST = 16  # characters; what is shorter could be guessed
 MOST = 256

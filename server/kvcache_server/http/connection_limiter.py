@@ -17,7 +17,7 @@ from typing import cast
 
 from kvcache_proto.errors import ConfigError
 from kvcache_server.rates import Rate
-from kvcache_server.sockets import Acceptor
+from kvcache_server.transport.sockets import Acceptor
 
 A_SECOND, AT_ONCE = 200, 20  # connections; one costs the loop some 0.3 ms
 OPEN = 32  # at one time

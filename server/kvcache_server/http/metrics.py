@@ -16,8 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvcache_proto.types import Breaker, Finding, Refusal
-from kvcache_server.limits import OPERATOR
-from kvcache_server.room import EVICTED_FOR
+from kvcache_server.core.eviction.policy import EVICTED_FOR
+from kvcache_server.core.limits import OPERATOR
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_NAMESPACES = 50  # with series of their own: those known longest; `kvcache_namespaces` has them all

@@ -18,15 +18,15 @@ from kvcache_proto.codec import decode_request
 from kvcache_proto.errors import BadArgument, ClientError
 from kvcache_proto.messages import Acquire, Acquired, Explained, Remark, Why
 from kvcache_proto.types import MAX_HASHES, NamespaceSpec, check_hashes
-from kvcache_server.index import TAG_BYTES, Group, tag, tagged
-from kvcache_server.limits import Limits
-from kvcache_server.misses import Lookup, Told
-from kvcache_server.room import EVICTED_FOR
-from kvcache_server.sessions import Session
-from kvcache_server.slices import LOOK, STEP, Steps
+from kvcache_server.core.eviction.policy import EVICTED_FOR
+from kvcache_server.core.index import TAG_BYTES, Group, tag, tagged
+from kvcache_server.core.limits import Limits
+from kvcache_server.core.sessions import Session
+from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.insight.miss_log import Lookup, Told
 
 if TYPE_CHECKING:
-    from kvcache_server.cache import Cache
+    from kvcache_server.core.cache import Cache
 
 MOST_BLOCKS = 8192  # of one lookup that are looked at, from the first miss on,
 MOST_RUNS = 512  # or as many as make so many runs

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvcache_proto.types import NamespaceSpec
-from kvcache_server.slices import Result, Steps
+from kvcache_server.core.slices import Result, Steps
 
 LOOKUPS = 16 << 20  # bytes of the lookups that are remembered, each of which counts for EACH more
 EACH = 512

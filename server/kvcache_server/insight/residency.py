@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from kvcache_server.histogram import Histogram
-from kvcache_server.index import Block
+from kvcache_server.core.index import Block
+from kvcache_server.insight.histogram import Histogram
 
 _BOUNDS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 3 * 86400, 7 * 86400)
 _SAMPLES = 4096

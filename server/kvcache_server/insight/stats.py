@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_proto.counts import OTHER
 from kvcache_proto.region import DOOMED, FREE, READY, WRITING
-from kvcache_server.index import GONE, HIDDEN, SPARE, UNQUEUED, Block, Group
-from kvcache_server.leases import Reservation
-from kvcache_server.sessions import Namespace
-from kvcache_server.slices import LOOK, STEP, Steps, finish
+from kvcache_server.core.grants import Reservation
+from kvcache_server.core.index import GONE, HIDDEN, SPARE, UNQUEUED, Block, Group
+from kvcache_server.core.sessions import Namespace
+from kvcache_server.core.slices import LOOK, STEP, Steps, finish
 
 if TYPE_CHECKING:
-    from kvcache_server.cache import Cache
+    from kvcache_server.core.cache import Cache
 
 # A report is one frame: past so many characters, namespaces are told of without their identities, and of the engines of
 # a namespace only those that hold most of it by name.

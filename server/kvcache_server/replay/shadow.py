@@ -13,9 +13,9 @@ from collections.abc import Callable
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry
-from kvcache_server.cache import Cache
-from kvcache_server.extents import Room
-from kvcache_server.limits import Limits
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.extents import Room
+from kvcache_server.core.limits import Limits
 
 STEP_TOKENS = 8192  # that an engine computes, and saves, at once
 

@@ -13,8 +13,8 @@ import os
 
 from kvcache_proto.region import PAGE
 from kvcache_proto.types import PoolGeometry
-from kvcache_server.folder import Folder
-from kvcache_server.sums import PIECE, Sums, sums_bytes, sums_header
+from kvcache_server.core.checksums import PIECE, Sums, sums_bytes, sums_header
+from kvcache_server.storage.folder import Folder
 
 log = logging.getLogger(__name__)
 

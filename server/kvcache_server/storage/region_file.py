@@ -21,7 +21,7 @@ from kvcache_proto.region import ALIGN, MAX_EXTENTS, plan_geometry
 from kvcache_proto.types import PoolGeometry
 from kvcache_server import signals
 from kvcache_server.config import format_size
-from kvcache_server.regions import Claim, RegionFolder
+from kvcache_server.storage.region_names import Claim, RegionFolder
 
 log = logging.getLogger(__name__)
 

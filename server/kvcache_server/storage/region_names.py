@@ -22,7 +22,7 @@ from collections.abc import Collection
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, KVCacheError, NotPermitted
 from kvcache_proto.region import PAGE
-from kvcache_server.folder import Folder
+from kvcache_server.storage.folder import Folder
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Collection
 
-from kvcache_server.folder import Folder
+from kvcache_server.storage.folder import Folder
 
 _NAME = re.compile(r"[0-9]{1,20}-[0-9a-f]{8}")  # what is called otherwise is not ours to delete
 

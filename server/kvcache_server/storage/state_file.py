@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from kvcache_proto import __version__
 from kvcache_proto.errors import ConfigError, RegionError
-from kvcache_server.folder import Folder
-from kvcache_server.journal import MAGIC, Book, Record, pack, read
+from kvcache_server.core.journal import MAGIC, Book, Record, pack, read
+from kvcache_server.storage.folder import Folder
 
 log = logging.getLogger(__name__)
 

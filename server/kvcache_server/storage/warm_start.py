@@ -15,15 +15,15 @@ from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
 from kvcache_proto.region import PAGE, RegionRows, found_geometry, is_given_up, plan_geometry
 from kvcache_proto.types import PoolGeometry
-from kvcache_server.cache import Cache
 from kvcache_server.config import Config, format_size
-from kvcache_server.folder import Folder, file_of
-from kvcache_server.journal import Book, SessionOpened
-from kvcache_server.locks import SessionFiles
-from kvcache_server.memory import Progress, Region, check_room, create_region, map_region
-from kvcache_server.regions import REGION, Claim, RegionFolder
-from kvcache_server.statefile import ASIDE, NEW, StateFile, read_state
-from kvcache_server.sumfile import open_sums
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.journal import Book, SessionOpened
+from kvcache_server.storage.checksum_file import open_sums
+from kvcache_server.storage.folder import Folder, file_of
+from kvcache_server.storage.region_file import Progress, Region, check_room, create_region, map_region
+from kvcache_server.storage.region_names import REGION, Claim, RegionFolder
+from kvcache_server.storage.session_locks import SessionFiles
+from kvcache_server.storage.state_file import ASIDE, NEW, StateFile, read_state
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
 
 def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, book: Book) -> Opened:
     """Return the cache of the last daemon."""
-    from kvcache_server import recovery  # numpy with it: a daemon that begins empty starts sooner, and is smaller
+    from kvcache_server.core import recovery  # numpy with it: a daemon that begins empty starts sooner, and is smaller
 
     began = time.monotonic()
     try:

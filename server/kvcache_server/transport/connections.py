@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-from kvcache_server.zmtp import GREETING, ROUTER, Receiver, Role, headers
+from kvcache_server.transport.zmtp import GREETING, ROUTER, Receiver, Role, headers
 
 LINGER = 1.0  # seconds for which a closed connection waits for its peer to read
 LONG = 64 << 10  # bytes from which on a message is sent without copying it behind its header

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from kvcache_client.devices import Device, Job, open_device
-from kvcache_client.layout import block_fragments, runs
-from kvcache_client.worker import _describe, _flatten
+from kvcache_client.devices.layout import block_fragments, runs
+from kvcache_client.worker.worker import _describe, _flatten
 
 BLOCKS, LAYERS, SLOTS = 24, 5, 40
 TOKENS, HEADS, DIM = 32, 4, 128

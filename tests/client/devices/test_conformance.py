@@ -16,7 +16,7 @@ import torch
 from rigs import BLOCKS, LAYOUTS, RIGS, SLOTS, Bench, Layout, Memory, Rig
 
 from kvcache_client.devices import CopyError, Unsupported, open_device
-from kvcache_client.devices.canary import check_copies
+from kvcache_client.devices.self_test import check_copies
 
 # Bytes.
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from kvcache_client.devices import CopyError, Job, registration
-from kvcache_client.devices.lane import Lane
+from kvcache_client.devices.copy_queue import Lane
+from kvcache_client.devices.layout import Fragment
 from kvcache_client.devices.paths import Straight
 from kvcache_client.devices.registration import Registration
-from kvcache_client.layout import Fragment
 
 SLOT, CHUNK = 4096, 1 << 16
 SECONDS = 30.0

@@ -21,7 +21,7 @@ from rigs import BLOCKS, LAYOUTS, RIGS, SECONDS, SLOTS, Bench, Npu
 from kvcache_client.devices import Job, Unsupported, open_device
 from kvcache_client.devices.acl import EVENT_SYNC, Acl
 from kvcache_client.devices.npu_runtime import NpuRuntime
-from kvcache_client.devices.turns import Line
+from kvcache_client.devices.stream_pool import Line
 
 CHUNK = 1 << 20
 LATER = "aclrtHostRegisterV2"

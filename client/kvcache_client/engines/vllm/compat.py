@@ -8,7 +8,7 @@ import os
 from typing import Any
 from weakref import WeakValueDictionary
 
-from kvcache_client.namespace import Surroundings
+from kvcache_client.engines.vllm.identity import Surroundings
 from kvcache_proto.endpoint import check_endpoint, default_endpoint
 from kvcache_proto.types import MAX_NAME
 

@@ -23,8 +23,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvcache_client import NamespaceSpec, Session
 from kvcache_client.devices import CopyError
-from kvcache_client.early import claim, discard, open_session
-from kvcache_client.engine import (
+from kvcache_client.engines.vllm.compat import (
     engine_name,
     has_another,
     join_logs,
@@ -33,9 +32,9 @@ from kvcache_client.engine import (
     tensor_parallel_rank,
     warn_of_random_seed,
 )
-from kvcache_client.events import Heard, Removed, Stored
-from kvcache_client.guard import guard, report
-from kvcache_client.namespace import (
+from kvcache_client.engines.vllm.early_start import claim, discard, open_session
+from kvcache_client.engines.vllm.guard import guard, report
+from kvcache_client.engines.vllm.identity import (
     checkpoint_id,
     engine_block_size,
     has_experts,
@@ -44,12 +43,13 @@ from kvcache_client.namespace import (
     shards,
     why_not,
 )
-from kvcache_client.plan import NOTHING, LoadJob, StepPlan
-from kvcache_client.scheduler import Scheduler
+from kvcache_client.engines.vllm.sleep import before_sleep
+from kvcache_client.engines.vllm.stats import CacheMetrics, CacheStats, Feed
+from kvcache_client.scheduler.events import Heard, Removed, Stored
+from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.settings import Settings, blocks_per_slot, parse_settings
-from kvcache_client.sleep import before_sleep
-from kvcache_client.stats import CacheMetrics, CacheStats, Feed
-from kvcache_client.worker import Worker
+from kvcache_client.step_plan import NOTHING, LoadJob, StepPlan
+from kvcache_client.worker.worker import Worker
 from kvcache_proto.errors import ConfigError, KVCacheError
 
 try:

@@ -22,7 +22,7 @@ from kvcache_client.devices import Memory
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.runtime import Runtime
 from kvcache_client.devices.tuning import read_tuning
-from kvcache_client.engine import engine_name
+from kvcache_client.engines.vllm.compat import engine_name
 from kvcache_client.settings import CONNECTOR, Settings, parse_settings
 
 logger = logging.getLogger("vllm.kvcache.device")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvcache_client.early import install
+from kvcache_client.engines.vllm.early_start import install
 from kvcache_client.settings import CONNECTOR
 
 logger = logging.getLogger("vllm.kvcache")

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvcache_client.counters import Gains
+from kvcache_client.session.counters import Gains
 from kvcache_proto.counts import CLIENT_COUNTS, OTHER
 
 EVERY = 1.0  # seconds: vLLM asks at every step

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache_server.index import Account
+from kvcache_server.core.index import Account
 
 _FLOOR = 1 / 16  # of an even split
 _PRIOR = 0.02  # of the capacity: the weight of a live account before its first hit

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvcache_server.lost import Lost
-from kvcache_server.sampling import Draw
+from kvcache_server.core.sampling import Draw
+from kvcache_server.insight.infinite_cache import Lost
 
 if TYPE_CHECKING:
-    from kvcache_server.index import Account
+    from kvcache_server.core.index import Account
 
 _ALL_BELOW = 1 << 15  # blocks in the pool
 _LARGE_WORTH = 32  # beyond, so many are counted for each that is remembered

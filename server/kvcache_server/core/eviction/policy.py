@@ -10,12 +10,12 @@ from typing import final
 import msgspec
 
 from kvcache_proto.types import Refusal
-from kvcache_server.ages import Ages
-from kvcache_server.index import GONE, Account, Block
-from kvcache_server.misses import Misses
-from kvcache_server.pool import Extent, Pool
-from kvcache_server.shares import Shares
-from kvcache_server.slices import LOOK, STEP, Steps
+from kvcache_server.core.eviction.fair_share import Shares
+from kvcache_server.core.index import GONE, Account, Block
+from kvcache_server.core.pool import Extent, Pool
+from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.insight.miss_log import Misses
+from kvcache_server.insight.residency import Ages
 
 # Why a block was evicted: for another one; the engine's ceiling; its namespace's; slots of another size; a resize.
 EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "resize")

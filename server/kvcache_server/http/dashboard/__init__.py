@@ -12,13 +12,14 @@ import click
 from aiohttp import web
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server import logs, turnstile
+from kvcache_server import logs
 from kvcache_server.config import parse_address
-from kvcache_server.dashboard.files import Folder
-from kvcache_server.dashboard.host import Host
-from kvcache_server.dashboard.relay import Relay
-from kvcache_server.dashboard.serving import Dashboard
-from kvcache_server.dashboard.units import Units
+from kvcache_server.http import connection_limiter
+from kvcache_server.http.dashboard.files import Folder
+from kvcache_server.http.dashboard.host import Host
+from kvcache_server.http.dashboard.relay import Relay
+from kvcache_server.http.dashboard.serving import Dashboard
+from kvcache_server.http.dashboard.units import Units
 from kvcache_server.rates import Rate
 
 SECONDS = 60.0  # of one connection: what it asks of the daemon and of systemd takes 10 each at most
@@ -49,13 +50,13 @@ def command(api: str, listen: str, token_file: str, manage: str | None, env_fold
     logs.set_up("info", "text")
     dashboard = Dashboard(Relay(api), Host(), token_file, units, folder)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(dashboard.app(), turnstile.listen("--listen", address, port)))
+        asyncio.run(_serve(dashboard.app(), connection_limiter.listen("--listen", address, port)))
 
 
 async def _serve(app: web.Application, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    lines = Rate(turnstile.LINES_A_MINUTE / 60, turnstile.LINES_A_MINUTE)
-    quiet = turnstile.quiet("kvcache_server.dashboard.aiohttp", lambda: lines.allow(None, loop.time()))
+    lines = Rate(connection_limiter.LINES_A_MINUTE / 60, connection_limiter.LINES_A_MINUTE)
+    quiet = connection_limiter.quiet("kvcache_server.http.dashboard.aiohttp", lambda: lines.allow(None, loop.time()))
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -66,9 +67,9 @@ async def _serve(app: web.Application, listener: socket.socket) -> None:
     )
     await runner.setup()
     assert runner.server is not None
-    entrance = turnstile.Turnstile(loop, listener, runner.server, SECONDS)
+    entrance = connection_limiter.Turnstile(loop, listener, runner.server, SECONDS)
     try:
-        click.echo(f"dashboard at {turnstile.where(listener)}")
+        click.echo(f"dashboard at {connection_limiter.where(listener)}")
         over = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, over.set)

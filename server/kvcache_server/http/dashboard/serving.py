@@ -20,15 +20,15 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from kvcache_proto.errors import BadArgument, ClientError, KVCacheError, NotPermitted, Unavailable
-from kvcache_server import api
-from kvcache_server.bearer import bears
-from kvcache_server.dashboard import settings
-from kvcache_server.dashboard.files import Changed, Folder
-from kvcache_server.dashboard.history import EVERY, History
-from kvcache_server.dashboard.host import Host
-from kvcache_server.dashboard.relay import Relay
-from kvcache_server.dashboard.units import NoSystemd, Units
-from kvcache_server.hosts import is_ours
+from kvcache_server.http import schema
+from kvcache_server.http.auth import bears
+from kvcache_server.http.dashboard import settings
+from kvcache_server.http.dashboard.files import Changed, Folder
+from kvcache_server.http.dashboard.history import EVERY, History
+from kvcache_server.http.dashboard.host import Host
+from kvcache_server.http.dashboard.relay import Relay
+from kvcache_server.http.dashboard.units import NoSystemd, Units
+from kvcache_server.http.hosts import is_ours
 
 log = logging.getLogger(__name__)
 
@@ -77,12 +77,12 @@ class Dashboard:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._around], client_max_size=BODY)
-        for file in sorted(resources.files("kvcache_server.dashboard").joinpath("page").iterdir(), key=str):
+        for file in sorted(resources.files("kvcache_server.http.dashboard").joinpath("page").iterdir(), key=str):
             kind = _TYPES[Path(file.name).suffix]
             path = "/" if file.name == "index.html" else f"/{file.name}"
             app.router.add_get(path, _static(file.read_bytes(), kind))
         app.router.add_get("/data", self._data)
-        for route in api.ROUTES:
+        for route in schema.ROUTES:
             if route.name in ACTIONS:
                 path = route.path.replace("{id}", "{id:[0-9]{1,19}}")
                 app.router.add_post(path, _from_our_page(self._pass_on))

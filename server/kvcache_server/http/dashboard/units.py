@@ -10,7 +10,7 @@ import time
 from typing import NamedTuple
 
 from kvcache_proto.errors import ClientError, ConfigError, ServerError
-from kvcache_server.dashboard.files import Folder
+from kvcache_server.http.dashboard.files import Folder
 
 VERBS = ("start", "stop", "restart")
 SUFFIX = ".service"
