@@ -63,6 +63,7 @@ lint: $(VENV)/installed
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports --no-cache --no-logo
 
 format: $(VENV)/installed
 	@$(VENV)/bin/ruff check --fix .

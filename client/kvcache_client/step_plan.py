@@ -7,6 +7,7 @@ and the number of calls in which the engine presents it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -83,6 +84,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 NOTHING = StepPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a rank heard when it settled its shards of a reservation: a verdict a position."""
+
+    region: bytes
+    reservation: int
+    positions: list[int]
+    verdicts: list[int]
 
 
 def slot_hashes(hashes: Sequence[bytes], blocks_per_slot: int) -> Sequence[bytes]:

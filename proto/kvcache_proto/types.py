@@ -166,6 +166,10 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
     def shards(self) -> int:
         return len(self.groups[0].shards)
 
+    def with_weights(self, weights: str) -> NamespaceSpec:
+        """Return the same for other weights, which an engine or its operator names; "" for those of the checkpoint."""
+        return NamespaceSpec(self.model, self.groups, {**self.identity, "weights": weights}, self.hash_bytes)
+
     def check_same_geometry(self, other: NamespaceSpec) -> None:
         """Raise GeometryMismatch, naming the first difference, unless `other` cuts blocks alike."""
         if self.hash_bytes != other.hash_bytes:

@@ -18,10 +18,10 @@ import torch
 from one_daemon import one_daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_client.engines.vllm.identity import Shards
 from kvcache_client.session.checksums import chosen, pick_sums
 from kvcache_client.settings import VERIFY_MODES, Settings
 from kvcache_client.step_plan import LoadJob, SaveJob, StepPlan
+from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 
 LAYERS = 32

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_client.engines.vllm.identity import Shards
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.settings import Settings
 from kvcache_client.step_plan import StepPlan
+from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")

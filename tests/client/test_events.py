@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvcache_client.scheduler import events as module
-from kvcache_client.scheduler.events import Events, Heard, Removed, Stored
+from kvcache_client.scheduler.events import Events, Removed, Stored
+from kvcache_client.step_plan import Heard
 from kvcache_proto.types import Verdict
 from kvcache_server.admin_client import Admin
 

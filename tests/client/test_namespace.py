@@ -19,7 +19,6 @@ from kvcache_client.engines.vllm.identity import (
     rank_block_bytes,
     shards,
     why_not,
-    with_weights,
 )
 from kvcache_proto.types import NamespaceSpec
 
@@ -188,9 +187,9 @@ def test_a_random_seed_is_shared_with_nobody_but_the_engines_own_ranks() -> None
 
 def test_weights_of_its_own() -> None:
     spec = spec_of()
-    assert with_weights(spec, "x").id != spec.id
-    assert with_weights(spec, "x").id == spec_of(weights="x").id
-    assert with_weights(with_weights(spec, "x"), "") == spec
+    assert spec.with_weights("x").id != spec.id
+    assert spec.with_weights("x").id == spec_of(weights="x").id
+    assert spec.with_weights("x").with_weights("") == spec
 
 
 class Checkpoint:

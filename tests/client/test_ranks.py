@@ -10,9 +10,9 @@ import pytest
 from steps import BLOCK, LAYERS, PAGE, SPEC, Request, idle
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_client.engines.vllm.identity import Shards
 from kvcache_client.scheduler.saves import FIRST_RETRY, INSIST, LAST_RETRY, _Refusals
 from kvcache_client.settings import Settings
+from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")

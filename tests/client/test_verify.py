@@ -15,10 +15,10 @@ from immutable import immutable
 from steps import BLOCK, LAYERS, PAGE, Request, Rig, idle
 
 from kvcache_client import GroupSpec, Lease, NamespaceSpec, Session
-from kvcache_client.engines.vllm.identity import Shards
 from kvcache_client.session.checksums import chosen
 from kvcache_client.settings import Settings
 from kvcache_client.step_plan import CheckJob, LoadJob, SaveJob, StepPlan
+from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")

@@ -158,8 +158,10 @@ def test_no_permission(short_folder: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_no_permission_to_ask(daemon: Any) -> None:
     daemon.folder.chmod(0o755)
-    become = "import kvcache_server.cli, kvcache_server.admin_client, os; os.setgroups([]); os.setgid(65534); os.setuid(65534);"
-    command = [sys.executable, "-c", become + "kvcache_server.cli.main()", "status", "--endpoint", daemon.endpoint]
+    load = "import os, kvcache_server.cli, kvcache_server.admin_client;"
+    become = "os.setgroups([]); os.setgid(65534); os.setuid(65534);"
+    main = load + become + "kvcache_server.cli.main()"
+    command = [sys.executable, "-c", main, "status", "--endpoint", daemon.endpoint]
     failed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert failed.returncode == 6, failed.stderr
     assert "--allow-uids 65534" in failed.stderr

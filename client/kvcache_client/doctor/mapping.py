@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcache_client import KVCacheError, Session
+from kvcache_client.session.session import Session
+from kvcache_proto.errors import KVCacheError
 from kvcache_proto.findings import Finding
 
 

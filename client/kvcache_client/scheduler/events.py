@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache_client.step_plan import slot_hashes
+from kvcache_client.step_plan import Heard, slot_hashes
 from kvcache_proto.types import Verdict
 
 REMEMBERED = 1 << 16  # cached blocks; what is beyond is taken back, though the daemon may have it yet
@@ -32,16 +32,6 @@ class Removed:
     """These blocks of the engine's are there no more."""
 
     hashes: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """What a rank heard when it settled its shards of a reservation: a verdict a position."""
-
-    region: bytes
-    reservation: int
-    positions: list[int]
-    verdicts: list[int]
 
 
 class Events:

@@ -8,8 +8,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvcache_client import Session
-from kvcache_client.engines.vllm.identity import with_weights
 from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.checkpoint import Check
 from kvcache_client.scheduler.events import Events
@@ -21,6 +19,7 @@ from kvcache_client.scheduler.saves import Saves
 from kvcache_client.scheduler.summary import Summary
 from kvcache_client.session.checksums import pick_sums
 from kvcache_client.session.log_throttle import Tally
+from kvcache_client.session.session import Session
 from kvcache_client.settings import Settings
 from kvcache_client.step_plan import NOTHING, CheckJob, LoadJob, SaveJob, StepPlan, cut_load, hit_limit, slot_hashes
 from kvcache_proto.errors import KVCacheError
@@ -464,7 +463,7 @@ class Scheduler:
 
     def _move(self, weights: str) -> bool:
         """Leave the namespace for that of other weights."""
-        spec = with_weights(self._namespace.spec, weights)
+        spec = self._namespace.spec.with_weights(weights)
         try:
             # The engine's steps wait for this call: a daemon that is slow to answer is joined later.
             left, self._namespace = self._namespace, self._session.attach(spec, (), self._ceiling, wait=False)

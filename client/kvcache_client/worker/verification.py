@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client import Namespace
 from kvcache_client.session.checksums import pack_sums, sum_up, sums_of_shard
 from kvcache_client.session.counters import Counters
+from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.step_plan import CheckJob, LoadJob, SaveJob, pick_refs
 from kvcache_client.worker.tolerance import Format, difference

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client import Namespace, Session
 from kvcache_client.devices import CopyError, Device, Job, Scratch, open_device
 from kvcache_client.devices.layout import Tensor, block_fragments, runs
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.self_test import check_copies
-from kvcache_client.engines.vllm.identity import Shards
-from kvcache_client.scheduler.events import Heard
 from kvcache_client.session.counters import Counters
+from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
+from kvcache_client.session.session import Session
 from kvcache_client.settings import Settings
-from kvcache_client.step_plan import SHIPPED, CheckJob, LoadJob, SaveJob, StepPlan, pick_refs
+from kvcache_client.step_plan import SHIPPED, CheckJob, Heard, LoadJob, SaveJob, StepPlan, pick_refs
+from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.tolerance import Format, find_format
 from kvcache_client.worker.verification import Proof
 from kvcache_proto.errors import KVCacheError

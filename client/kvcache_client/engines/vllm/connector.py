@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvcache_client import NamespaceSpec, Session
 from kvcache_client.devices import CopyError
 from kvcache_client.engines.vllm.compat import (
     engine_name,
@@ -45,12 +44,14 @@ from kvcache_client.engines.vllm.identity import (
 )
 from kvcache_client.engines.vllm.sleep import before_sleep
 from kvcache_client.engines.vllm.stats import CacheMetrics, CacheStats, Feed
-from kvcache_client.scheduler.events import Heard, Removed, Stored
+from kvcache_client.scheduler.events import Removed, Stored
 from kvcache_client.scheduler.scheduler import Scheduler
+from kvcache_client.session.session import Session
 from kvcache_client.settings import Settings, blocks_per_slot, parse_settings
-from kvcache_client.step_plan import NOTHING, LoadJob, StepPlan
+from kvcache_client.step_plan import NOTHING, Heard, LoadJob, StepPlan
 from kvcache_client.worker.worker import Worker
 from kvcache_proto.errors import ConfigError, KVCacheError
+from kvcache_proto.types import NamespaceSpec
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvcache_client import Session
 from kvcache_client.devices import Memory
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.runtime import Runtime
 from kvcache_client.devices.tuning import read_tuning
 from kvcache_client.engines.vllm.compat import engine_name
+from kvcache_client.session.session import Session
 from kvcache_client.settings import CONNECTOR, Settings, parse_settings
 
 logger = logging.getLogger("vllm.kvcache.device")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcache_client.worker.shards import Shards
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import MAX_NAME, MAX_SHARDS, GroupSpec, NamespaceSpec
 
@@ -39,17 +40,6 @@ class Surroundings(NamedTuple):
     hash_bytes: int
     seed: str
     layout: str = ""
-
-
-class Shards(NamedTuple):
-    """How the ranks of an engine hold a block: `number` shards, each held alike by `replicas` ranks in a row."""
-
-    number: int
-    replicas: int
-
-    def of_rank(self, rank: int) -> tuple[int, bool]:
-        """Return the shard that `rank` reads, and whether it is the one that writes it."""
-        return rank // self.replicas, rank % self.replicas == 0
 
 
 def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -156,11 +146,6 @@ def namespace_spec(
     shard_bytes = block_bytes if split.number == 1 else (block_bytes,) * split.number
     group = GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)
     return NamespaceSpec(_name(model.model), (group,), identity, surroundings.hash_bytes)
-
-
-def with_weights(spec: NamespaceSpec, weights: str) -> NamespaceSpec:
-    """Return `spec` for other weights."""
-    return NamespaceSpec(spec.model, spec.groups, {**spec.identity, "weights": weights}, spec.hash_bytes)
 
 
 def checkpoint_id(vllm_config: Any) -> str:
