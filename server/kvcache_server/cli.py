@@ -34,10 +34,17 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (EndpointLost, 7, "somebody removed its sockets"),
 )
 _LATER = {
-    name: f"kvcache_server.{name}"
-    for name in ("bench", "dashboard", "demo", "doctor", "plan", "record", "replay", "top", "why")
+    "bench": "kvcache_server.commands.bench",
+    "dashboard": "kvcache_server.http.dashboard",
+    "demo": "kvcache_server.commands.demo",
+    "doctor": "kvcache_server.doctor",
+    "install-service": "kvcache_server.commands.install_service",
+    "plan": "kvcache_server.capacity",
+    "record": "kvcache_server.commands.record",
+    "replay": "kvcache_server.replay",
+    "top": "kvcache_server.commands.top",
+    "why": "kvcache_server.commands.why",
 }
-_LATER["install-service"] = "kvcache_server.commands.install_service"
 
 
 class Commands(click.Group):

@@ -187,7 +187,7 @@ def test_no_slice_of_a_resize_grows_with_the_blocks_of_an_extent(monkeypatch: py
     engine.store(names[:1])
     for at in range(1, len(names), 1 if wide else 1000):
         engine.store(names[at : at + (1 if wide else 1000)], names[0 if wide else at - 1])
-    for bound in ("index.LOOK", "room.LOOK", "room._LOOK_BLOCKS"):
+    for bound in ("core.index.LOOK", "core.eviction.policy.LOOK", "core.eviction.policy._LOOK_BLOCKS"):
         monkeypatch.setattr(f"kvcache_server.{bound}", 64)
     monkeypatch.setattr("kvcache_server.core.eviction.policy.STEP", 1)
     cache.resize(2 * MIB)
@@ -202,7 +202,7 @@ def test_a_look_at_an_extent_is_bounded_however_many_children_a_block_has(monkey
     engine.store(["parent"])
     for name in chain("child", 1000):
         engine.store([name], "parent")
-    for bound in ("index.LOOK", "room.LOOK", "room._LOOK_BLOCKS"):
+    for bound in ("core.index.LOOK", "core.eviction.policy.LOOK", "core.eviction.policy._LOOK_BLOCKS"):
         monkeypatch.setattr(f"kvcache_server.{bound}", 64)
     monkeypatch.setattr("kvcache_server.core.eviction.policy.STEP", 1)
     cache.resize(15 * 2 * MIB)

@@ -19,7 +19,10 @@ from kvcache_server.core.integrity import audit
 from kvcache_server.core.slices import LOOK, STEP, finish
 from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
 
-CUT = ("audit", "cache", "distrust", "index", "lookup", "pool", "reasons", "report", "restate", "room", "writing")
+CUT = (
+    *("core.cache", "core.eviction.policy", "core.index", "core.integrity", "core.invalidation", "core.lookup"),
+    *("core.pool", "core.reservations", "core.restate", "insight.explanations", "insight.stats"),
+)
 
 
 @pytest.fixture

@@ -162,11 +162,14 @@ def test_the_slices_of_a_question_are_paid_for_one_by_one() -> None:
     def answer(sender: str, frame: bytes) -> None:
         questions.go_on(begin(steps(ValueError(frame) if frame else None)), lambda *came: done.append((sender, *came)))
 
+    async def both() -> None:
+        while len(done) < 2:
+            await asyncio.sleep(0.01)
+
     questions = Questions(loop, answer)
     questions.add(1, "one", b"")
     questions.add(2, "two", b"broken")
-    loop.call_later(0.5, loop.stop)
-    loop.run_forever()
+    loop.run_until_complete(asyncio.wait_for(both(), 20))
     questions.add(1, "one", b"")  # both have had their answers
     loop.close()
     assert [each[:2] for each in done] == [("one", "an answer"), ("two", None)] and "broken" in str(done[1][2])

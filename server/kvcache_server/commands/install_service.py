@@ -24,7 +24,7 @@ from kvcache_server.config import parse_size
 
 _HERE = Path(__file__).resolve()
 # Beside this module in an installed package, else in the source tree.
-FOLDERS = (_HERE.parent / "systemd", _HERE.parents[2] / "deploy" / "systemd")
+FOLDERS = (_HERE.parents[1] / "systemd", _HERE.parents[3] / "deploy" / "systemd")
 PROGRAM = "/usr/local/bin/kvcache-server"  # as the units name it
 HOMES = ("/home", "/root", "/run/user")  # what ProtectHome=yes hides
 _PLAIN = re.compile(r"/[A-Za-z0-9/._+@-]+")  # what systemd reads as it stands
