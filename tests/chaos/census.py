@@ -23,10 +23,10 @@ from kvcache_server.http import connection_limiter
 # What the daemon remembers has bounds; here they are reached within some rounds. The collector looks through what is
 # new so often that all that lives a little survives it.
 BOUNDS = {
-    "misses": {"LOOKUPS": 1 << 14, "GENERATION": 1 << 8, "NOTES": 16, "SPACES": 32},
-    "traffic": {"KEPT": 1 << 8},
-    "ages": {"_SAMPLES": 16},
-    "service": {"YOUNG_OBJECTS": 50},
+    "insight.miss_log": {"LOOKUPS": 1 << 14, "GENERATION": 1 << 8, "NOTES": 16, "SPACES": 32},
+    "insight.lookup_tap": {"KEPT": 1 << 8},
+    "insight.residency": {"_SAMPLES": 16},
+    "daemon.service": {"YOUNG_OBJECTS": 50},
 }
 
 

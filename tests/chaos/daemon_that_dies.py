@@ -40,34 +40,39 @@ def _in(module: str, *functions: str) -> Where:
 ROWS = Where("kvcache_proto/region")
 POINTS: dict[str, tuple[Where, ...]] = {
     "store": (ROWS,),
-    "before-reply": (_in("service", "_finish"),),
-    "after-reply": (_in("service", "_finish"),),
+    "before-reply": (_in("daemon/service", "_finish"),),
+    "after-reply": (_in("daemon/service", "_finish"),),
     "grant": (
-        _in("writing", "_grant", "_grant_runs", "_supersede"),
-        _in("pool", "take", "place"),
+        _in("core/reservations", "_grant", "_grant_runs", "_supersede"),
+        _in("core/pool", "take", "place"),
     ),
     "settle": (
-        _in("writing", "_settle_shards", "doom", "_give_back"),
-        _in("index", "show", "show_one"),
+        _in("core/reservations", "_settle_shards", "doom", "_give_back"),
+        _in("core/index", "show", "show_one"),
     ),
     "evict": (
-        _in("room", "evict", "_evicted", "_forget"),
-        _in("index", "remove"),
-        _in("pool", "give_back"),
+        _in("core/eviction/policy", "evict", "_evicted", "_forget"),
+        _in("core/index", "remove"),
+        _in("core/pool", "give_back"),
     ),
     "recut": (
-        _in("room", "recut", "_empty"),
-        _in("pool", "uncut_extent", "_cut", "_empty_extent"),
+        _in("core/eviction/policy", "recut", "_empty"),
+        _in("core/pool", "uncut_extent", "_cut", "_empty_extent"),
         Where("kvcache_proto/region", frozenset({"cut"})),
     ),
     "session": (
-        _in("door", "_welcome"),
-        _in("attendance", "open", "leave", "sweep"),
-        _in("cache", "leave_session", "end_session"),
+        _in("daemon/handshake", "_welcome"),
+        _in("daemon/session_registry", "open", "leave", "sweep"),
+        _in("core/cache", "leave_session", "end_session"),
     ),
-    "start": (_in("memory"), _in("regions"), _in("folder")),
-    "rebuild": (_in("recovery"), _in("opening"), _in("journal", "read", "apply"), _in("pool", "adopt", "resume")),
-    "notes": (_in("statefile"), _in("locks"), _in("journal", "pack", "records")),
+    "start": (_in("storage/region_file"), _in("storage/region_names"), _in("storage/folder")),
+    "rebuild": (
+        _in("core/recovery"),
+        _in("storage/warm_start"),
+        _in("core/journal", "read", "apply"),
+        _in("core/pool", "adopt", "resume"),
+    ),
+    "notes": (_in("storage/state_file"), _in("storage/session_locks"), _in("core/journal", "pack", "records")),
 }
 CLOCK = "clock"
 BY_STORE = {"store"}

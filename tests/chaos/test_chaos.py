@@ -52,8 +52,7 @@ def test_nothing_is_lost_and_no_byte_is_wrong(themes: tuple[str, ...], must_have
 def test_the_points_are_in_the_code_yet() -> None:
     for point, places in runpy.run_path(str(HERE / "daemon_that_dies.py"))["POINTS"].items():
         for where in places:
-            package, name = where.module.split("/")
-            (file,) = HERE.parents[1].glob(f"*/{package}/{name}.py")
+            (file,) = HERE.parents[1].glob(f"*/{where.module}.py")
             defined = {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
             assert where.functions <= defined, f"{point}: {file} has no {sorted(where.functions - defined)}"
 

@@ -6,9 +6,9 @@ import functools
 import os
 from typing import Any
 
-import kvcache_client.connector
 from kvcache_client import Session
 from kvcache_client.devices.cpu import CpuDevice
+from kvcache_client.engines.vllm import connector
 from kvcache_client.engines.vllm.connector import KVCacheServerConnector
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.channel import Channel
@@ -18,7 +18,7 @@ from kvcache_client.worker.worker import Worker
 __all__ = ["KVCacheServerConnector"]
 
 POINTS = {
-    kvcache_client.connector: ["namespace_spec", "parse_settings", "why_not", "open_session", "tensor_parallel_rank"],
+    connector: ["namespace_spec", "parse_settings", "why_not", "open_session", "tensor_parallel_rank"],
     Scheduler: ["__init__", "matched_tokens", "allocated", "plan", "ended", "finished", "reset", "close"],
     Worker: ["__init__", "register", "begin", "load", "received", "take_errors", "close", "_tell_end", "_not_filled"],
     Session: ["missed", "call", "post"],

@@ -21,7 +21,7 @@ def modules() -> dict[str, Any]:
     """The modules that import vLLM, whose own imports warn of each other."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: importlib.import_module(f"kvcache_client.{name}") for name in ("connector", "stats")}
+        return {name: importlib.import_module(f"kvcache_client.engines.vllm.{name}") for name in ("connector", "stats")}
 
 
 class Metrics:
