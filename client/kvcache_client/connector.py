@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+# `__getattr__` explains what vLLM looks for here in vain.
+from kvcache_client.engines.vllm.connector import KVCacheServerConnector, __getattr__
 
-from kvcache_client.engines.vllm import connector
-from kvcache_client.engines.vllm.connector import KVCacheServerConnector
-
-__all__ = ["KVCacheServerConnector"]
-
-
-def __getattr__(name: str) -> Any:
-    """Let the connector's own module explain what vLLM looks for here in vain."""
-    return getattr(connector, name)
+__all__ = ["KVCacheServerConnector", "__getattr__"]

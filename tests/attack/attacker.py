@@ -102,7 +102,7 @@ class Attacker:
                 idle.connect(path)
                 if self.draw.random() < 0.5:
                     idle.send(self.draw.choice((GREETING, b"\xff", b"\5\0\0\0", bytes(200), b"GET / HTTP/1.1\r\n")))
-            time.sleep(SECONDS / 2)
+            time.sleep(SECONDS / 2)  # to be in the way for a while is the attack
 
     def endless_parts(self) -> None:
         self._say_on(b"\1\0" * 1000)
@@ -162,7 +162,7 @@ class Attacker:
                 ):
                     if self.draw.random() < 0.6:
                         dealer.send(encode(request))
-            time.sleep(SECONDS)
+            time.sleep(SECONDS)  # what is never read stays with the daemon meanwhile
 
     def take_all_sessions(self) -> None:
         for _ in range(40):
@@ -194,7 +194,7 @@ class Attacker:
                         self.came["session file written to"] += 1
                     except OSError:
                         self.came["session file refused"] += 1
-            time.sleep(SECONDS / 4)
+            time.sleep(SECONDS / 4)  # the descriptors are held, and the locks with them
 
     def plant_files(self) -> None:
         folder = os.path.dirname(socket_path(self.endpoint))

@@ -23,7 +23,7 @@ from kvcache_proto.errors import ConfigError, NotPermitted
 from kvcache_server.config import parse_size
 
 _HERE = Path(__file__).resolve()
-# Beside this module in an installed package, else in the source tree.
+# In an installed package, else in the source tree.
 FOLDERS = (_HERE.parents[1] / "systemd", _HERE.parents[3] / "deploy" / "systemd")
 PROGRAM = "/usr/local/bin/kvcache-server"  # as the units name it
 HOMES = ("/home", "/root", "/run/user")  # what ProtectHome=yes hides

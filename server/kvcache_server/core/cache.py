@@ -521,7 +521,7 @@ class Cache:
         return finish(self.clearing(namespace, by, now))
 
     def reporting(self, now: float) -> Steps[dict[str, Any]]:
-        """Return what `status` shows; see report.py."""
+        """Return what `status` shows; see insight/stats.py."""
         return report.stats(self, now)
 
     def stats(self, now: float) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def audit(cache: Cache) -> Steps[None]:
             assert reservation.unsettled == sum(not grant.whole for grant in reservation.grants), "a miscount of grants"
             yield
     survey, quarantine = finish(cache.pool.surveying()), cache.writing.quarantine.bytes
-    assert survey.used == quarantine + sum(account.bytes for account in cache.shares.accounts), "slots without account"
+    assert survey.used == quarantine + cache.shares.used, "slots without account"
     for extent in list(cache.pool.extents.values()):
         if cache.pool.extents.get(extent.index) is extent:
             yield

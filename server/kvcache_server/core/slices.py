@@ -7,7 +7,7 @@ returns its result. Others may change anything while it waits, so it looks again
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -36,6 +36,19 @@ def finish(steps: Steps[Result]) -> Result:
         except StopIteration as done:
             result: Result = done.value
             return result
+
+
+def advance(steps: Steps[Result], done: Callable[[Result | None, Exception | None], object]) -> bool:
+    """Take one slice; return whether there are more. Where there are none, `done` hears of the result, or the error."""
+    try:
+        next(steps)
+    except StopIteration as ended:
+        done(ended.value, None)
+    except Exception as error:  # noqa: BLE001 - whoever asked is answered
+        done(None, error)
+    else:
+        return True
+    return False
 
 
 class Chores:

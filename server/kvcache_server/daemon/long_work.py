@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcache_proto.errors import Unavailable
-from kvcache_server.core.slices import SLICE_SECONDS, Chores, Result, Steps
+from kvcache_server.core.slices import SLICE_SECONDS, Chores, Result, Steps, advance
 
 WAITING, WAITING_BYTES = 1024, 8 << 20  # messages of a session, and their bytes; the protocol tells of it
 
@@ -151,14 +151,9 @@ class Underway:
         """Take it one step further at least."""
         while True:
             if piece.steps is not None:
-                try:
-                    next(piece.steps)
-                except StopIteration as ended:
-                    piece.steps = None
-                    piece.done(ended.value, None)
-                except Exception as error:  # noqa: BLE001 - whoever asked is answered
-                    piece.steps = None
-                    piece.done(None, error)
+                steps, piece.steps = piece.steps, None
+                if advance(steps, piece.done):
+                    piece.steps = steps
             elif piece.waiting:
                 self._answer(*piece.take())
             else:

@@ -184,7 +184,7 @@ class Service:
 
     def _state(self) -> str:
         """Return the line that the service manager shows."""
-        used = sum(account.bytes for account in self._cache.shares.accounts)
+        used = self._cache.shares.used
         return f"{format_size(used)} of {format_size(self._cache.pool.capacity)} used, {len(self._attendance)} sessions"
 
     # Messages.

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.messages import Stats, Why
-from kvcache_server.core.slices import SLICE_SECONDS, Result, Steps
+from kvcache_server.core.slices import SLICE_SECONDS, Result, Steps, advance
 from kvcache_server.duty_cycle import Ration
 
 QUESTIONS = (Stats, Why)
@@ -52,7 +52,7 @@ class Questions:
             if self._steps is None:
                 self._answer(sender, frame)
             else:
-                self._take_further(self._steps, began + SLICE_SECONDS)
+                self._take_further(began + SLICE_SECONDS)
         finally:
             if self._steps is None:
                 del self._waiting[session]
@@ -60,14 +60,10 @@ class Questions:
             if self._waiting:
                 self._wait()
 
-    def _take_further(self, steps: Steps[Any], until: float) -> None:
-        try:
-            next(steps)
-            while time.monotonic() < until:
-                next(steps)
-        except StopIteration as ended:
-            self._steps = None
-            self._done(ended.value, None)
-        except Exception as error:  # noqa: BLE001 - whoever asked is answered
-            self._steps = None
-            self._done(None, error)
+    def _take_further(self, until: float) -> None:
+        """Take it one step further at least."""
+        steps, self._steps = self._steps, None
+        while steps is not None and advance(steps, self._done):
+            if time.monotonic() >= until:
+                self._steps = steps
+                return

@@ -82,7 +82,7 @@ class Desk:
         self._told = now
         if any(count for key, count in new.items() if key != "messages"):
             blocks = sum(len(group.visible) for each in cache.namespaces.values() for group in each.groups)
-            used = sum(account.bytes for account in cache.shares.accounts)
+            used = cache.shares.used
             log.info(
                 "stored %s blocks, hit %s of %s asked, evicted %s, refused %s; %s blocks in %s of %s, %d sessions",
                 *(f"{new[key]:,}" for key in ("stored", "hit", "asked", "evicted", "refused")),

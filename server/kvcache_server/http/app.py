@@ -1,7 +1,7 @@
 """HTTP in the daemon's own loop: health, figures and an operator's actions. `schema.py` says what there is.
 
 Off unless `http` names an address. Errors are JSON: {"code", "message"}. How clients come in, and what they cannot do
-to the loop: `turnstile.py`.
+to the loop: `connection_limiter.py`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Http:
         response.headers["Server"] = "kvcache-server"
         response.headers["Cache-Control"] = "no-store"
         response.headers["X-Content-Type-Options"] = "nosniff"
-        response.force_close()  # one request a connection: see turnstile.py
+        response.force_close()  # one request a connection: see connection_limiter.py
         self._answers[str(response.status)] += 1
         return response
 
@@ -156,9 +156,7 @@ class Http:
         return guarded
 
     async def _answer(self, make: Callable[[dict[str, Any]], bytes], content_type: str = _JSON) -> web.Response:
-        """Answer what `make` makes of a report, one request after the other.
-
-        After each, the loop is the engines' for a while.
+        """Answer what `make` makes of a report, one request after the other; the loop is the engines' for a while then.
 
         Who asked has the answer at once, and the next one waits; that somebody leaves makes the wait no shorter.
         """

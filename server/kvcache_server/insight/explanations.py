@@ -1,4 +1,4 @@
-"""Why a request had no hit, made of what misses.py remembers when somebody asks. Pure.
+"""Why a request had no hit, made of what miss_log.py remembers when somebody asks. Pure.
 
 An answer is a list of runs of blocks, each with one cause and the facts that go with it. What left or was not let in is
 remembered by its name. A block that nothing is known of was never stored here, as far back as the memory reaches: then

@@ -1,4 +1,4 @@
-"""What is remembered for who asks later why there was no hit. Pure; reasons.py makes an answer of it.
+"""What is remembered for who asks later why there was no hit. Pure; explanations.py makes an answer of it.
 
 A lookup that misses leaves the frame in which it came. A block that leaves, or is not let in, leaves its name and an
 Occasion, which all that one message caused have in common. Everything is bounded, and says what it has forgotten.

@@ -43,7 +43,7 @@ def stats(cache: Cache, now: float) -> Steps[dict[str, Any]]:
         "bytes": cache.pool.capacity,
         "wanted_bytes": cache.wanted or cache.pool.capacity,
         "given_back_bytes": len(cache.pool.retired) * cache.pool.extent_bytes,
-        "used_bytes": sum(account.bytes for account in cache.shares.accounts),
+        "used_bytes": cache.shares.used,
         "extents": cache.geometry.extents,
         "extent_bytes": cache.geometry.extent_bytes,
         "uncut_extents": cache.pool.uncut,
@@ -257,7 +257,7 @@ def _check_slots(cache: Cache, living: dict[int, Block]) -> None:
     empty = {index: extent for index, extent in cache.pool.extents.items() if not extent.used}
     assert cache.pool.empty == empty, "extents that are empty, or not, and nobody knows"
     survey, quarantine = finish(cache.pool.surveying()), cache.writing.quarantine.bytes
-    assert survey.used == quarantine + sum(account.bytes for account in cache.shares.accounts), "slots without account"
+    assert survey.used == quarantine + cache.shares.used, "slots without account"
     assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"
     for account in cache.shares.accounts:
         stale = sum(block.pins == GONE for block in account.standing())

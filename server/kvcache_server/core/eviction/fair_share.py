@@ -33,6 +33,11 @@ class Shares:
     def accounts(self) -> Sequence[Account]:
         return self._accounts
 
+    @property
+    def used(self) -> int:
+        """Bytes of the pool that accounts have, together."""
+        return sum(account.bytes for account in self._accounts)
+
     def join(self, account: Account) -> None:
         self._accounts.append(account)
         self._stale = True

@@ -235,7 +235,7 @@ class Dashboard:
             log.exception("%s %s", request.method, request.path)
             response = _error(500, "internal", f"{type(error).__name__}: {error}")
         response.headers.update(_ANSWER)
-        response.force_close()  # one request a connection: see turnstile.py
+        response.force_close()  # one request a connection: see connection_limiter.py
         return response
 
 
