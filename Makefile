@@ -16,7 +16,7 @@ UNWANTED := torchvision torchaudio torchcodec triton
 # The copies of Ascend NPUs are tested on the real torch_npu and a simulated CANN, in an environment of their own:
 # torch_npu breaks torch elsewhere. tests/npu_rig/README.md says what is simulated.
 TORCH_NPU := torch-npu==2.13.0
-TOGETHER := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+TOGETHER := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
 NPU_RUN := env --unset=ASCEND_HOME_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0
 APT = $(SUDO) apt-get --yes --quiet=2
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo -n)
