@@ -27,9 +27,9 @@ text { font: 14px system-ui, sans-serif; fill: #1f2328 } .title { font-weight: 6
 
 def bars(row: Row) -> Iterator[tuple[str, float, str]]:
     """Yield (label, seconds per prompt, class) for the three passes over the prompts of one engine."""
-    yield f"engine {row.engine}: computes the prompt", row.cold.seconds, "computed"
-    yield f"engine {row.engine}: again, its own cache emptied", row.again.seconds, "loaded"
-    yield f"engine {row.other}: for the first time", row.elsewhere.seconds, "loaded"
+    yield f"engine {row.engine}, nothing cached", row.cold.seconds, "computed"
+    yield f"engine {row.other}, from the shared cache", row.elsewhere.seconds, "loaded"
+    yield f"engine {row.engine} again, from the shared cache", row.again.seconds, "loaded"
 
 
 def draw(rows: list[Row]) -> str:
