@@ -84,9 +84,9 @@ class Caller:
         self.twin.connect(order["twin"])
         self.lock = os.open(order["lock"], os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        link = self.session.link
-        assert link is not None
-        self.door = link.door
+        connection = self.session.daemon.connection
+        assert connection is not None
+        self.door = connection.door
 
     def descriptors(self) -> dict[str, Any]:
         """A dying process closes its descriptors in an order that depends on their numbers."""
@@ -106,8 +106,7 @@ def reserve(namespace: Namespace, name: str, count: int) -> Any:
     while True:
         reservation = namespace.reserve(hashes)
         if len(reservation.granted) == count:
-            assert namespace.session.region is not None
-            return namespace.session.region.offsets(reservation.packed).astype(np.int64)
+            return np.array([slot.ref.offset for slot in reservation.slots], np.int64)
         reservation.abort()
         if time.monotonic() > until:
             raise SystemExit(f"{len(reservation.granted)} of {count} slots: {set(reservation.refused.values())}")

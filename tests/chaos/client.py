@@ -196,17 +196,17 @@ class Whole(Client):
         lease = self.acquire(what)
         if lease is None:
             return
-        self.held.append((self.session.link, lease, what))
+        self.held.append((self.session.daemon.connection, lease, what))
         self.point("lease held")
         while len(self.held) > (HELD if chance < 0.2 else 0):
             self.let_go()
         self.save(what, lease.hits)
 
     def let_go(self) -> None:
-        link, lease, what = self.held.pop(0)
+        connection, lease, what = self.held.pop(0)
         gone = self.load(lease.region_id, what.hashes[: lease.hits], lease.packed, lambda: self.point("mid-read"))
         lost = self.session.counters.get("leases_lost", 0)
-        if gone and link is not None and link is self.session.link and not lost:
+        if gone and connection is not None and connection is self.session.daemon.connection and not lost:
             self.tallies.add("torn_leases", gone)
         lease.release()
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from steps import LAYERS, PAGE, PATIENCE, Rig
 
-from kvcache_client import Lease, Namespace
+from kvcache_client import Lease, Namespace, Session
 from kvcache_client.session.checksums import pick_sums
 from kvcache_client.step_plan import SaveJob, StepPlan, cut_load
 from kvcache_proto.types import unpack_refs
@@ -41,8 +41,8 @@ def spoil(buffer: memoryview, at: int, foreign: bytes, kind: str, draw: random.R
 class Chain:
     """Blocks of one chain, stored and loaded by one rank, whose plans a test writes."""
 
-    def __init__(self, rig: Rig, namespace: Namespace, length: int) -> None:
-        self.rig, self.namespace = rig, namespace
+    def __init__(self, rig: Rig, session: Session, namespace: Namespace, length: int) -> None:
+        self.rig, self.session, self.namespace = rig, session, namespace
         self.hashes = [secrets.token_bytes(32) for _ in range(length)]
         self.numbers = itertools.count(rig.worker._begun + 1)
 

@@ -86,4 +86,4 @@ def chain(rigs: Any, daemon: Any) -> Iterator[Callable[[int], Any]]:
     rig = rigs("one", dtype=torch.float32, verify="all")
     with Session.connect(daemon.endpoint, engine="one", deadline=10.0) as session:
         namespace = session.attach(SPEC)
-        yield lambda length: Chain(rig, namespace, length)
+        yield lambda length: Chain(rig, session, namespace, length)

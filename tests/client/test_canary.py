@@ -161,7 +161,7 @@ def test_a_thousand_spoilt_blocks_and_as_many_good_ones(chain: Any, daemon: Any,
     draw, length = random.Random(9), 8
     one = chain(length)
     one.save(0, list(range(length)))
-    region, worker = one.namespace.session.region.buffer, one.rig.worker
+    region, worker = one.session.region.buffer, one.rig.worker
     for number in range(1000):
         kind = KINDS[number % len(KINDS)]
         victim, good = draw.sample(range(length), 2)

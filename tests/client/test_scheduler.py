@@ -424,7 +424,7 @@ def test_a_request_of_old_weights_is_saved_again_once_computed_from_the_start(ri
 
 def test_a_reset_does_not_wait_for_a_stopped_daemon(rigs: Any, daemon: Any) -> None:
     rig = rigs("one")
-    rig.session.connect_timeout = 0.2  # what each request that is waited for would take
+    rig.session.daemon.connect_timeout = 0.2  # what each request that is waited for would take
     rig.run(Request("r", 4 * BLOCK), [0, 1, 2, 3])
     idle(daemon, 4)
     daemon.process.send_signal(signal.SIGSTOP)
@@ -457,7 +457,7 @@ def test_what_was_asked_for_before_a_reset_is_not_read_after_it(rigs: Any, daemo
 
 def test_a_stopped_daemon_costs_one_deadline_and_no_answer(rigs: Any, daemon: Any) -> None:
     rig = rigs("one")
-    rig.session.deadline = 0.02
+    rig.session.daemon.deadline = 0.02
     request = Request("r", 4 * BLOCK)
     rig.run(request, [0, 1, 2, 3])
     idle(daemon, 4)
@@ -480,7 +480,7 @@ def test_an_engine_that_falls_asleep_beside_a_stopped_daemon_leaves_nothing_in_t
     rigs: Any, daemon: Any
 ) -> None:
     rig = rigs("one")
-    rig.session.deadline = 0.05
+    rig.session.daemon.deadline = 0.05
     request = Request("r", 4 * BLOCK)
     rig.admit(request, [0, 1, 2, 3])
     daemon.process.send_signal(signal.SIGSTOP)
@@ -500,14 +500,14 @@ def test_an_engine_that_falls_asleep_beside_a_stopped_daemon_leaves_nothing_in_t
 
 def test_the_lookups_of_one_schedule_share_one_deadline(rigs: Any, daemon: Any) -> None:
     rig = rigs("one")
-    rig.session.deadline = 1e-6  # what one lookup takes is more than all may take
-    rig.session.breaker.failed = lambda now: False  # as if each answer came just in time
+    rig.session.daemon.deadline = 1e-6  # what one lookup takes is more than all may take
+    rig.session.daemon.breaker.failed = lambda now: False  # as if each answer came just in time
     requests = [Request(f"r{number}", 5 * BLOCK) for number in range(20)]
     for request in requests:
         assert rig.scheduler.matched_tokens(request, 0) == (0, False)
     assert rig.scheduler.counters["lookups_over_budget"] == 19
     rig.step()
-    rig.session.deadline = 10.0
+    rig.session.daemon.deadline = 10.0
     rig.scheduler.matched_tokens(requests[1], 0)
     assert rig.scheduler.counters["lookups_over_budget"] == 19
 

@@ -136,7 +136,8 @@ def test_a_rank_settles_what_its_scheduler_reserved(
     scheduler, run = connect().attach(two), hashes(3)
     with pytest.raises(BadArgument, match="attached"):
         scheduler.reserve(run)
-    ranks = [connect().attach(two, shards=(shard,)) for shard in range(2)]
+    sessions = [connect(), connect()]
+    ranks = [session.attach(two, shards=(shard,)) for shard, session in enumerate(sessions)]
     reservation = scheduler.reserve(run)
     verdicts: list[list[Verdict]] = []
     ranks[0].settle(
@@ -149,7 +150,7 @@ def test_a_rank_settles_what_its_scheduler_reserved(
     until(lambda: len(verdicts) == 3, "the second rank's verdicts")
     assert verdicts == [[Verdict.PARTIAL] * 3, MINE * 2, [Verdict.FAILED]]
     assert scheduler.acquire(run).hits == 2
-    assert ranks[1].session.counters == {"verdict_visible": 2, "verdict_failed": 1}
+    assert sessions[1].counters == {"verdict_visible": 2, "verdict_failed": 1}
     with pytest.raises(BadArgument, match="no shards"):
         scheduler.settle(reservation.id, Outcome.COMMITTED)
 
@@ -303,13 +304,13 @@ def test_close_waits_longer_than_a_step_may(
     run, writer = hashes(300), connect(engine="e2", connect_timeout=10.0)
     ns = writer.attach(spec, shards=(0,))
     reservation = ns.reserve(run)
-    writer.deadline = 0.05 if noticed else 5.0
+    writer.daemon.deadline = 0.05 if noticed else 5.0
     daemon.process.send_signal(signal.SIGSTOP)
     threading.Timer(1.0, daemon.process.send_signal, (signal.SIGCONT,)).start()
     assert not noticed or ns.acquire(run).failed
     for position in range(300):
         ns.settle(reservation.id, Outcome.COMMITTED, positions=(position,))
-    writer.deadline = 0.05
+    writer.daemon.deadline = 0.05
     writer.close()
     assert connect().attach(spec, shards=(0,)).acquire(run).hits == 300
 

@@ -297,11 +297,14 @@ def test_a_call_does_not_wait_for_a_daemon_that_has_died(
             leases.append(ns.acquire(hashes(4)))
 
         with Stopped(daemon):
-            owed.append(ns.reserve_later(hashes(4)))  # so that the keeper looks after the channel, too
+            owed.append(ns.reserve_later(hashes(4)))  # so that the supervisor looks after the channel, too
             caller = threading.Thread(target=call, daemon=True)
             caller.start()
-            until(lambda: session.link is not None and session.link.channel._lock.locked(), "the call on its way")
-            session._keeper.ring()
+            until(
+                lambda: session.daemon.connection is not None and session.daemon.connection.channel._lock.locked(),
+                "the call on its way",
+            )
+            session._bell.ring()
             time.sleep(0.2)  # it may go there, and wait for its turn
             daemon.kill()
         caller.join(30)

@@ -102,7 +102,7 @@ def test_lookups_miss_and_soon_nobody_is_asked(
     ns, run = session.attach(spec, shards=(0,)), hashes(4)
     assert ns.reserve(run).commit() == [Verdict.VISIBLE] * 4
     before = sick.set(wire=how)["asked"].get("acquire", 0)
-    session.deadline = SICK
+    session.daemon.deadline = SICK
     for _ in range(CALLS):
         with ns.acquire(run) as lease:
             assert (lease.failed, lease.hits, lease.slots, lease.id) == (True, 0, [], 0)
@@ -111,7 +111,7 @@ def test_lookups_miss_and_soon_nobody_is_asked(
     waited = session.counters.get("lookups_unanswered", 0) - session.counters.get("breaker_open", 0)
     assert waited <= chances(session)
     sick.set(wire="")
-    session.deadline = WELL
+    session.daemon.deadline = WELL
     until(lambda: session.up and ns.acquire(run, pin=False).hits == 4, "a hit, once it is well")
     nothing_held(sick.real)
 
@@ -180,7 +180,7 @@ def test_replies_with_one_wrong_field_do_no_harm(
     """A quarter of all replies have one field changed at random: nothing but KVCacheErrors, no address outside."""
     ns = session.attach(spec, shards=(0,))
     sick.set(wire="mutated")
-    session.deadline = session.connect_timeout = 0.5
+    session.daemon.deadline = session.daemon.connect_timeout = 0.5
     region = session.region
     assert region is not None
     for _ in range(12):
@@ -200,7 +200,7 @@ def test_replies_with_one_wrong_field_do_no_harm(
     assert "handler_errors" not in session.counters
     assert "keeper_errors" not in session.counters
     sick.set(wire="")
-    session.deadline = session.connect_timeout = WELL
+    session.daemon.deadline = session.daemon.connect_timeout = WELL
     run = hashes(2)
     until(lambda: session.up and ns.reserve(run).commit() == [Verdict.VISIBLE] * 2, "a commit, once it is well")
 
@@ -214,12 +214,12 @@ def test_posts_to_a_daemon_that_reads_nothing_do_not_grow_without_bound(
     reservation = ns.reserve(run)
     assert len(reservation.granted) == 50
     sick.set(wire="deaf")
-    session.deadline = session.connect_timeout = SICK
+    session.daemon.deadline = session.daemon.connect_timeout = SICK
     for _ in range(30_000):
         ns.settle(reservation.id, Outcome.FAILED, positions=(0,))
     until(lambda: session.counters.get("links_lost"), "the end of the link")
     sick.set(wire="")
-    session.deadline = session.connect_timeout = WELL
+    session.daemon.deadline = session.daemon.connect_timeout = WELL
     until(lambda: session.up and ns.reserve(hashes(1)).commit() == [Verdict.VISIBLE], "a commit, once it is well")
 
 
@@ -230,16 +230,16 @@ def test_answers_that_never_come_do_not_pile_up(
     ns = session.attach(spec, shards=(0,))
     reservation = ns.reserve(hashes(1))
     sick.set(wire="mute")
-    session.deadline = session.connect_timeout = SICK
+    session.daemon.deadline = session.daemon.connect_timeout = SICK
     for _ in range(200):
         ns.settle(reservation.id, Outcome.FAILED)
     until(lambda: session.counters.get("links_lost"), "the end of the link")
     sick.set(wire="")
-    session.deadline = session.connect_timeout = WELL
+    session.daemon.deadline = session.daemon.connect_timeout = WELL
     until(lambda: session.up and ns.reserve(hashes(1)).commit() == [Verdict.VISIBLE], "a commit, once it is well")
 
 
-def test_a_step_that_joins_and_leaves_does_not_wait_for_a_keeper_that_does(
+def test_a_step_that_joins_and_leaves_does_not_wait_for_a_supervisor_that_does(
     sick: Sick, session: Session, spec: NamespaceSpec, until: Until
 ) -> None:
     first = session.attach(spec, shards=(0,))
@@ -248,7 +248,7 @@ def test_a_step_that_joins_and_leaves_does_not_wait_for_a_keeper_that_does(
     until(lambda: sick.asked("attach") > before, "an attach over the next link, which nobody answers")
     second = session.attach(NamespaceSpec(model="other", groups=spec.groups), shards=(0,), wait=False)
     session.detach(first)
-    assert "connects_failed" not in session.counters, "the keeper still waits"
+    assert "connects_failed" not in session.counters, "the supervisor still waits"
     assert not second.attached
     sick.set(wire="")
     until(lambda: second.attached, "the answer")
@@ -265,7 +265,7 @@ def test_a_door_with_tricks_costs_no_lookup_anything(
     before = len(os.listdir("/proc/self/fd"))
     with Session.open(sick.endpoint, engine="e1", deadline=WELL, connect_timeout=SICK) as session:
         ns, run = session.attach(spec, shards=(0,)), hashes(3)
-        counters = session._counters
+        counters = session.daemon.counters
         until(lambda: counters.snapshot()["connects_failed"] >= 3, "three attempts")
         assert (session.up, session.region, ns.attached) == (False, None, False)
         for _ in range(CALLS):
@@ -273,11 +273,11 @@ def test_a_door_with_tricks_costs_no_lookup_anything(
         assert "keeper_errors" not in session.counters
         assert sick.asked("acquire") == 0
         sick.set(door="")
-        session.connect_timeout = WELL
+        session.daemon.connect_timeout = WELL
         until(lambda: session.up, "a session, once it is well")
         assert ns.reserve(run).commit() == [Verdict.VISIBLE] * 3
         assert ns.acquire(run).hits == 3
-    # A session and its namespaces refer to each other, and the mapping has a descriptor of its own.
+    # A session is in cycles, its thread is one of them, and the mapping has a descriptor of its own.
     mapped = weakref.ref(session.region)
     session = ns = None
     gc.collect()

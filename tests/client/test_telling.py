@@ -70,9 +70,9 @@ def test_what_was_counted_is_told_now_and_then(
 ) -> None:
     monkeypatch.setattr(telemetry, "EVERY", 0.02)
     session = connect()
-    session.count("probes_late", 3)
+    session.daemon.count("probes_late", 3)
     until(lambda: told(daemon, "probes_late") == 3, "what it counted")
-    session.count("probes_late", 4)
+    session.daemon.count("probes_late", 4)
     until(lambda: told(daemon, "probes_late") == 7, "what it counted since")
 
 
@@ -82,14 +82,14 @@ def test_others_in_the_process_have_their_counts_told_too(
     monkeypatch.setattr(telemetry, "EVERY", 0.02)
     session, counts = connect(), Counters()
     counts.add("loaded_bytes", 1 << 40)
-    session.telling.count_too(counts.snapshot)
+    session.add_counts(counts.snapshot)
     until(lambda: told(daemon, "loaded_bytes") == 1 << 40, "the other's count")
 
 
 def test_a_session_that_leaves_tells_the_rest_and_its_counts_stay_in_the_sum(daemon: Any, until: Until) -> None:
     with Session.connect(daemon.endpoint, engine="short", deadline=10.0) as session:
         until(lambda: row(daemon, session)["breaker"] == "closed", "its first telling")
-        session.count("loads_failed", 2)
+        session.daemon.count("loads_failed", 2)
     status = daemon.wait_status(lambda status: not status["sessions"], "its end")
     assert status["told"]["loads_failed"] == 2
 
@@ -100,8 +100,8 @@ def test_the_next_daemon_hears_what_happened_while_none_was_there_and_nothing_tw
     daemon = start_daemon(keep="true")
     with Session.connect(daemon.endpoint, engine="e1", deadline=10.0) as session:
         until(lambda: row(daemon, session)["breaker"] == "closed", "its first telling")
-        session.count("loads_failed", 2)
-        session.telling.tell(session.link, at_once=True)
+        session.daemon.count("loads_failed", 2)
+        session._telemetry.report(session.daemon.connection, at_once=True)
         until(lambda: told(daemon, "loads_failed") == 2, "what the first daemon is told")
         daemon.stop()
         daemon = start_daemon(keep="true")
@@ -116,7 +116,7 @@ def _counted() -> set[str]:
     for file in Path(kvcache_client.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                counting = {"add": 1, "count": 1, "warn": 1, "_count_copy": 2, "_no_lease": 9, "_refused": 9}
+                counting = {"add": 1, "count": 1, "warn": 1, "_count_copy": 2, "_no_lease": 9, "refused": 9}
                 counting |= {"post": 9, "_reservation": 9}
                 for argument in node.args[: counting.get(node.func.attr, 0)]:
                     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):

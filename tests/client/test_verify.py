@@ -69,7 +69,7 @@ def test_a_thousand_spoilt_blocks(chain: Any, daemon: Any, until: Any) -> None:
     length, each = 16, dict.fromkeys(KINDS, 0)
     one = chain(length)
     one.save(0, list(range(length)))
-    region = one.namespace.session.region.buffer
+    region = one.session.region.buffer
     for number in range(1000):
         kind = KINDS[number % len(KINDS)]
         victim = draw.randrange(length)
@@ -163,7 +163,7 @@ def test_a_slot_that_changes_hands_takes_no_sum_along(chain: Any, rigs: Any, dae
     lease = one.acquire(1, until)
     where = offsets(lease.packed)
     lease.release()
-    assert one.namespace.session.clear() == 1
+    assert one.session.clear() == 1
     other = chain(1)
     reservation = other.namespace.reserve(other.hashes)
     assert offsets(reservation.packed) == where
@@ -221,7 +221,7 @@ def test_each_rank_answers_for_its_shard(daemon: Any, until: Any) -> None:
             until(worker.received, "the end of the load")
         assert [worker.take_errors() for worker in pair.workers] == [set(), {6}]
         lease.release()
-        writer = pair.sessions[1].link.door.welcome.session
+        writer = pair.sessions[1].daemon.connection.door.welcome.session
         daemon.wait_status(lambda s: s["pool"]["blocks"] == 1, "the end of the block and the one below it")
         assert "shard 1 of cached blocks is wrong (corrupt), found by engine pair" in daemon.log
         assert f"stored by engine pair (session {writer})" in daemon.log

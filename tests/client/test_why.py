@@ -149,14 +149,14 @@ def test_what_was_computed_while_the_daemon_was_away(rigs: Any, start_daemon: An
     daemon.tidy()
     request = Request("away", 2 * BLOCK)
     while rig.session.up:
-        rig.session.pump()
+        rig.session.daemon.pump()
     assert rig.scheduler.matched_tokens(request, 0) == (0, False)
     assert rig.scheduler.matched_tokens(request, 0) == (0, False)
     rig.run(request, [0, 1])
     again = start_daemon(endpoint=daemon.endpoint)
     again.wait_status(lambda s: len([n for each in s["sessions"] for n in each["namespaces"]]) >= 2, "both attached")
     while not (rig.session.up and rig.scheduler._namespace.attached):
-        rig.session.pump()
+        rig.session.daemon.pump()
     rig.step()
     rig.session.ping()
     told = why(again, "away")
@@ -207,14 +207,14 @@ def test_a_canary_and_a_failed_load_are_told(rigs: Any, daemon: Any) -> None:
 
 def test_a_daemon_that_answers_too_late(rigs: Any, daemon: Any) -> None:
     rig = rigs("one")
-    rig.session.deadline = 0.05
+    rig.session.daemon.deadline = 0.05
     daemon.process.send_signal(signal.SIGSTOP)
     request = Request("late", 2 * BLOCK)
     assert rig.scheduler.matched_tokens(request, 0) == (0, False)
     daemon.process.send_signal(signal.SIGCONT)
-    rig.session.deadline = 5.0
+    rig.session.daemon.deadline = 5.0
     while not rig.session.up:
-        rig.session.pump()
+        rig.session.daemon.pump()
     rig.step()
     rig.session.ping()
     told = why(daemon, "late")

@@ -6,13 +6,13 @@ import functools
 import os
 from typing import Any
 
-from kvcache_client import Session
 from kvcache_client.devices.cpu import CpuDevice
 from kvcache_client.engines.vllm import connector
 from kvcache_client.engines.vllm.connector import KVCacheServerConnector
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.channel import Channel
-from kvcache_client.session.supervisor import Keeper
+from kvcache_client.session.daemon import Daemon
+from kvcache_client.session.supervisor import Supervisor
 from kvcache_client.worker.worker import Worker
 
 __all__ = ["KVCacheServerConnector"]
@@ -21,9 +21,9 @@ POINTS = {
     connector: ["namespace_spec", "parse_settings", "why_not", "open_session", "tensor_parallel_rank"],
     Scheduler: ["__init__", "matched_tokens", "allocated", "plan", "ended", "finished", "reset", "close"],
     Worker: ["__init__", "register", "begin", "load", "received", "take_errors", "close", "_tell_end", "_not_filled"],
-    Session: ["missed", "call", "post"],
+    Daemon: ["missed", "call", "post"],
     Channel: ["pump"],
-    Keeper: ["_watch"],
+    Supervisor: ["_watch"],
     CpuDevice: ["_save", "_load", "_ended", "poll", "fence"],
 }
 

@@ -34,9 +34,9 @@ FAULTS = {
     "Worker.close": 0,  # at the end nobody hears what a rank reports
     "Worker._tell_end": 0,  # of threads: what they were at has failed, and they go on
     "Worker._not_filled": 0,
-    "Session.call": 1,
-    "Session.post": 1,
-    "Keeper._watch": 0,
+    "Daemon.call": 1,
+    "Daemon.post": 1,
+    "Supervisor._watch": 0,
     "CpuDevice._save": 1,
     "CpuDevice._load": 1,
     "CpuDevice._ended": 1,

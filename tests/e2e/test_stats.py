@@ -69,7 +69,7 @@ def test_what_is_gained_is_handed_over_once(
     monkeypatch.setattr(stats, "EVERY", 0.0)
     with Session.connect(daemon.endpoint, engine="e", deadline=10.0) as session:
         feed = stats.Feed(lambda: session.counters, up=lambda: session.up)
-        session.count("probes", 2)
+        session.daemon.count("probes", 2)
         taken = feed.take()
         assert taken is not None and taken.data == {"probes": 2, "up": 1}
         assert feed.take() is None

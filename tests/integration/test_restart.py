@@ -218,7 +218,7 @@ def test_a_welcome_that_was_never_read_costs_nothing(warm: Any, start_daemon: An
         "session = Session.connect(sys.argv[1], engine='slow', deadline=5.0)\n"
         "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
         "reservation = namespace.reserve([bytes([n]) * 32 for n in range(3)])\n"
-        "welcome = session.link.door.welcome\n"
+        "welcome = session.daemon.connection.door.welcome\n"
         "print(welcome.session, welcome.token.hex(), flush=True); sys.stdin.readline()\n"
         "while 'sessions_resumed' not in session.counters: time.sleep(0.01)\n"
         "print(*[verdict.name for verdict in reservation.commit()], flush=True)"

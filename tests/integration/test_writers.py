@@ -17,7 +17,10 @@ TAKEN = r"shard 0 of namespace \w+ has two writers, session \d+ \(\w+ b\) and se
 
 @pytest.fixture
 def join(daemon: Any) -> Any:
-    """`join(label, spec, shards)` returns a namespace as a new session of engine `prefill` has it."""
+    """`join(label, spec, shards)` returns a namespace as a new session of engine `prefill` has it.
+
+    `join.sessions` has the sessions, the newest one last.
+    """
     sessions: list[Session] = []
 
     def make(label: str, spec: NamespaceSpec, shards: tuple[int, ...], **options: Any) -> Any:
@@ -25,6 +28,7 @@ def join(daemon: Any) -> Any:
         sessions.append(session)
         return session.attach(spec, shards)
 
+    make.sessions = sessions  # type: ignore[attr-defined]
     yield make
     for session in sessions:
         session.close()
@@ -40,9 +44,9 @@ def test_a_second_engine_of_the_same_id_is_refused_by_name(join: Any, daemon: An
             join("rank0 b", spec, (0,))
     # The first engine's blocks are its own: it settles them, and nobody waits for them.
     verdicts: list[Verdict] = []
-    for rank in ranks:
+    for rank, session in zip(ranks, join.sessions, strict=False):
         rank.settle(reservation.id, 0, then=verdicts.extend)
-        rank.session.ping()
+        session.ping()
     assert verdicts[-8:] == [Verdict.VISIBLE] * 8
     assert daemon.status()["pool"]["blocks_writing"] == 0
     lines = [line for line in daemon.log.splitlines() if "has two writers" in line]
@@ -52,7 +56,8 @@ def test_a_second_engine_of_the_same_id_is_refused_by_name(join: Any, daemon: An
 
 def test_a_session_that_asks_again_and_again_is_logged_once(join: Any, daemon: Any) -> None:
     join("rank0 a", TWO, (0,))
-    session = join("rank1 a", TWO, (1,)).session
+    join("rank1 a", TWO, (1,))
+    session = join.sessions[-1]
     for _ in range(5):
         with pytest.raises(NotPermitted):
             session.attach(TWO, (0, 1))
@@ -81,11 +86,12 @@ def test_engines_with_ids_of_their_own_share_a_namespace(join: Any) -> None:
 
 
 def test_one_whose_door_has_closed_does_not_count_nor_does_the_same_session(join: Any, daemon: Any) -> None:
-    rank = join("rank0 a", TWO, (0,))
+    join("rank0 a", TWO, (0,))
+    session = join.sessions[-1]
     join("rank1 a", TWO, (1,))
     scheduler = join("scheduler a", TWO, ())
-    assert rank.session.attach(TWO, (0,)).attached
-    rank.session.close()
+    assert session.attach(TWO, (0,)).attached
+    session.close()
     daemon.wait_status(lambda s: len(s["sessions"]) == 2, "the end of the rank")
     join("rank0 b", TWO, (0,))
     assert len(scheduler.reserve(HASHES).granted) == 8

@@ -9,27 +9,13 @@ the comparison, which then says nothing. So whatever becomes of the request or t
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
-from kvcache_client.scheduler.request_state import Tracked
+from kvcache_client.scheduler.request_state import Canary, Tracked
 from kvcache_client.session.lease import Lease
 from kvcache_client.step_plan import CheckJob, pick_refs
 
 BLOCKS = 4  # of one request that are compared
 BYTES = 64 << 20  # but no more than that, one block excepted
-
-
-@dataclass(slots=True)
-class Canary:
-    """Blocks of one request that the cache has and that the engine computes.
-
-    `hits` slots are in `packed`; those before `first` came from the engine's own prefix cache when it asked last.
-    """
-
-    region: bytes
-    packed: bytes
-    hits: int
-    first: int
 
 
 class Canaries:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcache_client.session.lease import Lease
-
-if TYPE_CHECKING:
-    from kvcache_client.scheduler.canaries import Canary
 
 PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds without saves of a chain that was refused; doubled each time
 
@@ -22,6 +19,19 @@ class Lookup:
     at: float
     asked: int = 0  # the step that asked last
     sums: bytes = b""  # checksums of the blocks that are to be verified
+
+
+@dataclass(slots=True)
+class Canary:
+    """Blocks of one request that the cache has and that the engine computes.
+
+    `hits` slots are in `packed`; those before `first` came from the engine's own prefix cache when it asked last.
+    """
+
+    region: bytes
+    packed: bytes
+    hits: int
+    first: int
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from kvcache_client.scheduler.events import Events
 from kvcache_client.scheduler.request_state import PAUSE, Tracked
 from kvcache_client.session.breaker import Backoff
 from kvcache_client.session.checksums import chosen
-from kvcache_client.session.log_throttle import Tally
+from kvcache_client.session.counters import LoggedCounters
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.reservation import Reservation, Ticket
 from kvcache_client.step_plan import SHIPPED, SaveJob, full_slots, pick_refs, slot_hashes
@@ -96,7 +96,7 @@ class Saves:
         engine_block: int,
         blocks_per_slot: int,
         prompt_only: bool,
-        tally: Tally,
+        tally: LoggedCounters,
         verify: str = "off",
         events: Events | None = None,
         lost: Callable[[str, Sequence[bytes]], None] = lambda request, hashes: None,

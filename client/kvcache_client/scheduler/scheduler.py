@@ -18,7 +18,7 @@ from kvcache_client.scheduler.request_state import Lookup, Tracked, follow_block
 from kvcache_client.scheduler.saves import Saves
 from kvcache_client.scheduler.summary import Summary
 from kvcache_client.session.checksums import pick_sums
-from kvcache_client.session.log_throttle import Tally
+from kvcache_client.session.counters import LoggedCounters
 from kvcache_client.session.session import Session
 from kvcache_client.settings import Settings
 from kvcache_client.step_plan import NOTHING, CheckJob, LoadJob, SaveJob, StepPlan, cut_load, hit_limit, slot_hashes
@@ -76,7 +76,7 @@ class Scheduler:
         self._failures = 0
         self._no_loads_until = 0.0
         self._spent = 0.0  # seconds of this schedule that lookups took: all of them together have one deadline
-        self._tally = Tally(logger)
+        self._tally = LoggedCounters(logger)
         self._summary = Summary(lambda line: logger.info("engine %s, %s", session.engine, line), self._tally.snapshot)
         self._verify, self._shards = settings.verify, spec.shards
         self.events = Events(engine_block, blocks_per_slot) if tell else None
@@ -85,7 +85,7 @@ class Scheduler:
             *(engine_block, blocks_per_slot, settings.save == "prompt", self._tally, settings.verify, self.events),
             lambda request, hashes: self._remember(request, "given_away", hashes),
         )
-        session.telling.count_too(self._tally.snapshot)
+        session.add_counts(self._tally.snapshot)
         self._declined: dict[int, str] = {}  # ranks that take no part, and why
         self._sources: set[int] = set()  # device blocks that ranks were told to read and nobody was given since
         self.pace = Pace()

@@ -1,4 +1,4 @@
-"""One process at the daemon: handshake, requests and replies, leases, reservations, and the way back after a failure.
+"""One process at the daemon: handshake, requests and replies, leases, reservations, and reconnection after a failure.
 
-It knows no engine, and a failure of the daemon is a miss.
+It knows no engine, and a failure of the daemon is a miss, never an exception on the fast path.
 """

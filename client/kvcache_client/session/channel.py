@@ -37,7 +37,7 @@ MAX_OWED = 1 << 16  # answers that the daemon may owe
 MAX_UNASKED = 1000  # answers to nothing that we asked, before a daemon is taken for mad
 RECEIVE_QUEUE = 128  # replies that wait in memory; more wait on the daemon's side
 SHARED = 10.0  # seconds after calls have overlapped, in which who receives also polls for others' requests
-SLICE_MS = 20  # a call looks so often whether its channel has ended meanwhile: the keeper sees the daemon's door close
+SLICE_MS = 20  # how often a call looks whether its channel has ended: the supervisor sees the daemon's door close
 TURN = 1024  # replies taken in before others may go on
 
 
@@ -78,7 +78,7 @@ class Numbered(Protocol):
 
 
 class Channel:
-    """A DEALER to the daemon. `wake` has the keeper look at what is due.
+    """A DEALER to the daemon. `wake` has the supervisor look at what is due.
 
     `fault` says why the channel must be given up, for what may be lost otherwise.
     """
@@ -116,7 +116,7 @@ class Channel:
         self.closed = False
         self.heard = 0  # the highest reservation that an answer named, noted before anybody can act on it
         self.fault = ""
-        self.watched = False  # whether the keeper polls `descriptor`
+        self.watched = False  # whether the supervisor polls `descriptor`
 
     @property
     def busy(self) -> bool:
@@ -189,7 +189,7 @@ class Channel:
                 return
 
     def give_up(self, fault: str) -> None:
-        """Have the keeper end this channel, and say why: something was lost, or soon will be."""
+        """Have the supervisor end this channel, and say why: something was lost, or soon will be."""
         if not self.closed:
             self.fault = fault
             self._wake()

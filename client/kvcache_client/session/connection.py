@@ -1,54 +1,49 @@
-"""One session at the daemon: from its first welcome at the door on, under the next daemon, too, if that knows it.
+"""One session at the daemon, from its first welcome on.
 
-If it does not, the session has another link, and what was given under the old one is void.
+A next daemon that knows the session resumes it, and everything that was granted over the connection stays good. Where
+it does not know the session, another connection takes this one's place, and what was granted over this one is void.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvcache_client.session import forks
-from kvcache_client.session.channel import Channel
+from kvcache_client.session.channel import Channel, Handler
 from kvcache_client.session.handshake import Door
 from kvcache_client.session.region import Region
-from kvcache_proto.messages import Reply, Settle
-
-if TYPE_CHECKING:
-    from kvcache_client.session.namespace import Namespace
+from kvcache_proto.messages import Settle
 
 
-class Debt(NamedTuple):
-    """A settlement that the daemon has not answered, and who hears the answer."""
+class OwedSettlement(NamedTuple):
+    """A settlement that the daemon has not answered, and the handler of the answer."""
 
     settle: Settle
-    answer: Callable[[Reply | None], object]
+    answer: Handler
 
 
-class Link:
-    """What a welcome gave: an open door, a channel, a region, and the daemon's numbers; and what was given since.
+class Connection:
+    """What a welcome gave: an open door, a channel and a region; and what was granted since.
 
     Attributes:
         leases: the reference of the last block of each lease that is held, by the lease's number.
-        heard: the highest reservation that answers of daemons which are gone named.
-        owed: settlements that a daemon which is gone may not have seen; the next one gets them.
+        heard: the highest reservation that was named in answers of daemons that are gone.
+        owed: settlements that a daemon that is gone may not have seen; the next one gets them.
     """
 
     def __init__(self, door: Door, channel: Channel, region: Region) -> None:
         self.door = door
         self.channel = channel
         self.region = region
-        self.namespaces: dict[Namespace, int] = {}
         self.leases: dict[int, bytes] = {}
         self.heard = 0
-        self.owed: deque[Debt] = deque()
+        self.owed: deque[OwedSettlement] = deque()
 
-    def go_on(self, door: Door, channel: Channel) -> None:
-        """Be the same session behind another door."""
+    def resume(self, door: Door, channel: Channel) -> None:
+        """Go on as the same session behind another door."""
         self.heard = max(self.heard, self.channel.heard)
         old, self.door, self.channel = self.door, door, channel
-        self.namespaces.clear()
         forks.close(old.lock)  # the new one says that we live
 
     def close(self) -> None:
@@ -57,4 +52,5 @@ class Link:
         forks.close(self.door.connection)
 
     def unlock(self) -> None:
+        """Tell the daemon that no copy of this session runs any more."""
         forks.close(self.door.lock)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+
+WARN_EVERY = 60.0  # seconds
 
 
 class Counters:
@@ -21,6 +25,23 @@ class Counters:
         """Return every count that is not 0."""
         with self._lock:
             return dict(self._counts)
+
+
+class LoggedCounters(Counters):
+    """Counts whose reasons are logged, too, each at most once in WARN_EVERY seconds."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
+        self._warned: dict[str, float] = {}
+
+    def warn(self, name: str, line: str) -> None:
+        """Count `name`, and log `line` unless a line was logged for it lately."""
+        self.add(name)
+        now = time.monotonic()
+        if now - self._warned.get(name, -WARN_EVERY) >= WARN_EVERY:
+            self._warned[name] = now
+            self._logger.warning("%s", line)
 
 
 class Gains:

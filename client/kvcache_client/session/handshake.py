@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import array
 import os
-import select
 import socket
 import struct
 import time
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvcache_client.session import forks
+from kvcache_client.session.bell import readable
 from kvcache_proto import __version__
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
 from kvcache_proto.endpoint import closed_folder, door_path
@@ -147,14 +146,6 @@ def _read_frame(connection: socket.socket, received: list[int], until: float, in
                 raise BadFrame(f"door frame of {size} bytes: at most {MAX_DOOR_FRAME}")
             wanted += size
     return buffer[_LENGTH.size :]
-
-
-def readable(descriptors: Iterable[int], timeout: float | None) -> set[int]:
-    """Return which of `descriptors` can be read or have ended, waiting `timeout` seconds for the first one."""
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll(None if timeout is None else timeout * 1000)}
 
 
 def _wait_readable(connection: socket.socket, until: float, interrupt: int | None) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from kvcache_client.session.connection import Connection
+from kvcache_client.session.daemon import Daemon
 from kvcache_client.session.slots import Slot, unpack_slots
 from kvcache_proto.messages import Release
 from kvcache_proto.types import REF_BYTES, GroupSpec
-
-if TYPE_CHECKING:
-    from kvcache_client.session.connection import Link
-    from kvcache_client.session.session import Session
 
 
 class Lease:
@@ -19,24 +16,24 @@ class Lease:
 
     Attributes:
         id: the daemon's number; 0 where nothing is pinned.
-        hits: how many hashes from the first one on are cached.
+        hits: number of leading hashes that are cached.
         packed: their slots' references, REF_BYTES each.
-        pending: how many blocks after them are being written now.
-        withheld: how many blocks after them are cached, but beyond what this engine may pin at one time.
-        failed: whether the daemon did not answer: no statement about the cache.
-        sums: where they were asked for, a checksum of each shard of each slot, SUM_BYTES each, 0 for none.
+        pending: number of blocks after the hits that are being written now.
+        withheld: number of blocks after the hits that are cached, but beyond what this engine may pin at one time.
+        failed: whether the daemon did not answer; the lease then says nothing about the cache.
+        sums: where they were asked for, a checksum per shard of each slot, SUM_BYTES each, 0 for none.
         region_id: the region that the slots lie in; b"" where there are none.
     """
 
     __slots__ = (
-        *("_group", "_link", "_session", "_slots"),
+        *("_connection", "_daemon", "_group", "_slots"),
         *("failed", "hits", "id", "packed", "pending", "region_id", "sums", "withheld"),
     )
 
     def __init__(
         self,
-        session: Session,
-        link: Link | None,
+        daemon: Daemon,
+        connection: Connection | None,
         group: GroupSpec,
         lease: int = 0,
         hits: int = 0,
@@ -46,29 +43,28 @@ class Lease:
         withheld: int = 0,
         sums: bytes = b"",
     ) -> None:
-        self._session, self._link, self._group = session, link, group
+        self._daemon, self._connection, self._group = daemon, connection, group
         self._slots: list[Slot] | None = None
         self.id, self.hits, self.pending, self.packed, self.failed = lease, hits, pending, packed, failed
         self.withheld, self.sums = withheld, sums
-        self.region_id = link.region.id if link and hits else b""
-        if lease and link is not None:
-            link.leases[lease] = packed[-REF_BYTES:]
+        self.region_id = connection.region.id if connection and hits else b""
+        if lease and connection is not None:
+            connection.leases[lease] = packed[-REF_BYTES:]
 
     @property
     def slots(self) -> list[Slot]:
         """The `hits` slots; slot i holds hash i."""
         if self._slots is None:
-            region = self._link.region if self._link else None
+            region = self._connection.region if self._connection else None
             self._slots = unpack_slots(self.packed, self._group, region, writable=False)
         return self._slots
 
     def release(self) -> None:
-        """Give the slots back; from any thread, never waits. A second call, or one after the session's end, does
-        nothing."""
+        """Unpin the slots; from any thread, never waits. Idempotent; after the session's end it does nothing."""
         lease, self.id = self.id, 0
-        if lease and self._link is not None:
-            self._link.leases.pop(lease, None)
-            self._session.post(self._link, Release(0, b"", [lease]), "stale_releases")
+        if lease and self._connection is not None:
+            self._connection.leases.pop(lease, None)
+            self._daemon.post(self._connection, Release(0, b"", [lease]), "stale_releases")
 
     def __enter__(self) -> Lease:
         return self

@@ -1,19 +1,25 @@
-"""A namespace as this session holds it: lookups, reservations, settlements."""
+"""A namespace as a session holds it: lookups, reservations, settlements."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from kvcache_client.session import forks
+from kvcache_client.session.channel import Channel
+from kvcache_client.session.connection import Connection
+from kvcache_client.session.daemon import LOST, Daemon
 from kvcache_client.session.lease import Lease
-from kvcache_client.session.replies import wrong_lookup, wrong_reservation, wrong_settlement
-from kvcache_client.session.reservation import Reservation, Ticket
-from kvcache_proto.errors import BadArgument, BadToken, ServerError, from_wire
+from kvcache_client.session.replies import wrong_lookup, wrong_reservation
+from kvcache_client.session.reservation import Reservation, Ticket, chosen_shards
+from kvcache_client.session.settlements import Settlements
+from kvcache_proto.errors import BadArgument
 from kvcache_proto.messages import (
     Acquire,
     Acquired,
     Attach,
+    Attached,
+    Detach,
     Distrust,
     Distrusted,
     Error,
@@ -24,18 +30,12 @@ from kvcache_proto.messages import (
     Reserve,
     Reserved,
     Run,
-    Settle,
-    Settled,
 )
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, Finding, GroupSpec, NamespaceSpec, Outcome, Verdict
 
-if TYPE_CHECKING:
-    from kvcache_client.session.connection import Link
-    from kvcache_client.session.session import Session
+logger = logging.getLogger("kvcache_client")
 
 _NOTHING = Reserved(0, 0, b"", b"")
-_LOST = "an answer was lost, and what it granted is given back by the session's end alone"
-_VERDICTS = {verdict.value: verdict for verdict in Verdict}
 
 
 class Namespace:
@@ -45,26 +45,82 @@ class Namespace:
         spec: what was attached.
         id: 16 hex digits, the same in every process that attaches the same model and identity.
         shards: the shards that this session writes.
-        session: whose it is.
         refused: why the daemon did not let this session join it; "" where it did, or was not asked yet.
     """
 
-    def __init__(self, session: Session, spec: NamespaceSpec, shards: tuple[int, ...], ceiling_bytes: int) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        settlements: Settlements,
+        spec: NamespaceSpec,
+        shards: tuple[int, ...],
+        ceiling_bytes: int,
+    ) -> None:
         if len(set(shards)) != len(shards) or not all(0 <= shard < spec.shards for shard in shards):
             raise BadArgument(f"shards {shards}: each once, 0 to {spec.shards - 1}")
-        self.session, self.spec, self.shards, self.ceiling_bytes = session, spec, shards, ceiling_bytes
+        self._daemon, self._settlements = daemon, settlements
+        self.spec, self.shards, self.ceiling_bytes = spec, shards, ceiling_bytes
         self.id = spec.id
         self.refused = ""
+        self._left = False
+        self._number: tuple[Channel | None, int] = (None, 0)  # the daemon's, and the channel by which it was given
+
+    # Joining, and joining again at each daemon.
 
     @property
     def attached(self) -> bool:
         """Whether the daemon knows of it now; where not, every lookup misses and every reservation is refused."""
-        link = self.session.link
-        return link is not None and self in link.namespaces
+        return self._joined()[0] is not None
 
-    def attachment(self) -> Attach:
-        """Return the request that joins it."""
+    def join(self, connection: Connection) -> None:
+        """Attach over `connection`, and wait for the answer. Raises what the daemon refuses, and Unavailable."""
+        heard = functools.partial(self._take_answer, connection, connection.channel)
+        heard(self._daemon.ask(self._attachment(), Attached, connection, heard))
+
+    def join_later(self, connection: Connection) -> None:
+        """Attach over `connection` without waiting; a refusal is logged and counted."""
+        channel = connection.channel
+
+        def heard(reply: Reply | None) -> None:
+            self._take_answer(connection, channel, reply)
+            if isinstance(reply, Error):
+                self.refuse(reply.message)
+
+        self._daemon.post(connection, self._attachment(), "stale_attaches", heard)
+
+    def refuse(self, why: str) -> None:
+        """Note, count and log that the daemon does not let this session join."""
+        self._daemon.count("attaches_refused")
+        self.refused = why
+        logger.warning("namespace %s (%s) is refused: %s", self.id, self.spec.model, why)
+
+    def leave(self) -> None:
+        """Detach for good, without waiting."""
+        self._left = True
+        connection, number = self._joined()
+        self._number = (None, 0)
+        if connection is not None:
+            self._daemon.post(connection, Detach(0, b"", number), "stale_detaches")
+
+    def _attachment(self) -> Attach:
         return Attach(0, b"", self.spec, self.shards, self.ceiling_bytes)
+
+    def _take_answer(self, connection: Connection, channel: Channel, reply: Reply | None) -> None:
+        """Take the answer to an attach: too late for the caller, perhaps, and yet it holds."""
+        if isinstance(reply, Attached):
+            if not self._left:
+                self._number, self.refused = (channel, reply.namespace), ""
+            else:  # left before it was joined
+                self._daemon.post(connection, Detach(0, b"", reply.namespace), "stale_detaches")
+        elif not isinstance(reply, Error):  # lost: the namespace would stay unknown for as long as the channel lives
+            channel.give_up("it did not answer an attach")
+
+    def _joined(self) -> tuple[Connection | None, int]:
+        """Return the connection in use and the daemon's number of this namespace; (None, 0) where it has not joined."""
+        connection, (channel, number) = self._daemon.connection, self._number
+        if connection is None or connection.channel is not channel:
+            return None, 0
+        return connection, number
 
     # Lookups.
 
@@ -78,51 +134,55 @@ class Namespace:
         tokens: int = 0,
         salted: bool = False,
     ) -> Lease:
-        """Return the longest cached prefix of `hashes`, n chained hashes in prompt order, under a lease.
+        """Return the longest cached prefix of `hashes`, under a lease. One round trip.
 
-        With `pin` False nothing is pinned, and the slots may be given to others at any time. With `verify` the lease
-        has the checksums of its blocks, as far as their writers made any. `request` is for whom it is, of so many
-        `tokens`, `salted` where the hashes have a salt in them: it is the name by which one asks the daemon why there
-        was no hit. Where the daemon does not answer within the session's deadline the lease is empty and `failed`. One
-        round trip. Raises BadArgument for what the protocol does not allow.
+        Args:
+            hashes: n chained hashes in prompt order.
+            pin: where False, nothing is pinned, and the slots may be given to others at any time.
+            verify: whether the lease has the checksums of its blocks, where their writers took any.
+            request: name of the request, by which one can ask the daemon why there was no hit.
+            tokens: number of tokens of the request.
+            salted: whether the hashes have a salt in them.
+        Where the daemon does not answer within the session's deadline, the lease is empty and `failed`. Raises
+        BadArgument for what the protocol does not allow.
         """
         spec = self._check(hashes, group)
-        link, number = self._link()
-        if link is None:
+        connection, number = self._joined()
+        if connection is None:
             return self._no_lease(spec, "lookups_down")
         if not hashes:
-            return Lease(self.session, link, spec)
+            return Lease(self._daemon, connection, spec)
         asked = Acquire(0, b"", number, _listed(hashes), group, pin, verify, request[:MAX_NAME], tokens, salted)
-        reply = self.session.call(link, asked, lambda late: self._return_lease(link, late))
+        reply = self._daemon.call(connection, asked, lambda late: self._return_lease(connection, late))
         if reply is None:
             return self._no_lease(spec, "lookups_unanswered")
         if not isinstance(reply, Acquired):
-            self._refused(reply, "lookups_refused", link)
+            self._daemon.refused(reply, "lookups_refused", connection)
             return self._no_lease(spec, "lookups_refused")
-        wrong = wrong_lookup(reply, len(hashes), pin, self.spec.shards, self._holds(link, spec))
+        wrong = wrong_lookup(reply, len(hashes), pin, self.spec.shards, _holds(connection, spec))
         if wrong:
-            self.session.distrust(wrong)
-            self._give_back(link, reply)
+            self._daemon.misbehaved(wrong)
+            self._give_back(connection, reply)
             return self._no_lease(spec, "lookups_refused")
         pinned = (reply.lease, reply.hits, reply.pending, reply.slots)
-        return Lease(self.session, link, spec, *pinned, withheld=reply.withheld, sums=reply.sums)
+        return Lease(self._daemon, connection, spec, *pinned, withheld=reply.withheld, sums=reply.sums)
 
     def _no_lease(self, spec: GroupSpec, reason: str) -> Lease:
-        self.session.count(reason)
-        return Lease(self.session, None, spec, failed=True)
+        self._daemon.count(reason)
+        return Lease(self._daemon, None, spec, failed=True)
 
-    def _return_lease(self, link: Link, late: Reply | None) -> None:
+    def _return_lease(self, connection: Connection, late: Reply | None) -> None:
         if isinstance(late, Acquired):
-            self.session.count("late_lookups")
-            self._give_back(link, late)
+            self._daemon.count("late_lookups")
+            self._give_back(connection, late)
         elif not isinstance(late, Error):
-            link.channel.give_up(_LOST)
+            connection.channel.give_up(LOST)
 
-    def _give_back(self, link: Link, unwanted: Acquired) -> None:
+    def _give_back(self, connection: Connection, unwanted: Acquired) -> None:
         if unwanted.lease:
-            self.session.post(link, Release(0, b"", [unwanted.lease]), "stale_releases")
+            self._daemon.post(connection, Release(0, b"", [unwanted.lease]), "stale_releases")
         elif unwanted.hits:
-            link.channel.give_up(_LOST)
+            connection.channel.give_up(LOST)
 
     # Reservations.
 
@@ -133,16 +193,16 @@ class Namespace:
         BadArgument for what the protocol does not allow, and while a shard of the namespace has no live session of
         this engine.
         """
-        self._check(hashes, group)
-        link, number = self._link()
-        if link is None or not hashes:
-            return self._reservation(group, hashes, link, None if hashes else _NOTHING, "reserves_down")
+        spec = self._check(hashes, group)
+        connection, number = self._joined()
+        if connection is None or not hashes:
+            return self._reservation(spec, len(hashes), connection, None if hashes else _NOTHING, "reserves_down")
         request = Reserve(0, b"", number, [Run(_listed(hashes), parent)], group)
-        reply = self.session.call(link, request, lambda late: self._return_reservation(link, late))
-        return self._reservation(group, hashes, link, reply, "reserves_unanswered")
+        reply = self._daemon.call(connection, request, lambda late: self._return_reservation(connection, late))
+        return self._reservation(spec, len(hashes), connection, reply, "reserves_unanswered")
 
     def reserve_later(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> Ticket:
-        """Ask as `reserve` does, and return at once; the answer is picked up from the ticket."""
+        """Ask as `reserve` does, and return at once; the ticket gets the answer."""
         return self.reserve_runs_later([Run(_listed(hashes), parent)], group)
 
     def reserve_runs_later(self, runs: Sequence[Run], group: int = 0) -> Ticket:
@@ -151,60 +211,63 @@ class Namespace:
         Its answers, and the positions in them, count on from run to run.
         """
         hashes = [each for run in runs for each in run.hashes]
-        self._check(hashes, group)
-        link, number = self._link()
+        spec = self._check(hashes, group)
+        connection, number = self._joined()
         ticket = Ticket(
-            resolve=lambda reply: self._reservation(group, hashes, link, reply, "reserves_unanswered"),
-            abandon=lambda late: self._return_reservation(link, late),
-            pump=self.session.pump,
+            resolve=lambda reply: self._reservation(spec, len(hashes), connection, reply, "reserves_unanswered"),
+            abandon=lambda late: self._return_reservation(connection, late),
+            pump=self._daemon.pump,
         )
         request = Reserve(0, b"", number, list(runs), group)
 
         def answered(reply: Reply | None) -> None:
             ticket.answer(reply)
-            if reply is None and link is not None:
-                link.channel.give_up(_LOST)
+            if reply is None and connection is not None:
+                connection.channel.give_up(LOST)
 
         if not hashes:
             ticket.answer(_NOTHING)
-        elif not (self.session.up and self.session.post(link, request, "reserves_down", answered)):
+        elif not (self._daemon.up and self._daemon.post(connection, request, "reserves_down", answered)):
             ticket.answer(None)
         return ticket
 
     def _reservation(
-        self, group: int, hashes: Sequence[bytes], link: Link | None, reply: Reply | None, reason: str
+        self, spec: GroupSpec, count: int, connection: Connection | None, reply: Reply | None, reason: str
     ) -> Reservation:
-        wrong = ""
+        granted: Reserved | None = None
         if isinstance(reply, Reserved):
-            if link is not None:
-                wrong = wrong_reservation(reply, len(hashes), self._holds(link, self.spec.groups[group]))
+            wrong = wrong_reservation(reply, count, _holds(connection, spec)) if connection is not None else ""
             if wrong:
-                self.session.distrust(wrong)
-                self.session.count("reserves_refused")
-                self._disown(link, reply)
-            reservation = Reservation(self, group, len(hashes), link, None if wrong else reply)
+                self._daemon.misbehaved(wrong)
+                self._daemon.count("reserves_refused")
+                self._disown(connection, reply)
+            else:
+                granted = reply
         else:
             if reply is None:
-                self.session.count(reason)
+                self._daemon.count(reason)
             else:
-                self._refused(reply, "reserves_refused", link)
-            reservation = Reservation(self, group, len(hashes), None, None)
-        for why in set(reservation.refused.values()):
-            self.session.count(f"refused_{why}", sum(1 for each in reservation.refused.values() if each == why))
+                self._daemon.refused(reply, "reserves_refused", connection)
+            connection = None
+        reservation = Reservation(self._settlements, spec, self.shards, count, connection, granted)
+        refusals = list(reservation.refused.values())
+        for why in set(refusals):
+            self._daemon.count(f"refused_{why}", refusals.count(why))
         return reservation
 
-    def _return_reservation(self, link: Link | None, late: Reply | None) -> None:
+    def _return_reservation(self, connection: Connection | None, late: Reply | None) -> None:
         if isinstance(late, Reserved):
-            self.session.count("late_reserves")
-            self._disown(link, late)
-        elif link is not None and not isinstance(late, Error):
-            link.channel.give_up(_LOST)
+            self._daemon.count("late_reserves")
+            self._disown(connection, late)
+        elif connection is not None and not isinstance(late, Error):
+            connection.channel.give_up(LOST)
 
-    def _disown(self, link: Link | None, unwanted: Reserved) -> None:
+    def _disown(self, connection: Connection | None, unwanted: Reserved) -> None:
         if unwanted.reservation:
-            self._settle(link, unwanted.reservation, Outcome.NEVER_STARTED, (), range(self.spec.shards), None)
-        elif link is not None and unwanted.slots:
-            link.channel.give_up(_LOST)
+            every = range(self.spec.shards)
+            self._settlements.settle(connection, unwanted.reservation, Outcome.NEVER_STARTED, (), every)
+        elif connection is not None and unwanted.slots:
+            connection.channel.give_up(LOST)
 
     # Settlements.
 
@@ -218,84 +281,24 @@ class Namespace:
         then: Callable[[list[Verdict]], None] | None = None,
         sums: bytes = b"",
     ) -> None:
-        """Say how `shards` (those attached with, by default) of granted slots ended; from any thread, never waits.
+        """Say how `shards` (by default those attached with) of granted slots ended; from any thread, never waits.
 
         Args:
-            reservation: the number of a reservation, this session's or another one's of the same engine.
+            reservation: the number of a reservation, of this session or of another one of the same engine.
             positions: which of the granted slots, 0 to len(granted) - 1; none means all.
             region_id: the region that was written to; where the session has another one by now, nothing is sent.
-            sums: checksums of what was committed, SUM_BYTES a shard of a position, 0 for none.
-            then: gets the verdicts, one a settled slot, on some thread; never called where the session ends first.
-        While the daemon is away it is kept for the next one. Verdicts are counted; a refusal is counted and logged.
+            sums: checksums of what was committed, SUM_BYTES per shard of a position, 0 for none.
+            then: gets the verdicts, one per settled slot, on some thread; never called where the session ends first.
+        While the daemon is away, the settlement is kept for the next one. Verdicts are counted; a refusal is counted
+        and logged.
         """
-        forks.check(self.session.owner)
-        link = self.session.link or self.session.away
-        if link is not None and region_id is not None and region_id != link.region.id:
-            self.session.count("settles_of_another_region")
+        self._daemon.check_process()
+        connection = self._daemon.connection or self._daemon.suspended
+        if connection is not None and region_id is not None and region_id != connection.region.id:
+            self._daemon.count("settles_of_another_region")
             return
-        self._settle(link, reservation, outcome, positions, self._shards(shards), then, sums)
-
-    def _settle(
-        self,
-        link: Link | None,
-        reservation: int,
-        outcome: Outcome,
-        positions: Sequence[int],
-        shards: Sequence[int],
-        then: Callable[[list[Verdict]], None] | None,
-        sums: bytes = b"",
-    ) -> None:
-        def settled(reply: Reply | None) -> None:
-            verdicts = self._verdicts(reply)
-            if verdicts and then is not None:
-                then(verdicts)
-
-        self.session.settlements.send(link, _settlement(link, reservation, outcome, positions, shards, sums), settled)
-
-    def _commit(self, reservation: Reservation, shards: Sequence[int] | None) -> list[Verdict]:
-        forks.check(self.session.owner)
-        link, chosen = reservation._link, self._shards(shards)
-        reservation._open = False
-        request = _settlement(link, reservation.id, Outcome.COMMITTED, (), chosen)
-        if link is None or link is not self.session.link or not self.session.up:
-            # Not to be lost on a daemon that is slow or away: sent all the same, and not waited for.
-            self.session.settlements.send(link, request, self._verdicts)
-            return []
-        channel = link.channel
-        reply = self.session.call(
-            link, request, lambda late: self.session.settlements.heard(link, channel, request, self._verdicts, late)
-        )
-        if isinstance(reply, Error):
-            self._refused(reply, "settles_refused", link)
-            return []
-        if reply is None and not request.id:
-            # It never had its turn: others were asking, or the daemon has gone since we looked.
-            self.session.settlements.send(link, request, self._verdicts)
-            return []
-        return self._verdicts(reply)
-
-    def _verdicts(self, reply: Reply | None) -> list[Verdict]:
-        if isinstance(reply, Settled) and (wrong := wrong_settlement(reply)):
-            self.session.distrust(wrong)
-        elif isinstance(reply, Settled):
-            verdicts = [_VERDICTS[verdict] for verdict in reply.verdicts]
-            for verdict in set(verdicts):
-                self.session.count(f"verdict_{verdict.name.lower()}", verdicts.count(verdict))
-            return verdicts
-        elif isinstance(reply, Error):
-            self.session.count("settles_refused")
-            self.session.log_refusal("settle", reply)
-        elif reply is None:
-            self.session.count("settles_unanswered")
-        else:
-            self.session.distrust(f"a {type(reply).__name__.lower()} to a settlement")
-        return []
-
-    def _shards(self, shards: Sequence[int] | None) -> Sequence[int]:
-        chosen = self.shards if shards is None else shards
-        if not chosen:
-            raise BadArgument("no shards to settle: this session attached with none")
-        return chosen
+        chosen = chosen_shards(shards, self.shards)
+        self._settlements.settle(connection, reservation, outcome, positions, chosen, then, sums)
 
     # What should not happen.
 
@@ -309,36 +312,35 @@ class Namespace:
     ) -> None:
         """Have the daemon forget the blocks in `packed`, whose `shard` is not what was stored, and all below them.
 
-        From any thread, never waits. `then` gets a (engine, session) a block, on some thread: who stored it, ("", 0)
-        where that is not known; nothing where the daemon has not answered, or knows no such request.
+        From any thread, never waits. `then` gets one (engine, session) per block, on some thread: its writer, ("", 0)
+        where that is not known; an empty list where the daemon has not answered, or knows no such request.
         """
-        forks.check(self.session.owner)
+        daemon = self._daemon
+        daemon.check_process()
 
         def answered(reply: Reply | None) -> None:
             if isinstance(reply, Error):
-                self.session.log_refusal("distrust", reply)
+                daemon.log_refusal("distrust", reply)
             then(list(reply.writers) if isinstance(reply, Distrusted) else [])
 
-        link = self.session.link
-        if link is None or link.region.id != region_id or link.door.welcome.version < 2:
-            self.session.count("distrusts_unsaid")
+        connection = daemon.connection
+        if connection is None or connection.region.id != region_id or connection.door.welcome.version < 2:
+            daemon.count("distrusts_unsaid")
             then([])
-        elif not self.session.post(
-            link, Distrust(0, b"", region_id, packed, shard, int(finding)), "distrusts_unsaid", answered
-        ):
+            return
+        request = Distrust(0, b"", region_id, packed, shard, int(finding))
+        if not daemon.post(connection, request, "distrusts_unsaid", answered):
             then([])
 
     def remark(self, notes: list[Note], group: int = 0) -> bool:
         """Tell the daemon what it cannot know of some requests; never waits. Returns whether it was sent."""
-        link, number = self._link()
-        if link is None or link.door.welcome.version < 2:
+        connection, number = self._joined()
+        if connection is None or connection.door.welcome.version < 2:
             return False
-        return self.session.post(link, Remark(0, b"", number, notes, group), "notes_unsaid")
-
-    # What all of them share.
+        return self._daemon.post(connection, Remark(0, b"", number, notes, group), "notes_unsaid")
 
     def _check(self, hashes: Sequence[bytes], group: int) -> GroupSpec:
-        forks.check(self.session.owner)
+        self._daemon.check_process()
         if len(hashes) > MAX_HASHES:
             raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
         if not 0 <= group < len(self.spec.groups):
@@ -352,28 +354,6 @@ class Namespace:
             raise BadArgument(f"hash of {odd} bytes: this namespace has hashes of {self.spec.hash_bytes}")
         return self.spec.groups[group]
 
-    def _link(self) -> tuple[Link | None, int]:
-        link = self.session.link
-        number = link.namespaces.get(self) if link is not None else None
-        return (None, 0) if number is None else (link, number)
-
-    @staticmethod
-    def _holds(link: Link, spec: GroupSpec) -> Callable[[bytes], bool]:
-        return lambda packed: link.region.holds(packed, spec.block_bytes)
-
-    def _refused(self, reply: Reply, counter: str, link: Link | None) -> None:
-        """Count and log; raise where it is the caller's fault, for the daemon's own faults are misses."""
-        self.session.count(counter)
-        if not isinstance(reply, Error):
-            self.session.distrust(f"a {type(reply).__name__.lower()} to something else")
-            if link is not None:
-                link.channel.give_up(_LOST)
-            return
-        error = from_wire(reply.code, reply.message)
-        if not isinstance(error, ServerError | BadToken):
-            raise error
-        self.session.log_refusal(counter, reply)
-
     def __repr__(self) -> str:
         return f"Namespace(id={self.id!r}, model={self.spec.model!r}, shards={self.shards})"
 
@@ -382,13 +362,5 @@ def _listed(hashes: Sequence[bytes]) -> list[bytes]:
     return hashes if isinstance(hashes, list) else list(hashes)
 
 
-def _settlement(
-    link: Link | None,
-    reservation: int,
-    outcome: Outcome,
-    positions: Sequence[int],
-    shards: Sequence[int],
-    sums: bytes = b"",
-) -> Settle:
-    region = link.region.id if link is not None else b""
-    return Settle(0, b"", region, reservation, tuple(shards), int(outcome), list(positions), sums)
+def _holds(connection: Connection, spec: GroupSpec) -> Callable[[bytes], bool]:
+    return lambda packed: connection.region.holds(packed, spec.block_bytes)

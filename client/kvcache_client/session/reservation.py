@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from kvcache_client.session.connection import Connection
+from kvcache_client.session.settlements import Settlements
 from kvcache_client.session.slots import Slot, unpack_slots
-from kvcache_proto.errors import KVCacheError
+from kvcache_proto.errors import BadArgument, KVCacheError
 from kvcache_proto.messages import Reply, Reserved
-from kvcache_proto.types import Outcome, Refusal, Verdict
-
-if TYPE_CHECKING:
-    from kvcache_client.session.connection import Link
-    from kvcache_client.session.namespace import Namespace
+from kvcache_proto.types import GroupSpec, Outcome, Refusal, Verdict
 
 UNAVAILABLE = "unavailable"
+_REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
 
 class Reservation:
@@ -24,18 +22,19 @@ class Reservation:
     Attributes:
         id: the daemon's number; 0 where nothing was granted.
         region_id: the region that the slots lie in; b"" where there are none.
-        answers: a Refusal a hash, GRANTED among them; empty where the daemon did not answer.
-        granted: which hashes, by position, have a slot; `slots` and `packed` are in this order.
-        refused: the reason, by position, of those that have none; "unavailable" where the daemon did not answer.
+        answers: one Refusal per hash, GRANTED among them; empty where the daemon did not answer.
+        granted: positions of the hashes that have a slot; `slots` and `packed` are in this order.
+        refused: the reason, by position, for those that have none; "unavailable" where the daemon did not answer.
         packed: the granted slots' references, REF_BYTES each.
         failed: whether the daemon did not answer.
     """
 
     __slots__ = (
+        "_connection",
         "_group",
-        "_link",
-        "_namespace",
         "_open",
+        "_settlements",
+        "_shards",
         "_slots",
         "answers",
         "failed",
@@ -46,8 +45,17 @@ class Reservation:
         "region_id",
     )
 
-    def __init__(self, namespace: Namespace, group: int, count: int, link: Link | None, reply: Reserved | None) -> None:
-        self._namespace, self._group, self._link = namespace, group, link
+    def __init__(
+        self,
+        settlements: Settlements,
+        group: GroupSpec,
+        shards: Sequence[int],
+        count: int,
+        connection: Connection | None,
+        reply: Reserved | None,
+    ) -> None:
+        """Of `count` blocks of `group`, by a session that writes `shards`."""
+        self._settlements, self._group, self._shards, self._connection = settlements, group, shards, connection
         self._slots: list[Slot] | None = None
         self.failed = reply is None
         self.id, self.packed = (reply.reservation, reply.slots) if reply else (0, b"")
@@ -57,45 +65,55 @@ class Reservation:
             self.refused = {at: answer.name.lower() for at, answer in enumerate(self.answers) if answer}
         else:
             self.refused = dict.fromkeys(range(count), UNAVAILABLE)
-        self.region_id = link.region.id if link and self.granted else b""
+        self.region_id = connection.region.id if connection and self.granted else b""
         self._open = self.id != 0
 
     @property
     def slots(self) -> list[Slot]:
         """The granted slots, in the order of `granted`."""
         if self._slots is None:
-            region = self._link.region if self._link else None
-            self._slots = unpack_slots(self.packed, self._namespace.spec.groups[self._group], region, writable=True)
+            region = self._connection.region if self._connection else None
+            self._slots = unpack_slots(self.packed, self._group, region, writable=True)
         return self._slots
 
     def commit(self, shards: Sequence[int] | None = None) -> list[Verdict]:
-        """Say that `shards` (those attached with, by default) of every granted slot are written.
+        """Say that `shards` (by default those attached with) of every granted slot are written.
 
-        Returns a Verdict a granted slot: VISIBLE means that lookups find it. Empty where nothing was granted or the
+        Returns one Verdict per granted slot: VISIBLE means that lookups find it. Empty where nothing was granted or the
         session has ended since, and where the daemon did not answer in time: the commit is on its way then.
         Raises what the daemon refuses.
         """
-        return self._namespace._commit(self, shards) if self.id else []
+        if not self.id:
+            return []
+        self._settlements.check_process()
+        chosen = chosen_shards(shards, self._shards)
+        self._open = False
+        return self._settlements.commit(self._connection, self.id, chosen)
 
     def abort(self) -> None:
         """Give every granted slot back, unwritten. Only before any of them was handed to a writer; never waits."""
         if self._open:
             self._open = False
-            every = range(self._namespace.spec.shards)
-            self._namespace._settle(self._link, self.id, Outcome.NEVER_STARTED, (), every, None)
+            every = range(len(self._group.shards))
+            self._settlements.settle(self._connection, self.id, Outcome.NEVER_STARTED, (), every)
 
     def __repr__(self) -> str:
         return f"Reservation(id={self.id}, granted={len(self.granted)}, refused={len(self.refused)})"
 
 
-_REFUSALS = {refusal.value: refusal for refusal in Refusal}
+def chosen_shards(shards: Sequence[int] | None, own: Sequence[int]) -> Sequence[int]:
+    """Return the shards to settle: `shards`, or all of a session's `own`. Raises BadArgument for none."""
+    chosen = own if shards is None else shards
+    if not chosen:
+        raise BadArgument("no shards to settle: this session attached with none")
+    return chosen
 
 
 class Ticket:
     """A reservation that was asked for and is not answered yet.
 
-    `resolve` makes the reservation of a reply, None standing for no answer; `abandon` gives back what a reply grants
-    that nobody wants any more.
+    `resolve` makes the reservation of a reply, where None stands for no answer; `abandon` gives back what a reply
+    grants that nobody wants any more.
     """
 
     def __init__(
@@ -112,7 +130,7 @@ class Ticket:
         self._error: KVCacheError | None = None
 
     def poll(self) -> Reservation | None:
-        """Return the reservation, or None as long as the answer is out. Never waits. Raises what was refused."""
+        """Return the reservation, or None while it is not answered. Never waits. Raises what the daemon refuses."""
         if not self._answered.is_set():
             self._pump()
         if self._error is not None:
@@ -120,7 +138,7 @@ class Ticket:
         return self._result
 
     def wait(self, timeout: float) -> Reservation:
-        """Return the reservation; where there is none within `timeout` seconds, cancel: everything is refused."""
+        """Return the reservation; where there is none within `timeout` seconds, cancel it: everything is refused."""
         self._pump()
         self._answered.wait(timeout)
         reservation = self.poll()
@@ -130,7 +148,7 @@ class Ticket:
         return self._resolve(None)
 
     def cancel(self) -> None:
-        """Want it no more: what was or will be granted is given back. Only before a slot was handed to a writer."""
+        """Give back what was granted, or will be. Only before a slot was handed to a writer."""
         with self._lock:
             self._cancelled = True
             reservation = self._result
@@ -138,7 +156,7 @@ class Ticket:
             reservation.abort()
 
     def answer(self, reply: Reply | None) -> None:
-        """Take the reply, or None where the link ended; the session calls this."""
+        """Take the reply, or None where the connection ended; the session calls this."""
         with self._lock:
             cancelled = self._cancelled
             if not cancelled:

@@ -1,60 +1,155 @@
-"""Settlements on their way to the daemon: none is lost with one that is gone, where the next one knows the session."""
+"""How granted slots ended, on its way to the daemon.
+
+None is lost with a daemon that is gone, as long as the next one knows the session.
+"""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from kvcache_client.session import forks
 from kvcache_client.session.channel import Channel, Handler
-from kvcache_client.session.connection import Debt, Link
-from kvcache_proto.messages import Reply, Settle
+from kvcache_client.session.connection import Connection, OwedSettlement
+from kvcache_client.session.daemon import Daemon
+from kvcache_client.session.replies import wrong_settlement
+from kvcache_proto.messages import Error, Reply, Settle, Settled
+from kvcache_proto.types import Outcome, Verdict
 
-if TYPE_CHECKING:
-    from kvcache_client.session.session import Session
+_VERDICTS = {verdict.value: verdict for verdict in Verdict}
 
 
 class Settlements:
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    """Of one session, over all its connections. Thread-safe."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
         self._paying = threading.Lock()
 
-    def send(self, link: Link | None, request: Settle, answer: Handler) -> None:
-        """Send a settlement without waiting; while the daemon is away it is kept, for the next one to hear of it."""
-        session = self._session
-        if session.owner != forks.current():
+    def check_process(self) -> None:
+        """Raise ClientError in a forked child."""
+        self._daemon.check_process()
+
+    def settle(
+        self,
+        connection: Connection | None,
+        reservation: int,
+        outcome: Outcome,
+        positions: Sequence[int],
+        shards: Sequence[int],
+        then: Callable[[list[Verdict]], None] | None = None,
+        sums: bytes = b"",
+    ) -> None:
+        """Say how `shards` of granted slots ended; never waits. `Namespace.settle` has the arguments."""
+
+        def settled(reply: Reply | None) -> None:
+            verdicts = self._verdicts(reply)
+            if verdicts and then is not None:
+                then(verdicts)
+
+        self._send(connection, _settlement(connection, reservation, outcome, positions, shards, sums), settled)
+
+    def commit(self, connection: Connection | None, reservation: int, shards: Sequence[int]) -> list[Verdict]:
+        """Say that `shards` of all slots of a reservation are written, and return the verdicts.
+
+        Empty where the daemon does not answer in time: the commit is on its way then. Raises what it refuses.
+        """
+        daemon = self._daemon
+        request = _settlement(connection, reservation, Outcome.COMMITTED, (), shards)
+        if connection is None or connection is not daemon.connection or not daemon.up:
+            # A slow or absent daemon must not lose it: sent all the same, and not waited for.
+            self._send(connection, request, self._verdicts)
+            return []
+        channel = connection.channel
+        reply = daemon.call(
+            connection, request, lambda late: self._heard(connection, channel, request, self._verdicts, late)
+        )
+        if isinstance(reply, Error):
+            daemon.refused(reply, "settles_refused", connection)
+            return []
+        if reply is None and not request.id:
+            # It never had its turn: others were asking, or the daemon has gone since we looked.
+            self._send(connection, request, self._verdicts)
+            return []
+        return self._verdicts(reply)
+
+    def pay(self, connection: Connection) -> None:
+        """Send what is owed to the next daemon. Not all at once, or that would end the session again."""
+        # A thread that fails to get the lock has its debt looked at by the thread that holds it, after the release.
+        while (
+            connection.owed
+            and connection is self._daemon.connection
+            and connection.channel.roomy
+            and self._paying.acquire(blocking=False)
+        ):
+            try:
+                owed = connection.owed.popleft() if connection.owed else None
+                if owed is not None:
+                    self._daemon.count("settles_sent_again")
+                    self._send(connection, owed.settle, owed.answer)
+            finally:
+                self._paying.release()
+
+    def _send(self, connection: Connection | None, request: Settle, answer: Handler) -> None:
+        """Send without waiting; while the daemon is away, keep it for the next one."""
+        daemon = self._daemon
+        if daemon.owner != forks.current():
             return
-        channel = link.channel if link is not None and link is session.link else None
+        in_use = connection is not None and connection is daemon.connection
+        channel = connection.channel if connection is not None and in_use else None
 
         def heard(reply: Reply | None) -> None:
-            self.heard(link, channel, request, answer, reply)
+            self._heard(connection, channel, request, answer, reply)
 
         if channel is None or not channel.post(request, heard):
             heard(None)
 
-    def heard(
-        self, link: Link | None, channel: Channel | None, request: Settle, answer: Handler, reply: Reply | None
+    def _heard(
+        self,
+        connection: Connection | None,
+        channel: Channel | None,
+        request: Settle,
+        answer: Handler,
+        reply: Reply | None,
     ) -> None:
-        """Take the answer that came by `channel`. Where none did, from a daemon that is gone, the next one is told."""
-        session = self._session
-        if reply is not None or link is None or (channel is not None and not channel.closed):
+        """Take the answer that came by `channel`. Where none came from a daemon that is gone, the next one is asked."""
+        daemon = self._daemon
+        if reply is not None or connection is None or (channel is not None and not channel.closed):
             answer(reply)
-            if reply is not None and link is not None and link.owed:
-                self.pay(link)
-        elif link in (session.link, session.away) and not session.closing:
-            link.owed.append(Debt(request, answer))
-            self.pay(link)
+            if reply is not None and connection is not None and connection.owed:
+                self.pay(connection)
+        elif connection in (daemon.connection, daemon.suspended) and not daemon.closing:
+            connection.owed.append(OwedSettlement(request, answer))
+            self.pay(connection)
         else:
-            session.count("stale_settles")
+            daemon.count("stale_settles")
 
-    def pay(self, link: Link) -> None:
-        """Send what is owed, where the session goes on: not all at once, or that alone would end the session again."""
-        # Whoever fails to get the lock has its debt looked at by who holds it, after the release.
-        while link.owed and link is self._session.link and link.channel.roomy and self._paying.acquire(blocking=False):
-            try:
-                debt = link.owed.popleft() if link.owed else None
-                if debt is not None:
-                    self._session.count("settles_sent_again")
-                    self.send(link, debt.settle, debt.answer)
-            finally:
-                self._paying.release()
+    def _verdicts(self, reply: Reply | None) -> list[Verdict]:
+        daemon = self._daemon
+        if isinstance(reply, Settled) and (wrong := wrong_settlement(reply)):
+            daemon.misbehaved(wrong)
+        elif isinstance(reply, Settled):
+            verdicts = [_VERDICTS[verdict] for verdict in reply.verdicts]
+            for verdict in set(verdicts):
+                daemon.count(f"verdict_{verdict.name.lower()}", verdicts.count(verdict))
+            return verdicts
+        elif isinstance(reply, Error):
+            daemon.count("settles_refused")
+            daemon.log_refusal("settle", reply)
+        elif reply is None:
+            daemon.count("settles_unanswered")
+        else:
+            daemon.misbehaved(f"a {type(reply).__name__.lower()} to a settlement")
+        return []
+
+
+def _settlement(
+    connection: Connection | None,
+    reservation: int,
+    outcome: Outcome,
+    positions: Sequence[int],
+    shards: Sequence[int],
+    sums: bytes = b"",
+) -> Settle:
+    region = connection.region.id if connection is not None else b""
+    return Settle(0, b"", region, reservation, tuple(shards), int(outcome), list(positions), sums)

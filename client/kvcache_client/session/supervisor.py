@@ -1,97 +1,261 @@
-"""A session's thread: it watches the door, receives what nobody waits for, and comes back after the daemon did."""
+"""A session's coming and going, and the thread that sees to it.
+
+The thread watches the door, receives what nobody waits for, probes a daemon that has missed a deadline, reports to it,
+and comes back after it did.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from kvcache_client.session.handshake import readable
+import zmq
 
-if TYPE_CHECKING:
-    from kvcache_client.session.connection import Link
-    from kvcache_client.session.session import Session
+from kvcache_client.session.bell import Bell
+from kvcache_client.session.breaker import Backoff
+from kvcache_client.session.connection import Connection
+from kvcache_client.session.daemon import Daemon
+from kvcache_client.session.dialer import Dialer
+from kvcache_client.session.namespace import Namespace
+from kvcache_client.session.region import Region
+from kvcache_client.session.settlements import Settlements
+from kvcache_client.session.telemetry import Telemetry
+from kvcache_proto.errors import ClientError, KVCacheError, Unavailable
+from kvcache_proto.messages import Restate, Restated
 
 logger = logging.getLogger("kvcache_client")
 
 GLIMPSE = 0.02  # seconds
+STEADY = 1.0  # seconds that a connection must have held for the next knock to come soon after its end
 
 
-class Keeper:
-    """Decides nothing: it waits until something is due, and has the session do it. `bell` is what wakes it."""
+class Supervisor:
+    """Keeps a session connected, and its namespaces attached.
 
-    def __init__(self, session: Session) -> None:
-        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._session = session
+    `region` is the mapping; it stays when the daemon goes, until a next one has another region.
+    """
+
+    def __init__(
+        self, daemon: Daemon, dialer: Dialer, settlements: Settlements, telemetry: Telemetry, bell: Bell
+    ) -> None:
+        self.region: Region | None = None
+        self._daemon, self._dialer, self._settlements, self._telemetry = daemon, dialer, settlements, telemetry
+        self._bell = bell
+        self._backoff = Backoff()
+        self._namespaces: list[Namespace] = []
+        self._region_callbacks: list[Callable[[Region], None]] = []
+        self._change = threading.RLock()  # held while region, connection or namespaces change
+        self._steady_at = 0.0
         self._stopping = False
-        self._thread = threading.Thread(target=self._keep, name="kvcache-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvcache-session", daemon=True)
+
+    # What a session asks.
 
     def start(self) -> None:
         self._thread.start()
 
-    def ring(self) -> None:
-        """Have it look what is due."""
-        os.eventfd_write(self.bell, 1)
+    def attach(self, namespace: Namespace, wait: bool, put_off: bool, insist: bool) -> None:
+        """Attach `namespace` now and at each daemon to come, as `Session.attach` says.
 
-    def stop(self) -> None:
-        """End the thread, and return once it has ended."""
-        self._stopping = True
-        self.ring()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+        With `put_off`, it is only at the next daemon where none is there. Raises what the daemon refuses, and
+        Unavailable; then it is not attached later either.
+        """
+        with self._change:
+            self._namespaces.append(namespace)  # first: the answer may be here before `join_later` returns
+            connection = self._daemon.connection
+            try:
+                if connection is None:
+                    raise Unavailable(self._daemon.absence)
+                if wait:
+                    namespace.join(connection)
+                else:
+                    namespace.join_later(connection)
+            except KVCacheError as error:
+                if put_off and isinstance(error, Unavailable):
+                    self._daemon.count("attaches_put_off")
+                elif insist:
+                    namespace.refuse(str(error))
+                else:
+                    self._namespaces.remove(namespace)
+                    namespace.leave()
+                    raise
+
+    def detach(self, namespace: Namespace) -> None:
+        """Leave a namespace for good, without waiting. Idempotent."""
+        with self._change:
+            if namespace in self._namespaces:
+                self._namespaces.remove(namespace)
+                namespace.leave()
+
+    def on_region(self, callback: Callable[[Region], None]) -> None:
+        """Call `callback` with each region that is mapped, the present one included."""
+        with self._change:
+            self._region_callbacks.append(callback)
+            if self.region is not None:
+                callback(self.region)
+
+    def begin_closing(self) -> bool:
+        """Return whether this call is the first one; no daemon is looked for any more."""
+        with self._change:
+            first = not self._daemon.closing
+            self._daemon.closing = True
+        return first
 
     def close(self) -> None:
-        os.close(self.bell)
+        """End the thread, the connection, and what may be suspended."""
+        self._stopping = True
+        self._bell.ring()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+        self.leave("closed")
+        self._give_up_suspended()
 
-    def _keep(self) -> None:
+    # The thread.
+
+    def _run(self) -> None:
         while not self._stopping:
             try:
-                if self._session.link is None:
+                if self._daemon.connection is None:
                     self._come_back()
                 else:
-                    self._watch(self._session.link)
-            except Exception:  # a session without its keeper would never come back, nor hear of late answers
-                self._session.count("keeper_errors")
-                logger.exception("the session's keeper met an error")
-                self._wait([], self._session.backoff.longest)
+                    self._watch(self._daemon.connection)
+            except Exception:  # without this thread a session would never come back, nor take late answers
+                self._daemon.count("keeper_errors")
+                logger.exception("an error in the session's own thread")
+                self._bell.wait([], self._backoff.longest)
 
     def _come_back(self) -> None:
-        until = time.monotonic() + self._session.backoff.next()
+        until = time.monotonic() + self._backoff.next()
         while not self._stopping and (left := until - time.monotonic()) > 0:
-            self._wait([], left)
+            self._bell.wait([], left)
         if not self._stopping:
-            self._session.look_for_daemon()
+            self.look_for_daemon()
 
-    def _watch(self, link: Link) -> None:
-        """Wait until something is due at `link`, and do it."""
-        session, channel = self._session, link.channel
-        session.telling.tell(link)
-        channel.watched = False  # before looking whether it is busy: who posts in between rings the bell
+    def _watch(self, connection: Connection) -> None:
+        """Wait until something is due at `connection`, and do it."""
+        daemon, channel = self._daemon, connection.channel
+        self._telemetry.report(connection)
+        channel.watched = False  # before looking whether it is busy: a post in between rings the bell
         channel.watched = watched = channel.busy
-        probe_at = session.breaker.probe_at
-        timeout = session.deadline if watched else session.telling.wait(link)
+        probe_at = daemon.breaker.probe_at
+        timeout = daemon.deadline if watched else self._telemetry.seconds_left(connection)
         if probe_at is not None:
             timeout = max(0.0, probe_at - time.monotonic())
-        ready = self._wait([link.door.connection, *([channel.descriptor] if watched else [])], timeout)
-        if link.door.connection in ready and not link.door.still_open():
-            session.leave("the door closed")
+        door = connection.door
+        ready = self._bell.wait([door.connection, *([channel.descriptor] if watched else [])], timeout)
+        if door.connection in ready and not door.still_open():
+            self.leave("the door closed")
         elif channel.fault:
-            session.leave(channel.fault)
+            self.leave(channel.fault)
         else:
             if watched:
                 channel.pump(GLIMPSE)  # a call that is under way receives for us: the door must not wait for its end
             now = time.monotonic()
-            if channel.overdue(now, session.deadline):
-                session.missed("an answer is overdue")
-            if session.breaker.probe_due(now):
-                session.probe(link, now)
+            if channel.overdue(now, daemon.deadline):
+                daemon.missed("an answer is overdue")
+            if daemon.breaker.probe_due(now):
+                daemon.probe(connection, now)
 
-    def _wait(self, descriptors: list[int], timeout: float | None) -> set[int]:
-        ready = readable([*descriptors, self.bell], timeout)
-        if self.bell in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self.bell)
-        return ready
+    # Coming and going. On the thread, but for the first time and the last.
+
+    def look_for_daemon(self) -> None:
+        """Connect where a daemon is there; where none is, log why, once per reason."""
+        try:
+            self.connect(interruptible=True)
+        except (KVCacheError, OSError, zmq.ZMQError) as error:
+            self._daemon.count("connects_failed")
+            if str(error) != self._daemon.absence:
+                self._daemon.absence = str(error)
+                logger.warning("no cache until the daemon is there: %s", self._daemon.absence)
+
+    def connect(self, interruptible: bool = False) -> None:
+        """Knock, map the region, attach what was attached before.
+
+        Raises what `Session.connect` raises; then nothing has changed.
+        """
+        daemon = self._daemon
+        suspended = daemon.suspended
+        connection = self._dialer.dial(daemon.connect_timeout, suspended, self.region, interruptible)
+        try:
+            with self._change:
+                self._adopt_region(connection.region)
+            self._attach_all(connection, restate=connection is suspended)
+        except BaseException:
+            connection.close()
+            if connection is not suspended:
+                connection.unlock()
+            raise
+        if connection is suspended:
+            daemon.suspended = None
+        else:
+            self._give_up_suspended()
+        self._settlements.pay(connection)
+        self._steady_at = time.monotonic() + STEADY
+        daemon.breaker.answered()
+        again = "connected again" if connection.door.welcome.resumed else "connected"
+        session = connection.door.welcome.session
+        logger.info("%s to %s as %r, session %d", again, self._dialer.endpoint, self._dialer.engine, session)
+
+    def _attach_all(self, connection: Connection, restate: bool) -> None:
+        """Attach every namespace over `connection`, and put it into use once none is left."""
+        tried: set[Namespace] = set()
+        while self._daemon.connection is not connection:  # a step that attaches meanwhile does not wait for the daemon
+            with self._change:
+                left = [namespace for namespace in self._namespaces if namespace not in tried]
+                if not left and not restate:
+                    self._daemon.connection = connection
+            for namespace in left:
+                try:
+                    namespace.join(connection)
+                except ClientError as error:
+                    namespace.refuse(str(error))
+            tried.update(left)
+            if restate:
+                self._restate(connection)
+                restate = False
+
+    def _restate(self, connection: Connection) -> None:
+        """Tell a next daemon what we hold: leases, and up to which reservation we have heard of grants."""
+        leases = list(connection.leases.items())
+        lost = self._daemon.ask(Restate(0, b"", connection.heard, leases), Restated, connection).lost
+        self._daemon.count("sessions_resumed")
+        self._daemon.count("leases_restated", len(leases) - len(lost))
+        self._daemon.count("leases_lost", len(lost))
+
+    def _adopt_region(self, region: Region) -> None:
+        if region is self.region:
+            return
+        self.region = region
+        for callback in self._region_callbacks:
+            try:
+                callback(region)
+            except Exception:  # a caller's own code: it must not take along the session, nor the callbacks after it
+                self._daemon.count("region_callback_errors")
+                logger.exception("a callback of on_region failed")
+
+    def leave(self, why: str) -> None:
+        """End the connection, if there is one: whatever waits for an answer learns that there is none."""
+        daemon = self._daemon
+        if (connection := daemon.connection) is None:
+            return
+        if not daemon.closing:
+            daemon.suspended = connection  # first: a settlement that comes meanwhile finds one of the two
+        daemon.connection = None
+        daemon.absence = f"the session with the daemon at {self._dialer.endpoint} ended: {why}"
+        if daemon.closing:
+            connection.unlock()  # no copy runs any more: the daemon need not ask whether we live
+        connection.close()
+        if time.monotonic() > self._steady_at:  # a daemon that lets us in and throws us out is asked less and less
+            self._backoff.reset()
+        if not daemon.closing:
+            daemon.count("links_lost")
+            logger.warning("%s; lookups miss until it is back", daemon.absence)
+
+    def _give_up_suspended(self) -> None:
+        """Let go of the session at a daemon that is gone: another one has taken its place, or we end."""
+        suspended, self._daemon.suspended = self._daemon.suspended, None
+        if suspended is not None:
+            self._daemon.count("stale_settles", len(suspended.owed))
+            suspended.unlock()

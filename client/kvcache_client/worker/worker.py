@@ -95,7 +95,7 @@ class Worker:
         self._stored_lock = threading.Lock()
         self._counts = Counters()
         self._proof = Proof(spec, self._shard, self._counts)
-        session.telling.count_too(self._counts.snapshot)
+        session.add_counts(self._counts.snapshot)
         self._format: Format | None = None  # of the values in a block
 
     @property

@@ -1,0 +1,37 @@
+"""Waiting for descriptors, and a bell that ends the wait from another thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Iterable
+
+
+class Bell:
+    """Rung by any thread, heard by the one that waits, or by the next wait."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def ring(self) -> None:
+        os.eventfd_write(self.descriptor, 1)
+
+    def wait(self, descriptors: Iterable[int], timeout: float | None) -> set[int]:
+        """Return which of `descriptors` are readable, as `readable` does; the bell ends the wait early."""
+        ready = readable([*descriptors, self.descriptor], timeout)
+        if self.descriptor in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.descriptor)
+        return ready
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def readable(descriptors: Iterable[int], timeout: float | None) -> set[int]:
+    """Return which of `descriptors` can be read or have ended, after at most `timeout` seconds; None: without limit."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if timeout is None else timeout * 1000)}
