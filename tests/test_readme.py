@@ -19,7 +19,7 @@ from kvcache_server.doctor import SECTIONS
 
 ROOT = Path(__file__).parent.parent
 NAMES = [f"{folder}README.md" for folder in ("", "server/", "client/", "deploy/", "tests/", "tests/bench/")]
-NAMES += ["deploy/MIGRATION.md", "deploy/SECURITY.md", "proto/PROTOCOL.md"]
+NAMES += ["deploy/MIGRATION.md", "deploy/SECURITY.md", "proto/PROTOCOL.md", "tests/npu_rig/README.md"]
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 SERVER = PAGES["server/README.md"]
 
@@ -114,4 +114,4 @@ def test_the_figures_of_the_readme_are_among_those_that_were_measured() -> None:
 
 
 def test_the_changes_begin_with_this_version() -> None:
-    assert re.search(r"^## (\S+?),", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == __version__  # type: ignore[index]
+    assert re.search(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == __version__  # type: ignore[index]
