@@ -20,6 +20,7 @@ from kvcache_server.doctor import SECTIONS
 ROOT = Path(__file__).parent.parent
 NAMES = [f"{folder}README.md" for folder in ("", "server/", "client/", "deploy/", "tests/", "tests/bench/")]
 NAMES += ["deploy/MIGRATION.md", "deploy/SECURITY.md", "proto/PROTOCOL.md", "tests/npu_rig/README.md"]
+NAMES += ["CONTRIBUTING.md"]
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 SERVER = PAGES["server/README.md"]
 
