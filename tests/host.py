@@ -1,9 +1,9 @@
-"""A host without a process: a region and a book that outlive the state machines over it, and engines that use them."""
+"""A host without a process: a region and a state file that outlive the caches over it, and engines that use them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from kvcache_proto.region import RegionRows, plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Verdict
 from kvcache_server.core import journal, recovery
 from kvcache_server.core.cache import Cache
+from kvcache_server.core.effects import Change
+from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 
 MIB = 1 << 20
@@ -52,7 +54,7 @@ class Fuse:
 
 
 class Host:
-    """A region and a book that outlive the caches, as files do, and the sessions whose locks are held."""
+    """A region and a state file that outlive the caches, as files do, and the sessions whose locks are held."""
 
     def __init__(self, extents: int = 3, extent_bytes: int = 2 * MIB, limits: Limits = LIMITS) -> None:
         self.geometry = plan_geometry(b"r" * 16, extents * extent_bytes, extent_bytes)
@@ -63,7 +65,8 @@ class Host:
         self.now = 0.0
         self.living: dict[int, str] = {}
         self.note(journal.Began(self.geometry.region_id, 1))
-        self.cache = Cache(memoryview(self.buffer), self.geometry, limits, 11, self.note)
+        self.cache = Cache(memoryview(self.buffer), self.geometry, limits, 11)
+        self.followers: list[Callable[[list[Change]], None]] = []
         self._arm()
 
     def note(self, record: journal.Record) -> None:
@@ -79,12 +82,12 @@ class Host:
         for number in gone:
             self.living.pop(number)
         self.fuse.left = -1
-        book = journal.read(bytes(self.file))
-        book.life += 1
-        self.file = bytearray(journal.MAGIC) + b"".join(map(journal.pack, book.records()))
+        manifest = journal.read(bytes(self.file))
+        manifest.epoch += 1
+        self.file = bytearray(journal.MAGIC) + b"".join(map(journal.pack, manifest.records()))
         self.fuse.left = fuse
         buffer: Any = memoryview(self.buffer)
-        living = {number for number in self.living if number in book.sessions}
+        living = {number for number in self.living if number in manifest.sessions}
         if fuse >= 0:
             arm = RegionRows.__init__
 
@@ -94,15 +97,46 @@ class Host:
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(RegionRows, "__init__", armed)
-                self.cache = recovery.reopen(buffer, self.geometry, self.limits, book, living, self.now, self.note)
+                self.cache = recovery.reopen(buffer, self.geometry, self.limits, manifest, living, self.now)
         else:
-            self.cache = recovery.reopen(buffer, self.geometry, self.limits, book, living, self.now, self.note)
+            self.cache = recovery.reopen(buffer, self.geometry, self.limits, manifest, living, self.now)
+        self.deliver()
         self.fuse.left = -1
         self._arm()
         return self.cache
 
+    def deliver(self) -> None:
+        """Note what the core has reported, as the daemon does before it replies."""
+        records, changes = self.cache.effects.take()
+        for record in records:
+            self.note(record)
+        for follow in self.followers:
+            follow(changes)
+
+    def tick(self) -> None:
+        self.cache.tick(self.now)
+        self.deliver()
+
+    def end(self, session: int) -> None:
+        self.cache.end_session(session, self.now)
+        self.deliver()
+
+    def handle(self, session: int, request: Any) -> Any:
+        reply = self.cache.begin(session, request, self.now)
+        self.deliver()
+        if not isinstance(reply, Generator):
+            return reply
+        while True:
+            try:
+                next(reply)
+            except StopIteration as done:
+                return done.value
+            finally:
+                self.deliver()
+
     def open(self, engine: str) -> int:
         number = self.cache.open_session(engine, "", self.now)
+        self.deliver()
         self.note(journal.SessionOpened(number, engine, "", b"", ""))
         self.living[number] = engine
         return number
@@ -125,7 +159,7 @@ class Client:
         self.attach()
 
     def ask(self, request: Any) -> Any:
-        return self.host.cache.handle(self.session, request, self.host.now)
+        return self.host.handle(self.session, request)
 
     def attach(self) -> None:
         self.namespace = self.ask(m.Attach(1, b"", self.spec, self.shards)).namespace
@@ -217,7 +251,7 @@ class Story:
             client.ask(m.Release(1, b"", [lease]))
         elif what == "wait":
             host.now += draw.choice([0.1, 2.5, 11.0])
-            host.cache.tick(host.now)
+            host.tick()
         elif what == "end" and draw.random() < 0.2:
             self.end(draw.choice(self.ranks if client is self.scheduler else [client]))
 
@@ -231,7 +265,7 @@ class Story:
     def end(self, client: Client) -> None:
         self.host.living.pop(client.session)
         self.forget(client)
-        self.host.cache.end_session(client.session, self.host.now)
+        self.host.end(client.session)
         client.session = self.host.open(client.engine)
         client.attach()
 
@@ -253,4 +287,4 @@ class Story:
                 self.forget(client)
                 client.session = self.host.open(client.engine)
                 client.attach()
-            self.host.cache.check_integrity()
+            check_integrity(self.host.cache)

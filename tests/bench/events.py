@@ -42,6 +42,9 @@ class Rig:
         run = [m.Run(hashes)]
         reserved = self.cache.handle(self.session, m.Reserve(1, b"", self.namespace, run), 0.0)
         self.cache.handle(self.session, m.Settle(1, b"", region, reserved.reservation, (0,), 0), 0.0)
+        changes = self.cache.effects.take()[1]
+        if self.stream is not None:
+            self.stream.follow(changes)
         stored = time.perf_counter()
         self.cache.handle(self.session, m.Acquire(1, b"", self.namespace, hashes, pin=False), 0.0)
         acquired = time.perf_counter()

@@ -93,7 +93,7 @@ def read_back(blocks: int, extents: int, rounds: int) -> dict[str, float]:
     geometry = plan_geometry(secrets.token_bytes(16), extents * EXTENT, EXTENT)
     buffer, limits = sparse_region(geometry), Limits(write_quota=1.0)
     records: list[journal.Record] = [journal.Began(geometry.region_id, 1)]
-    cache = Cache(buffer, geometry, limits, 11, records.append)
+    cache = Cache(buffer, geometry, limits, 11)
     session = cache.open_session("bench", "", 0.0)
     slots = -(-blocks // extents)
     spec = NamespaceSpec(model="bench", groups=[GroupSpec(16, EXTENT // slots // 64 * 64 - SLOT_ROW)], hash_bytes=16)
@@ -101,16 +101,17 @@ def read_back(blocks: int, extents: int, rounds: int) -> dict[str, float]:
     for number in range(blocks // CHAIN):
         reserved = cache.handle(session, m.Reserve(1, b"", namespace, [m.Run(chain(number))]), 0.0)
         cache.handle(session, m.Settle(1, b"", geometry.region_id, reserved.reservation, (0,), Outcome.COMMITTED), 0.0)
+    records += cache.effects.take()[0]
     cut = len(cache.pool.extents)
     del cache
     seconds = []
-    for life in range(2, 2 + rounds):
-        book = journal.read(journal.MAGIC + b"".join(map(journal.pack, records)))
-        book.life = life
+    for epoch in range(2, 2 + rounds):
+        manifest = journal.read(journal.MAGIC + b"".join(map(journal.pack, records)))
+        manifest.epoch = epoch
         gc.collect()
         gc.disable()  # as the daemon does
         since = time.monotonic()
-        cache = recovery.reopen(buffer, geometry, limits, book, set(), 0.0)
+        cache = recovery.reopen(buffer, geometry, limits, manifest, set(), 0.0)
         seconds.append(time.monotonic() - since)
         gc.enable()
         found = sum(len(each.visible) for each in cache.namespaces[namespace].groups)

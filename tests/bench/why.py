@@ -31,10 +31,10 @@ import signal
 kept = {}
 
 def switch(*_):
-    from kvcache_server.core.cache import Cache
-    from kvcache_server.insight.miss_log import Misses
+    from kvcache_server.insight.insight import Insight
+    from kvcache_server.insight.miss_log import MissLog
 
-    for owner, name in ((Cache, "remember"), (Misses, "left"), (Misses, "acting")):
+    for owner, name in ((Insight, "looked_up"), (MissLog, "left")):
         if name in kept:
             setattr(owner, name, kept.pop(name))
         else:

@@ -40,15 +40,15 @@ def _in(module: str, *functions: str) -> Where:
 ROWS = Where("kvcache_proto/region")
 POINTS: dict[str, tuple[Where, ...]] = {
     "store": (ROWS,),
-    "before-reply": (_in("daemon/service", "_finish"),),
-    "after-reply": (_in("daemon/service", "_finish"),),
+    "before-reply": (_in("daemon/answers", "_finish"),),
+    "after-reply": (_in("daemon/answers", "_finish"),),
     "grant": (
         _in("core/reservations", "_grant", "_grant_runs", "_supersede"),
         _in("core/pool", "take", "place"),
     ),
     "settle": (
-        _in("core/reservations", "_settle_shards", "doom", "_give_back"),
-        _in("core/index", "show", "show_one"),
+        _in("core/reservations", "_settle_shards", "_show_some", "doom", "_give_back"),
+        _in("core/index", "show"),
     ),
     "evict": (
         _in("core/eviction/policy", "evict", "_evicted", "_forget"),
@@ -56,14 +56,15 @@ POINTS: dict[str, tuple[Where, ...]] = {
         _in("core/pool", "give_back"),
     ),
     "recut": (
-        _in("core/eviction/policy", "recut", "_empty"),
+        _in("core/eviction/policy", "reassign", "_empty"),
         _in("core/pool", "uncut_extent", "_cut", "_empty_extent"),
         Where("kvcache_proto/region", frozenset({"cut"})),
     ),
     "session": (
         _in("daemon/handshake", "_welcome"),
         _in("daemon/session_registry", "open", "leave", "sweep"),
-        _in("core/cache", "leave_session", "end_session"),
+        _in("core/cache", "end_session"),
+        _in("core/registry", "leave", "forget"),
     ),
     "start": (_in("storage/region_file"), _in("storage/region_names"), _in("storage/folder")),
     "rebuild": (

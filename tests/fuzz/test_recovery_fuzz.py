@@ -16,6 +16,7 @@ from kvcache_proto.region import CHECKED, EXTENT_ROW, EXTENT_ROWS, SLOT_ROW, Reg
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.core import journal, recovery
 from kvcache_server.core.cache import Cache
+from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 
 MIB = 1 << 20
@@ -53,15 +54,15 @@ def last_life() -> tuple[bytes, bytes, int]:
 
 def reopened(buffer: bytearray, file: bytes, living: bool) -> None:
     book = journal.read(file)
-    book.life += 1
+    book.epoch += 1
     alive = set(book.sessions) if living else set()
     cache = recovery.reopen(memoryview(buffer), GEOMETRY, Limits(), book, alive, 0.0)
-    cache.check_integrity()
+    check_integrity(cache)
     cache.tick(1000.0)
     for number in alive:
         cache.end_session(number, 1000.0)
     cache.tick(2000.0)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 @settings(deadline=None, max_examples=300)

@@ -25,7 +25,7 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.types import Finding
 from kvcache_server.admin_client import Admin
 from kvcache_server.config import Config
-from kvcache_server.events.publisher import REPLAYS, Events
+from kvcache_server.events.publisher import REPLAYS, Publisher
 from kvcache_server.events.sequence_file import ROOM, Numbers
 from kvcache_server.events.topics import IN_ALL
 from kvcache_server.transport.zmtp import GREETING, header, ready
@@ -501,7 +501,7 @@ def test_a_flood_of_nonsense_is_taken_a_little_at_a_time(which: str, kind: bytes
     flood = 100_000
     loop = asyncio.new_event_loop()
     where = {"events": "tcp://127.0.0.1:*", "events_replay": "tcp://127.0.0.1:*"}
-    events = Events(loop, Config(endpoint="ipc:///x/kv.sock", **where), Host().cache)
+    events = Publisher(loop, Config(endpoint="ipc:///x/kv.sock", **where), Host().cache)
 
     async def until(said: str, count: int) -> None:
         while events.report()[said] < count:

@@ -27,9 +27,10 @@ from kvcache_proto.region import plan_geometry
 from kvcache_server.admin_client import Admin
 from kvcache_server.config import Config, settings
 from kvcache_server.core.cache import Cache
+from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 from kvcache_server.daemon.handshake import Door
-from kvcache_server.daemon.reload import Settings
+from kvcache_server.daemon.reload import Reload
 from kvcache_server.transport.sockets import admit
 
 ACL = "system.posix_acl_access"
@@ -241,7 +242,7 @@ def test_what_the_sockets_do_not_take_is_tried_again_the_next_time(
     cache.bound(old.limits())
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         door = Door(loop, endpoint, -1, geometry, _nobody, _nobody)
-        in_force = Settings(old, lambda: new, cache, door, lambda config: admit(str(router), (), ()))
+        in_force = Reload(old, lambda: new, cache, door, lambda config: admit(str(router), (), ()))
         with caplog.at_level("INFO"):
             router.unlink()
             in_force.read_again()
@@ -267,5 +268,5 @@ def test_the_state_machine_goes_by_new_limits_at_once() -> None:
     cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry)
     wanted = Config(endpoint="ipc:///x/kv.sock", supersede_after=0.5, write_quota=0.25, namespace_floor=0.125).limits()
     cache.bound(wanted)
-    assert (cache.limits, cache.writing.limits) == (wanted, wanted)
-    cache.check_integrity()
+    assert (cache.limits, cache.reservations.limits) == (wanted, wanted)
+    check_integrity(cache)

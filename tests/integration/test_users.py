@@ -15,7 +15,7 @@ import pytest
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import KVCacheError, NotPermitted
 from kvcache_server.admin_client import Admin
-from kvcache_server.core.cache import OPERATORS
+from kvcache_server.core.registry import OPERATORS
 from kvcache_server.daemon.handshake import MAX_VISITORS
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")

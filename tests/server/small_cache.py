@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from insights import answer
+
 from kvcache_proto import messages as m
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import Group
 from kvcache_server.core.limits import Limits
-from kvcache_server.core.sampling import keyed_draw
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -24,7 +25,7 @@ class Engine:
         self.namespace = self.ask(m.Attach(1, b"", spec, (0,))).namespace
 
     def ask(self, request):
-        return self.cache.handle(self.session, request, self.now)
+        return answer(self.cache, self.session, request, self.now)
 
     def reserve(self, names: list[str], parent: str | None = None) -> m.Reserved:
         run = m.Run(hashes(names), hashes([parent])[0] if parent else None)
@@ -65,5 +66,5 @@ def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, **limits: float) -
     return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, bounds, seed=11)
 
 
-def make_group(slots: int = 1024, block_bytes: int = 64) -> Group:
-    return Group(1, 0, GroupSpec(16, block_bytes), 16, slots * block_bytes, keyed_draw(b"a secret"))
+def make_group(block_bytes: int = 64) -> Group:
+    return Group(1, 0, GroupSpec(16, block_bytes), 16)

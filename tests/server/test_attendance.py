@@ -12,9 +12,9 @@ import pytest
 from small_cache import make_cache
 
 from kvcache_proto.messages import Hello
-from kvcache_server.core.journal import Book
-from kvcache_server.daemon.handshake import Ticket
-from kvcache_server.daemon.session_registry import LOOKS, Attendance
+from kvcache_server.core.journal import Manifest
+from kvcache_server.daemon.handshake import Admission
+from kvcache_server.daemon.session_registry import LOOKS, SessionRegistry
 from kvcache_server.storage.folder import Folder
 from kvcache_server.storage.session_locks import SessionFiles
 from kvcache_server.storage.state_file import StateFile
@@ -42,14 +42,16 @@ class House:
     def __init__(self, folder: Path) -> None:
         home = Folder(str(folder))
         self.files, self.failures = Files(home, "sessions"), []
-        state = StateFile(home, "state", Book(b"r" * 16))
+        state = StateFile(home, "state", Manifest(b"r" * 16))
         self.cache = make_cache()
         opened = Opened(None, state, self.files, self.cache, {})  # type: ignore[arg-type]
-        self.attendance = Attendance(opened, lambda session: None, lambda number, error: self.failures.append(error))
+        self.attendance = SessionRegistry(
+            opened, lambda session: None, lambda number, error: self.failures.append(error)
+        )
         self.lives: dict[int, int] = {}
         self.close = state.close
 
-    def enter(self) -> Ticket:
+    def enter(self) -> Admission:
         ticket = self.attendance.open(Hello(2, f"engine {len(self.lives)}"), Peer(1, 1, frozenset()))
         self.lives[ticket.session] = ticket.file
         return ticket
@@ -73,11 +75,11 @@ def test_who_leaves_is_looked_at_and_nobody_else(house: House) -> None:
     for session in sessions:
         house.attendance.leave(session)
     assert set(house.files.looks.values()) == {1}
-    assert len(house.cache.absent) == SESSIONS
+    assert len(house.cache.registry.absent) == SESSIONS
     late = house.enter().session
     house.die(late)
     house.attendance.leave(late)
-    assert late not in house.cache.absent, "its process is gone: its end is seen at once"
+    assert late not in house.cache.registry.absent, "its process is gone: its end is seen at once"
     assert house.files.looks.total() == SESSIONS + 1
 
 
@@ -95,7 +97,7 @@ def test_a_sweep_looks_at_a_few_and_the_next_one_at_others(house: House) -> None
         house.die(session)
     for _ in range(SESSIONS // LOOKS):
         house.attendance.sweep()
-    assert sorted(house.cache.absent) == sessions[1::2]
+    assert sorted(house.cache.registry.absent) == sessions[1::2]
     assert len(os.listdir(house.files.folder)) == SESSIONS // 2
 
 
@@ -106,7 +108,7 @@ def test_one_that_was_fenced_off_leaves_no_file(house: House) -> None:
     house.cache.fence_off(first, 0.0)
     house.attendance.look_after(first)
     house.attendance.look_after(first)
-    assert list(house.cache.absent) == [second]
+    assert list(house.cache.registry.absent) == [second]
     assert [name.partition("-")[0] for name in os.listdir(house.files.folder)] == [str(second)]
 
 

@@ -7,15 +7,16 @@ import random
 from itertools import count
 
 import pytest
+from insights import figures
 from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
-from kvcache_server.core.cache import OPERATORS
-from kvcache_server.core.grants import Grant
-from kvcache_server.core.index import SPARE, Account, Block, Group
+from kvcache_server.core.index import SPARE, Account, Block, Grant, Group
+from kvcache_server.core.integrity import check_integrity
+from kvcache_server.core.registry import OPERATORS
 from kvcache_server.core.sessions import Session
 
 
@@ -32,7 +33,7 @@ def test_a_stored_run_is_found_with_its_slots_and_another_is_not():
     found = other.acquire(chain("a", 5) + chain("b", 2))
     assert (found.hits, found.slots) == (5, reserved.slots)
     assert other.hits(chain("b", 2)) == 0
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_second_writer_of_a_prefix_is_told_and_writes_only_the_rest():
@@ -60,7 +61,7 @@ def test_one_reservation_holds_the_runs_of_a_whole_step():
     assert engine.settle(reserved, at=(0, 2, 3)) == [Verdict.VISIBLE] * 3
     assert [engine.hits(run) for run in (["a", "b"], ["p", "q"], ["a", "c", "d"])] == [1, 2, 2]
     assert engine.settle(reserved, Outcome.FAILED, at=(1, 4)) == [Verdict.FAILED] * 2
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_what_hangs_below_a_failed_block_goes_with_it():
@@ -72,9 +73,9 @@ def test_what_hangs_below_a_failed_block_goes_with_it():
     assert two.settle(below) == [Verdict.HIDDEN]
     assert one.settle(first, Outcome.FAILED) == [Verdict.FAILED]
     assert two.settle(late) == [Verdict.ORPHANED]
-    assert cache.stats(0.0)["pool"]["used_bytes"] == 0
+    assert figures(cache, 0.0)["pool"]["used_bytes"] == 0
     assert two.store(["p", "q", "r"]) == [Refusal.GRANTED] * 3
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_stopped_writer_is_superseded_and_its_late_commit_is_told_so():
@@ -89,7 +90,7 @@ def test_a_stopped_writer_is_superseded_and_its_late_commit_is_told_so():
     slow.now = 3.0
     assert slow.settle(stuck) == [Verdict.SUPERSEDED, Verdict.VISIBLE]
     assert fast.hits(["p", "q"]) == 2
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_the_slots_of_a_dead_writer_rest_for_the_quarantine():
@@ -102,7 +103,7 @@ def test_the_slots_of_a_dead_writer_rest_for_the_quarantine():
     assert heir.store(["x"]) == [Refusal.NO_SPACE]
     cache.tick(15.0)
     assert heir.store(chain("x", per_extent)) == [Refusal.GRANTED] * per_extent
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_leased_chain_outlives_any_pressure_and_goes_after_its_release():
@@ -119,7 +120,7 @@ def test_a_leased_chain_outlives_any_pressure_and_goes_after_its_release():
     assert cache.counters["releases_unknown"] == 1
     reader.ask(m.Clear(1, b""))
     assert reader.hits(["p", "q"]) == 0
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_parent_inherits_the_last_use_of_a_child_that_went():
@@ -135,7 +136,7 @@ def test_a_parent_inherits_the_last_use_of_a_child_that_went():
     engine.ask(m.Release(0, b"", [lease]))
     engine.store(["y"])  # "p" was last used with "q", after "old"
     assert (engine.hits(["p", "q"]), engine.hits(["old"])) == (1, 0)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_system_prompt_in_daily_use_outlives_its_cold_children():
@@ -156,7 +157,7 @@ def test_past_its_quota_an_engine_is_offered_fewer_hits_and_that_is_counted():
     assert (cut.hits, cut.pending, cut.withheld) == (8, 0, 2)  # a quarter of 4 MiB
     again = engine.acquire(chain("a", 10))
     assert again.hits == 8  # shared blocks count once
-    assert cache.stats(0.0)["refusals"]["quota"] == 4
+    assert figures(cache, 0.0)["refusals"]["quota"] == 4
     engine.store(chain("b", 3))
     nothing = engine.acquire(chain("b", 3))
     assert (nothing.hits, nothing.withheld) == (0, 3)
@@ -173,16 +174,16 @@ def test_past_its_quota_an_engine_saves_no_further_until_it_has_settled():
     assert list(reserved.answers) == [Refusal.GRANTED] * 8 + [Refusal.QUOTA, Refusal.NO_PARENT]
     assert list(other.reserve(chain("b", 2)).answers) == [Refusal.GRANTED] * 2
     assert list(engine.reserve(["x"]).answers) == [Refusal.QUOTA]
-    assert cache.stats(0.0)["refusals"]["quota"] == 2
+    assert figures(cache, 0.0)["refusals"]["quota"] == 2
     engine.settle(reserved, Outcome.FAILED, at=(6,))
     engine.settle(reserved, at=(0, 1, 2))
-    cache.check_integrity()
+    check_integrity(cache)
     again = engine.reserve(chain("x", 5))
     assert list(again.answers) == [Refusal.GRANTED] * 4 + [Refusal.QUOTA]
     engine.settle(reserved, at=(3, 4, 5, 7))
     engine.settle(again)
     assert cache.engines["one"].writing == 0
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_one_block_may_be_written_however_small_the_quota():
@@ -218,13 +219,13 @@ def test_a_pool_full_of_small_blocks_makes_room_for_large_ones():
     large = Engine(cache, "large", 16 * MIB, "large")
     answers = [large.store([f"L{number}"]) for number in range(40)]
     assert answers == [[Refusal.GRANTED]] * 40
-    usage = {n["model"]: n["bytes"] for n in cache.stats(0.0)["namespaces"]}
+    usage = {n["model"]: n["bytes"] for n in figures(cache, 0.0)["namespaces"]}
     assert usage["large"] >= cache.pool.capacity * 0.25, "an even share, less one extent and what extents waste"
     assert usage["small"] >= cache.pool.capacity * 0.3
     rows = cache.rows
     for lease in leased:
         assert all(rows.is_current(ref) for ref in unpack_refs(lease.slots)), "a leased block moved"
-    cache.check_integrity()  # no chain is stranded
+    check_integrity(cache)  # no chain is stranded
 
 
 def test_no_extent_changes_hands_while_a_block_of_it_or_below_it_is_leased():
@@ -238,7 +239,7 @@ def test_no_extent_changes_hands_while_a_block_of_it_or_below_it_is_leased():
     assert large.store(["L"]) == [Refusal.NO_SPACE]
     small.ask(m.Release(0, b"", [lease.lease]))
     assert large.store(["L"]) == [Refusal.GRANTED]
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_an_engine_that_streams_new_prompts_does_not_cost_another_its_hits():
@@ -287,11 +288,11 @@ def test_bad_requests_are_told_and_change_nothing(request_of, error, says):
     cache = make_cache()
     engine = Engine(cache, "one")
     engine.store(["p"])
-    before = cache.stats(0.0)
+    before = figures(cache, 0.0)
     with pytest.raises(error, match=says):
         engine.ask(request_of(engine))
-    assert cache.stats(0.0) == before
-    cache.check_integrity()
+    assert figures(cache, 0.0) == before
+    check_integrity(cache)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,7 @@ def test_a_user_s_sessions_count_from_the_first_to_the_end_of_their_process():
         cache.open_session("status", "", 0.0, user=1, is_operator=True)
     for session in list(cache.sessions):
         cache.end_session(session, 0.0)
-    assert not cache.users.sessions
+    assert not cache.registry.users.sessions
 
 
 def test_engines_that_come_and_go_leave_no_trace_but_their_blocks():
@@ -343,13 +344,13 @@ def test_engines_that_come_and_go_leave_no_trace_but_their_blocks():
         engine.store([f"block {number}"])
         engine.acquire([f"block {number}"])
         cache.end_session(engine.session, 0.0)
-    assert len(cache.shares.accounts) == 50
+    assert len(cache.eviction.fair_share.accounts) == 50
     reader = Engine(cache, "reader")
     assert all(reader.hits([f"block {number}"]) for number in range(50))
     reader.ask(m.Clear(1, b""))
     cache.end_session(reader.session, 0.0)
     assert not cache.engines
-    assert not cache.shares.accounts
+    assert not cache.eviction.fair_share.accounts
 
 
 def test_each_block_ends_in_one_count_and_present_is_what_is_left():
@@ -367,12 +368,12 @@ def test_each_block_ends_in_one_count_and_present_is_what_is_left():
     engine.store(chain("many", 40))
     engine.ask(m.Clear(1, b""))
     engine.store(chain("last", 5))
-    cache.check_integrity()
-    counts = {name.removeprefix("blocks_"): count for name, count in cache.stats(0.0)["counters"].items()}
+    check_integrity(cache)
+    counts = {name.removeprefix("blocks_"): count for name, count in figures(cache, 0.0)["counters"].items()}
     assert (counts["superseded"], counts["failed"], counts["orphaned"], counts["unreachable"]) == (2, 1, 1, 1)
     assert counts["evicted"] > 0 and counts["cleared"] > 0
     assert counts["reserved"] == sum(counts[end] for end in ("committed", "failed", "superseded", "orphaned"))
-    present = cache.stats(0.0)["pool"]["blocks"]
+    present = figures(cache, 0.0)["pool"]["blocks"]
     assert counts["committed"] == present + sum(counts[end] for end in ("evicted", "cleared", "unreachable"))
 
 
@@ -382,10 +383,10 @@ def test_a_block_is_not_superseded_by_one_below_itself():
     stuck = engine.reserve(["a", "b", "c"])
     engine.now = 5.0
     assert [Refusal(answer) for answer in engine.reserve(["a"], parent="c").answers] == [Refusal.IN_FLIGHT]
-    cache.check_integrity()
+    check_integrity(cache)
     assert engine.settle(stuck, Outcome.FAILED)[0] == Verdict.FAILED
     assert engine.store(["a", "b", "c"]) == [Refusal.GRANTED] * 3
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_clear_takes_chains_that_several_engines_have_stored():
@@ -395,8 +396,8 @@ def test_clear_takes_chains_that_several_engines_have_stored():
     two.store(["q"], parent="p")
     one.store(["r"], parent="q")
     assert one.ask(m.Clear(1, b"")).blocks == 3
-    assert cache.stats(0.0)["pool"]["used_bytes"] == 0
-    cache.check_integrity()
+    assert figures(cache, 0.0)["pool"]["used_bytes"] == 0
+    check_integrity(cache)
 
 
 def test_settling_twice_does_not_make_a_hidden_block_visible():
@@ -483,10 +484,10 @@ def test_extents_that_change_hands_leave_no_trace_in_the_order():
         small.settle(small.ask(m.Reserve(1, b"", small.namespace, runs)))
         large.store(["x"])  # takes an extent
         large.ask(m.Clear(1, b"", cache.namespaces[large.namespace].id))  # and gives it up
-        cache.check_integrity()
+        check_integrity(cache)
     assert cache.counters["extents_recut"] > 12
-    entries = sum(len(each.standing()) for each in cache.shares.accounts)
-    assert entries <= 2 * cache.stats(0.0)["pool"]["blocks"] + 2 * SPARE
+    entries = sum(len(each.standing()) for each in cache.eviction.fair_share.accounts)
+    assert entries <= 2 * figures(cache, 0.0)["pool"]["blocks"] + 2 * SPARE
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -527,13 +528,13 @@ def test_an_engine_that_changes_its_weights_often_keeps_its_room():
         assert engine.ask(m.Detach(0, b"", left)) is None
         for at in range(0, slots + 8, 4):
             engine.store(chain(f"{number}-{at}-", 4))
-        assert cache.stats(0.0)["namespaces"][-1]["blocks"] >= slots * 0.8
+        assert figures(cache, 0.0)["namespaces"][-1]["blocks"] >= slots * 0.8
     assert len(cache.namespaces) < 8
     engine.ask(m.Detach(0, b"", left))
     assert cache.counters["detaches_unknown"] == 1
     cache.end_session(engine.session, 0.0)
     cache.tick(100.0)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_leaf_whose_child_was_superseded_elsewhere_may_go():
@@ -545,7 +546,7 @@ def test_a_leaf_whose_child_was_superseded_elsewhere_may_go():
     engine.store(["q"])
     engine.now = 3.0
     second = engine.reserve(["x"], parent="q")
-    cache.check_integrity()
+    check_integrity(cache)
     engine.settle(second)
     engine.settle(first)
     assert engine.ask(m.Clear(1, b"")).blocks == 3
@@ -559,4 +560,4 @@ def test_the_check_of_an_extent_that_is_all_but_empty_comes_to_an_end():
     while len(extent.blocks) < extent.slots:
         cache.pool._lay_out(extent)
     assert len(extent.vacant) > 100_000
-    cache.check_integrity()
+    check_integrity(cache)

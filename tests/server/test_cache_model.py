@@ -14,6 +14,7 @@ from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
 from kvcache_server.core.cache import Cache
+from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 
 SLOTS_AN_EXTENT, EXTENTS = 3, 2
@@ -224,7 +225,7 @@ class CacheMachine(RuleBasedStateMachine):
             with pytest.raises(BadArgument, match="shards is attached"):
                 self.ask_as(self.sessions[RANKS[0]], request)
             return
-        number = self.cache.writing.last_reservation + 1
+        number = self.cache.reservations.last + 1
         expected = self.model.reserve(number, path[:cut], run, self.now)
         reply = self.ask_as(self.sessions[RANKS[0]], request)
         assert [Refusal(answer) for answer in reply.answers] == expected
@@ -236,7 +237,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Reserve a whole chain and commit what is granted: the common way, which fills the pool and evicts."""
         self.reserve(path, 0)
         for number, position in self.unsettled():
-            if number == self.cache.writing.last_reservation:
+            if number == self.cache.reservations.last:
                 for shard in (0, 1):
                     self.commit(number, position, shard)
 
@@ -303,11 +304,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         group = self.cache.namespaces[1].groups[0]
         assert {b.hash for b in group.visible.values()} == set(map(digest, self.model.visible))
         assert set(group.pending) == set(map(digest, self.model.current))
-        assert len(self.cache.writing.quarantine) == len(self.model.quarantined)
+        assert len(self.cache.pool.quarantine) == len(self.model.quarantined)
         assert self.cache.engines["engine"].pins.bytes >= len(self.model.pinned()) * group.slot_bytes
 
 

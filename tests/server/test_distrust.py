@@ -14,7 +14,8 @@ from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.region import PAGE, plan_geometry
 from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Refusal, Verdict
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.checksums import PIECE, Sums, sums_bytes
+from kvcache_server.core.checksums import PIECE, Checksums, sums_bytes
+from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 from kvcache_server.storage.checksum_file import open_sums
 from kvcache_server.storage.folder import Folder
@@ -26,7 +27,7 @@ SHARDS = (3 * PAGE, PAGE, 2 * PAGE)
 def make_cache(extents: int = 1, **limits: Any) -> Cache:
     geometry = plan_geometry(b"r" * 16, extents * 2 * MIB, 2 * MIB)
     cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**limits), seed=11)
-    cache.sums = Sums(memoryview(bytearray(sums_bytes(geometry))), {0}, lambda piece: False)
+    cache.keep_checksums(Checksums(memoryview(bytearray(sums_bytes(geometry))), {0}, lambda piece: False))
     return cache
 
 
@@ -84,7 +85,7 @@ def slot(slots: bytes, number: int) -> bytes:
     return slots[number * REF_BYTES : (number + 1) * REF_BYTES]
 
 
-# Sums.
+# Checksums.
 
 
 def test_sums_come_back_to_who_asks_for_them_and_to_nobody_else() -> None:
@@ -179,13 +180,13 @@ def test_sums_take_memory_where_there_are_some_and_are_none_where_it_ends(tmp_pa
     assert taken() == PAGE + PIECE
     again = opened(path, geometry, 2)
     assert (taken(), again.read(ref(far), (0,))) == (PAGE + PIECE, sum_of(1, 1))
-    full = Sums(memoryview(bytearray(sums_bytes(geometry))), {3}, lambda piece: False)
+    full = Checksums(memoryview(bytearray(sums_bytes(geometry))), {3}, lambda piece: False)
     for offset in (0, far):
         full.put(offset, sum_of(2, 2))
     assert full.read(ref(0) + ref(far), (0,)) == bytes(8) + sum_of(2, 2)
 
 
-def opened(path: Path, geometry: PoolGeometry, life: int) -> Sums:
+def opened(path: Path, geometry: PoolGeometry, life: int) -> Checksums:
     sums = open_sums(Folder(str(path.parent)), path.name, geometry, life)
     assert sums is not None
     return sums
@@ -206,7 +207,7 @@ def test_a_distrusted_block_goes_with_all_below_it_and_its_writer_is_named() -> 
     assert two.hits([chain("a", 1)[0], *chain("c", 2)]) == 3
     assert cache.counters["blocks_corrupt"] == 1
     assert cache.counters["blocks_distrusted"] == 6
-    cache.check_integrity()
+    check_integrity(cache)
     assert sum(block is not None for extent in cache.pool.extents.values() for block in extent.blocks) == 3
     two.store(chain("a", 5)[1:], chain("a", 1)[0])
     assert one.hits(chain("a", 5)) == 5
@@ -229,23 +230,23 @@ def test_a_leased_block_keeps_its_bytes_until_it_is_released() -> None:
     lease = two.acquire(chain("a", 4))
     one.distrust(slot(reserved.slots, 1))
     assert two.hits(chain("a", 4)) == 1
-    cache.check_integrity()
+    check_integrity(cache)
     one.store(chain("a", 4)[1:], chain("a", 1)[0])  # the same hashes, beside those in limbo
     assert two.hits(chain("a", 4)) == 4
     leased = {slot(lease.slots, number)[:8] for number in range(4)}
     for number in range(2 * room):  # they turn the region over
         given = one.store(chain(f"x{number}", 1))
         assert given.slots[:8] not in leased
-        cache.check_integrity()
+        check_integrity(cache)
     assert two.distrust(slot(lease.slots, 2), 1).writers[0][0] == "one"  # the next rank finds it, too
     assert cache.counters["blocks_corrupt"] == 1
     two.ask(m.Release(1, b"", [lease.lease]))
-    cache.check_integrity()
-    evicted = cache.room.evictions.total()
+    check_integrity(cache)
+    evicted = cache.eviction.evictions.total()
     again = {one.store(chain(f"y{number}", 1)).slots[:8] for number in range(3)}
     assert again <= leased  # they go first
-    assert cache.room.evictions.total() == evicted  # and are no loss
-    cache.check_integrity()
+    assert cache.eviction.evictions.total() == evicted  # and are no loss
+    check_integrity(cache)
 
 
 def test_what_is_being_written_below_it_is_orphaned() -> None:
@@ -256,12 +257,12 @@ def test_what_is_being_written_below_it_is_orphaned() -> None:
     hidden = one.store(chain("c", 1), chain("b", 2)[1])
     assert hidden.answers == bytes([Refusal.GRANTED])
     one.distrust(slot(reserved.slots, 0))
-    cache.check_integrity()
+    check_integrity(cache)
     assert two.settle(below, 0) == [Verdict.ORPHANED] * 2
     for rank in (1, 2):
         two.settle(below, rank)
     assert two.hits(chain("a", 3)) == 0
-    cache.check_integrity()
+    check_integrity(cache)
     assert not any(block for extent in cache.pool.extents.values() for block in extent.blocks)
 
 
@@ -319,14 +320,14 @@ def test_whatever_is_distrusted_whenever_all_adds_up(seed: int) -> None:
                 at = draw.randrange(found.hits)
                 assert engine.distrust(slot(found.slots, at)).blocks >= found.hits - at
                 assert engine.hits(names) == at
-        cache.check_integrity()
+        check_integrity(cache)
     for reader, found in leases:
         reader.ask(m.Release(1, b"", [found.lease]))
     for writer, reserved in open_:
         for rank in range(writer.count):
             writer.settle(reserved, rank)
-    cache.check_integrity()
+    check_integrity(cache)
     engines[0].ask(m.Clear(1, b""))
     assert cache.counters["blocks_distrusted"] > 20
     assert not any(block for extent in cache.pool.extents.values() for block in extent.blocks)
-    assert all(account.bytes == 0 for account in cache.shares.accounts)
+    assert all(account.bytes == 0 for account in cache.eviction.fair_share.accounts)

@@ -25,7 +25,7 @@ from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
 from kvcache_proto.messages import PROTOCOL_VERSION, Error, Hello, Ping, Welcome
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.daemon import handshake
-from kvcache_server.daemon.handshake import MAX_VISITORS, Door, Ticket
+from kvcache_server.daemon.handshake import MAX_VISITORS, Admission, Door
 from kvcache_server.rates import Rate
 from kvcache_server.storage.folder import Folder
 from kvcache_server.storage.session_locks import SessionFiles
@@ -54,13 +54,13 @@ class Host:
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
-    def _open(self, hello: Hello, peer: Peer) -> Ticket:
+    def _open(self, hello: Hello, peer: Peer) -> Admission:
         if self.refusal is not None:
             raise self.refusal
         self._sessions += 1
         self.opened.put((hello, peer))
         file, _ = self.files.make(self._sessions)
-        return Ticket(self._sessions, self._sessions.to_bytes(16, "little"), file, False)
+        return Admission(self._sessions, self._sessions.to_bytes(16, "little"), file, False)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run `function` on the loop and return what it returns."""

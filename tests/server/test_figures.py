@@ -7,22 +7,27 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from insights import begin, figures, insight
 from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, encode
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome, Refusal, SlotRef
-from kvcache_server.core.cache import MAX_ATTACHED, Cache
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.eviction.ghosts import Ghosts
 from kvcache_server.core.index import Account, Block
+from kvcache_server.core.integrity import check_integrity
+from kvcache_server.core.registry import MAX_ATTACHED
+from kvcache_server.core.sampling import keyed_draw
 from kvcache_server.insight.histogram import Histogram
-from kvcache_server.insight.infinite_cache import Lost
-from kvcache_server.insight.residency import Ages
+from kvcache_server.insight.infinite_cache import InfiniteCache
+from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.stats import MOST_IDENTITY
 
 
 def pool(cache: Cache) -> dict:
-    stats = cache.stats(0.0)["pool"]
+    stats = figures(cache, 0.0)["pool"]
     states = ("ready", "writing", "quarantined", "free", "overhead")
     assert sum(stats[f"{state}_bytes"] for state in states) == stats["bytes"]
     return stats
@@ -41,11 +46,11 @@ def test_evicted_blocks_that_no_lookup_had_found_are_told_from_those_that_one_ha
     engine.store(chain("a", 3))
     engine.hits(chain("a", 2))  # and with the second the first
     engine.store(chain("b", 4))
-    assert dict(cache.room.evictions) == {"room": 3}
-    assert cache.room.evicted_unread == 1
+    assert dict(cache.eviction.evictions) == {"room": 3}
+    assert cache.eviction.evicted_unread == 1
     engine.store(["c"])  # takes the place of a `b`, of which none was read
-    assert cache.room.evicted_unread == 2
-    cache.check_integrity()
+    assert cache.eviction.evicted_unread == 2
+    check_integrity(cache)
 
 
 def test_storing_a_block_again_is_no_lookup():
@@ -54,7 +59,7 @@ def test_storing_a_block_again_is_no_lookup():
     engine.store(["a"])
     assert engine.store(["a"]) == [Refusal.PRESENT]
     engine.store(chain("b", 4))
-    assert cache.room.evicted_unread == 1
+    assert cache.eviction.evicted_unread == 1
 
 
 def test_a_block_was_read_if_one_below_it_was_whatever_came_between():
@@ -64,7 +69,7 @@ def test_a_block_was_read_if_one_below_it_was_whatever_came_between():
     engine.hits(chain("a", 2))
     engine.store(chain("a", 1))  # a later use, which is no lookup
     engine.store(chain("b", 4))
-    assert cache.room.evicted_unread == 0
+    assert cache.eviction.evicted_unread == 0
 
 
 def test_each_eviction_has_its_cause():
@@ -72,21 +77,21 @@ def test_each_eviction_has_its_cause():
     engine = Engine(cache, "one", block_bytes=500 << 10)
     for name in chain("a", 5):  # half of the region holds four
         engine.store([name])
-    assert dict(cache.room.evictions) == {"namespace_ceiling": 1}
+    assert dict(cache.eviction.evictions) == {"namespace_ceiling": 1}
 
     cache = make_cache(extents=2)
     engine = Engine(cache, "one", block_bytes=500 << 10)
-    (account,) = [cache.account(cache.engines["one"], cache.namespaces[1].groups[0])]
+    (account,) = [cache.registry.account(cache.engines["one"], cache.namespaces[1].groups[0])]
     account.ceiling = 2 * account.group.slot_bytes
     for name in chain("a", 3):
         engine.store([name])
-    assert dict(cache.room.evictions) == {"own_ceiling": 1}
+    assert dict(cache.eviction.evictions) == {"own_ceiling": 1}
 
     cache = make_cache(extents=1)
     engine = Engine(cache, "one", block_bytes=500 << 10)
     engine.store(chain("a", 4))
     Engine(cache, "two", block_bytes=MIB, model="larger").store(["x"])
-    assert dict(cache.room.evictions) == {"recut": 4}
+    assert dict(cache.eviction.evictions) == {"recut": 4}
 
 
 def test_the_pool_by_state_adds_up():
@@ -108,18 +113,23 @@ def test_the_pool_by_state_adds_up():
     assert pool(cache)["free_bytes"] == 4 * size
 
 
+def tick(cache: Cache, now: float) -> None:
+    cache.tick(now)
+    insight(cache).tick(now)
+
+
 def test_how_long_evicted_blocks_were_cached():
     cache = make_cache(extents=1)
     engine = Engine(cache, "one", block_bytes=30 << 10)  # 68 of them
-    cache.tick(1000.0)
+    tick(cache, 1000.0)
     engine.store(chain("a", 68))
     for now in (1000.25, 1030.0):
-        cache.tick(now)
+        tick(cache, now)
     engine.store(chain("b", 64))
-    cache.tick(1031.0)
-    cache.tick(5030.5)
+    tick(cache, 1031.0)
+    tick(cache, 5030.5)
     engine.store(chain("c", 64))
-    residence = cache.stats(0.0)["pool"]["residence"]
+    residence = figures(cache, 0.0)["pool"]["residence"]
     counts = dict(zip([*residence["bounds"], "more"], residence["counts"], strict=True))
     # 64 after 29.75 s, 4 after 4,030 s, 60 after 4,000 s; one in eight of them is counted.
     assert counts[60] == 8
@@ -133,7 +143,7 @@ def block_of(generation: int) -> Block:
 
 
 def test_ages_stay_good_however_long_the_daemon_lives():
-    ages = Ages()
+    ages = Residency()
     for tick in range(20_000):
         ages.tick(8 * tick, float(tick))
     assert len(ages._times) <= 4096
@@ -145,7 +155,7 @@ def test_ages_stay_good_however_long_the_daemon_lives():
 
 
 def test_blocks_of_another_life_have_no_age():
-    ages = Ages()
+    ages = Residency()
     ages.evicted(block_of(8))
     ages.tick(80, 1.0)
     ages.evicted(block_of(80))
@@ -164,8 +174,8 @@ def test_hits_and_what_was_lost_are_the_hits_of_a_pool_without_end(seed: int):
         for engine in engines:
             engine.hits(asked)
             engine.store(asked)
-    (few,), (all_of_them,) = (cache.stats(0.0)["namespaces"] for cache in (small, large))
-    assert not large.room.evictions and small.room.evictions["room"] > 100
+    (few,), (all_of_them,) = (figures(cache, 0.0)["namespaces"] for cache in (small, large))
+    assert not large.eviction.evictions and small.eviction.evictions["room"] > 100
     assert few["requested_blocks"] == all_of_them["requested_blocks"]
     assert few["hit_blocks"] < all_of_them["hit_blocks"]
     assert few["hit_blocks"] + few["lost_blocks"] == all_of_them["hit_blocks"]
@@ -173,7 +183,7 @@ def test_hits_and_what_was_lost_are_the_hits_of_a_pool_without_end(seed: int):
 
 def test_of_many_lost_blocks_a_sample_tells_how_many():
     draw = random.Random(3)
-    lost, blocks = Lost(1), [draw.randbytes(32) for _ in range(200_000)]
+    lost, blocks = InfiniteCache(1), [draw.randbytes(32) for _ in range(200_000)]
     for block in blocks:
         lost.add(block, draw.getrandbits(56))
     assert len(lost) <= 1 << 14
@@ -185,7 +195,7 @@ def test_of_many_lost_blocks_a_sample_tells_how_many():
 
 def test_a_long_prompt_is_counted_up_to_where_nothing_was_ever_stored():
     draw = random.Random(5)
-    lost, chain = Lost(1), [draw.randbytes(32) for _ in range(2000)]
+    lost, chain = InfiniteCache(1), [draw.randbytes(32) for _ in range(2000)]
     for block in chain[:1000]:
         lost.add(block, draw.getrandbits(56))
     lost.missed(chain)
@@ -204,31 +214,31 @@ def test_counters_as_hashes_are_sampled_as_digests_are(reverse: bool):
     names = [each[::-1] if reverse else each for each in counters(30_000)]
     for at in range(0, len(names), 100):
         engine.settle(engine.ask(m.Reserve(1, b"", engine.namespace, [m.Run([name]) for name in names[at : at + 100]])))
-    evicted = cache.room.evictions["room"]
+    evicted = cache.eviction.evictions["room"]
     assert evicted > 18_000
     for name in names[:evicted]:
         engine.ask(m.Acquire(1, b"", engine.namespace, [name]))
-    (space,) = cache.stats(0.0)["namespaces"]
-    assert encode(m.Report(1, cache.stats(0.0)))
+    (space,) = figures(cache, 0.0)["namespaces"]
+    assert encode(m.Report(1, figures(cache, 0.0)))
     assert space["lost_blocks"] == pytest.approx(evicted, rel=0.05)
     (group,) = cache.namespaces[1].groups
-    assert len(group.ghosts.lost) <= 1 << 14
+    assert len(insight(cache)._infinite[group.tag]) <= 1 << 14
 
 
 @pytest.mark.parametrize("end", [b"\0", b"\xff"])
 def test_which_misses_are_credited_is_not_for_the_hashes_to_say(end: bytes):
-    group = make_group(slots=1 << 16)
-    account = Account("one", group)
+    group = make_group()
+    account, ghosts = Account("one", group), Ghosts(1 << 16, keyed_draw(b"a secret"))
     names = [each + end for each in counters(1 << 16)]
     for name in names:
-        group.ghosts.add(name, account)
+        ghosts.add(name, account)
     for name in names:
-        group.ghosts.missed([name])
+        ghosts.missed([name])
     assert account.hit_bytes == pytest.approx(len(names) * group.slot_bytes, rel=0.1)
 
 
 def test_a_sample_stays_bounded_whatever_lots_are_drawn():
-    lost = Lost(1)
+    lost = InfiniteCache(1)
     for name in counters(1 << 15):
         lost.add(name, 0)
         assert len(lost) <= 1 << 14
@@ -242,8 +252,8 @@ def test_what_clients_tell_fits_the_wire_however_much_they_tell():
     tell = m.Tell(1, b"", Breaker.CLOSED, {"probes": 1 << 48})
     for _ in range(1 << 17):
         engine.ask(tell)
-    assert encode(m.Report(1, cache.stats(0.0)))
-    assert cache.told["probes"] >= 1 << 60
+    assert encode(m.Report(1, figures(cache, 0.0)))
+    assert insight(cache).telemetry.total["probes"] >= 1 << 60
 
 
 class Walked(list):  # type: ignore[type-arg]
@@ -262,8 +272,8 @@ def test_a_report_goes_through_the_accounts_as_often_however_many_namespaces_the
         cache = make_cache()
         for number in range(count):
             Engine(cache, "one", model=f"m{number}")
-        accounts = cache.shares._accounts = Walked(cache.shares.accounts)
-        assert len(cache.stats(0.0)["namespaces"]) == count
+        accounts = cache.eviction.fair_share._accounts = Walked(cache.eviction.fair_share.accounts)
+        assert len(figures(cache, 0.0)["namespaces"]) == count
         walks.append(accounts.walks)
     assert walks[0] == walks[1]
 
@@ -277,7 +287,7 @@ def test_an_engine_s_bytes_are_those_of_all_groups_of_the_namespace() -> None:
         reserved = cache.handle(session, m.Reserve(1, b"", namespace, [m.Run(hashes(names))], group), 0.0)
         settle = m.Settle(1, b"", cache.geometry.region_id, reserved.reservation, (0,), Outcome.COMMITTED)
         cache.handle(session, settle, 0.0)
-    (space,) = cache.stats(0.0)["namespaces"]
+    (space,) = figures(cache, 0.0)["namespaces"]
     assert space["engines"] == {"one": space["bytes"]}
     assert space["bytes"] >= (2 * 64 + 32) * KIB
 
@@ -285,7 +295,7 @@ def test_an_engine_s_bytes_are_those_of_all_groups_of_the_namespace() -> None:
 def attach(cache: Cache, block_bytes: int) -> tuple[float, int]:
     """Attach a model with such blocks, and return its overhead and the better extent size as `status` shows them."""
     Engine(cache, f"of {block_bytes}", block_bytes, model=f"of {block_bytes}")
-    space = cache.stats(0.0)["namespaces"][-1]
+    space = figures(cache, 0.0)["namespaces"][-1]
     return space["overhead"], space["better_extent_bytes"]
 
 
@@ -312,7 +322,7 @@ def test_a_report_of_many_sessions_comes_in_slices_and_fits_a_frame() -> None:
                 identity={"weights": f"{(number + other) % 500}" + "w" * 4000},
             )
             cache.begin(session, m.Attach(0, b"", spec, tuple(range(64))), 0.0)
-    steps = cache.begin(session, m.Stats(1, b""), 1.0)
+    steps = begin(cache, session, m.Stats(1, b""), 1.0)
     slices = 1
     while True:
         try:

@@ -27,7 +27,7 @@ from kvcache_client.session.handshake import knock
 from kvcache_proto.errors import ConfigError, EndpointTaken
 from kvcache_proto.types import Verdict
 from kvcache_server.admin_client import Admin
-from kvcache_server.core.journal import Book, SessionEnded, SessionOpened
+from kvcache_server.core.journal import Manifest, SessionEnded, SessionOpened
 from kvcache_server.storage.folder import EndpointLock, Folder
 from kvcache_server.storage.state_file import StateFile, read_state
 
@@ -590,7 +590,7 @@ def test_a_state_file_that_can_be_neither_written_nor_removed_is_not_trusted_aga
 
 
 def a_state_file(folder: Path, lost: list[str]) -> StateFile:
-    return StateFile(Folder(str(folder)), "kv.state", Book(b"r" * 16), lambda: lost.append("lost"))
+    return StateFile(Folder(str(folder)), "kv.state", Manifest(b"r" * 16), lambda: lost.append("lost"))
 
 
 @only_root

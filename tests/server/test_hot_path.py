@@ -11,7 +11,7 @@ from small_cache import Engine, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import Outcome
-from kvcache_server.core.pool import Extent
+from kvcache_server.core.extent import Extent
 
 RUN = 64
 KIB = 1024
@@ -54,7 +54,7 @@ def test_a_block_is_stored_in_few_calls_while_another_is_evicted() -> None:
     cache = make_cache(extents=2)
     engine = Engine(cache, "one", block_bytes=1 * KIB)
     at = 0
-    while not cache.room.evictions:
+    while not cache.eviction.evictions:
         store(engine, chain(f"p{at}", RUN))
         at += 1
     reserved, committed = store(engine, chain("new", RUN))
@@ -73,7 +73,7 @@ def test_a_full_pool_looks_at_no_extent_to_find_that_none_is_empty() -> None:
     cache.pool.extents = extents = Extents()
     engine = Engine(cache, "one", block_bytes=1 * KIB)
     at = 0
-    while not cache.room.evictions:
+    while not cache.eviction.evictions:
         engine.store(chain(f"p{at}", RUN))
         at += 1
     extents.looks = 0

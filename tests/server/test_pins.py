@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from insights import figures
 from small_cache import KIB, MIB, Engine, chain, make_cache
 
 from kvcache_proto import messages as m
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.leases import STEPS
+from kvcache_server.core.integrity import check_integrity
+from kvcache_server.core.pins import STEPS
 
 
 def prefix_cache(blocks: int, quota_blocks: int) -> tuple[Cache, Engine]:
@@ -31,13 +33,13 @@ def test_many_leases_of_one_prefix_count_it_once():
         assert engine.acquire(chain("p", 8192) + chain(name, 64)).hits == 8256
     engine.store(chain("s", 2000), None)
     assert engine.acquire(chain("s", 2000)).hits == 10_000 - 8192 - 128
-    cache.check_integrity()
+    check_integrity(cache)
     cache.leave_session(engine.session)
     for tick in range(3):
         cache.tick(float(tick))
-    assert cache.stats(0.0)["pool"]["pinned_bytes"] == 0
+    assert figures(cache, 0.0)["pool"]["pinned_bytes"] == 0
     cache.end_session(engine.session, 3.0)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_lookup_past_the_quota_walks_no_more_than_its_steps():
@@ -51,7 +53,7 @@ def test_a_lookup_past_the_quota_walks_no_more_than_its_steps():
         counts.append(len(pins._covers))
     assert max(after - before for before, after in pairwise(counts)) <= STEPS
     assert reply.withheld == 0 and counts[-1] == counts[-2] <= 12_000, "on until the request fits, no further"
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_lease_may_end_while_its_chain_is_told_apart():
@@ -61,7 +63,7 @@ def test_a_lease_may_end_while_its_chain_is_told_apart():
         held += [engine.acquire(chain("p", 11_000)).lease for _ in range(calls)]
         for lease in held[::-1] if calls % 2 else held:
             engine.ask(m.Release(1, b"", [lease]))
-            cache.check_integrity()
+            check_integrity(cache)
         for tick in range(4):
             cache.tick(float(tick))
         assert cache.engines["one"].pins.bytes == 0
@@ -76,6 +78,6 @@ def test_what_is_released_may_be_evicted_before_it_is_counted_no_more():
     engine.ask(m.Release(1, b"", leases))
     engine.store(chain("b", 15))  # takes all of "a"
     assert engine.hits(["a0"]) == 0
-    cache.check_integrity()
+    check_integrity(cache)
     assert engine.acquire(chain("b", 15)).hits == 8
-    cache.check_integrity()
+    check_integrity(cache)

@@ -57,7 +57,7 @@ def blocks_until_one_goes(serve: str, shards: int, shard_bytes: int) -> int:
     spec = NamespaceSpec("m", (GroupSpec(128, (shard_bytes,) * shards),))
     namespace = cache.handle(session, m.Attach(1, b"", spec, tuple(range(shards))), 0.0).namespace
     stored = 0
-    while not cache.stats(0.0)["counters"]["blocks_evicted"]:
+    while not cache.eviction.evictions:
         names = [(stored + at).to_bytes(32, "little") for at in range(8)]
         runs = [m.Run([name]) for name in names]
         reserved = cache.handle(session, m.Reserve(1, b"", namespace, runs), 0.0)
@@ -67,7 +67,7 @@ def blocks_until_one_goes(serve: str, shards: int, shard_bytes: int) -> int:
         )
         cache.handle(session, settle, 0.0)
         stored += len(names)
-    return cache.stats(0.0)["pool"]["blocks"]
+    return figures(cache, 0.0)["pool"]["blocks"]
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ import random
 import msgspec
 import pytest
 from host import LIMITS, SMALL, Client, Host, Killed, Story, chain, digest, found, spec_of
+from insights import figures
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError, KVCacheError, NotPermitted, RegionError, UnknownHandle
 from kvcache_proto.region import READY, SLOT_ROW, RegionRows
 from kvcache_proto.types import Outcome, Refusal, SlotRef, Verdict, unpack_refs
 from kvcache_server.core import journal
-from kvcache_server.core.journal import Book
+from kvcache_server.core.integrity import check_integrity
+from kvcache_server.core.journal import Manifest
 from kvcache_server.core.slices import LOOK
 
 # Plain stories.
@@ -30,11 +32,11 @@ def test_blocks_are_found_again_with_their_place_and_evicted_in_the_same_order()
     host.restart(gone=(engine.session,))
     assert found(host.cache) == before
     assert host.cache.counters["blocks_recovered"] == 6
-    host.cache.check_integrity()
+    check_integrity(host.cache)
     engine = Client(host, "two", spec_of(256 << 10))
     engine.store(chain("d", 3))
     assert [engine.acquire(chain(name, 2), pin=False).hits for name in "abcd"] == [2, 0, 2, 2]
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 def test_each_extent_is_as_young_as_its_youngest_block() -> None:
@@ -64,9 +66,9 @@ def test_what_a_gone_child_left_its_parent_survives() -> None:
     assert engine.acquire([*chain("p", 2), "q"], pin=False).hits == 2
     host.restart()
     engine.come_back()
-    host.cache.tick(0.0)
+    host.tick()
     assert {block.hash: block.tick for block in host.cache.namespaces[1].groups[0].visible.values()}[digest("p1")] > 0
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 def test_rows_that_were_never_cleared_are_not_read() -> None:
@@ -83,14 +85,14 @@ def test_rows_that_were_never_cleared_are_not_read() -> None:
     host.restart(gone=(engine.session,))
     assert found(host.cache) == before
     assert (host.cache.counters["rows_discarded"], host.cache.pool.generation) == (0, generation)
-    host.cache.check_integrity()
+    check_integrity(host.cache)
     engine = Client(host, "two", spec_of(64))
     for name in names[LOOK - 1 :]:
         engine.store([name])
     host.restart(gone=(engine.session,))
     engine = Client(host, "three", spec_of(64))
     assert all(engine.acquire([name], pin=False).hits for name in names)
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 def test_a_save_in_flight_is_settled_after_the_restart() -> None:
@@ -100,12 +102,12 @@ def test_a_save_in_flight_is_settled_after_the_restart() -> None:
     assert engine.settle(reserved.reservation, at=(0,)) == [Verdict.VISIBLE]
     assert engine.settle(reserved.reservation, at=(1,), shards=(0,)) == [Verdict.PARTIAL]
     host.restart()
-    host.cache.check_integrity()
+    check_integrity(host.cache)
     engine.come_back(reserved.reservation)
     assert engine.settle(reserved.reservation, at=(0,)) == [Verdict.VISIBLE]  # its answer was lost, it asks again
     assert engine.settle(reserved.reservation, at=(2, 1)) == [Verdict.HIDDEN, Verdict.VISIBLE]
     assert engine.acquire(chain("a", 3)).slots == reserved.slots
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 def test_what_nobody_was_told_of_is_given_back() -> None:
@@ -119,12 +121,12 @@ def test_what_nobody_was_told_of_is_given_back() -> None:
     with pytest.raises(UnknownHandle):
         engine.settle(unheard.reservation)
     # By way of the quarantine: that it was not told of them is for nobody else to say.
-    assert (host.cache.pool.extents[0].used, len(host.cache.writing.quarantine)) == (3, 2)
-    host.cache.check_integrity()
+    assert (host.cache.pool.extents[0].used, len(host.cache.pool.quarantine)) == (3, 2)
+    check_integrity(host.cache)
     host.now += LIMITS.quarantine
-    host.cache.tick(host.now)
+    host.tick()
     assert host.cache.pool.extents[0].used == 1
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 def test_only_a_session_that_has_resumed_restates_and_once() -> None:
@@ -138,10 +140,10 @@ def test_only_a_session_that_has_resumed_restates_and_once() -> None:
             engine.ask(m.Restate(1, b"", 0, [(1, ref)]))
         assert engine.settle(writing.reservation) == [Verdict.VISIBLE]
         host.restart()
-        lease = host.cache.last_lease
+        lease = host.cache.leases.last
         assert engine.come_back(writing.reservation, ((lease, ref),)) == []
-        writing = engine.reserve([f"w{host.cache.life}"])
-    host.cache.check_integrity()
+        writing = engine.reserve([f"w{host.cache.epoch}"])
+    check_integrity(host.cache)
 
 
 def test_the_same_holds_for_one_that_comes_back_to_the_same_daemon() -> None:
@@ -156,10 +158,10 @@ def test_the_same_holds_for_one_that_comes_back_to_the_same_daemon() -> None:
     assert engine.settle(heard.reservation) == [Verdict.VISIBLE]
     with pytest.raises(UnknownHandle):
         engine.settle(unheard.reservation)
-    assert len(host.cache.writing.quarantine) == 1
+    assert len(host.cache.pool.quarantine) == 1
     with pytest.raises(NotPermitted):
         engine.ask(m.Restate(1, b"", 0))
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
@@ -171,12 +173,12 @@ def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
     group = host.cache.namespaces[1].groups[0]
     ends = {name: group.visible[digest(f"{name}2")].ref for name in "abcdef"}
     quota = int(0.25 * host.cache.pool.capacity) // group.slot_bytes
-    last = host.cache.last_lease
+    last = host.cache.leases.last
     host.cache.leave_session(engine.session)
     # The same chain over and over costs nothing; the fifth lease is one too many.
     assert engine.come_back(0, tuple((last - n, ends["a"]) for n in range(5000))) == [last - n for n in range(4, 5000)]
     assert host.cache.counters["leases_over_limits"] == 4996
-    host.cache.check_integrity()
+    check_integrity(host.cache)
     host.cache.leave_session(engine.session)
     host.cache.bound(msgspec.structs.replace(limits, max_leases=100))
     lost = engine.come_back(0, tuple((last - n, ends[name]) for n, name in enumerate("abcdef")))
@@ -185,21 +187,21 @@ def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
         id(block) for lease in host.cache.sessions[engine.session].leases.values() for block in lease.block.ancestors()
     }
     assert len(held) <= quota
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 def test_what_a_restate_looks_through_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache_server.core.restate.MOST_BLOCKS", 50)
+    monkeypatch.setattr("kvcache_server.core.leases.MOST_RESTATED", 50)
     host = Host(extents=3)
     engine = Client(host, "one", spec_of(64 << 10))
     engine.store(chain("a", 40))
     engine.store(chain("b", 40))
     refs = [host.cache.namespaces[1].groups[0].visible[digest(f"{name}39")].ref for name in "ab"]
-    last = host.cache.last_lease
+    last = host.cache.leases.last
     host.cache.leave_session(engine.session)
     leases = [(last - n, refs[n % 2]) for n in range(6)]
     assert engine.come_back(0, tuple(leases)) == [number for number, ref in leases if ref == refs[1]]
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 @pytest.mark.parametrize("stores", range(7))
@@ -212,7 +214,7 @@ def test_a_slot_that_is_being_given_out_does_not_hold_its_former_block_again(sto
         engine.reserve(["b"])
     host.restart()
     assert not found(host.cache)
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 def test_leases_are_restated_and_nothing_is_evicted_before_or_for_ten_seconds() -> None:
@@ -228,11 +230,11 @@ def test_leases_are_restated_and_nothing_is_evicted_before_or_for_ten_seconds() 
     refs = unpack_refs(lease.slots)
     stale = refs[0]._replace(generation=refs[0].generation + 1).pack()
     assert reader.come_back(0, ((lease.lease, refs[-1].pack()), (7, stale), (8, b"short"))) == [7, 8]
-    host.cache.tick(host.now)
+    host.tick()
     assert engine_answers(other, ["b"]) == [Refusal.NO_SPACE]  # the lease pins all seven
     reader.ask(m.Release(1, b"", [lease.lease]))
     assert engine_answers(other, ["b"]) == [Refusal.GRANTED]
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 def engine_answers(client: Client, paths: list[str]) -> list[Refusal]:
@@ -248,38 +250,38 @@ def test_after_the_grace_a_session_that_stays_away_keeps_its_slots_alone_until_i
     host.restart()
     other.come_back()
     host.now = 10.0
-    host.cache.tick(host.now)
+    host.tick()
     other.store(chain("b", 6))
     assert other.acquire(chain("b", 6), pin=False).hits == 6
     assert engine_answers(other, ["b0", "b1", "b2", "b3", "b4", "b5", "c"])[-1] == Refusal.NO_SPACE
-    host.cache.check_integrity()
+    check_integrity(host.cache)
     with pytest.raises(ClientError, match="it is attached"):
         other.ask(m.Fence(1, b"", other.session))
     assert other.ask(m.Fence(1, b"", away.session)).reservations == 1
     host.now = 19.9
-    host.cache.tick(host.now)
+    host.tick()
     assert engine_answers(other, ["c"]) == [Refusal.GRANTED]
-    assert host.cache.stats(host.now)["pool"]["slots_quarantined"] == 1
+    assert figures(host.cache, host.now)["pool"]["slots_quarantined"] == 1
     host.now = 20.0
-    host.cache.tick(host.now)
-    assert host.cache.stats(host.now)["pool"]["slots_quarantined"] == 0
-    host.cache.check_integrity()
+    host.tick()
+    assert figures(host.cache, host.now)["pool"]["slots_quarantined"] == 0
+    check_integrity(host.cache)
 
 
 def test_a_quarantine_begins_anew_with_the_daemon() -> None:
     host = Host(extents=1)
     dead = Client(host, "dead", spec_of(256 << 10))
     dead.reserve(["w"])
-    host.cache.end_session(dead.session, host.now)
+    host.end(dead.session)
     host.living.pop(dead.session)
     for life in range(2):
         host.now += 9.0
         host.restart()
-        host.cache.tick(host.now)
-        assert host.cache.stats(host.now)["pool"]["slots_quarantined"] == 1, life
-        host.cache.check_integrity()
+        host.tick()
+        assert figures(host.cache, host.now)["pool"]["slots_quarantined"] == 1, life
+        check_integrity(host.cache)
     host.now += 10.0
-    host.cache.tick(host.now)
+    host.tick()
     assert host.cache.pool.extents[0].used == 0
 
 
@@ -290,14 +292,14 @@ def test_a_rank_that_is_gone_dooms_what_it_was_writing_and_the_other_one_settles
     reserved = scheduler.reserve(["a", "b"])
     zero.settle(reserved.reservation, at=(0,))
     host.restart(gone=(one.session,))
-    host.cache.check_integrity()
+    check_integrity(host.cache)
     scheduler.come_back(reserved.reservation)
     zero.come_back()
     assert zero.settle(reserved.reservation, at=(1,)) == [Verdict.FAILED]
     assert scheduler.acquire(["a"]).hits == 0  # a rank is missing, and the block is doomed, too
-    stats = host.cache.stats(host.now)["pool"]
+    stats = figures(host.cache, host.now)["pool"]
     assert (stats["slots_quarantined"], stats["blocks"], stats["blocks_writing"]) == (2, 0, 0)
-    host.cache.check_integrity()
+    check_integrity(host.cache)
 
 
 def test_only_who_is_awaited_can_come_back() -> None:
@@ -371,14 +373,14 @@ def test_killed_after_any_store_the_next_daemon_finds_all_that_was_ready(seed: i
                 host.restart(gone, fuse=draw.randrange(12))
             gone = ()
         cache = host.restart(gone)
-        cache.check_integrity()
+        check_integrity(cache)
         after = found(cache)
         assert ready.items() <= after.items(), "a READY block was not found"
         story.leases = [each for each in story.leases if each[0].session in host.living]
         story.come_back()
         host.now += 0.25
         cache.tick(host.now)
-        cache.check_integrity()
+        check_integrity(cache)
 
 
 def test_a_torn_or_foreign_book_is_told_apart() -> None:
@@ -402,7 +404,7 @@ def test_a_book_written_anew_says_the_same() -> None:
     for _ in range(60):
         story.step()
     book = journal.read(bytes(host.file))
-    again = Book(b"")
+    again = Manifest(b"")
     for record in book.records():
         again.apply(record)
     assert vars(again) == vars(book)
@@ -422,10 +424,10 @@ def test_a_row_forged_in_another_engine_s_name_costs_that_one_nothing() -> None:
     body = row.body._replace(engine=host.cache.engines["victim"].number)
     rows.open_row(at, row.generation, row.tick, row.parent, body)
     cache = host.restart()
-    cache.check_integrity()
+    check_integrity(cache)
     written = cache.engines["victim"].writing
     attacker.come_back()
     attacker.settle(mine.reservation)
-    cache.check_integrity()
+    check_integrity(cache)
     assert cache.engines["victim"].writing == written
     assert cache.engines["attacker"].writing == 0

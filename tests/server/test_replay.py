@@ -13,10 +13,12 @@ from typing import Any
 
 import click.testing
 import pytest
+from insights import figures
 
 from kvcache_proto.errors import ConfigError
 from kvcache_server.cli import commands
-from kvcache_server.core.extents import room
+from kvcache_server.core.fit import room
+from kvcache_server.core.integrity import check_integrity
 from kvcache_server.replay.bounds import distinct, optimum
 from kvcache_server.replay.run import Setup, make_rooms, play, replay, routes, size_for
 from kvcache_server.replay.shadow import Shadow, block_hash
@@ -140,13 +142,13 @@ def test_the_shadow_is_the_daemons_index_and_stays_whole() -> None:
     for begin in range(0, len(requests), 10):
         some = requests[begin : begin + 10]
         play([shadow, shadow], some, [list(map(block_hash, each.blocks)) for each in some], [0, 1] * 5, int)
-        shadow.cache.check_integrity()
+        check_integrity(shadow.cache)
         for request in requests[: begin + 10]:  # of each prompt a beginning is there, or nothing
             there = [block_hash(block) in group.visible for block in request.blocks]
             assert there == sorted(there, reverse=True)
-    assert shadow.cache.stats(0.0)["pool"]["pinned_bytes"] == 0
-    assert shadow.cache.stats(0.0)["pool"]["blocks"] == place.slots
-    assert shadow.cache.stats(0.0)["counters"]["blocks_evicted"] > 0
+    assert figures(shadow.cache, 0.0)["pool"]["pinned_bytes"] == 0
+    assert figures(shadow.cache, 0.0)["pool"]["blocks"] == place.slots
+    assert figures(shadow.cache, 0.0)["counters"]["blocks_evicted"] > 0
 
 
 def test_a_region_of_terabytes_takes_the_memory_of_its_rows() -> None:
@@ -155,7 +157,7 @@ def test_a_region_of_terabytes_takes_the_memory_of_its_rows() -> None:
     before = own_memory()
     prompts = [[block_hash(f"{number} {at}") for at in range(32)] for number in range(200)]
     play([shadow], [Request(0, ("x",))] * 200, prompts, [0] * 200, int)
-    assert shadow.cache.stats(0.0)["pool"]["used_bytes"] == 400 << 30
+    assert figures(shadow.cache, 0.0)["pool"]["used_bytes"] == 400 << 30
     assert own_memory() - before < 64 * MIB
 
 

@@ -9,19 +9,21 @@ from typing import Any
 import msgspec
 import pytest
 from host import LIMITS, Host, Killed
+from insights import figures
 from small_cache import KIB, MIB, Engine, chain, make_cache
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import Refusal
+from kvcache_server.core.integrity import check_integrity
 
 
 def shrink(cache) -> list[int]:
     given_up = []
     while (extent := cache.shrink(0.0)) is not None:
         given_up.append(extent)
-        cache.check_integrity()
+        check_integrity(cache)
     return given_up
 
 
@@ -53,9 +55,9 @@ def test_what_nobody_has_cut_goes_first_and_then_what_is_coldest():
     assert cache.resize(5 * MIB) == 4 * MIB
     assert shrink(cache) == [4, 3, 1]
     assert [engine.hits(chain(name, 3)) for name in "abc"] == [3, 0, 3]
-    assert cache.stats(0.0)["pool"]["bytes"] == 4 * MIB
-    assert cache.stats(0.0)["pool"]["given_back_bytes"] == 6 * MIB
-    assert cache.stats(0.0)["evictions"] == {"resize": 3}
+    assert figures(cache, 0.0)["pool"]["bytes"] == 4 * MIB
+    assert figures(cache, 0.0)["pool"]["given_back_bytes"] == 6 * MIB
+    assert figures(cache, 0.0)["evictions"] == {"resize": 3}
 
 
 def test_what_is_read_or_written_stays_until_that_has_ended():
@@ -135,11 +137,13 @@ class Small(Host):
         self.engine = Engine(self.cache, "one", block_bytes=512 * KIB)
         for name in "ab":
             self.engine.store(chain(name, 6))
+        self.deliver()
 
     def shrink(self) -> None:
         self.cache.resize(4 * 2 * MIB)
+        self.deliver()
         while self.cache.shrink(0.0) is not None:
-            pass
+            self.deliver()
 
 
 def test_a_killed_daemon_s_resize_goes_on_and_loses_no_block_that_it_need_not():
@@ -155,16 +159,20 @@ def test_a_killed_daemon_s_resize_goes_on_and_loses_no_block_that_it_need_not():
             host.shrink()
         host.fuse.left = -1
         cache = host.restart()
-        cache.check_integrity()
+        check_integrity(cache)
         if fuse:  # before the first note, nobody has been told
-            assert cache.wanted == 8 * MIB
+            assert cache.resizing.wanted == 8 * MIB
         given_up = cache.pool.retired
         while cache.shrink(0.0) is not None:
-            cache.check_integrity()
+            check_integrity(cache)
         if fuse:
             assert cache.pool.capacity == 8 * MIB
             assert given_up <= cache.pool.retired
-            assert cache.shares._capacity == 8 * MIB and cache.pin_quota == 2 * MIB and cache.writing._quota == 4 * MIB
+            assert (
+                cache.eviction.fair_share._capacity == 8 * MIB
+                and cache.leases._quota == 2 * MIB
+                and cache.reservations._quota == 4 * MIB
+            )
             assert sum(cache.rows.is_retired(extent) for extent in range(8)) == 4
         assert sum(len(each.visible) for each in cache.namespaces[1].groups) == 12
 
@@ -176,7 +184,7 @@ def test_nobody_but_the_daemon_retires_an_extent():
     cache = host.restart()
     assert cache.pool.capacity == 16 * MIB
     assert not any(cache.rows.is_retired(extent) for extent in range(8))
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["a chain", "children of one block"])
@@ -193,7 +201,7 @@ def test_no_slice_of_a_resize_grows_with_the_blocks_of_an_extent(monkeypatch: py
     cache.resize(2 * MIB)
     assert max(lines_of_slices(cache.shrinking(0.0))) < 2000
     assert cache.pool.capacity == 2 * MIB
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_look_at_an_extent_is_bounded_however_many_children_a_block_has(monkeypatch: pytest.MonkeyPatch):

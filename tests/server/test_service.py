@@ -547,14 +547,14 @@ def test_parts_of_a_tick_that_fail_are_counted_and_the_others_go_on(start_daemon
 
 BROKEN = """
 from kvcache_server.core.cache import Cache
-from kvcache_server.daemon.session_registry import Attendance
+from kvcache_server.daemon.session_registry import SessionRegistry
 
 def fail(part):
     def failing(*arguments):
         raise RuntimeError(f"this {part} fails")
     return failing
 
-Cache.tick, Cache.shrinking, Attendance.sweep = map(fail, ("tick", "shrink", "sweep"))
+Cache.tick, Cache.shrinking, SessionRegistry.sweep = map(fail, ("tick", "shrink", "sweep"))
 """
 
 

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from insights import begin, figures, follow
 from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
@@ -15,13 +16,13 @@ from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, UnknownHan
 from kvcache_proto.region import SLOT_ROW
 from kvcache_proto.types import Finding, Outcome, Refusal, Verdict, unpack_refs
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.integrity import audit
+from kvcache_server.core.integrity import audit, check_integrity
 from kvcache_server.core.slices import LOOK, STEP, finish
 from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
 
 CUT = (
-    *("core.cache", "core.eviction.policy", "core.index", "core.integrity", "core.invalidation", "core.lookup"),
-    *("core.pool", "core.reservations", "core.restate", "insight.explanations", "insight.stats"),
+    *("core.eviction.policy", "core.index", "core.integrity", "core.invalidation", "core.leases", "core.pool"),
+    *("core.reservations", "insight.explanations", "insight.stats"),
 )
 
 
@@ -42,9 +43,10 @@ class Long:
         self.reply: Any = None
         self.error: KVCacheError | None = None
         self._left: Any = None
-        self._step(lambda: engine.cache.begin(engine.session, request, engine.now))
+        self._step(lambda: begin(engine.cache, engine.session, request, engine.now))
 
     def _step(self, take: Any) -> None:
+        follow(self.engine.cache)
         try:
             result = take()
         except StopIteration as done:
@@ -55,7 +57,7 @@ class Long:
         self._left = result if isinstance(result, Generator) else None
         self.reply = None if self._left is not None else result
         if not isinstance(self.request, m.Why):  # which changes nothing
-            self.engine.cache.check_integrity()
+            check_integrity(self.engine.cache)
 
     @property
     def under_way(self) -> bool:
@@ -82,7 +84,7 @@ def do_chores(cache: Cache) -> int:
     done = 0
     while cache.chores:
         cache.chores.go_on()
-        cache.check_integrity()
+        check_integrity(cache)
         done += 1
     return done
 
@@ -96,7 +98,7 @@ def reserving(engine: Engine, names: list[str], parent: str | None = None) -> Lo
 def begun(engine: Engine, names: list[str], parent: str | None = None) -> Long:
     """Return a Reserve whose first block has just been granted."""
     long = reserving(engine, names, parent)
-    while long.under_way and not engine.cache.writing.held:
+    while long.under_way and not engine.cache.holds.blocks:
         long.take_slice()
     return long
 
@@ -151,7 +153,7 @@ def test_an_extent_of_tiny_blocks_is_cut_some_slots_at_a_time() -> None:
     assert finish(pool.surveying()).free == (slots - LOOK + 1) * 64
     reserved += [engine.reserve([f"{number}"]) for number in (LOOK - 1, LOOK)]
     assert cleared() == 2 * LOOK
-    cache.check_integrity()
+    check_integrity(cache)
     names = [f"{number}" for number in range(LOOK + 1, slots)]
     reserved.append(engine.reserve(names))
     assert all(each.answers.count(Refusal.GRANTED) == len(each.answers) for each in reserved), "not every slot is had"
@@ -160,7 +162,7 @@ def test_an_extent_of_tiny_blocks_is_cut_some_slots_at_a_time() -> None:
         engine.settle(each)
     refs = unpack_refs(engine.acquire(["0"]).slots + engine.acquire(names[-1:]).slots)
     assert all(rows.is_current(ref) and rows.slot_view(ref, 0, 64).nbytes == 64 for ref in refs)
-    cache.check_integrity()
+    check_integrity(cache)
     finish(audit(cache))
 
 
@@ -173,7 +175,7 @@ def test_why_looks_at_a_long_miss_a_little_at_a_time_and_goes_on_over_what_chang
         engine.store(names[:2000])
         engine.ask(m.Remark(1, b"", engine.namespace, [m.Note("q", "paused", 0, hashes(names))]))
     request = m.Acquire(1, b"", engines[0].namespace, hashes(names), request="r")
-    cache.remember(engines[0].session, request, engines[0].ask(request), encode(request), 0.0)
+    engines[0].ask(request)
     why = Long(engines[0], m.Why(1, b"", "r"))
     while why.under_way:
         if why.slices == when:  # in the midst of it: what it relies on goes
@@ -181,7 +183,7 @@ def test_why_looks_at_a_long_miss_a_little_at_a_time_and_goes_on_over_what_chang
                 cache.end_session(engine.session, 1000.0)
             cache.chores.go_on()
             finish(cache.clearing("", "an operator", 1000.0))
-            cache.prune()
+            cache.registry.prune()
         why.take_slice()
     (told,) = why.reply.answer["explained"]
     assert [run["last"] for run in told["runs"]][-1] == 59_999
@@ -196,7 +198,7 @@ def test_a_why_of_very_many_causes_ends_with_what_is_not_looked_at() -> None:
     for part in (names[::2], names[1::2]):
         cause = "paused" if part[0] == "0" else "weights"
         engine.ask(m.Remark(1, b"", engine.namespace, [m.Note("q", cause, 0, hashes(part))]))
-    cache.remember(engine.session, request, engine.ask(request), encode(request), 0.0)
+    engine.ask(request)
     (told,) = engine.ask(m.Why(1, b"", "r")).answer["explained"]
     assert len(told["runs"]) == MOST_RUNS + 1
     assert told["runs"][-1] | {"cached_now": 0} == {
@@ -261,7 +263,7 @@ def test_others_are_answered_between_the_slices_of_a_reserve(tiny: None) -> None
         assert other.hits(chain("b", 4)) == 4
         seen.append(other.acquire(chain("a", 8), pin=False).pending)
         long.take_slice()
-    assert seen == [0, 0, *range(1, 8)]  # it is looked at as a whole first
+    assert seen == [0, 0, 0, *range(1, 8)]  # it is looked at as a whole first, and new writers get a number
     assert answers(long.reply) == [Refusal.GRANTED] * 8
     assert engine.settle(long.reply) == [Verdict.VISIBLE] * 8
 
@@ -271,7 +273,7 @@ def test_nobody_settles_what_nobody_was_told_of(tiny: None) -> None:
     engine = Engine(cache, "one")
     long = reserving(engine, chain("a", 4))
     with pytest.raises(UnknownHandle):
-        engine.settle(m.Reserved(1, cache.writing.last_reservation, b"", b""))
+        engine.settle(m.Reserved(1, cache.reservations.last, b"", b""))
     assert engine.settle(long.finish()) == [Verdict.VISIBLE] * 4
 
 
@@ -284,13 +286,13 @@ def test_a_session_that_ends_midway_leaves_nothing_behind(tiny: None, slices: in
     for _ in range(slices):
         long.take_slice()
     cache.end_session(engine.session, 0.0)
-    cache.check_integrity()
+    check_integrity(cache)
     do_chores(cache)
     with pytest.raises(UnknownHandle, match="has left"):
         long.finish()
-    cache.prune()
-    cache.check_integrity()
-    stats = cache.stats(0.0)["pool"]
+    cache.registry.prune()
+    check_integrity(cache)
+    stats = figures(cache, 0.0)["pool"]
     assert (stats["blocks"], stats["blocks_writing"], stats["slots_quarantined"], stats["reservations"]) == (2, 0, 0, 0)
     assert other.store(chain("a", 8))[2:] == [Refusal.GRANTED] * 6
 
@@ -310,7 +312,7 @@ def test_a_writer_that_ends_midway_ends_the_request(tiny: None) -> None:
     with pytest.raises(UnknownHandle, match="has left"):
         long.finish()
     do_chores(cache)
-    pool = cache.stats(0.0)["pool"]
+    pool = figures(cache, 0.0)["pool"]
     assert (pool["blocks_writing"], pool["reservations"], pool["used_bytes"]) == (0, 0, 0)
 
 
@@ -395,9 +397,9 @@ def test_an_extent_that_is_leased_while_it_is_emptied_stays(tiny: None) -> None:
     small, large = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 1 * MIB, model="large")
     small.store(chain("a", 14))
     long = reserving(large, ["x"])
-    while long.under_way and cache.room.evictions["recut"] < 3:
+    while long.under_way and cache.eviction.evictions["recut"] < 3:
         long.take_slice()
-    assert cache.room.evictions["recut"] == 3
+    assert cache.eviction.evictions["recut"] == 3
     lease = small.acquire(chain("a", 14))
     assert lease.hits == 11
     assert answers(long.finish()) == [Refusal.NO_SPACE]
@@ -450,7 +452,7 @@ def test_two_clears_at_once(tiny: None) -> None:
             if clear.under_way:
                 clear.take_slice()
     assert sum(clear.reply.blocks for clear in clears) == 15
-    assert cache.stats(0.0)["pool"]["blocks"] == 0
+    assert figures(cache, 0.0)["pool"]["blocks"] == 0
 
 
 def test_what_is_distrusted_is_not_found_from_the_first_slice_on(tiny: None) -> None:
@@ -462,7 +464,7 @@ def test_what_is_distrusted_is_not_found_from_the_first_slice_on(tiny: None) -> 
     lease = other.acquire(names[:6])
     writing = other.reserve(["below"], parent=names[7])
     long = Long(engine, m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[24:48], 0, Finding.CORRUPT))
-    while not cache.distrusting:
+    while not cache.invalidation.waiting:
         long.take_slice()
     assert other.hits(names) == 1
     assert other.reserve(["x"], parent=names[1]).reservation == 0
@@ -470,7 +472,7 @@ def test_what_is_distrusted_is_not_found_from_the_first_slice_on(tiny: None) -> 
     assert other.settle(writing) == [Verdict.ORPHANED]
     assert other.hits(names) == 1
     other.ask(m.Release(1, b"", [lease.lease]))
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_the_end_of_a_writer_is_cut_and_its_slots_stay_its_own_until_the_quarantine_is_over(tiny: None) -> None:
@@ -479,15 +481,15 @@ def test_the_end_of_a_writer_is_cut_and_its_slots_stay_its_own_until_the_quarant
     engine.reserve(chain("a", 8))
     cache.end_session(engine.session, 0.0)
     assert cache.chores
-    assert cache.stats(0.0)["pool"]["slots_quarantined"] < 8
+    assert figures(cache, 0.0)["pool"]["slots_quarantined"] < 8
     assert do_chores(cache) > 8
-    assert cache.stats(0.0)["pool"]["slots_quarantined"] == 8
+    assert figures(cache, 0.0)["pool"]["slots_quarantined"] == 8
     assert "one" not in cache.engines
     cache.tick(10.0)
-    assert 0 < cache.stats(0.0)["pool"]["slots_quarantined"] < 8
+    assert 0 < figures(cache, 0.0)["pool"]["slots_quarantined"] < 8
     cache.tick(10.0)
     do_chores(cache)
-    assert cache.stats(0.0)["pool"]["slots_quarantined"] == 0
+    assert figures(cache, 0.0)["pool"]["slots_quarantined"] == 0
     assert other.store(chain("a", 8)) == [Refusal.GRANTED] * 8
 
 
@@ -508,7 +510,7 @@ def test_a_resize_gives_up_the_same_extents_in_slices(tiny: None) -> None:
                 gone.append(done.value)
                 break
             slices += 1
-            cache.check_integrity()
+            check_integrity(cache)
         if gone[-1] is None:
             break
     assert gone == [2, 1, 3, None] or len(gone) == 4
@@ -547,7 +549,7 @@ def spoil_parent(cache: Cache) -> None:
 
 
 def spoil_account(cache: Cache) -> None:
-    cache.shares.accounts[0].bytes += 1
+    cache.eviction.fair_share.accounts[0].bytes += 1
 
 
 def spoil_engine(cache: Cache) -> None:
@@ -555,7 +557,7 @@ def spoil_engine(cache: Cache) -> None:
 
 
 def spoil_pending(cache: Cache) -> None:
-    next(iter(cache.namespaces[1].groups[0].pending.values())).fate = Verdict.FAILED
+    next(iter(cache.namespaces[1].groups[0].pending.values())).verdict = Verdict.FAILED
 
 
 @pytest.mark.parametrize(
@@ -572,12 +574,12 @@ def test_an_audit_finds_what_is_broken(spoil: Any) -> None:
     engine.acquire(chain("a", 3))
     engine.reserve(["w"])
     finish(audit(cache))
-    cache.check_integrity()
+    check_integrity(cache)
     spoil(cache)
     with pytest.raises(AssertionError):
         finish(audit(cache))
     with pytest.raises(AssertionError):
-        cache.check_integrity()
+        check_integrity(cache)
 
 
 def test_an_audit_is_cut_and_goes_on_over_what_changes() -> None:
@@ -662,7 +664,7 @@ class Story:
         else:
             self.long[name] = Long(engine, self.request(name))
             self.look(name)
-        self.cache.check_integrity()
+        check_integrity(self.cache)
 
     def look_at_a_part(self) -> None:
         try:
@@ -716,8 +718,10 @@ def test_requests_under_way_at_the_same_time_leave_a_sound_state_after_each_slic
     story.cache.tick(story.now + 10.0)
     do_chores(story.cache)
     finish(story.cache.clearing("", "the end", story.now))
-    assert story.cache.stats(0.0)["pool"]["used_bytes"] == 0
-    assert not story.cache.writing.held and not story.cache.writing.showing and not story.cache.distrusting
+    assert figures(story.cache, 0.0)["pool"]["used_bytes"] == 0
+    assert (
+        not story.cache.holds.blocks and not story.cache.reservations.showing and not story.cache.invalidation.waiting
+    )
 
 
 # Restate.
@@ -727,7 +731,7 @@ def restating(engine: Engine, ends: list[str]) -> Long:
     """Let the engine's session leave and resume, and restate a lease on each of the chains that have these ends."""
     cache = engine.cache
     namespace = cache.namespaces[engine.namespace]
-    last = cache.last_lease
+    last = cache.leases.last
     leases = [(last - at, namespace.groups[0].visible[name].ref) for at, name in enumerate(hashes(ends))]
     cache.leave_session(engine.session)
     cache.resume_session(engine.session, "", engine.now)
@@ -744,9 +748,9 @@ def test_leases_are_restated_in_slices_however_many_and_long() -> None:
     for _ in range(10 * STEP):
         sibling.acquire(["a0"])
     few = restating(engine, ["a0"])
-    assert few.finish().lost == [cache.last_lease]  # another session holds it
+    assert few.finish().lost == [cache.leases.last]  # another session holds it
     assert few.slices >= 10  # what its engine holds already is looked at first
-    cache.last_lease += 4096
+    cache.leases.last += 4096
     many = restating(engine, ["a0"] * 4096)
     assert many.finish().lost == []
     assert many.slices >= 4096 // STEP
@@ -766,8 +770,8 @@ def test_leases_are_restated_while_others_evict_and_read(seed: int) -> None:
         engine.store(chain(name, 4), "a5")
     held = [sibling.acquire(chain("a", 6) + chain("b", length)).lease for length in (1, 4)]
     ends = draw.sample(["a11", "b3", "a5", "c3", "c1", "a11", "b3"], 7)
-    cache.last_lease += len(ends)
-    last, stored = cache.last_lease, 0
+    cache.leases.last += len(ends)
+    last, stored = cache.leases.last, 0
     long = restating(engine, ends)
     while long.under_way:
         if draw.random() < 0.5:
@@ -780,7 +784,7 @@ def test_leases_are_restated_while_others_evict_and_read(seed: int) -> None:
     leases, group = cache.sessions[engine.session].leases, cache.namespaces[engine.namespace].groups[0]
     assert leases.keys() == {last - at for at in range(len(ends))} - set(lost)
     assert all(group.trusts(block) for lease in leases.values() for block in lease.block.ancestors())
-    assert cache.room.evictions
+    assert cache.eviction.evictions
 
 
 @pytest.mark.usefixtures("tiny")
@@ -789,7 +793,7 @@ def test_who_leaves_while_it_restates_holds_nothing(slices: int) -> None:
     cache = make_cache(extents=1)
     engine, other = Engine(cache, "one"), Engine(cache, "other")
     engine.store(chain("a", 8))
-    cache.last_lease += 4
+    cache.leases.last += 4
     long = restating(engine, ["a7", "a3", "a7", "a1"])
     while long.slices < slices:
         long.take_slice()

@@ -61,7 +61,9 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 def follow(host: Host, **options: Any) -> Stream:
-    return Stream(host.cache, **{"topic": "kv@{namespace}", "keep": 1000, "first": 100, **options})
+    stream = Stream(host.cache, **{"topic": "kv@{namespace}", "keep": 1000, "first": 100, **options})
+    host.followers.append(stream.follow)
+    return stream
 
 
 # Plain stories.
@@ -130,12 +132,12 @@ def test_groups_are_told_apart() -> None:
     stream = follow(host)
     session = host.open("one")
     spec = NamespaceSpec("m", (GroupSpec(16, 4096), GroupSpec(32, 8192)), {}, 8)
-    namespace = host.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0).namespace
+    namespace = host.handle(session, m.Attach(1, b"", spec, (0,))).namespace
     told(stream)
     for group in (0, 1):
         runs = [m.Run([digest("a")])]
-        reserved = host.cache.handle(session, m.Reserve(1, b"", namespace, runs, group), 0.0)
-        host.cache.handle(session, m.Settle(1, b"", host.geometry.region_id, reserved.reservation, (0,), 0), 0.0)
+        reserved = host.handle(session, m.Reserve(1, b"", namespace, runs, group))
+        host.handle(session, m.Settle(1, b"", host.geometry.region_id, reserved.reservation, (0,), 0))
     assert told(stream) == [stored(["a"]), stored(["a"], tokens=32, group=1)]
 
 
@@ -221,7 +223,7 @@ def meddle(story: Story) -> None:
         try:
             client.ask(m.Clear(1, b"", draw.choice(["", client.spec.id])))
         except KVCacheError:
-            assert host.cache.room.frozen
+            assert host.cache.eviction.frozen
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -314,11 +316,11 @@ def test_a_replay_of_several_groups_leaves_the_numbers_of_what_is_kept_alone() -
     stream = follow(host, keep=1)
     session = host.open("one")
     spec = NamespaceSpec("m", (GroupSpec(16, 4096), GroupSpec(32, 8192)), {}, 8)
-    namespace = host.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0).namespace
+    namespace = host.handle(session, m.Attach(1, b"", spec, (0,))).namespace
     for group in (0, 1):
         runs = [m.Run([digest("a")])]
-        reserved = host.cache.handle(session, m.Reserve(1, b"", namespace, runs, group), 0.0)
-        host.cache.handle(session, m.Settle(1, b"", host.geometry.region_id, reserved.reservation, (0,), 0), 0.0)
+        reserved = host.handle(session, m.Reserve(1, b"", namespace, runs, group))
+        host.handle(session, m.Settle(1, b"", host.geometry.region_id, reserved.reservation, (0,), 0))
     last = stream.batches(0.0)[-1].number
     follower = Follower(lambda start, topic: (), maps)
     batches = list(again(stream, last - 1))
@@ -347,9 +349,9 @@ def test_a_namespace_that_comes_again_goes_on_with_higher_numbers() -> None:
     numbers: list[int] = []
     for _ in range(3):
         session = host.open("one")
-        host.cache.handle(session, m.Attach(1, b"", SMALL, (0,)), 0.0)
+        host.handle(session, m.Attach(1, b"", SMALL, (0,)))
         numbers += [batch.number for batch in stream.batches(0.0)]
         host.living.pop(session)
-        host.cache.end_session(session, 0.0)
+        host.end(session)
         assert not host.cache.namespaces
     assert numbers == sorted(set(numbers))

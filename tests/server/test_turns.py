@@ -20,10 +20,11 @@ from kvcache_proto.errors import Unavailable
 from kvcache_server.admin_client import Admin
 from kvcache_server.config import Config
 from kvcache_server.core.slices import Steps, begin, finish
-from kvcache_server.daemon.slow_queue import SHARE, Questions
+from kvcache_server.daemon.slow_queue import SHARE, SlowQueue
 from kvcache_server.http.admin_ops import Desk
 from kvcache_server.http.app import Http
 from kvcache_server.http.connection_limiter import SECONDS
+from kvcache_server.insight.insight import Insight
 
 SLOW, QUICK = "/api/v1/namespaces", "/healthz"
 
@@ -41,7 +42,8 @@ class Slow:
         self.error: Exception | None = None
         self.failures: list[Exception] = []
         self.loop = asyncio.new_event_loop()
-        desk = Desk(make_cache(), lambda session: None, self._figures, finish_soon)
+        cache = make_cache()
+        desk = Desk(cache, Insight(cache), lambda session: None, self._figures, finish_soon, lambda: None)
         config = Config(endpoint=f"ipc://{folder}/kv.sock", http="127.0.0.1:0")
         self.http = Http(self.loop, config, desk, lambda number, error: self.failures.append(error))
         host, _, port = self.http.address.removeprefix("http://").rpartition(":")
@@ -127,7 +129,7 @@ def test_questions_of_many_sessions_are_answered_in_turn_and_leave_the_loop_to_t
         if len(answered) == 7:
             loop.call_later(0.1, loop.stop)  # it has no more turns than questions
 
-    questions = Questions(loop, answer)
+    questions = SlowQueue(loop, answer)
     failures: list[Any] = []
     loop.set_exception_handler(lambda loop, context: failures.append(context["exception"]))
     for session in range(5):
@@ -166,7 +168,7 @@ def test_the_slices_of_a_question_are_paid_for_one_by_one() -> None:
         while len(done) < 2:
             await asyncio.sleep(0.01)
 
-    questions = Questions(loop, answer)
+    questions = SlowQueue(loop, answer)
     questions.add(1, "one", b"")
     questions.add(2, "two", b"broken")
     loop.run_until_complete(asyncio.wait_for(both(), 20))

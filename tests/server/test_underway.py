@@ -14,7 +14,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_reply
 from kvcache_proto.errors import Unavailable
 from kvcache_server.core.slices import Chores, Steps
-from kvcache_server.daemon.long_work import WAITING, WAITING_BYTES, Underway
+from kvcache_server.daemon.long_work import WAITING, WAITING_BYTES, LongWork
 
 
 class Loop:
@@ -26,7 +26,7 @@ class Loop:
         self.chores = Chores()
         self.seen: list[str] = []
         self.failures: list[Exception] = []
-        self.underway = Underway(
+        self.underway = LongWork(
             *(self.loop, self.chores, self.answer, lambda: None, lambda number, error: self.failures.append(error))
         )
 

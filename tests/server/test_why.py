@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from insights import insight
 from worlds import BLOCK, IDENTITY, MIB, WAYS, Engine, Injector, World, fill
 
 from kvcache_proto import messages as m
@@ -13,6 +14,7 @@ from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_server.commands.record import Recorder
 from kvcache_server.commands.why import CAUSES, NOTES, describe
+from kvcache_server.core.integrity import check_integrity
 from kvcache_server.insight import explanations, miss_log
 
 
@@ -61,7 +63,7 @@ def test_misses_are_named_rightly(count: int, few: int, monkeypatch: pytest.Monk
     for request, before in kept[-200:]:
         (told,) = world.why(request)["explained"]
         assert runs_of(told) == before
-    world.cache.check_integrity()
+    check_integrity(world.cache)
 
 
 def causes(world: World, request: str) -> list[tuple[int, str]]:
@@ -194,7 +196,7 @@ def test_what_comes_after_the_lookup_does_not_explain_it() -> None:
 
 def test_what_the_daemon_began_with() -> None:
     world = World()
-    world.cache.misses.began(1.0, "resized")
+    insight(world.cache).misses.began(1.0, "resized")
     a = Engine(world, "a")
     run = world.chain(2)
     request, _ = a.look_up(run)
@@ -209,7 +211,7 @@ def test_nothing_is_evicted_for_a_save_in_the_grace_after_a_restart() -> None:
     world = World()
     a = Engine(world, "a")
     fill(a)
-    world.cache.room.frozen, world.cache.awaited, world.cache.grace_until = True, {99}, world.now + 10
+    world.cache.eviction.frozen, world.cache.registry.awaited, world.cache._grace_until = True, {99}, world.now + 10
     run = world.chain(2)
     a.reserve(run)
     request, _ = a.look_up(run)
@@ -273,8 +275,8 @@ def test_a_lookup_without_a_name_and_one_that_hits_all_leave_nothing() -> None:
     frame = encode(m.Acquire(1, b"", a.number, world.chain(1)))
     asked = decode_request(frame)
     assert isinstance(asked, m.Acquire)
-    world.cache.remember(a.session, asked, a.ask(asked), frame, world.now)
-    assert not world.cache.misses.lookups
+    a.ask(asked)
+    assert not insight(world.cache).misses.lookups
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,13 +290,13 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     long = [a.look_up(world.chain(100))[0] for _ in range(50)]
     assert not world.why(long[0])["explained"]
     assert world.why(long[-1])["explained"]
-    assert sum(len(each.frame) + miss_log.EACH for each in world.cache.misses.lookups) <= 40_000
+    assert sum(len(each.frame) + miss_log.EACH for each in insight(world.cache).misses.lookups) <= 40_000
     for _ in range(miss_log.GENERATIONS * 50):
         a.tell("paused", world.chain(1))
-    assert world.cache.misses.departures <= miss_log.GENERATIONS * 50
+    assert insight(world.cache).misses.departures <= miss_log.GENERATIONS * 50
     assert causes(world, a.look_up(first)[0]) == [(1, "new")]  # and yet it says how far back it knows
     assert 0 < world.why(a.look_up(first)[0])["remembered"]["departures_since_s"] < world.now - 100.0
-    assert len(world.cache.misses.told) <= miss_log.NOTES
+    assert len(insight(world.cache).misses.told) <= miss_log.NOTES
 
 
 def test_a_very_long_lookup_is_looked_at_in_part() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from insights import answer, figures, insight
+
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.region import plan_geometry
@@ -28,11 +30,12 @@ class World:
         self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**options), seed=11)
         self.draw = random.Random(seed)
         self.now, self.requests = 100.0, 0
-        self.cache.misses.began(0.0, "first")
+        insight(self.cache).misses.began(0.0, "first")
 
     def tick(self, seconds: float = 0.01) -> None:
         self.now += seconds
         self.cache.tick(self.now)
+        insight(self.cache).tick(self.now)
 
     def chain(self, length: int) -> list[bytes]:
         return [self.draw.randbytes(16) for _ in range(length)]
@@ -42,13 +45,13 @@ class World:
         return {(space.number, each): None for space in spaces for each in space.groups[0].visible}
 
     def stored(self, engine: Engine) -> int:
-        (space,) = [each for each in self.cache.stats(self.now)["namespaces"] if each["id"] == engine.spec.id]
+        (space,) = [each for each in figures(self.cache, self.now)["namespaces"] if each["id"] == engine.spec.id]
         return int(space["engines"].get(engine.name, 0))
 
     def why(self, request: str) -> dict[str, Any]:
-        answer = self.cache.handle(self.operator(), m.Why(1, b"", request), self.now).answer
-        describe(answer)  # whatever it is, it can be told
-        return answer
+        found = answer(self.cache, self.operator(), m.Why(1, b"", request), self.now).answer
+        describe(found)  # whatever it is, it can be told
+        return found
 
     def operator(self) -> int:
         for number, session in self.cache.sessions.items():
@@ -66,7 +69,7 @@ class Engine:
 
     def ask(self, request: Any) -> Any:
         self.world.tick()
-        return self.cache.handle(self.session, request, self.world.now)
+        return answer(self.cache, self.session, request, self.world.now)
 
     def reserve(self, run: list[bytes], parent: bytes | None = None) -> m.Reserved:
         return self.ask(m.Reserve(1, b"", self.number, [m.Run(run, parent)]))
@@ -91,10 +94,8 @@ class Engine:
         frame = encode(m.Acquire(1, b"t" * 16, self.number, run, pin=pin, request=request, tokens=9, **facts))
         asked = decode_request(frame)
         assert isinstance(asked, m.Acquire)
-        reply = self.cache.handle(self.session, asked, self.world.now)
+        reply = answer(self.cache, self.session, asked, self.world.now)
         assert isinstance(reply, m.Acquired)
-        if reply.hits < len(run):
-            self.cache.remember(self.session, asked, reply, frame, self.world.now)
         return request, reply
 
     def tell(self, cause: str, run: list[bytes], request: str = "told") -> None:
@@ -163,7 +164,7 @@ class Injector:
     def cleared(self) -> Any:
         run = self.a.store(self.world.chain(4))
         self.world.tick()
-        self.world.cache.handle(self.world.operator(), m.Clear(1, b"", self.a.spec.id), self.world.now)
+        answer(self.world.cache, self.world.operator(), m.Clear(1, b"", self.a.spec.id), self.world.now)
         return self.b, run, [(4, "cleared", {"engine": "operator"})]
 
     def distrusted(self) -> Any:

@@ -1,6 +1,6 @@
 """The checksums that writers gave of their shards, as they will be compared by readers. Pure, over a buffer.
 
-    0       header, one page: magic, region id, number of the daemon's life
+    0       header, one page: magic, region id, the daemon's epoch
     4,096   one u64 for each page of the region: the sum of the shard that begins there, 0 for none
 
 Engines map the region and not this, so that who spoils a block cannot make its sum fit. A group whose shards are
@@ -28,16 +28,16 @@ def sums_bytes(geometry: PoolGeometry) -> int:
     return -(-(PAGE + -(-geometry.region_bytes // PAGE) * WORD) // PIECE) * PIECE
 
 
-def sums_header(geometry: PoolGeometry, life: int) -> bytes:
+def sums_header(geometry: PoolGeometry, epoch: int) -> bytes:
     """Return what the buffer begins with.
 
     One with another header is of another region, or a daemon between did not keep it: it must be begun anew, for a sum
     must never be older than what its shard's slot holds.
     """
-    return _HEADER.pack(_MAGIC, geometry.region_id, life)
+    return _HEADER.pack(_MAGIC, geometry.region_id, epoch)
 
 
-class Sums:
+class Checksums:
     """`have` are the pieces that have memory; `get(piece)` gives one more its memory, and says whether it could."""
 
     def __init__(self, buffer: memoryview, have: set[int], get: Callable[[int], bool]) -> None:

@@ -1,27 +1,24 @@
-"""Which blocks are cached, how they hang together, and which goes first. Pure.
+"""Which blocks are cached, how they hang together, and which are being written. Pure.
 
 The blocks of a group form a tree under `Group.root`: a block's parent is the block before it in the prompt. Only a leaf
-may be evicted, so what is cached is reachable. An account (what one engine stored in one group) keeps its evictable
-leaves in a heap, by tick; a touch only sets the block's own tick, and the heap is put right when the block comes up.
+may be evicted, so that every cached block can be reached. An account (what one engine stored in one group) keeps its
+evictable leaves in a heap, by tick; a touch only sets the block's own tick, and the heap is put right when the block
+comes up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvcache_proto.region import slot_size
-from kvcache_proto.types import GroupSpec
-from kvcache_server.core.checksums import Sums
-from kvcache_server.core.eviction.ghosts import Ghosts
-from kvcache_server.core.sampling import Draw
+from kvcache_proto.region import SLOT_ROW, slot_size
+from kvcache_proto.types import GroupSpec, Verdict
+from kvcache_server.core.checksums import Checksums
+from kvcache_server.core.extent import Extent
 from kvcache_server.core.slices import LOOK
-
-if TYPE_CHECKING:
-    from kvcache_server.core.grants import Grant
 
 HIDDEN = -1  # `queued`: WRITING, or READY below something that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in its account's order
@@ -242,30 +239,26 @@ class Group:
     """The cached blocks of one KV cache group of a namespace, by hash."""
 
     __slots__ = (
-        *("ghosts", "hash_bytes", "hit_blocks", "namespace", "number", "pending", "root", "saved_blocks"),
-        *("slot_bytes", "spec", "sum_offsets", "tag", "visible"),
+        *("hash_bytes", "hit_blocks", "namespace", "number", "pending", "root", "saved_blocks", "slot_bytes"),
+        *("spec", "sum_offsets", "tag", "visible"),
     )
 
-    def __init__(
-        self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, capacity: int, draw: Draw
-    ) -> None:
-        """`capacity` is that of the pool, in bytes; `draw` says which blocks are in samples."""
+    def __init__(self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int) -> None:
         self.namespace = namespace
         self.number = number
         self.tag = tag(namespace, number)
         self.spec = spec
         self.hash_bytes = hash_bytes
         self.slot_bytes = slot_size(spec.block_bytes)
-        self.sum_offsets = Sums.offsets(spec)
-        self.ghosts = Ghosts(capacity // self.slot_bytes, draw)
+        self.sum_offsets = Checksums.offsets(spec)
         self.hit_blocks = self.saved_blocks = 0
         self.visible: dict[bytes, Block] = {}
         self.pending: dict[bytes, Grant] = {}
         self.root = Block(UNQUEUED, 0, b"", b"", Account("", self))
 
     def forget(self) -> None:
-        """Let go of what refers back, once nobody asks for it: circles that lead through blocks are never found."""
-        self.ghosts.forget()
+        """Let go of what refers back, once nobody asks for it: the garbage collector does not look for circles that
+        lead through blocks."""
         del self.root
 
     def prefix(self, hashes: Sequence[bytes]) -> list[Block]:
@@ -287,20 +280,7 @@ class Group:
             end += 1
         return end - hits
 
-    def show(self, waiting: list[Block]) -> None:
-        """Make the READY blocks in `waiting`, whose parents are visible, visible, and READY descendants with them.
-
-        At most LOOK of them: the rest is left in `waiting`.
-        """
-        for _ in range(LOOK):
-            if not waiting:
-                return
-            block = waiting.pop()
-            if block.pins == GONE or block.parent is None or not self.reaches(block.parent):
-                continue  # it was doomed while it waited, or will be: its parent is distrusted
-            self.show_one(block, waiting)
-
-    def show_one(self, block: Block, waiting: list[Block]) -> None:
+    def show(self, block: Block, waiting: list[Block]) -> None:
         """Make a READY block visible whose parent is; its READY children go into `waiting`."""
         pending = self.pending
         del pending[block.hash]
@@ -335,3 +315,83 @@ class Group:
     def trusts(self, block: Block) -> bool:
         """Whether lookups find it. What is distrusted may stand in the tree yet: its slot is being read."""
         return self.visible.get(block.hash) is block
+
+
+class Grant:
+    """One WRITING slot of a reservation: which shards are settled, and what became of it.
+
+        pending --- last shard settles ---> ready          all committed, nobody took its place
+                                      +---> given back     `verdict` says why
+
+    `verdict` is None, or the Verdict for which the block cannot become visible any more.
+    """
+
+    __slots__ = (
+        *("block", "claimed", "extent", "ready", "reservation", "row", "settled", "slot"),
+        *("tainted_until", "verdict"),
+    )
+
+    def __init__(self, block: Block, extent: Extent[Block], slot: int, reservation: Reservation) -> None:
+        self.block = block
+        self.extent = extent
+        self.slot = slot
+        self.row = extent.rows + slot * SLOT_ROW  # the byte offset of the slot's row
+        self.reservation = reservation
+        self.settled = 0  # bit set of shards
+        self.claimed = 0  # those that have failed, and are settled once all below the block is doomed
+        self.ready = False
+        self.verdict: Verdict | None = None
+        self.tainted_until = 0.0  # the end of the quarantine that a dead writer asks for
+
+    @property
+    def taken(self) -> int:
+        """The shards that nobody can settle any more."""
+        return self.settled | self.claimed
+
+    @property
+    def whole(self) -> bool:
+        return self.settled == self.reservation.all_shards
+
+
+class Reservation:
+    """The grants of one Reserve. `writers[shard]` is the session that may write that shard.
+
+    `writers_number` stands for `writers` in the slots' rows. `complete` is false while it is being granted: nobody may
+    settle it yet.
+    """
+
+    __slots__ = (
+        *("all_shards", "complete", "created", "grants", "group", "id", "owner", "unsettled", "writers"),
+        "writers_number",
+    )
+
+    def __init__(self, number: int, group: Group, owner: int, writers: tuple[int, ...], created: float) -> None:
+        self.id = number
+        self.group = group
+        self.owner = owner
+        self.writers = writers
+        self.all_shards = (1 << len(writers)) - 1
+        self.created = created
+        self.writers_number = 0
+        self.complete = True
+        self.grants: list[Grant] = []
+        self.unsettled = 0
+
+
+class Holds:
+    """Blocks that long work keeps between two of its slices, by what that work is."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[object, Block] = {}
+
+    @contextlib.contextmanager
+    def hold(self, work: object, block: Block) -> Iterator[None]:
+        """Pin `block`, and with it all above it."""
+        block.pins += 1
+        self.blocks[work] = block
+        try:
+            yield
+        finally:
+            del self.blocks[work]
+            if block.pins != GONE:
+                block.unpin()

@@ -1,23 +1,123 @@
-"""What must always hold, of each part of the cache alone: looked at in slices, while others go on. Pure.
+"""The invariants of the cache's state, checked. Pure.
 
-`report.check_integrity` looks at all of it at one instant, and so knows the sums over all blocks, too. That takes some
-seconds for a million of them.
+`check_integrity` looks at everything at one instant, and so knows the sums over all blocks, too; a million of them take
+some seconds. `audit` looks at one part after the other, in slices, while others go on.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvcache_proto.region import DOOMED, FREE, READY, WRITING
-from kvcache_server.core.index import GONE, HIDDEN, UNQUEUED, Block
-from kvcache_server.core.pool import Extent
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.extent import Extent
+from kvcache_server.core.index import GONE, HIDDEN, SPARE, UNQUEUED, Block, Group
 from kvcache_server.core.slices import LOOK, STEP, Steps, finish
-
-if TYPE_CHECKING:
-    from kvcache_server.core.cache import Cache
 
 _FEW = 10_000  # microseconds that the whole may take, where somebody waits meanwhile
 _SUMMED = 4 * LOOK  # slots that are added up at one instant, in some milliseconds
+
+
+def check_integrity(cache: Cache) -> None:
+    """Raise AssertionError, which names what is broken, unless all invariants hold. O(blocks)."""
+    pins: dict[int, int] = {}
+    for session in cache.sessions.values():
+        for lease in session.leases.values():
+            pins[id(lease.block)] = pins.get(id(lease.block), 0) + 1
+            assert lease.block.visible and lease.block.pins > 0, "a lease on a block that is not visible"
+    for block in cache.holds.blocks.values():
+        if block.pins != GONE:
+            pins[id(block)] = pins.get(id(block), 0) + 1
+    for engine in cache.engines.values():
+        engine.pins.check([lease for session in engine.sessions.values() for lease in session.leases.values()])
+        written = sum(each.unsettled * each.group.slot_bytes for each in engine.reservations.values())
+        assert engine.writing == written, f"engine {engine.name} writes {engine.writing}, not {written}"
+    living: dict[int, Block] = {}
+    for namespace in cache.namespaces.values():
+        for group in namespace.groups:
+            _check_group(cache, group, pins, living)
+    _check_all_slots(cache, living)
+
+
+def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[int, Block]) -> None:
+    assert not group.visible.keys() & group.pending.keys(), "a hash both visible and pending"
+    tree = group.root.subtree()[1:]
+    distrusted = [block for block in tree if block.visible and not group.trusts(block)]
+    blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values()), *distrusted]
+    assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
+    about_to_be_shown = {id(block) for _, waiting in cache.reservations.showing for block in waiting}
+    about_to_be_forgotten = {id(block) for waiting in cache.invalidation.waiting for block in waiting}
+    queued = {id(block) for account in cache.eviction.fair_share.accounts for block in account.standing()}
+    for block in blocks:
+        living[id(block)] = block
+        parent = block.parent
+        assert parent is not None
+        assert block.pins == pins.get(id(block), 0), f"{block.pins} pins, {pins.get(id(block), 0)} leases"
+        if block.visible:
+            below = [each for each in block.children() if group.trusts(each) and id(each) not in about_to_be_forgotten]
+            assert group.trusts(block) or not below, "found below what is distrusted"
+            assert parent.visible, "visible below what is not: nobody can reach it"
+            evictable = block.child is None and not block.pins
+            assert not evictable or block.queued > UNQUEUED, "a leaf that nothing would evict"
+            assert (block.queued > UNQUEUED) == (id(block) in queued)
+        else:
+            grant = group.pending[block.hash]
+            assert block.queued == HIDDEN and grant.block is block and grant.verdict is None
+            found = grant.ready and group.reaches(parent) and id(block) not in about_to_be_shown
+            assert not found, "READY below a visible parent, yet hidden"
+            assert grant.ready == grant.whole
+
+
+def _check_all_slots(cache: Cache, living: dict[int, Block]) -> None:
+    writing: dict[tuple[int, int], bool] = {}
+    accounts: dict[int, int] = {}
+    for engine in cache.engines.values():
+        for reservation in engine.reservations.values():
+            assert reservation.unsettled == sum(not grant.whole for grant in reservation.grants) > 0
+            for grant in reservation.grants:
+                if not grant.whole:
+                    writing[(grant.extent.index, grant.slot)] = True
+                    if id(grant.block) not in living:
+                        assert grant.verdict is not None and grant.block.pins == GONE
+                        accounts[id(grant.block.account)] = (
+                            accounts.get(id(grant.block.account), 0) + grant.extent.slot_bytes
+                        )
+    quarantined = {(extent.index, slot) for extent, slot in cache.pool.quarantine.slots()}
+    for extent in cache.pool.extents.values():
+        busy, vacant = 0, set(extent.vacant)
+        for slot, block in enumerate(extent.blocks):
+            row, key = cache.rows.read_row(cache.pool.row(extent, slot)), (extent.index, slot)
+            assert (block is None) == (slot in vacant), "a slot both vacant and lived in"
+            if key in quarantined or key in writing:
+                busy += 1
+                assert block is not None and row is not None
+                assert row.state == (DOOMED if id(block) not in living else WRITING)
+            elif block is not None:
+                assert id(block) in living, "a slot that nothing can free"
+                if block.visible and not block.account.group.trusts(block):
+                    assert row is None, "a distrusted block that the next daemon would find"
+                else:
+                    assert row is not None and row.state == READY and row.body.block_hash == block.hash
+            else:
+                assert row is None or row.state == FREE
+            if block is not None and id(block) in living:
+                if row is not None:
+                    assert block.parent is not None and row.parent == block.parent.generation
+                    body, group = row.body, block.account.group
+                    assert (body.namespace, body.group) == (group.namespace, group.number)
+                    assert body.engine == cache.engines[block.account.engine].number
+                assert cache.pool.locate(block) == (extent, slot)
+                accounts[id(block.account)] = accounts.get(id(block.account), 0) + extent.slot_bytes
+        assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"
+        assert extent.used == len(extent.blocks) - len(vacant) and len(vacant) == len(extent.vacant)
+    empty = {index: extent for index, extent in cache.pool.extents.items() if not extent.used}
+    assert cache.pool.empty == empty, "extents that are empty, or not, and nobody knows"
+    survey, quarantine = finish(cache.pool.surveying()), cache.pool.quarantine.bytes
+    assert survey.used == quarantine + cache.eviction.fair_share.used, "slots without account"
+    assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"
+    for account in cache.eviction.fair_share.accounts:
+        stale = sum(block.pins == GONE for block in account.standing())
+        assert account.stale == stale, "an order of blocks that have gone"
+        assert account.clearing or stale <= SPARE + len(account.standing()) - stale, "an order that nobody sweeps"
+        assert account.bytes == accounts.get(id(account), 0), "an account that does not add up"
 
 
 def takes_long(cache: Cache) -> bool:
@@ -39,8 +139,8 @@ def audit(cache: Cache) -> Steps[None]:
         for reservation in list(engine.reservations.values()):
             assert reservation.unsettled == sum(not grant.whole for grant in reservation.grants), "a miscount of grants"
             yield
-    survey, quarantine = finish(cache.pool.surveying()), cache.writing.quarantine.bytes
-    assert survey.used == quarantine + cache.shares.used, "slots without account"
+    survey, quarantine = finish(cache.pool.surveying()), cache.pool.quarantine.bytes
+    assert survey.used == quarantine + cache.eviction.fair_share.used, "slots without account"
     for extent in list(cache.pool.extents.values()):
         if cache.pool.extents.get(extent.index) is extent:
             yield
@@ -53,7 +153,7 @@ def audit(cache: Cache) -> Steps[None]:
             _check_slot(cache, extent, slot)
 
 
-def _check_extent(cache: Cache, extent: Extent) -> None:
+def _check_extent(cache: Cache, extent: Extent[Block]) -> None:
     """Look at an extent's sums. Of too many slots, each is looked at alone: see `_check_slot`."""
     blocks = extent.blocks
     if len(blocks) > _SUMMED:
@@ -64,7 +164,7 @@ def _check_extent(cache: Cache, extent: Extent) -> None:
     assert len(extent.vacant) == blocks.count(None) == len(blocks) - extent.used, "a slot both vacant and lived in"
 
 
-def _check_slot(cache: Cache, extent: Extent, slot: int) -> None:
+def _check_slot(cache: Cache, extent: Extent[Block], slot: int) -> None:
     block, row = extent.blocks[slot], cache.rows.read_row(cache.pool.row(extent, slot))
     if block is None:
         assert row is None or row.state == FREE, "a vacant slot whose row says otherwise"
@@ -94,5 +194,7 @@ def _check_block(cache: Cache, block: Block) -> None:
         assert block.child is not None or block.pins or block.queued > UNQUEUED, "a leaf that nothing would evict"
     else:
         grant = group.pending[block.hash]
-        assert block.queued == HIDDEN and grant.block is block and grant.fate is None, "a block that waits for nothing"
+        assert block.queued == HIDDEN and grant.block is block and grant.verdict is None, (
+            "a block that waits for nothing"
+        )
         assert grant.ready == grant.whole, "a block that is whole and not READY"

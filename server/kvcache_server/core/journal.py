@@ -1,7 +1,8 @@
-"""What the daemon notes down so that the next one can read the region's rows: what their numbers mean. Pure.
+"""What the state file keeps so that the next daemon can read the region's rows. Pure.
 
-A record is one change; the book is what the records add up to. Rows name namespaces, engines, sessions and crews by
-number alone; a book without its region is nothing, nor is a region without its book.
+A row names its namespace, engine, session and writers by number. A record says what a number means, or that it means
+nothing any more; the manifest is the sum of the records. Neither the region nor its manifest is of use without the
+other.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ MAX_RECORD = 1 << 20
 
 
 class Began(msgspec.Struct, tag="began", array_like=True, frozen=True):
-    """A daemon's life began; `last` are the last numbers given: namespaces, engines, sessions, crews."""
+    """A daemon has started. `last` are the last numbers of namespaces, engines, sessions and tuples of writers."""
 
     region: bytes
-    life: int
+    epoch: int
     last: tuple[int, int, int, int] = (0, 0, 0, 0)
     daemon: str = ""
 
@@ -72,8 +73,8 @@ class SessionEnded(msgspec.Struct, tag="session-gone", array_like=True, frozen=T
     number: int
 
 
-class CrewMade(msgspec.Struct, tag="crew", array_like=True, frozen=True):
-    """`writers[shard]` is the session that writes it. A crew is forgotten with the last of its sessions."""
+class WritersNumbered(msgspec.Struct, tag="crew", array_like=True, frozen=True):
+    """`writers[shard]` is the session that writes that shard. Forgotten with the last of these sessions."""
 
     number: int
     writers: tuple[int, ...]
@@ -99,7 +100,7 @@ Record = (
     | EngineForgotten
     | SessionOpened
     | SessionEnded
-    | CrewMade
+    | WritersNumbered
     | Resized
     | ExtentRetired
 )
@@ -107,26 +108,26 @@ _decoder = msgspec.msgpack.Decoder(Record)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Book:
+class Manifest:
     """What the records add up to."""
 
-    def __init__(self, region: bytes, life: int = 1) -> None:
+    def __init__(self, region: bytes, epoch: int = 1) -> None:
         self.region = region
-        self.life = life
+        self.epoch = epoch
         self.namespaces: dict[int, NamespaceSpec] = {}
         self.engines: dict[int, str] = {}
         self.sessions: dict[int, SessionOpened] = {}
-        self.crews: dict[int, tuple[int, ...]] = {}
+        self.writers: dict[int, tuple[int, ...]] = {}
         self.wanted = 0  # bytes of the pool after a resize; 0: all
         self.retired: set[int] = set()
-        self.last_namespace = self.last_engine = self.last_session = self.last_crew = 0
+        self.last_namespace = self.last_engine = self.last_session = self.last_writers = 0
 
     def apply(self, record: Record) -> None:
         """Note one change."""
         match record:
             case Began():
-                self.region, self.life = record.region, record.life
-                self.last_namespace, self.last_engine, self.last_session, self.last_crew = record.last
+                self.region, self.epoch = record.region, record.epoch
+                self.last_namespace, self.last_engine, self.last_session, self.last_writers = record.last
             case NamespaceMade():
                 self.namespaces[record.number] = record.spec
                 self.last_namespace = max(self.last_namespace, record.number)
@@ -142,30 +143,30 @@ class Book:
                 self.last_session = max(self.last_session, record.number)
             case SessionEnded():
                 self.sessions.pop(record.number, None)
-                self.crews = {
+                self.writers = {
                     number: writers
-                    for number, writers in self.crews.items()
+                    for number, writers in self.writers.items()
                     if any(writer in self.sessions for writer in writers)
                 }
-            case CrewMade():
-                self.crews[record.number] = record.writers
-                self.last_crew = max(self.last_crew, record.number)
+            case WritersNumbered():
+                self.writers[record.number] = record.writers
+                self.last_writers = max(self.last_writers, record.number)
             case Resized():
                 self.wanted = record.bytes
             case ExtentRetired():
                 self.retired.add(record.index)
 
     def records(self, daemon: str = "") -> Iterator[Record]:
-        """Yield the fewest records that add up to this book."""
-        last = (self.last_namespace, self.last_engine, self.last_session, self.last_crew)
-        yield Began(self.region, self.life, last, daemon)
+        """Yield the fewest records that add up to this manifest."""
+        last = (self.last_namespace, self.last_engine, self.last_session, self.last_writers)
+        yield Began(self.region, self.epoch, last, daemon)
         for number, spec in self.namespaces.items():
             yield NamespaceMade(number, spec)
         for number, name in self.engines.items():
             yield EngineMade(number, name)
         yield from self.sessions.values()
-        for number, writers in self.crews.items():
-            yield CrewMade(number, writers)
+        for number, writers in self.writers.items():
+            yield WritersNumbered(number, writers)
         if self.wanted:
             yield Resized(self.wanted)
         yield from map(ExtentRetired, self.retired)
@@ -177,15 +178,15 @@ def pack(record: Record) -> bytes:
     return _HEAD.pack(len(packed), zlib.crc32(packed)) + packed
 
 
-def read(data: bytes) -> Book:
-    """Return the book that `data`, a whole state file, adds up to.
+def read(data: bytes) -> Manifest:
+    """Return the manifest that `data`, a whole state file, adds up to.
 
     A record at the end that a killed daemon did not finish is left out: nobody was told of it. Raises RegionError where
     it is no state file, or is torn before its end.
     """
     if not data.startswith(MAGIC):
         raise RegionError("no state file: the magic is missing")
-    book, at = Book(b"", 0), len(MAGIC)
+    manifest, at = Manifest(b"", 0), len(MAGIC)
     while len(data) - at >= _HEAD.size:
         length, checksum = _HEAD.unpack_from(data, at)
         end = at + _HEAD.size + length
@@ -195,10 +196,10 @@ def read(data: bytes) -> Book:
         if end > len(data) or zlib.crc32(packed) != checksum:
             break
         try:
-            book.apply(_decoder.decode(packed))
+            manifest.apply(_decoder.decode(packed))
         except msgspec.MsgspecError as error:
             raise RegionError(f"state file of another version: the record at byte {at}: {error}") from None
         at = end
-    if not book.life:
+    if not manifest.epoch:
         raise RegionError("torn state file: it does not say which region it belongs to")
-    return book
+    return manifest

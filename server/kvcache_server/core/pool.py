@@ -7,51 +7,17 @@ are laid out LOOK at a time, when those before them are taken: tiny blocks make 
 
 from __future__ import annotations
 
+import heapq
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import FREE, SLOT_ROW, RegionRows, slots_per_extent
 from kvcache_proto.types import SlotRef, pack_ref
+from kvcache_server.core.extent import Extent
 from kvcache_server.core.index import Block
 from kvcache_server.core.slices import LOOK, Steps
-
-
-class Extent:
-    """One run of the region, cut into `slots` of `slot_bytes`; `blocks[slot]` is who lives there, in those laid out.
-
-    `vacant` is empty only where all slots are laid out and taken.
-    """
-
-    __slots__ = (
-        *("blocks", "busy", "closed", "generation", "index", "newest", "read", "rows", "slot_bytes", "slots", "start"),
-        *("used", "vacant"),
-    )
-
-    def __init__(self, index: int, start: int, slot_bytes: int, slots: int, rows: int, generation: int) -> None:
-        self.index = index
-        self.start = start
-        self.slot_bytes = slot_bytes
-        self.slots = slots
-        self.rows = rows
-        self.generation = generation
-        self.blocks: list[Block | None] = []
-        self.read = bytearray()  # by slot: 0 where no lookup has found the block since it was placed here
-        self.vacant = array("I")  # not a list, which it takes long to free
-        self.used = 0
-        self.busy = 0  # slots that a writer may still write: WRITING or in quarantine
-        self.closed = False  # it is being emptied: its slots are not given away
-        self.newest = 0  # the latest tick stored or touched here; ancestors are touched through their descendants
-
-    def lay_out(self, slots: int) -> int:
-        """Let there be so many more slots, or all; return the first of them."""
-        first = len(self.blocks)
-        slots = min(slots, self.slots - first)
-        self.blocks += [None] * slots
-        self.read += b"\1" * slots
-        self.vacant[:0] = array("I", range(first + slots - 1, first - 1, -1))
-        return first
 
 
 class Survey(NamedTuple):
@@ -71,21 +37,22 @@ class Pool:
         """`generation` is the last one given: a random one for a fresh region."""
         self.rows = rows
         self.tick = 0
-        self._geometry = rows.geometry
+        self.geometry = rows.geometry
         self.generation = generation
+        self.quarantine = Quarantine()
         self.retired: set[int] = set()  # extents whose memory is the host's again
-        self._uncut = list(range(self._geometry.extents - 1, -1, -1))
-        self._roomy: dict[int, list[Extent]] = {}  # by slot size: extents that may have a vacant slot
-        self.empty: dict[int, Extent] = {}  # those in which nothing is
-        self.extents: dict[int, Extent] = {}
+        self._uncut = list(range(self.geometry.extents - 1, -1, -1))
+        self._roomy: dict[int, list[Extent[Block]]] = {}  # by slot size: extents that may have a vacant slot
+        self.empty: dict[int, Extent[Block]] = {}  # those in which nothing is
+        self.extents: dict[int, Extent[Block]] = {}
 
     @property
     def capacity(self) -> int:
-        return (self._geometry.extents - len(self.retired)) * self._geometry.extent_bytes
+        return (self.geometry.extents - len(self.retired)) * self.geometry.extent_bytes
 
     @property
     def extent_bytes(self) -> int:
-        return self._geometry.extent_bytes
+        return self.geometry.extent_bytes
 
     @property
     def uncut(self) -> int:
@@ -113,10 +80,10 @@ class Pool:
         if slots_per_extent(self.extent_bytes, slot_bytes) < 1:
             raise BadArgument(
                 f"a block of {slot_bytes} bytes does not fit an extent of {self.extent_bytes} bytes "
-                f"(the region has {self._geometry.extents}): start the daemon with a larger size or extent size"
+                f"(the region has {self.geometry.extents}): start the daemon with a larger size or extent size"
             )
 
-    def take(self, slot_bytes: int) -> tuple[Extent, int] | None:
+    def take(self, slot_bytes: int) -> tuple[Extent[Block], int] | None:
         """Return a vacant slot of that size, cutting an empty extent where none has room, or None."""
         roomy = self._roomy.setdefault(slot_bytes, [])
         while roomy:
@@ -138,7 +105,7 @@ class Pool:
         roomy.append(self._cut(index, slot_bytes))
         return self.take(slot_bytes)
 
-    def place(self, extent: Extent, slot: int, block: Block) -> int:
+    def place(self, extent: Extent[Block], slot: int, block: Block) -> int:
         """Let `block`, in use now, live in the slot under a new generation, which it returns."""
         self.generation = (self.generation + 1) & ((1 << 64) - 1)
         self.tick = block.tick = extent.newest = self.tick + 1
@@ -147,7 +114,7 @@ class Pool:
         block.ref = pack_ref(extent.start + slot * extent.slot_bytes, self.generation, extent.generation)
         return self.generation
 
-    def give_back(self, extent: Extent, slot: int) -> None:
+    def give_back(self, extent: Extent[Block], slot: int) -> None:
         """Make the slot FREE."""
         self.rows.set_state(self.row(extent, slot), FREE)
         extent.blocks[slot] = None
@@ -158,7 +125,7 @@ class Pool:
         if not extent.used:
             self.empty[extent.index] = extent
 
-    def touch(self, block: Block) -> tuple[Extent, int]:
+    def touch(self, block: Block) -> tuple[Extent[Block], int]:
         """Note a use of `block`; return where it lives."""
         self.tick = block.tick = self.tick + 1
         extent, slot = self.locate(block)
@@ -177,20 +144,20 @@ class Pool:
         self.rows.set_tick(self.row(extent, slot), parent.tick)
         extent.read[slot] |= read
 
-    def close(self, extent: Extent) -> None:
+    def close(self, extent: Extent[Block]) -> None:
         """Give none of its slots away until `open`."""
         extent.closed = True
         roomy = self._roomy[extent.slot_bytes]
         roomy[:] = [each for each in roomy if each is not extent]
 
-    def open(self, extent: Extent) -> None:
+    def open(self, extent: Extent[Block]) -> None:
         """Take back `close`. Nothing is done where the extent has been cut anew."""
         if self.extents.get(extent.index) is extent:
             extent.closed = False
             if extent.vacant:
                 self._roomy[extent.slot_bytes].append(extent)
 
-    def uncut_extent(self, extent: Extent) -> None:
+    def uncut_extent(self, extent: Extent[Block]) -> None:
         """Give an empty extent up to whichever size asks next."""
         del self.empty[extent.index], self.extents[extent.index]
         self._uncut.append(extent.index)
@@ -209,27 +176,27 @@ class Pool:
         self.rows.retire(index)
         self.retired.add(index)
 
-    def locate(self, block: Block) -> tuple[Extent, int]:
+    def locate(self, block: Block) -> tuple[Extent[Block], int]:
         """Return the extent and the slot that `block` lives in."""
         offset = int.from_bytes(block.ref[:8], "little")
-        extent = self.extents[(offset - self._geometry.data_offset) // self._geometry.extent_bytes]
+        extent = self.extents[(offset - self.geometry.data_offset) // self.geometry.extent_bytes]
         return extent, (offset - extent.start) // extent.slot_bytes
 
     def find(self, ref: SlotRef) -> Block | None:
         """Return the block that `ref` was given for, or None where it lives there no more."""
-        inside = ref.offset - self._geometry.data_offset
-        extent = self.extents.get(inside // self._geometry.extent_bytes)
+        inside = ref.offset - self.geometry.data_offset
+        extent = self.extents.get(inside // self.geometry.extent_bytes)
         if extent is None:
             return None
         slot = (ref.offset - extent.start) // extent.slot_bytes
         block = extent.blocks[slot] if 0 <= slot < len(extent.blocks) else None
         return block if block is not None and block.ref == ref.pack() else None
 
-    def row(self, extent: Extent, slot: int) -> int:
+    def row(self, extent: Extent[Block], slot: int) -> int:
         """Return the byte offset of the slot's row."""
         return extent.rows + slot * SLOT_ROW
 
-    def adopt(self, index: int, slot_bytes: int, generation: int, slots: int, laid_out: int) -> Extent:
+    def adopt(self, index: int, slot_bytes: int, generation: int, slots: int, laid_out: int) -> Extent[Block]:
         """Take over an extent as an earlier daemon cut it; the caller fills `blocks` and counts who is busy."""
         start = self.rows.extent_start(index)
         rows = start + self.extent_bytes - slots * SLOT_ROW  # not as the row has it: engines could write there
@@ -242,10 +209,10 @@ class Pool:
         """With all extents adopted and filled, go on after the last generation that an earlier daemon gave, without
         those that it retired."""
         self.generation = generation
-        vacant = [index for index in range(self._geometry.extents - 1, -1, -1) if index not in self.extents]
+        vacant = [index for index in range(self.geometry.extents - 1, -1, -1) if index not in self.extents]
         self.retired = set(retired) & set(vacant)
         self._uncut = [index for index in vacant if index not in self.retired]
-        for index in range(self._geometry.extents):
+        for index in range(self.geometry.extents):
             if index in self.retired:
                 self.rows.retire(index)
             elif self.rows.is_retired(index):
@@ -262,12 +229,12 @@ class Pool:
             if extent.vacant:
                 roomy.append(extent)
 
-    def _cut(self, index: int, slot_bytes: int) -> Extent:
+    def _cut(self, index: int, slot_bytes: int) -> Extent[Block]:
         self.generation = (self.generation + 1) & ((1 << 64) - 1)
         slots = self.rows.cut(index, slot_bytes, self.generation, LOOK)
         return self.adopt(index, slot_bytes, self.generation, slots, LOOK)
 
-    def _lay_out(self, extent: Extent) -> None:
+    def _lay_out(self, extent: Extent[Block]) -> None:
         """Lay some more slots out, if there are any."""
         first = extent.lay_out(LOOK)
         self.rows.clear(extent.index, extent.rows, first, len(extent.blocks))
@@ -278,3 +245,28 @@ class Pool:
                 self.uncut_extent(extent)
                 return self._uncut.pop()
         return None
+
+
+class Quarantine:
+    """Slots that a dead writer's DMA may still reach, until their time is over."""
+
+    def __init__(self) -> None:
+        self._slots: list[tuple[float, int, int, Extent[Block]]] = []
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(self, until: float, extent: Extent[Block], slot: int) -> None:
+        self.bytes += extent.slot_bytes
+        heapq.heappush(self._slots, (until, extent.index, slot, extent))
+
+    def over(self, now: float) -> Iterator[tuple[Extent[Block], int]]:
+        """Take out the slots whose time is over, one after the other."""
+        while self._slots and self._slots[0][0] <= now:
+            _, _, slot, extent = heapq.heappop(self._slots)
+            self.bytes -= extent.slot_bytes
+            yield extent, slot
+
+    def slots(self) -> list[tuple[Extent[Block], int]]:
+        return [(extent, slot) for _, _, slot, extent in self._slots]

@@ -1,4 +1,4 @@
-"""The cache of the daemon's last life, read back from the region's rows and the book of what their numbers mean. Pure.
+"""The last daemon's cache, read back from the region's rows and the manifest of what their numbers mean. Pure.
 
 A daemon may have been killed between any two stores, so that a row is taken for what it says alone: one whose checksum
 fails is FREE, for nobody was ever told of it. READY blocks are found again with their parents and their last use. A
@@ -10,7 +10,7 @@ There may be millions of rows: what is done with each is done by numpy, or by on
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,12 +29,10 @@ from kvcache_proto.region import (
 )
 from kvcache_proto.types import MAX_HASHES, MIN_HASH_BYTES, REF_BYTES, GroupSpec, PoolGeometry, Verdict
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.grants import Grant, Reservation
-from kvcache_server.core.index import GONE, HIDDEN, UNQUEUED, Account, Block, Group
-from kvcache_server.core.journal import Book, Record, SessionEnded
+from kvcache_server.core.extent import Extent
+from kvcache_server.core.index import GONE, HIDDEN, UNQUEUED, Account, Block, Grant, Group, Reservation
+from kvcache_server.core.journal import Manifest, SessionEnded
 from kvcache_server.core.limits import Limits
-from kvcache_server.core.pool import Extent
-from kvcache_server.core.sampling import keyed_draw
 from kvcache_server.core.sessions import Engine, Namespace
 
 _ROW = np.dtype(
@@ -56,33 +54,33 @@ def reopen(
     buffer: memoryview,
     geometry: PoolGeometry,
     limits: Limits,
-    book: Book,
+    manifest: Manifest,
     living: Set[int],
     now: float,
-    journal: Callable[[Record], None] = lambda record: None,
     secret: bytes = b"",
 ) -> Cache:
-    """Return the cache that the last daemon left in the region; `book.life` and `secret` are the new daemon's.
+    """Return the cache that the last daemon left in the region; `manifest.epoch` and `secret` are the new daemon's.
 
-    `living` are the sessions of the book whose files are locked: they may be writing, and may come back.
+    `living` are the sessions of the manifest whose files are locked: they may be writing, and may come back.
     """
-    cache = Cache(buffer, geometry, limits, journal=journal, life=book.life, secret=secret)
-    for number, spec in book.namespaces.items():
-        cache.add_namespace(Namespace(number, spec, cache.pool.capacity, cache.draw))
-    for number, name in book.engines.items():
+    cache = Cache(buffer, geometry, limits, epoch=manifest.epoch, secret=secret)
+    registry, reservations = cache.registry, cache.reservations
+    for number, spec in manifest.namespaces.items():
+        registry.add_namespace(Namespace(number, spec))
+    for number, name in manifest.engines.items():
         cache.engines[name] = Engine(number, name)
-    cache.last_namespace, cache.last_engine = book.last_namespace, book.last_engine
-    cache.last_session, cache.writing.last_crew = book.last_session, book.last_crew
-    cache.writing.crews = {writers: number for number, writers in book.crews.items() if living >= {*writers}}
-    _Recovery(cache, book, frozenset(living), now).run()
+    registry.last_namespace, registry.last_engine = manifest.last_namespace, manifest.last_engine
+    registry.last_session, reservations.last_writers = manifest.last_session, manifest.last_writers
+    reservations.writers = {writers: number for number, writers in manifest.writers.items() if living >= {*writers}}
+    _Recovery(cache, manifest, frozenset(living), now).run()
     cache.await_sessions(
-        {number: cache.engine(book.sessions[number].engine) for number in living},
-        {number: book.sessions[number].user for number in living},
+        {number: registry.engine(manifest.sessions[number].engine) for number in living},
+        {number: manifest.sessions[number].user for number in living},
         now,
     )
-    for number in book.sessions.keys() - living:
-        journal(SessionEnded(number))
-    cache.prune()
+    for number in manifest.sessions.keys() - living:
+        cache.effects.records.append(SessionEnded(number))
+    registry.prune()
     return cache
 
 
@@ -110,8 +108,8 @@ def _cuts(rows: RegionRows) -> Iterator[_Cut]:
 class _Recovery:
     """One reading of the rows. All arrays have an entry for each row that is not FREE."""
 
-    def __init__(self, cache: Cache, book: Book, living: frozenset[int], now: float) -> None:
-        self.cache, self.rows, self.book, self.living = cache, cache.rows, book, living
+    def __init__(self, cache: Cache, manifest: Manifest, living: frozenset[int], now: float) -> None:
+        self.cache, self.rows, self.manifest, self.living = cache, cache.rows, manifest, living
         self.now, self.until = now, now + cache.limits.quarantine
         self.engines = {engine.number: engine for engine in cache.engines.values()}
         self.groups: list[Group] = []
@@ -130,8 +128,8 @@ class _Recovery:
         self._adopt_extents()
         self._show(visible)
         self._go_on(visible)
-        self.cache.pool.resume(self.last, self.book.retired)
-        self.cache.wanted = self.book.wanted
+        self.cache.pool.resume(self.last, self.manifest.retired)
+        self.cache.resizing.wanted = self.manifest.wanted
         self.cache.bound(self.cache.limits)  # the pool may be smaller than the region
 
     # What the rows say.
@@ -273,7 +271,7 @@ class _Recovery:
         # The rows lie in the order of their extents, each of which has some: no extent is searched for in all rows.
         begins = np.flatnonzero(np.diff(self.extent, prepend=-1))
         tops = np.maximum.reduceat(self.tick, begins).tolist() if len(begins) else []
-        self.extents: list[Extent] = []
+        self.extents: list[Extent[Block]] = []
         for cut, top in zip(self.cuts, tops, strict=True):
             extent = pool.adopt(cut.number, cut.slot_bytes, cut.generation, cut.slots, cut.cleared)
             extent.newest = top
@@ -296,7 +294,7 @@ class _Recovery:
         return refs.tobytes()
 
     def _account(self, code: int, engine: int) -> Account:
-        account = self.cache.account(self.engines[engine], self.groups[code])
+        account = self.cache.registry.account(self.engines[engine], self.groups[code])
         account.live = False  # until its engine attaches
         return account
 
@@ -364,7 +362,7 @@ class _Recovery:
 
     def _writers(self, position: int) -> tuple[int, ...]:
         shards = len(self.groups[self.code[position]].spec.shards)
-        return self.book.crews.get(int(self.row["crew"][position]), (0,) * shards)
+        return self.manifest.writers.get(int(self.row["crew"][position]), (0,) * shards)
 
     def _dead(self, position: int) -> int:
         """Return the bit set of the unsettled shards whose writers are gone."""
@@ -397,14 +395,14 @@ class _Recovery:
         dead = self._dead(position) if self.known[position] else 0
         if self.known[position] and int(self.row["settled"][position]) | dead != self._shards(position):
             grant = self._grant(position, self._block(position))
-            grant.block.pins, grant.fate = GONE, Verdict.FAILED
+            grant.block.pins, grant.verdict = GONE, Verdict.FAILED
             grant.settled |= dead
             grant.tainted_until = self.until
             self.cache.counters["blocks_resumed"] += 1
         else:
             extent.blocks[slot] = Block(HIDDEN, 0, b"", b"", _nowhere().root.account)
             extent.busy += 1
-            self.cache.writing.quarantine.add(self.until, extent, slot)
+            self.cache.pool.quarantine.add(self.until, extent, slot)
         self.cache.counters["shards_dead"] += dead.bit_count()
 
     def _block(self, position: int) -> Block:
@@ -423,11 +421,11 @@ class _Recovery:
         engine = int(row["engine"])
         if reservation is not None and (reservation.group is not group or self.reservers[number] != engine):
             # Only who writes where it must not makes such rows: this one waits for its writers to end.
-            number = self.cache.writing.last_reservation = self.cache.writing.last_reservation + 1
+            number = self.cache.reservations.last = self.cache.reservations.last + 1
             reservation = None
         if reservation is None:
             reservation = Reservation(number, group, int(row["owner"]), self._writers(position), self.now)
-            reservation.crew = int(row["crew"])
+            reservation.writers_number = int(row["crew"])
             self.reservations[number] = reservation
             self.reservers[number] = engine
         extent = self.extents[self.extent[position]]
@@ -454,7 +452,7 @@ class _Recovery:
             for position in range(max(granted) + 1):
                 if position not in granted:
                     granted[position] = Grant(some.block, some.extent, some.slot, reservation)
-                    granted[position].settled, granted[position].fate = reservation.all_shards, Verdict.FAILED
+                    granted[position].settled, granted[position].verdict = reservation.all_shards, Verdict.FAILED
             grants = [granted[position] for position in range(len(granted))]
             reservation.unsettled = sum(not grant.whole for grant in grants)
             if reservation.unsettled:
@@ -467,4 +465,4 @@ class _Recovery:
 
 def _nowhere() -> Group:
     """Return the group of blocks whose group nobody knows."""
-    return Group(0, 0, GroupSpec(1, 1), MIN_HASH_BYTES, 0, keyed_draw(b""))
+    return Group(0, 0, GroupSpec(1, 1), MIN_HASH_BYTES)

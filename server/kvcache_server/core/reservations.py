@@ -1,4 +1,4 @@
-"""The way in: who may write which slot, how each shard of it ends, and when the block is seen. Pure.
+"""Reservations: who may write which slot, how each shard ends, and when lookups find the block. Pure.
 
 Every change of a slot's row is written before the reply that tells of it, in an order that a daemon killed between two
 stores can be read from: a row is WRITING before anybody may write there, and DOOMED before a shard that failed counts
@@ -8,49 +8,51 @@ as settled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.region import DOOMED, FREE, READY
 from kvcache_proto.types import SUM_BYTES, Outcome, Refusal, Verdict, check_hashes
-from kvcache_server.core.checksums import Sums
-from kvcache_server.core.eviction.policy import Recut, Room
-from kvcache_server.core.grants import Grant, Quarantine, Reservation
-from kvcache_server.core.index import GONE, HIDDEN, Account, Block, Group
-from kvcache_server.core.journal import CrewMade, Record
+from kvcache_server.core.checksums import Checksums
+from kvcache_server.core.effects import Effects, Shown
+from kvcache_server.core.eviction.policy import Eviction, Reassign
+from kvcache_server.core.index import GONE, HIDDEN, Account, Block, Grant, Group, Holds, Reservation
+from kvcache_server.core.journal import WritersNumbered
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Engine, Namespace, Session
 from kvcache_server.core.slices import LOOK, STEP, Steps
-from kvcache_server.insight.miss_log import Misses
 
 # Answers of most blocks: to look up an enum's member takes longer than to look up a hash.
 _GRANTED, _PRESENT, _VISIBLE = Refusal.GRANTED, Refusal.PRESENT, Verdict.VISIBLE
 
 
-class Writing:
-    """Reservations and their settlement, in slices."""
+class Reservations:
+    """Grants and settles reservations, in slices.
+
+    Attributes: `last` is the number of the last reservation. `writers` numbers the tuples of sessions that write the
+    shards of a block, for the slots' rows. `showing` are READY blocks below visible ones that are about to be shown.
+    """
 
     def __init__(
         self,
         pool: Pool,
-        room: Room,
-        limits: Limits,
+        eviction: Eviction,
         engines: Mapping[str, Engine],
-        journal: Callable[[Record], None],
+        holds: Holds,
+        limits: Limits,
         counters: Counter[str],
         refusals: Counter[str],
-        misses: Misses,
+        effects: Effects,
     ) -> None:
-        self.quarantine = Quarantine()
-        self.crews: dict[tuple[int, ...], int] = {}
-        self.last_reservation = self.last_crew = 0
-        self.held: dict[object, Block] = {}  # pinned between two slices, by what is under way
-        self.showing: list[tuple[Group, list[Block]]] = []  # READY blocks below visible ones, about to be shown
-        self._pool, self._rows, self._room = pool, pool.rows, room
-        self._engines, self._journal = engines, journal
-        self._counters, self._refusals, self._misses = counters, refusals, misses
+        self.last = self.last_writers = 0
+        self.writers: dict[tuple[int, ...], int] = {}
+        self.showing: list[tuple[Group, list[Block]]] = []
+        self.checksums: Checksums | None = None  # given by who has a place for them
+        self._pool, self._rows, self._eviction = pool, pool.rows, eviction
+        self._engines, self._holds = engines, holds
+        self._counters, self._refusals, self._effects = counters, refusals, effects
         self.bound(limits)
 
     def bound(self, limits: Limits) -> None:
@@ -85,9 +87,13 @@ class Writing:
             yield
             _check_there(session, [])
         writers = self._writers(session, namespace)
-        self.last_reservation += 1
-        reservation = Reservation(self.last_reservation, group, session.id, writers, now)
-        reservation.crew, reservation.told = self._crew(writers), False
+        if writers not in self.writers:
+            self._number(writers)
+            yield  # the number is in the state file before it is in a row: the next daemon must not give it again
+            _check_there(session, writers)
+        self.last += 1
+        reservation = Reservation(self.last, group, session.id, writers, now)
+        reservation.writers_number, reservation.complete = self.writers[writers], False
         answers = bytearray()
         granting = self._grant_runs(reservation, account, request.runs, answers, now)
         for _ in granting:
@@ -105,7 +111,7 @@ class Writing:
         self._counters["blocks_reserved"] += len(granted)
         if not granted:
             return m.Reserved(request.id, 0, bytes(answers), b"")
-        reservation.told = True
+        reservation.complete = True
         slots = b"".join([grant.block.ref for grant in granted])
         return m.Reserved(request.id, reservation.id, bytes(answers), slots)
 
@@ -117,10 +123,10 @@ class Writing:
         if self._engines[account.engine].writing + size > self._quota:
             quota = "refused_write_quota"
         causes = {Refusal.NO_PARENT: "no_parent", Refusal.QUOTA: quota}
-        causes[Refusal.NO_SPACE] = "grace" if self._room.frozen else "no_space"
+        causes[Refusal.NO_SPACE] = "grace" if self._eviction.frozen else "no_space"
         for done, (name, answer) in enumerate(zip(names, answers, strict=True), 1):
             if answer > Refusal.IN_FLIGHT:
-                self._misses.left(name + account.group.tag, causes[Refusal(answer)])
+                self._effects.refused(name + account.group.tag, causes[Refusal(answer)])
             if done % LOOK == 0:
                 yield
 
@@ -134,16 +140,13 @@ class Writing:
             raise BadArgument(f"not every one of {shards} shards is attached by a session of {session.engine.name!r}")
         return writers
 
-    def _crew(self, writers: tuple[int, ...]) -> int:
-        number = self.crews.get(writers)
-        if number is None:
-            number = self.crews[writers] = self.last_crew = self.last_crew + 1
-            self._journal(CrewMade(number, writers))
-        return number
+    def _number(self, writers: tuple[int, ...]) -> None:
+        self.writers[writers] = self.last_writers = self.last_writers + 1
+        self._effects.records.append(WritersNumbered(self.last_writers, writers))
 
-    def disband(self, session: int) -> None:
-        """Forget the crews that `session`, which has ended, was in: no new reservation has them."""
-        self.crews = {writers: number for writers, number in self.crews.items() if session not in writers}
+    def forget_writer(self, session: int) -> None:
+        """Forget the numbers of writers that `session`, which has ended, was one of: no new reservation has them."""
+        self.writers = {writers: number for writers, number in self.writers.items() if session not in writers}
 
     def _grant_runs(
         self, reservation: Reservation, account: Account, runs: Sequence[m.Run], answers: bytearray, now: float
@@ -165,8 +168,8 @@ class Writing:
                 # Whether a pending block stands above the parent, is found out by walking all the way up.
                 work += STEP if block_hash in pending else 1
                 answer, block = self._grant(reservation, account, parent, block_hash, now, fixed)
-                while isinstance(answer, Recut):
-                    freed, parent = yield from self._recut(reservation, parent, answer)
+                while isinstance(answer, Reassign):
+                    freed, parent = yield from self._reassign(reservation, parent, answer)
                     if not freed:
                         fixed.add(answer.slot_bytes)
                     if parent is None:
@@ -185,21 +188,17 @@ class Writing:
         if parent is None:
             yield
             return None
-        parent.pins += 1
-        self.held[reservation] = parent
-        try:
+        with self._holds.hold(reservation, parent):
             yield
-        finally:
-            del self.held[reservation]
-            if parent.pins != GONE:
-                parent.unpin()
         # It may have been doomed or distrusted, or another block has superseded it.
         group = reservation.group
         return parent if parent is group.root else self._known(group, parent.hash)
 
-    def _recut(self, reservation: Reservation, parent: Block | None, recut: Recut) -> Steps[tuple[bool, Block | None]]:
+    def _reassign(
+        self, reservation: Reservation, parent: Block | None, wanted: Reassign
+    ) -> Steps[tuple[bool, Block | None]]:
         """Return whether an extent was emptied, and what `parent` has become meanwhile."""
-        emptying = self._room.recut(recut)
+        emptying = self._eviction.reassign(wanted)
         try:
             while parent is not None:
                 try:
@@ -224,10 +223,10 @@ class Writing:
         block_hash: bytes,
         now: float,
         fixed: Container[int],
-    ) -> tuple[Refusal | Recut, Block | None]:
+    ) -> tuple[Refusal | Reassign, Block | None]:
         """Answer for one hash below `parent`; the block, if there is one, is the parent of the next.
 
-        A Recut is no answer: without it, or the size in `fixed`, there is no room.
+        A Reassign is no answer: without it, or the size in `fixed`, there is no room.
         """
         group = reservation.group
         block = group.visible.get(block_hash)
@@ -247,7 +246,7 @@ class Writing:
         if engine.writing and engine.writing + group.slot_bytes > self._quota:
             return Refusal.QUOTA, None
         parent.pins += 1  # it must not make room for its own child
-        place = self._room.make(account, fixed)
+        place = self._eviction.make_room(account, fixed)
         parent.pins -= 1
         if not isinstance(place, tuple):
             parent.account.enter(parent)
@@ -258,7 +257,7 @@ class Writing:
         generation = self._pool.place(extent, slot, block)
         body = (
             *(group.namespace, group.number, block_hash, reservation.owner, reservation.id),
-            *(len(grants), reservation.crew, engine.number),
+            *(len(grants), reservation.writers_number, engine.number),
         )
         self._rows.open_row(grant.row, generation, block.tick, parent.generation, body)
         block.link(parent)
@@ -278,7 +277,7 @@ class Writing:
         """Let no lookup find a block below one that is being forgotten: whoever forgets that has yet to come to it, and
         then gives its slot back."""
         del group.visible[block.hash]
-        self._misses.left(block.hash + group.tag, "corrupt")
+        self._effects.gone(block, "corrupt")
         block.tick = 1  # before all others
         self._rows.set_state(self._pool.row(*self._pool.locate(block)), FREE)
 
@@ -287,7 +286,7 @@ class Writing:
 
         It is counted when its last shard is settled, as every ending is.
         """
-        rival.fate = Verdict.SUPERSEDED
+        rival.verdict = Verdict.SUPERSEDED
         parent = rival.block.parent
         rival.block.unlink()
         if parent is not None:
@@ -301,12 +300,12 @@ class Writing:
 
     # Settle.
 
-    def settle(self, session: Session, request: m.Settle, sums: Sums | None = None) -> Steps[m.Settled]:
-        """Note how shards ended, and their `sums`. Raises UnknownHandle, BadArgument; nothing has changed then."""
+    def settle(self, session: Session, request: m.Settle) -> Steps[m.Settled]:
+        """Note how shards ended, and their checksums. Raises UnknownHandle, BadArgument; nothing has changed then."""
         if request.region != self._rows.geometry.region_id:
             raise UnknownHandle("the reservation belongs to another region")
         reservation = session.engine.reservations.get(request.reservation)
-        if reservation is None or not reservation.told:
+        if reservation is None or not reservation.complete:
             raise UnknownHandle(f"reservation {request.reservation}: settled, or of another engine")
         count = len(reservation.writers)
         for shard in request.shards:
@@ -336,8 +335,8 @@ class Writing:
             if not committed:
                 verdicts.append((yield from self._fail(grant, shards, cause)))
                 continue
-            if sums is not None:
-                _note_sums(sums, grant, request, at * len(request.shards) * SUM_BYTES)
+            if self.checksums is not None:
+                _note_sums(self.checksums, grant, request, at * len(request.shards) * SUM_BYTES)
             verdicts.append(self._settle_shards(grant, shards & ~grant.taken))
             if self.showing:
                 yield from self._show()
@@ -355,11 +354,19 @@ class Writing:
             if done % STEP == 0:
                 yield
 
+    def abandon_unheard(self, session: Session, heard: int, now: float) -> Steps[None]:
+        """Abandon those of a session that has resumed whose numbers are above `heard`: it was never told of them."""
+        for reservation in list(session.engine.reservations.values()):
+            if reservation.owner == session.id and reservation.id > heard:
+                self._counters["reservations_unheard"] += 1
+                yield from self.abandon(reservation, now + self.limits.quarantine)
+                yield
+
     def writer_gone(self, engine: Engine, session: int, now: float) -> Steps[None]:
         """Settle as dead the shards that `session`, which has ended, might be writing; they go into quarantine."""
         until, done = now + self.limits.quarantine, 0
         for reservation in list(engine.reservations.values()):
-            if not reservation.told:
+            if not reservation.complete:
                 continue  # who grants it sees that a writer is gone, and gives it back
             written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
             for grant in list(reservation.grants) if written else ():
@@ -373,7 +380,7 @@ class Writing:
 
     def tick(self, now: float) -> Steps[None]:
         """Free the slots whose quarantine is over."""
-        for done, (extent, slot) in enumerate(self.quarantine.over(now), 1):
+        for done, (extent, slot) in enumerate(self._pool.quarantine.over(now), 1):
             extent.busy -= 1
             self._pool.give_back(extent, slot)
             if done % LOOK == 0:
@@ -382,7 +389,7 @@ class Writing:
     def _fail(self, grant: Grant, shards: int, cause: str) -> Steps[Verdict]:
         """Settle those shards of one grant that are not settled, for `cause`, and doom it and all below it."""
         shards &= ~grant.taken
-        if shards and grant.fate is None:
+        if shards and grant.verdict is None:
             # Whatever waits below it can never be reached by way of it.
             grant.claimed |= shards
             yield from self.doom(grant, cause)
@@ -393,25 +400,25 @@ class Writing:
         """Settle those shards of one grant; with the last one the grant becomes READY or is given back."""
         if not shards:
             self._counters["settled_twice"] += 1
-            if grant.fate is not None or not grant.whole:
-                return grant.fate or Verdict.PARTIAL
+            if grant.verdict is not None or not grant.whole:
+                return grant.verdict or Verdict.PARTIAL
             return Verdict.VISIBLE if grant.block.visible else Verdict.HIDDEN
         reservation, block = grant.reservation, grant.block
         group = reservation.group
         settled = grant.settled = grant.settled | shards
         self._rows.set_settled(grant.row, settled)
         if settled != reservation.all_shards:
-            return grant.fate or Verdict.PARTIAL
+            return grant.verdict or Verdict.PARTIAL
         reservation.unsettled -= 1
         engine = self._engines[block.account.engine]
         engine.writing -= group.slot_bytes
         if not reservation.unsettled:
             engine.reservations.pop(reservation.id, None)
             reservation.grants = []  # each refers back to it, and the daemon never looks for circles among the old
-        if grant.fate is not None:
-            self._counters[f"blocks_{grant.fate.name.lower()}"] += 1
+        if grant.verdict is not None:
+            self._counters[f"blocks_{grant.verdict.name.lower()}"] += 1
             self._give_back(grant)
-            return grant.fate
+            return grant.verdict
         self._counters["blocks_committed"] += 1
         group.saved_blocks += 1
         grant.ready = True
@@ -422,9 +429,10 @@ class Writing:
         if not group.reaches(parent):
             return Verdict.HIDDEN
         waiting: list[Block] = []
-        group.show_one(block, waiting)
+        group.show(block, waiting)
+        self._effects.changes.append(Shown(block))
         if waiting:
-            group.show(waiting)
+            self._show_some(group, waiting)
         if waiting:
             self.showing.append((group, waiting))
         return _VISIBLE
@@ -435,9 +443,24 @@ class Writing:
             yield
             if self.showing:  # else another settlement has shown it
                 group, waiting = self.showing[0]
-                group.show(waiting)
+                self._show_some(group, waiting)
                 if not waiting:
                     del self.showing[0]
+
+    def _show_some(self, group: Group, waiting: list[Block]) -> None:
+        """Make the READY blocks in `waiting`, whose parents are visible, visible, and READY descendants with them.
+
+        At most LOOK of them: the rest is left in `waiting`.
+        """
+        changes = self._effects.changes
+        for _ in range(LOOK):
+            if not waiting:
+                return
+            block = waiting.pop()
+            if block.pins == GONE or block.parent is None or not group.reaches(block.parent):
+                continue  # it was doomed while it waited, or will be: its parent is distrusted
+            group.show(block, waiting)
+            changes.append(Shown(block))
 
     def doom(self, grant: Grant, cause: str = "orphaned") -> Steps[None]:
         """A block that hangs in the tree will not become visible: take it, and all below it, out of the index.
@@ -451,8 +474,8 @@ class Writing:
                 each = group.pending.pop(block.hash)
                 block.unlink()
                 block.pins = GONE
-                each.fate = Verdict.FAILED if each is grant else Verdict.ORPHANED
-                self._misses.left(block.hash + group.tag, cause if each is grant else "orphaned")
+                each.verdict = Verdict.FAILED if each is grant else Verdict.ORPHANED
+                self._effects.refused(block.hash + group.tag, cause if each is grant else "orphaned")
                 if each.ready:
                     # Its writers have all settled: nobody will come back for it.
                     self._counters["blocks_unreachable"] += 1  # not as orphaned: it is counted as committed already
@@ -469,13 +492,13 @@ class Writing:
     def _give_back(self, grant: Grant) -> None:
         grant.block.account.bytes -= grant.reservation.group.slot_bytes
         if grant.tainted_until:
-            self.quarantine.add(grant.tainted_until, grant.extent, grant.slot)
+            self._pool.quarantine.add(grant.tainted_until, grant.extent, grant.slot)
         else:
             grant.extent.busy -= 1
             self._pool.give_back(grant.extent, grant.slot)
 
 
-def _note_sums(sums: Sums, grant: Grant, request: m.Settle, at: int) -> None:
+def _note_sums(sums: Checksums, grant: Grant, request: m.Settle, at: int) -> None:
     """Before the shards count as settled, and none where none was given: those of the slot's last block go."""
     begin, offsets = int.from_bytes(grant.block.ref[:8], "little"), grant.reservation.group.sum_offsets
     for shard in request.shards if offsets else ():

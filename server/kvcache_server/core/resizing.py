@@ -1,56 +1,48 @@
-"""What operators have done to the blocks and the pool: clear, shrink. Pure; time is an argument."""
+"""Making the pool smaller while it is in use, one extent after the other. Pure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kvcache_proto.errors import BadArgument, ClientError, Unavailable
-from kvcache_proto.messages import Clear, Cleared
+from kvcache_proto.errors import BadArgument
+from kvcache_server.core.effects import Effects
+from kvcache_server.core.eviction.policy import Eviction
+from kvcache_server.core.journal import ExtentRetired, Resized
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import Steps
 
-if TYPE_CHECKING:
-    from kvcache_server.core.cache import Cache
 
+class Resizing:
+    """`wanted` are the bytes that the pool is to have; 0 where nobody has asked for another size."""
 
-def smaller(pool: Pool, size: int) -> int:
-    """Return the bytes of the whole extents in `size` bytes. Raises BadArgument where that is none, or too much."""
-    extents = size // pool.extent_bytes
-    if not 1 <= extents * pool.extent_bytes <= pool.capacity:
-        raise BadArgument(
-            f"{size} bytes: {pool.extent_bytes}, an extent, to {pool.capacity}, what there is; "
-            "only another region, of a daemon that is started anew, is larger"
-        )
-    return extents * pool.extent_bytes
+    def __init__(self, pool: Pool, eviction: Eviction, effects: Effects) -> None:
+        self.wanted = 0
+        self._pool, self._eviction, self._effects = pool, eviction, effects
 
+    def ask(self, size: int) -> int:
+        """Want the whole extents in `size` bytes from now on; return how many bytes these are.
 
-def shrinking(cache: Cache, now: float) -> Steps[int | None]:
-    """As Cache.shrinking."""
-    if not cache.wanted or cache.wanted >= cache.pool.capacity:
-        return None
-    extent = yield from cache.misses.throughout(cache.room.idle(), now, "", 0)
-    if extent is not None and cache.wanted < cache.pool.capacity:
-        cache.retire(extent)
+        Raises BadArgument where that is none, or more than there is.
+        """
+        pool = self._pool
+        extents = size // pool.extent_bytes
+        if not 1 <= extents * pool.extent_bytes <= pool.capacity:
+            raise BadArgument(
+                f"{size} bytes: {pool.extent_bytes}, an extent, to {pool.capacity}, what there is; "
+                "the pool grows only with another region, when the daemon is started again"
+            )
+        self.wanted = extents * pool.extent_bytes
+        self._effects.records.append(Resized(self.wanted))
+        return self.wanted
+
+    def shrink(self) -> Steps[int | None]:
+        """Give up one extent on the way to the wanted size; return its number, whose memory may go now.
+
+        None where the size is reached, or all extents are being read or written: try again later.
+        """
+        if not self.wanted or self.wanted >= self._pool.capacity:
+            return None
+        extent = yield from self._eviction.idle()
+        if extent is None or self.wanted >= self._pool.capacity:
+            return None
+        self._effects.records.append(ExtentRetired(extent))
+        self._pool.retire(extent)
         return extent
-    return None
-
-
-def clear_and_tell(cache: Cache, session: Session, request: Clear, now: float) -> Steps[Cleared]:
-    return Cleared(request.id, (yield from clearing(cache, request.namespace, session.engine.name, now)))
-
-
-def clearing(cache: Cache, namespace: str, by: str, now: float) -> Steps[int]:
-    """As Cache.clearing."""
-    only = cache.by_id.get(namespace)
-    if namespace and only is None:
-        raise ClientError(f"no namespace {namespace!r}; there are: {', '.join(cache.by_id) or 'none'}")
-    if cache.room.frozen:
-        raise Unavailable("engines are coming back after a restart, what they read is not known yet: try again")
-    accounts = [each for each in cache.shares.accounts if only is None or each.group.namespace == only.number]
-    cleared = yield from cache.misses.throughout(cache.room.clear(accounts), now, by, 0)
-    if cache.watcher is not None:
-        for each in list(cache.namespaces.values()) if only is None else [only]:
-            if each.number in cache.namespaces and not any(group.visible for group in each.groups):
-                cache.watcher.emptied(each)
-    return cleared

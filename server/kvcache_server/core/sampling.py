@@ -10,7 +10,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
+LARGE_POOL = 1 << 15  # blocks, from which on not every eviction is remembered
+LARGE_POOL_EVERY = 32  # but one in so many
+
 Draw = Callable[[bytes], int]
+
+
+def sampled_every(slots: int) -> int:
+    """Return how many evictions each remembered one stands for, in a pool of so many slots."""
+    return 1 if slots <= LARGE_POOL else LARGE_POOL_EVERY
 
 
 def keyed_draw(secret: bytes) -> Draw:

@@ -1,19 +1,15 @@
-"""Who is attached: namespaces, engines and their sessions. Pure."""
+"""Namespaces, engines and their sessions, and what each of them holds. Pure; registry.py says which there are."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Protocol
+from collections.abc import Collection
 
-from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
-from kvcache_proto.types import Breaker, NamespaceSpec
-from kvcache_server.core.extents import Fit
-from kvcache_server.core.grants import Reservation
-from kvcache_server.core.index import Account, Group
-from kvcache_server.core.leases import Lease, Pins
-from kvcache_server.core.sampling import Draw
+from kvcache_proto.types import NamespaceSpec
+from kvcache_server.core.fit import Fit
+from kvcache_server.core.index import Account, Block, Group, Reservation
+from kvcache_server.core.pins import Lease, Pins
 
 NOBODY = -1  # the user of what an older daemon has noted without one, and of sessions without a process
 
@@ -21,14 +17,12 @@ NOBODY = -1  # the user of what an older daemon has noted without one, and of se
 class Namespace:
     __slots__ = ("fit", "groups", "id", "lookups", "noted", "number", "requested_blocks", "spec", "user")
 
-    def __init__(self, number: int, spec: NamespaceSpec, capacity: int, draw: Draw, user: int = NOBODY) -> None:
+    def __init__(self, number: int, spec: NamespaceSpec, user: int = NOBODY) -> None:
         self.number = number
         self.user = user  # who made it; the last daemon's have none
         self.spec = spec
         self.id = spec.id
-        self.groups = [
-            Group(number, index, group, spec.hash_bytes, capacity, draw) for index, group in enumerate(spec.groups)
-        ]
+        self.groups = [Group(number, index, group, spec.hash_bytes) for index, group in enumerate(spec.groups)]
         self.lookups = self.requested_blocks = 0
         self.fit = Fit(0, 0.0)
         self.noted = False  # whether the log says how it fits
@@ -37,14 +31,6 @@ class Namespace:
         """Fall apart: nobody will ask for it again."""
         for group in self.groups:
             group.forget()
-
-
-class Watcher(Protocol):
-    """Wants to know what becomes of namespaces, beyond what becomes of each block."""
-
-    def made(self, namespace: Namespace) -> None: ...
-
-    def emptied(self, namespace: Namespace) -> None: ...
 
 
 class Engine:
@@ -122,7 +108,7 @@ class Users:
 
 
 class Session:
-    __slots__ = ("attached", "breaker", "counts", "engine", "id", "label", "leases", "may_restate", "opened", "user")
+    __slots__ = ("attached", "engine", "id", "label", "leases", "may_restate", "opened", "user")
 
     def __init__(self, number: int, engine: Engine, label: str, opened: float, user: int = NOBODY) -> None:
         self.id = number
@@ -133,8 +119,6 @@ class Session:
         self.may_restate = False  # it has resumed, and not said yet what it holds
         self.attached: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
         self.leases: dict[int, Lease] = {}
-        self.breaker: Breaker | None = None  # None: it has not told
-        self.counts: Counter[str] = Counter()  # what its client told
 
     @property
     def here(self) -> bool:
@@ -145,20 +129,22 @@ class Session:
     def title(self) -> str:
         return f"session {self.id}" + (f" ({self.label})" if self.label else "")
 
-    def tell(self, breaker: int, counts: Mapping[str, int], everybody: Counter[str]) -> None:
-        """Note what its client tells, and add it to what `everybody` has told.
+    def check_here(self) -> None:
+        """Raise UnknownHandle where it has left."""
+        if not self.here:
+            raise UnknownHandle(f"session {self.id} has left")
 
-        Raises BadArgument; nothing has changed then.
-        """
-        if breaker not in list(Breaker):
-            raise BadArgument(f"breaker {breaker}: one of {', '.join(str(int(each)) for each in Breaker)}")
-        if len(counts) > MAX_NAMES or not all(0 <= count <= MAX_GAIN for count in counts.values()):
-            raise BadArgument(f"{len(counts)} counts: at most {MAX_NAMES}, each 0 to {MAX_GAIN}")
-        self.breaker = Breaker(breaker)
-        for name, count in counts.items():
-            known = name if name in CLIENT_COUNTS else OTHER
-            for told in (self.counts, everybody):
-                told[known] = min(told[known] + count, MAX_COUNT)
+    def pin(self, number: int, block: Block, size: int, cover: int = 0) -> None:
+        """Begin a lease on `block`, and with it on all above it; see Lease for `size` and `cover`."""
+        block.pins += 1
+        self.leases[number] = lease = Lease(block, size, cover)
+        self.engine.pins.add(number, lease)
+
+    def unpin(self, number: int) -> None:
+        """End a lease."""
+        lease = self.leases.pop(number)
+        self.engine.pins.drop(number, lease)
+        lease.block.unpin()
 
     def group(self, number: int, group: int) -> tuple[Namespace, Group]:
         """Return an attached namespace and one of its groups. Raises UnknownHandle, BadArgument."""

@@ -6,7 +6,7 @@ import logging
 import resource
 
 from kvcache_server.config import Config
-from kvcache_server.core.cache import OPERATORS
+from kvcache_server.core.registry import OPERATORS
 from kvcache_server.daemon import handshake, requests
 from kvcache_server.events import subscribers
 from kvcache_server.http import connection_limiter

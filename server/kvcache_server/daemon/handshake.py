@@ -37,7 +37,7 @@ LINES_A_MINUTE = 20  # about refusals of one user; all are counted
 _LENGTH = struct.Struct("<I")
 
 
-class Ticket(NamedTuple):
+class Admission(NamedTuple):
     """What a session is let in with: its number and token, and the descriptor of its session file, to be closed."""
 
     session: int
@@ -62,7 +62,7 @@ class Visitor:
 class Door:
     """Listens beside the endpoint's socket.
 
-    `open_session(hello, peer)` returns a Ticket or raises a KVCacheError, which the visitor is told;
+    `open_session(hello, peer)` returns a Admission or raises a KVCacheError, which the visitor is told;
     `leave(session)` is called once for each, when the visitor has gone.
     """
 
@@ -72,7 +72,7 @@ class Door:
         endpoint: str,
         region_fd: int,
         geometry: PoolGeometry,
-        open_session: Callable[[Hello, Peer], Ticket],
+        open_session: Callable[[Hello, Peer], Admission],
         leave: Callable[[int], None],
         *,
         allow_uids: tuple[int, ...] = (),

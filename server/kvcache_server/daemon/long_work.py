@@ -35,7 +35,7 @@ class _Piece:
         return message
 
 
-class Underway:
+class LongWork:
     """`chores` are the cache's; what else there is comes by `begin`, for a session, and by `run`, for the daemon."""
 
     def __init__(

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _LOUDEST_FIRST = ("debug", "info", "warning", "error")
 
 
-class Settings:
+class Reload:
     """What the daemon goes by: `config` is what it was started with, and what it has changed since."""
 
     def __init__(

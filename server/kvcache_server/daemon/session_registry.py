@@ -14,7 +14,7 @@ from kvcache_proto.messages import Hello
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.journal import SessionOpened
 from kvcache_server.core.limits import OPERATOR
-from kvcache_server.daemon.handshake import Ticket
+from kvcache_server.daemon.handshake import Admission
 from kvcache_server.storage.warm_start import Opened
 from kvcache_server.transport.sockets import Peer
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 LOOKS = 64  # at the files of sessions without a door, in one sweep: each takes 20 us
 
 
-class Attendance:
+class SessionRegistry:
     """The open sessions and those that are away. `tokens` leads from a token to its session's number."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Attendance:
         self._cache: Cache = opened.cache
         self._state, self._files = opened.state, opened.files
         self._returning = opened.returning  # sessions without a door whose files are locked
-        self._entries: dict[int, SessionOpened] = {}  # what the book has of the others
+        self._entries: dict[int, SessionOpened] = {}  # what the manifest has of the others
         self._names: dict[int, str] = {}
         self._refused: set[int] = set()  # sessions of which it was logged that they may not join
         self._show_out, self._failed = show_out, failed
@@ -60,7 +60,7 @@ class Attendance:
         """Return how the log calls an open session."""
         return self._names[session]
 
-    def open(self, hello: Hello, peer: Peer) -> Ticket:
+    def open(self, hello: Hello, peer: Peer) -> Admission:
         """Let the client in, to go on where it was if it may. Raises Unavailable, BadArgument, NotPermitted."""
         if _held(self._entries.get(hello.resume), hello):
             self._show_out(hello.resume)  # its client has given that door up; we have not seen it yet
@@ -99,7 +99,7 @@ class Attendance:
             len(self._names),
             extra={"fields": {"event": "attach", "session": session, "engine": hello.engine, "pid": peer.pid}},
         )
-        return Ticket(session, token, file, bool(held))
+        return Admission(session, token, file, bool(held))
 
     def leave(self, session: int) -> None:
         """The door has closed. What the session's process may still be writing waits until its file is unlocked."""
@@ -131,12 +131,12 @@ class Attendance:
         entry = self._returning.pop(session, None)
         if entry is None:
             return
-        if session in self._cache.absent and any(map(self._files.locked, entry.files)):
+        if session in self._cache.registry.absent and any(map(self._files.locked, entry.files)):
             self._returning[session] = entry  # behind all others
             return
         for name in entry.files:
             self._files.remove(name)
-        if session in self._cache.absent:
+        if session in self._cache.registry.absent:
             try:
                 self._cache.end_session(session, time.monotonic())
             except Exception as error:  # noqa: BLE001 - a defect of ours is logged, the others are served on

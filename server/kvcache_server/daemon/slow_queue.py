@@ -15,11 +15,11 @@ from kvcache_proto.messages import Stats, Why
 from kvcache_server.core.slices import SLICE_SECONDS, Result, Steps, advance
 from kvcache_server.duty_cycle import Ration
 
-QUESTIONS = (Stats, Why)
+SLOW = (Stats, Why)
 SHARE = 0.1  # of the loop's time
 
 
-class Questions:
+class SlowQueue:
     """Those that wait for their turn: one a session, so that nobody waits behind a crowd of another's."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, answer: Callable[[Any, bytes], object]) -> None:

@@ -11,13 +11,14 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.config import Config
 from kvcache_server.core.cache import Cache
+from kvcache_server.core.effects import Change
 from kvcache_server.events.sequence_file import Numbers
 from kvcache_server.events.stream import Batch, Stream
 from kvcache_server.events.subscribers import TELLS_AGAIN, Audience, Guest, Reader, Subscriber, publishes
@@ -35,7 +36,7 @@ TOPIC_BYTES = 256  # beside the topic's form
 TOPICS = 1024  # that one subscriber may name, unless there may be more namespaces
 
 
-class Events:
+class Publisher:
     """The publisher: `flush` after each drain, `close` at the end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, config: Config, cache: Cache) -> None:
@@ -51,7 +52,6 @@ class Events:
             *(cache, config.events_topic, config.events_buffer, self._numbers.first),
             *(config.events_dialect, config.events_hashes),
         )
-        self.changes = self._stream.changes
         self._topic_in_replay = config.events_dialect == "0.26"
         self._buffer = config.events_buffer
         self._counts: Counter[str] = Counter()
@@ -97,8 +97,14 @@ class Events:
 
     # Publishing.
 
+    def follow(self, changes: Iterable[Change]) -> None:
+        """Note what the core reports."""
+        self._stream.follow(changes)
+
     def flush(self) -> None:
         """Publish what has changed; what is too much for one turn follows in the next ones."""
+        if not (self._unpublished or self._stream.changes):
+            return
         if not self._unpublished:
             self._unpublished.extend(self._stream.batches(time.time()))
         until = time.monotonic() + TURN_SECONDS
@@ -106,7 +112,7 @@ class Events:
             self._publish(self._unpublished.popleft())
             if time.monotonic() > until:
                 break
-        if self.changes or self._unpublished:
+        if self._stream.changes or self._unpublished:
             self._soon()
 
     def _publish(self, batch: Batch) -> None:
@@ -215,7 +221,7 @@ class Events:
     def _go_on(self) -> None:
         self._busy = False
         self._send_on()
-        if self.changes or self._unpublished:
+        if self._stream.changes or self._unpublished:
             self.flush()
         now, idle = time.monotonic(), False
         if self._announcement is not None:
@@ -225,7 +231,7 @@ class Events:
                 replay.at = now  # it waits, or it would end in the midst of the announcement
         else:
             idle = not self._replay_all(now)
-        if self.changes or self._unpublished or self._announcement is not None or self._can_send_on():
+        if self._stream.changes or self._unpublished or self._announcement is not None or self._can_send_on():
             self._soon()
         elif self._replays:
             self._soon(PAUSE if idle else 0.0)

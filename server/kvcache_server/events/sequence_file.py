@@ -1,4 +1,4 @@
-"""The file that keeps the numbers of KV events from falling, whatever becomes of the clock, the region and its book.
+"""The file that keeps the numbers of KV events from falling, whatever becomes of the clock and of the region.
 
 A subscriber takes what has a higher number than the last one. Numbers begin at the clock's milliseconds, so that a new
 file, as after a reboot, begins above an old one; where the clock was put back, the file counts.

@@ -1,6 +1,6 @@
 """What lookups find from now on, and what no more, as KV events of vLLM's: numbered batches, the last ones kept. Pure.
 
-Each change of a group's `visible` is noted where it happens, so that who follows the stream holds what lookups find.
+The core reports each change, so that who follows the stream holds what lookups find.
 A namespace is a topic with numbers of its own. What is no longer kept is replaced, in a replay, by what there is now:
 events tell of presence alone, so that the same one twice, or one that a later one has overtaken, does no harm.
 """
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.index import Block, Group
+from kvcache_server.core.effects import Change, Gone, NamespaceClosed, NamespaceEmptied, NamespaceOpened, Shown
+from kvcache_server.core.index import Group
 from kvcache_server.core.sessions import Namespace
 
 STEP = 256  # blocks in one batch
@@ -43,31 +44,7 @@ class Source(msgspec.Struct, gc=False, frozen=True, eq=False):
 
 # A block is seen: its hash, and its parent's, empty for a root. It is gone: its hash, and None. All of the source's
 # namespace is gone: an empty hash, and None.
-Change = tuple[Source, bytes, bytes | None]
-
-
-class Visible(dict[bytes, Block]):
-    """The blocks that lookups find, by hash, as `Group.visible` is; and each change is noted."""
-
-    __slots__ = ("_changes", "source")
-
-    def __init__(self, blocks: dict[bytes, Block], source: Source, changes: list[Change]) -> None:
-        super().__init__(blocks)
-        self.source = source
-        self._changes = changes
-
-    def __setitem__(self, block_hash: bytes, block: Block) -> None:
-        super().__setitem__(block_hash, block)
-        self._changes.append((self.source, block_hash, _above(block)))
-
-    def __delitem__(self, block_hash: bytes) -> None:
-        super().__delitem__(block_hash)
-        self._changes.append((self.source, block_hash, None))
-
-
-def _above(block: Block) -> bytes:
-    assert block.parent is not None
-    return block.parent.hash
+Told = tuple[Source, bytes, bytes | None]
 
 
 class Batch(NamedTuple):
@@ -93,32 +70,49 @@ class Stream:
             dialect: the first version of vLLM whose subscribers read the batches: 0.23 had arrays for events.
             hashes: `int` is what vLLM publishes where it is not told otherwise, the last 64 bits; `bytes` all of them.
         """
-        self.changes: list[Change] = []
+        self.changes: list[Told] = []
+        self._sources: dict[bytes, Source] = {}  # by the group's tag
         self._cache, self._pattern, self._hashes = cache, topic, hashes
         self._events = _Events(dialect, hashes)
         self._highest = first
         self._kept: deque[Batch] = deque(maxlen=keep)
-        cache.watcher = self
         for namespace in cache.namespaces.values():
             self._watch(namespace)
 
-    # What the cache tells.
+    def follow(self, changes: Iterable[Change]) -> None:
+        """Note what the core reports."""
+        noted, sources = self.changes, self._sources
+        for change in changes:
+            match change:
+                case Shown():
+                    block, above = change.block, change.block.parent
+                    if above is not None:
+                        noted.append((sources[block.account.group.tag], block.hash, above.hash))
+                case Gone():
+                    noted.append((sources[change.block.account.group.tag], change.block.hash, None))
+                case NamespaceOpened():
+                    self._watch(change.namespace)
+                    self._empty(change.namespace)  # whoever remembers blocks of its topic forgets them
+                case NamespaceEmptied():
+                    self._empty(change.namespace)
+                case NamespaceClosed():
+                    for group in change.namespace.groups:
+                        del sources[group.tag]
+                case _:
+                    pass  # what was refused was never seen
 
-    def made(self, namespace: Namespace) -> None:
-        """Follow a new namespace. It is empty: whoever remembers blocks of its topic forgets them."""
-        self._watch(namespace)
-        self.emptied(namespace)
-
-    def emptied(self, namespace: Namespace) -> None:
+    def _empty(self, namespace: Namespace) -> None:
         """Say in one event that nothing is left of it."""
-        self.changes.append((_source(namespace.groups[0]), b"", None))
+        self.changes.append((self._source(namespace.groups[0]), b"", None))
 
     def _watch(self, namespace: Namespace) -> None:
         name = self._pattern.replace("{namespace}", namespace.id).replace("{model}", namespace.spec.model)
         topic = Topic(name.encode(), self._highest)
         for group in namespace.groups:
-            source = Source(topic, group.number, group.spec.block_tokens)
-            group.visible = Visible(group.visible, source, self.changes)
+            self._sources[group.tag] = Source(topic, group.number, group.spec.block_tokens)
+
+    def _source(self, group: Group) -> Source:
+        return self._sources[group.tag]
 
     # Batches.
 
@@ -137,7 +131,7 @@ class Stream:
         For the first one who listens: a daemon that has found its last one's blocks has told nobody of them.
         """
         for namespace in list(self._cache.namespaces.values()):
-            topic = _source(namespace.groups[0]).topic
+            topic = self._source(namespace.groups[0]).topic
             for events in self._snapshot(namespace):
                 yield self._keep(topic, events, now)
 
@@ -151,7 +145,7 @@ class Stream:
         for batch in self._kept:
             oldest.setdefault(batch.topic, batch.number)
         for namespace in list(self._cache.namespaces.values()):
-            topic = _source(namespace.groups[0]).topic
+            topic = self._source(namespace.groups[0]).topic
             missing = oldest.get(topic.name, topic.next) - start
             if missing > 0 and topic.name.startswith(prefix):
                 yield from self._retell(namespace, topic.name, range(start, start + missing), now)
@@ -185,10 +179,12 @@ class Stream:
         """Yield events, STEP blocks at a time, of what there is now and still is when its turn comes."""
         events: list[Any] = [self._events.cleared]
         for group in namespace.groups:
-            source, rest = _source(group), deque(group.visible.values())
+            source, rest = self._source(group), deque(group.visible.values())
             while rest:
                 some = [rest.popleft() for _ in range(min(STEP, len(rest)))]
-                told = [(source, block.hash, _above(block)) for block in some if group.trusts(block)]
+                told = [
+                    (source, block.hash, block.parent.hash) for block in some if block.parent and group.trusts(block)
+                ]
                 for _, more in self._events.of(told):
                     events += more
                 yield events
@@ -202,12 +198,6 @@ class Stream:
         self._highest = max(self._highest, topic.next)
         self._kept.append(batch)
         return batch
-
-
-def _source(group: Group) -> Source:
-    visible = group.visible
-    assert isinstance(visible, Visible)
-    return visible.source
 
 
 class _Events:
@@ -230,7 +220,7 @@ class _Events:
     def payload(self, now: float) -> _Payload:
         return _Payload(self._encoder, now)
 
-    def of(self, changes: Iterable[Change], step: int = STEP) -> Iterator[tuple[Topic, list[Any]]]:
+    def of(self, changes: Iterable[Told], step: int = STEP) -> Iterator[tuple[Topic, list[Any]]]:
         """Yield the events of batches of at most `step` blocks; neighbours that can share an event do."""
         batches: dict[Topic, tuple[list[Any], int]] = {}
         for source, parent, hashes in _runs(changes, step):
@@ -275,7 +265,7 @@ class _Payload:
         return b"".join((head, count, self._events, b"\xc0"))  # and nil
 
 
-def _runs(changes: Iterable[Change], step: int) -> Iterator[tuple[Source, bytes | None, list[bytes]]]:
+def _runs(changes: Iterable[Told], step: int) -> Iterator[tuple[Source, bytes | None, list[bytes]]]:
     """Yield (source, parent of the first, hashes): chains that are seen, and blocks that are gone (parent None).
 
     Without a hash: all is gone.

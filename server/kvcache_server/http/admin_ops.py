@@ -12,10 +12,11 @@ from kvcache_proto.messages import Distrust, Distrusted
 from kvcache_proto.types import Finding
 from kvcache_server import logs
 from kvcache_server.config import format_size
-from kvcache_server.core import integrity as audit
+from kvcache_server.core import integrity
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.extents import NOTABLE
+from kvcache_server.core.fit import NOTABLE
 from kvcache_server.core.slices import Steps
+from kvcache_server.insight.insight import Insight
 
 log = logging.getLogger(__name__)
 
@@ -26,25 +27,28 @@ class Desk:
     def __init__(
         self,
         cache: Cache,
+        insight: Insight,
         tidy: Callable[[int], None],
         figures: Callable[[], dict[str, Any]],
         run: Callable[[Steps[Any]], Awaitable[Any]],
+        report: Callable[[], None],
     ) -> None:
         """`tidy()` removes what a session that was given up left; `figures()` are the daemon's own; `run()` does long
-        work, slice by slice."""
+        work, slice by slice; `report()` delivers what the core has reported."""
         self.integrity = {"checks": 0, "failures": 0}
-        self._cache, self._tidy, self._figures, self._run = cache, tidy, figures, run
+        self._cache, self._insight, self._tidy, self._figures = cache, insight, tidy, figures
+        self._run, self._report = run, report
         self._told: dict[str, int] = {}
         self._checks: set[asyncio.Task[str]] = set()
 
     @property
     def in_grace(self) -> bool:
         """Whether nothing is evicted for now: sessions of the last daemon have not said yet what they hold."""
-        return self._cache.room.frozen
+        return self._cache.eviction.frozen
 
     async def report(self) -> dict[str, Any]:
         """Return what `status` shows."""
-        stats: dict[str, Any] = await self._run(self._cache.reporting(time.monotonic()))
+        stats: dict[str, Any] = await self._run(self._insight.reporting(time.monotonic()))
         return stats | {"daemon": self._figures()}
 
     def attached(self, number: int) -> None:
@@ -75,14 +79,14 @@ class Desk:
             "asked": counters.get("blocks_requested", 0),
             "hit": counters.get("blocks_hit", 0),
             "stored": counters.get("blocks_committed", 0),
-            "evicted": cache.room.evictions.total(),
+            "evicted": cache.eviction.evictions.total(),
             "refused": cache.refusals.total(),
         }
         new = {key: value - self._told.get(key, 0) for key, value in now.items()}
         self._told = now
         if any(count for key, count in new.items() if key != "messages"):
             blocks = sum(len(group.visible) for each in cache.namespaces.values() for group in each.groups)
-            used = cache.shares.used
+            used = cache.eviction.fair_share.used
             log.info(
                 "stored %s blocks, hit %s of %s asked, evicted %s, refused %s; %s blocks in %s of %s, %d sessions",
                 *(f"{new[key]:,}" for key in ("stored", "hit", "asked", "evicted", "refused")),
@@ -115,6 +119,7 @@ class Desk:
     def fence_off(self, session: int, who: str) -> int:
         """Give up a session that is away; return how many reservations ended. Raises ClientError where it is not."""
         reservations = self._cache.fence_off(session, time.monotonic())
+        self._report()
         self.fenced_off(session, who)
         return reservations
 
@@ -125,6 +130,7 @@ class Desk:
     def resize(self, size: int, who: str) -> int:
         """Make the pool smaller, little by little; return how many bytes it will have. Raises BadArgument."""
         before, wanted = self._cache.pool.capacity, self._cache.resize(size)
+        self._report()
         log.warning("the pool shrinks from %s to %s, asked by %s", format_size(before), format_size(wanted), who)
         return wanted
 
@@ -142,10 +148,10 @@ class Desk:
         """
         broken = ""
         try:
-            if self._cache.sessions and audit.takes_long(self._cache):
-                await self._run(audit.audit(self._cache))
+            if self._cache.sessions and integrity.takes_long(self._cache):
+                await self._run(integrity.audit(self._cache))
             else:
-                self._cache.check_integrity()
+                integrity.check_integrity(self._cache)
         except AssertionError as error:
             self.integrity["failures"] += 1
             log.error("integrity: broken: %s", error)

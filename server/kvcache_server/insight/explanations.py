@@ -12,21 +12,20 @@ import re
 from heapq import nsmallest
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcache_proto.codec import decode_request
 from kvcache_proto.errors import BadArgument, ClientError
 from kvcache_proto.messages import Acquire, Acquired, Explained, Remark, Why
 from kvcache_proto.types import MAX_HASHES, NamespaceSpec, check_hashes
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.effects import Actor
 from kvcache_server.core.eviction.policy import EVICTED_FOR
 from kvcache_server.core.index import TAG_BYTES, Group, tag, tagged
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import LOOK, STEP, Steps
-from kvcache_server.insight.miss_log import Lookup, Told
-
-if TYPE_CHECKING:
-    from kvcache_server.core.cache import Cache
+from kvcache_server.insight.miss_log import Lookup, MissLog, Told
 
 MOST_BLOCKS = 8192  # of one lookup that are looked at, from the first miss on,
 MOST_RUNS = 512  # or as many as make so many runs
@@ -40,47 +39,112 @@ _WORD = re.compile(r"[a-z_]{1,64}")
 _OLDEST = 1 << 53  # milliseconds that a note may be old
 
 
-def take(cache: Cache, session: Session, request: Remark, now: float) -> Steps[None]:
-    """Take an engine's notes. What cannot be used is counted: nobody waits for an answer."""
-    try:
-        namespace, group = session.group(request.namespace, request.group)
-        if sum(len(note.hashes) for note in request.notes) > MAX_HASHES:
-            raise BadArgument(f"more than {MAX_HASHES} hashes in one message")
-        for checked, note in enumerate(request.notes, 1):
-            check_hashes(note.hashes, group.hash_bytes)
-            if not (_WORD.fullmatch(note.cause) and 0 <= note.age_ms < _OLDEST):
-                raise BadArgument("a cause is a word of small letters, an age is not negative")
-            if checked % LOOK == 0 or len(note.hashes) > LOOK:
-                yield
-    except ClientError:
-        cache.counters["notes_refused"] += len(request.notes)
-        return
-    done = 0
-    for note in request.notes:
-        at = now - note.age_ms / 1000
-        cache.misses.acting(at, session.engine.name, namespace.number)
-        for each in note.hashes:
-            cache.misses.left(each + group.tag, note.cause)
+class Explanations:
+    def __init__(self, cache: Cache, misses: MissLog) -> None:
+        self._cache, self._misses = cache, misses
+
+    def remark(self, session: Session, request: Remark, now: float) -> Steps[None]:
+        """Take an engine's notes. What cannot be used is counted: nobody waits for an answer."""
+        try:
+            namespace, group = session.group(request.namespace, request.group)
+            if sum(len(note.hashes) for note in request.notes) > MAX_HASHES:
+                raise BadArgument(f"more than {MAX_HASHES} hashes in one message")
+            for checked, note in enumerate(request.notes, 1):
+                check_hashes(note.hashes, group.hash_bytes)
+                if not (_WORD.fullmatch(note.cause) and 0 <= note.age_ms < _OLDEST):
+                    raise BadArgument("a cause is a word of small letters, an age is not negative")
+                if checked % LOOK == 0 or len(note.hashes) > LOOK:
+                    yield
+        except ClientError:
+            self._cache.counters["notes_refused"] += len(request.notes)
+            return
+        done = 0
+        for note in request.notes:
+            at = now - note.age_ms / 1000
+            actor = Actor(at, session.engine.name, namespace.number)
+            for each in note.hashes:
+                self._misses.left(each + group.tag, note.cause, actor)
+                done += 1
+                if done % LOOK == 0:
+                    yield
+            self._misses.told.append(Told(at, session.engine.name, note.request, note.cause, len(note.hashes)))
             done += 1
             if done % LOOK == 0:
                 yield
-                cache.misses.acting(at, session.engine.name, namespace.number)
-        cache.misses.told.append(Told(at, session.engine.name, note.request, note.cause, len(note.hashes)))
-        done += 1
-        if done % LOOK == 0:
+
+    def answer(self, request: Why, now: float) -> Steps[Explained]:
+        return Explained(request.id, (yield from self._explain(request.request, now)))
+
+    def _explain(self, text: str, now: float) -> Steps[dict[str, Any]]:
+        """Return what is known of the misses of the request whose name is or contains `text`. O(hashes asked)."""
+        misses = self._misses
+        lookups, notes = list(misses.lookups), list(misses.told)  # more come between the slices
+        heard: list[Lookup | Told] = [*lookups, *notes]
+        heard.sort(key=attrgetter("at"))
+        yield
+        known = dict.fromkeys(map(attrgetter("request"), heard))  # in the order in which they were first heard of
+        yield
+        found = [text] if text in known else [each for each in known if text and text in each]
+        answer: dict[str, Any] = {
+            "asked": text,
+            "matches": found[-LATEST:],
+            "matched": len(found),
+            "engines": 0,
+            "explained": [],
+            "latest": list(known)[-LATEST:][::-1],
+            "remembered": {
+                "lookups": len(lookups),
+                "lookups_since_s": round(now - lookups[0].at, 1) if lookups else 0.0,
+                "departures": misses.departures,
+                "departures_since_s": round(now - misses.since, 1),
+                "began_s": round(now - misses.began_at, 1),
+                "began_empty": misses.began_how,
+            },
+        }
+        if len(found) == 1:
             yield
+            engines: dict[str, tuple[list[Lookup], list[Told]]] = {}  # what there is of the request, an engine
+            for lookup in lookups:
+                if lookup.request == found[0]:
+                    engines.setdefault(lookup.engine, ([], []))[0].append(lookup)
+            for note in notes:
+                if note.request == found[0]:
+                    engines.setdefault(note.engine, ([], []))[1].append(note)
+            answer["engines"] = len(engines)
+            for engine in list(engines)[-LATEST:]:
+                yield
+                answer["explained"].append((yield from self._request(engine, found[0], *engines[engine], now)))
+        return answer
 
-
-def remember(cache: Cache, asker: Session, request: Acquire, reply: Acquired, frame: bytes, now: float) -> None:
-    """As Cache.remember."""
-    if cache.traffic.on:
-        _, group = asker.group(request.namespace, request.group)
-        cache.traffic.note(now, asker.engine.name, request, group.spec.block_tokens, reply.hits)
-    if request.request and reply.hits < len(request.hashes):
-        cause, blocks = kept_back(asker, request, reply, cache.limits)
-        cache.misses.missed(
-            Lookup(now, asker.engine.name, request.request, frame, reply.hits, cause, blocks, cache.pool.generation)
-        )
+    def _request(
+        self, engine: str, name: str, lookups: list[Lookup], notes: list[Told], now: float
+    ) -> Steps[dict[str, Any]]:
+        """Return what became of one engine's request: of its last lookup, and what the engine told."""
+        told: dict[str, Any] = {
+            "request": name,
+            "engine": engine,
+            "notes": [{"cause": note.cause, "age_s": round(now - note.at, 3), "blocks": note.blocks} for note in notes],
+            "lookups": len(lookups),
+            "runs": [],
+        }
+        if not lookups:
+            return told
+        last = lookups[-1]
+        asked = decode_request(last.frame)
+        assert isinstance(asked, Acquire)
+        yield
+        spec = self._misses.spaces.get(asked.namespace)
+        told |= {
+            "age_s": round(now - last.at, 3),
+            "namespace": spec.id if spec else "",
+            "model": spec.model if spec else "",
+            "block_tokens": spec.groups[asked.group].block_tokens if spec else 0,
+            "tokens": asked.tokens,
+            "blocks": len(asked.hashes),
+            "hits": last.hits,
+            "runs": (yield from _Walk(self._cache, self._misses, last, asked).runs()),
+        }
+        return told
 
 
 def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limits) -> tuple[str, int]:
@@ -95,88 +159,11 @@ def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limit
     return "", 0
 
 
-def answer_why(cache: Cache, request: Why, now: float) -> Steps[Explained]:
-    return Explained(request.id, (yield from explain(cache, request.request, now)))
-
-
-def explain(cache: Cache, text: str, now: float) -> Steps[dict[str, Any]]:
-    """Return what is known of the misses of the request that `text` names, in full or in a part. O(hashes asked)."""
-    misses = cache.misses
-    lookups, notes = list(misses.lookups), list(misses.told)  # more come between the slices
-    heard: list[Lookup | Told] = [*lookups, *notes]
-    heard.sort(key=attrgetter("at"))
-    yield
-    known = dict.fromkeys(map(attrgetter("request"), heard))  # in the order in which they were first heard of
-    yield
-    found = [text] if text in known else [each for each in known if text and text in each]
-    answer: dict[str, Any] = {
-        "asked": text,
-        "matches": found[-LATEST:],
-        "matched": len(found),
-        "engines": 0,
-        "explained": [],
-        "latest": list(known)[-LATEST:][::-1],
-        "remembered": {
-            "lookups": len(lookups),
-            "lookups_since_s": round(now - lookups[0].at, 1) if lookups else 0.0,
-            "departures": misses.departures,
-            "departures_since_s": round(now - misses.since, 1),
-            "began_s": round(now - misses.began_at, 1),
-            "began_empty": misses.began_how,
-        },
-    }
-    if len(found) == 1:
-        yield
-        engines: dict[str, tuple[list[Lookup], list[Told]]] = {}  # what there is of the request, an engine
-        for lookup in lookups:
-            if lookup.request == found[0]:
-                engines.setdefault(lookup.engine, ([], []))[0].append(lookup)
-        for note in notes:
-            if note.request == found[0]:
-                engines.setdefault(note.engine, ([], []))[1].append(note)
-        answer["engines"] = len(engines)
-        for engine in list(engines)[-LATEST:]:
-            yield
-            answer["explained"].append((yield from _request(cache, engine, found[0], *engines[engine], now)))
-    return answer
-
-
-def _request(
-    cache: Cache, engine: str, name: str, lookups: list[Lookup], notes: list[Told], now: float
-) -> Steps[dict[str, Any]]:
-    """Return what became of one engine's request: of its last lookup, and what the engine told."""
-    told: dict[str, Any] = {
-        "request": name,
-        "engine": engine,
-        "notes": [{"cause": note.cause, "age_s": round(now - note.at, 3), "blocks": note.blocks} for note in notes],
-        "lookups": len(lookups),
-        "runs": [],
-    }
-    if not lookups:
-        return told
-    last = lookups[-1]
-    asked = decode_request(last.frame)
-    assert isinstance(asked, Acquire)
-    yield
-    spec = cache.misses.spaces.get(asked.namespace)
-    told |= {
-        "age_s": round(now - last.at, 3),
-        "namespace": spec.id if spec else "",
-        "model": spec.model if spec else "",
-        "block_tokens": spec.groups[asked.group].block_tokens if spec else 0,
-        "tokens": asked.tokens,
-        "blocks": len(asked.hashes),
-        "hits": last.hits,
-        "runs": (yield from _Walk(cache, last, asked).runs()),
-    }
-    return told
-
-
 class _Walk:
     """The blocks of one lookup, one after the other. What is told of those that come last may be younger."""
 
-    def __init__(self, cache: Cache, lookup: Lookup, asked: Acquire) -> None:
-        self._cache, self._misses = cache, cache.misses
+    def __init__(self, cache: Cache, misses: MissLog, lookup: Lookup, asked: Acquire) -> None:
+        self._cache, self._misses = cache, misses
         self._lookup, self._asked, self._at, self._generation = lookup, asked, lookup.at, lookup.generation
         self._tag = tag(asked.namespace, asked.group)
         self._spaces, self._facts = dict(self._misses.spaces), self._misses.facts.copy()

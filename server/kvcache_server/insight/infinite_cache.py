@@ -16,24 +16,24 @@ _ROOM = 1 << 14
 _LEAST_LOOK = 64
 
 
-class Lost:
+class InfiniteCache:
     """Remembers blocks that were evicted: all that it is told, and beyond 16,384 of them every second, fourth, ...
 
     Which are remembered is decided by their lots (sampling.py), so that each remembered one stands for as many that are
     not.
     """
 
-    __slots__ = ("_look", "_lots", "_mask", "_worth", "missed_blocks")
+    __slots__ = ("_every", "_look", "_lots", "_mask", "missed_blocks")
 
-    def __init__(self, worth: int) -> None:
-        """It is told of one eviction in `worth`."""
+    def __init__(self, every: int) -> None:
+        """It hears of one eviction in `every`."""
         self.missed_blocks = 0  # exact as long as every eviction is remembered, else an estimate
         self._lots: dict[bytes, int] = {}  # by hash: to halve the sample, no lot is drawn again
         self._mask = 0
-        self._set_worth(worth)
+        self._sample(every)
 
-    def _set_worth(self, worth: int) -> None:
-        self._worth, self._look = worth, max(4 * worth, _LEAST_LOOK)
+    def _sample(self, every: int) -> None:
+        self._every, self._look = every, max(4 * every, _LEAST_LOOK)
 
     def __len__(self) -> int:
         return len(self._lots)
@@ -45,7 +45,7 @@ class Lost:
         self._lots[block_hash] = lot
         if len(self._lots) > _ROOM:
             self._mask = mask = 2 * self._mask + 1
-            self._set_worth(2 * self._worth)
+            self._sample(2 * self._every)
             half = ((name, lot) for name, lot in self._lots.items() if not lot & mask)
             self._lots = dict(islice(half, _ROOM * 3 // 4))  # about half of them; never so many that it must halve soon
 
@@ -67,7 +67,7 @@ class Lost:
             else:
                 unknown = middle
         last = hashes[known : known + look]
-        missed = known + len(self._lots.keys() & last) * self._worth
+        missed = known + len(self._lots.keys() & last) * self._every
         self.missed_blocks = min(self.missed_blocks + missed, MAX_COUNT)
 
     def _some(self, hashes: Sequence[bytes], at: int) -> bool:

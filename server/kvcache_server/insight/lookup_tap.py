@@ -16,7 +16,7 @@ EACH = 16
 SENT = 1 << 15  # hashes in one answer: one mebibyte
 
 
-class Traffic:
+class LookupTap:
     """A ring with numbers; `next` is that of the lookup to come. It takes none in unless it is `on`."""
 
     def __init__(self) -> None:

@@ -1,19 +1,20 @@
-"""What is remembered for who asks later why there was no hit. Pure; explanations.py makes an answer of it.
+"""What is remembered in case somebody asks why a request had no hit. Pure; explanations.py makes an answer of it.
 
-A lookup that misses leaves the frame in which it came. A block that leaves, or is not let in, leaves its name and an
-Occasion, which all that one message caused have in common. Everything is bounded, and says what it has forgotten.
+Of a lookup that misses, the frame is kept in which it came. Of a block that leaves, or is refused, the name is kept,
+and an Occasion that it shares with the other blocks of the same request. Everything is bounded, and says what it has
+forgotten.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
 
 from kvcache_proto.types import NamespaceSpec
-from kvcache_server.core.slices import Result, Steps
+from kvcache_server.core.effects import Actor
 
 LOOKUPS = 16 << 20  # bytes of the lookups that are remembered, each of which counts for EACH more
 EACH = 512
@@ -59,7 +60,7 @@ class Told(NamedTuple):
     blocks: int
 
 
-class Misses:
+class MissLog:
     """Lookups that missed, what engines told, blocks that left, and namespaces that were."""
 
     def __init__(self) -> None:
@@ -73,8 +74,8 @@ class Misses:
         self._names: deque[dict[bytes, Occasion]] = deque([{}], GENERATIONS)
         self._since: deque[float] = deque([0.0], GENERATIONS)
         self._young = self._names[-1]
-        self._at, self._engine, self._namespace = 0.0, "", 0
-        self._occasion: Occasion | None = None
+        self._actor: Actor | None = None  # of the latest occasion
+        self._occasion = Occasion(0.0, "", "", 0)
 
     def began(self, now: float, how: str) -> None:
         """Note that the daemon begins, and `how` it came to be empty: "" where it found what the last one had."""
@@ -92,31 +93,18 @@ class Misses:
 
     # Blocks.
 
-    def acting(self, now: float, engine: str, namespace: int) -> None:
-        """Let whatever leaves from now on leave for that engine's sake."""
-        self._at, self._engine, self._namespace, self._occasion = now, engine, namespace, None
-
-    def throughout(self, steps: Steps[Result], now: float, engine: str, namespace: int) -> Steps[Result]:
-        """Do it; whatever leaves in any of its slices leaves for that engine's sake."""
-        while True:
-            self.acting(now, engine, namespace)
-            try:
-                next(steps)
-            except StopIteration as done:
-                result: Result = done.value
-                return result
-            yield
-
-    def left(self, name: bytes, cause: str) -> None:
-        """Remember that the block has left, or was not let in. `name` is its hash and its group's tag."""
+    def left(self, name: bytes, cause: str, actor: Actor) -> None:
+        """Remember that the block has left, or was refused, on behalf of `actor`. `name` is its hash and its group's
+        tag."""
         occasion = self._occasion
-        if occasion is None or occasion.cause != cause:
-            occasion = self._occasion = Occasion(self._at, cause, self._engine, self._namespace)
+        if actor is not self._actor or occasion.cause != cause:
+            occasion = self._occasion = Occasion(actor.at, cause, actor.engine, actor.namespace)
+            self._actor = actor
         self._young[name] = occasion
         if len(self._young) >= GENERATION:
             self._young = {}
             self._names.append(self._young)
-            self._since.append(self._at)
+            self._since.append(actor.at)
 
     def find(self, name: bytes, before: float) -> Occasion | None:
         """Return the last occasion on which the block left, or was not let in, not after `before`."""
@@ -139,10 +127,7 @@ class Misses:
         """From when on the blocks that left are remembered."""
         return self._since[0]
 
-    # The rest.
-
-    def tell(self, told: Iterable[Told]) -> None:
-        self.told.extend(told)
+    # Namespaces.
 
     def know(self, number: int, spec: NamespaceSpec) -> None:
         """Remember a namespace, after it has gone, too."""

@@ -17,7 +17,7 @@ _LOW = 8  # where in a block's reference the lowest byte of its generation is
 _EVERY = 8  # evictions, of which one is looked at: a look costs a fiftieth of what storing a block does
 
 
-class Ages:
+class Residency:
     """Attributes: `residence`, of blocks that were evicted, in seconds; it has one in 8 of them."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import SLOT_ROW, slot_size
-from kvcache_server.core.extents import Room, room
+from kvcache_server.core.fit import Room, room
 from kvcache_server.replay.bounds import distinct, optimum
 from kvcache_server.replay.shadow import Shadow, block_hash
 from kvcache_server.replay.trace import Request
@@ -105,7 +105,7 @@ def replay(
                 "optimum": optimum(requests, whole.slots) / asked,
                 "lookup_p50_us": statistics.median(times) * 1e6,
                 "lookup_p99_us": sorted(times)[int(len(times) * 0.99)] * 1e6,
-                "evicted": shared.cache.stats(0.0)["counters"]["blocks_evicted"],
+                "evicted": shared.cache.eviction.evictions.total(),
             }
         )
     return {

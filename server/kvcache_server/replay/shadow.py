@@ -14,7 +14,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.extents import Room
+from kvcache_server.core.fit import Room
 from kvcache_server.core.limits import Limits
 
 STEP_TOKENS = 8192  # that an engine computes, and saves, at once
@@ -52,6 +52,7 @@ class Shadow:
     def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
         """Look a prompt up, load what is there, save the rest; return the hits, and the seconds of the lookup."""
         session, handle = self._sessions[engine], self.cache.handle
+        self.cache.effects.take()  # nobody follows
         question = m.Acquire(1, b"", self._namespace, hashes)
         begin = clock()
         found = handle(session, question, now)

@@ -13,14 +13,14 @@ import os
 
 from kvcache_proto.region import PAGE
 from kvcache_proto.types import PoolGeometry
-from kvcache_server.core.checksums import PIECE, Sums, sums_bytes, sums_header
+from kvcache_server.core.checksums import PIECE, Checksums, sums_bytes, sums_header
 from kvcache_server.storage.folder import Folder
 
 log = logging.getLogger(__name__)
 
 
-def open_sums(folder: Folder, name: str, geometry: PoolGeometry, life: int) -> Sums | None:
-    """Return what is kept in the file `name` of this region, by the daemon before the one of number `life`; or None
+def open_sums(folder: Folder, name: str, geometry: PoolGeometry, epoch: int) -> Checksums | None:
+    """Return what is kept in the file `name` of this region, by the daemon of the epoch before `epoch`; or None
     where there is no room, so that blocks are not verified.
 
     Raises ConfigError, NotPermitted where something else has that name.
@@ -32,7 +32,7 @@ def open_sums(folder: Folder, name: str, geometry: PoolGeometry, life: int) -> S
         log.warning("no checksums of blocks are kept: %s: %s", path, error.strerror)
         return None
     try:
-        kept = sums_header(geometry, life - 1)
+        kept = sums_header(geometry, epoch - 1)
         if os.fstat(fd).st_size != size or os.pread(fd, len(kept), 0) != kept:
             os.ftruncate(fd, 0)
             os.ftruncate(fd, size)
@@ -40,8 +40,8 @@ def open_sums(folder: Folder, name: str, geometry: PoolGeometry, life: int) -> S
         have = _pieces(fd, size)
         for piece in have:  # one that was cut short by a full mount is made whole
             os.posix_fallocate(fd, piece * PIECE, PIECE)
-        os.pwrite(fd, sums_header(geometry, life), 0)
-        return Sums(memoryview(mmap.mmap(fd, size)), have, _Giver(fd, path, have))
+        os.pwrite(fd, sums_header(geometry, epoch), 0)
+        return Checksums(memoryview(mmap.mmap(fd, size)), have, _Giver(fd, path, have))
     except OSError as error:
         os.close(fd)
         log.warning("no checksums of blocks are kept: %s of %d bytes: %s", path, size, error)

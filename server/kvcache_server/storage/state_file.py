@@ -1,4 +1,4 @@
-"""The state file: the book of a region, beside the endpoint, for the daemon's eyes alone. Records are appended.
+"""The state file: the manifest of a region, beside the endpoint, for the daemon's eyes alone. Records are appended.
 
 Nothing is forced to a disk: the file need not outlive the host, for the region does not.
 """
@@ -12,28 +12,30 @@ from collections.abc import Callable
 
 from kvcache_proto import __version__
 from kvcache_proto.errors import ConfigError, RegionError
-from kvcache_server.core.journal import MAGIC, Book, Record, pack, read
+from kvcache_server.core.journal import MAGIC, Manifest, Record, pack, read
 from kvcache_server.storage.folder import Folder
 
 log = logging.getLogger(__name__)
 
-_SLACK = 1 << 20  # bytes of records beyond what the book needs, before it is written anew
+_SLACK = 1 << 20  # bytes of records beyond what the manifest needs, before it is written anew
 NEW, ASIDE = ".new", ".aside"
 
 
 class StateFile:
-    """Notes what happens in `book` and in the file.
+    """Notes what happens in `manifest` and in the file.
 
     `counters` has how often the file could not be kept.
     """
 
-    def __init__(self, folder: Folder, name: str, book: Book, give_up: Callable[[], None] = lambda: None) -> None:
-        """Write `book` to the file `name`, in the place of what is there.
+    def __init__(
+        self, folder: Folder, name: str, manifest: Manifest, give_up: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write `manifest` to the file `name`, in the place of what is there.
 
         `give_up()` is called once where the file cannot be written any more: it has the region be read by nobody.
         Raises RegionError where it cannot be written, ConfigError or NotPermitted where something is in the way.
         """
-        self.book = book
+        self.manifest = manifest
         self.counters: Counter[str] = Counter()
         self._folder, self._name, self._give_up = folder, name, give_up
         self._fd = -1
@@ -53,9 +55,9 @@ class StateFile:
         """Note one change before anybody is told of it.
 
         Where it cannot be written, the region is given up and the file goes: the next daemon begins empty, rather than
-        with half of a book. This never raises.
+        with half of a manifest. This never raises.
         """
-        self.book.apply(record)
+        self.manifest.apply(record)
         if self._fd < 0:
             return
         packed = pack(record)
@@ -92,7 +94,7 @@ class StateFile:
             self._fd = -1
 
     def _write_anew(self) -> None:
-        packed = MAGIC + b"".join(map(pack, self.book.records(__version__)))
+        packed = MAGIC + b"".join(map(pack, self.manifest.records(__version__)))
         new = self._name + NEW
         self._folder.remove(new)
         fd = self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
@@ -108,8 +110,8 @@ class StateFile:
         self._fd, self._size, self._limit = fd, len(packed), 2 * len(packed) + _SLACK
 
 
-def read_state(folder: Folder, name: str) -> Book | None:
-    """Return the book in the file, None where there is none.
+def read_state(folder: Folder, name: str) -> Manifest | None:
+    """Return the manifest in the file, None where there is none.
 
     Raises RegionError where it cannot be trusted, ConfigError or NotPermitted where something is in the way.
     """

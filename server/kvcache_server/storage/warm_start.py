@@ -1,4 +1,4 @@
-"""What a daemon begins with: the region and the book that the last one left, or fresh ones."""
+"""What a daemon begins with: the region and the manifest that the last one left, or fresh ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcache_proto.region import PAGE, RegionRows, found_geometry, is_given_up, 
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.config import Config, format_size
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.journal import Book, SessionOpened
+from kvcache_server.core.journal import Manifest, SessionOpened
 from kvcache_server.storage.checksum_file import open_sums
 from kvcache_server.storage.folder import Folder, file_of
 from kvcache_server.storage.region_file import Progress, Region, check_room, create_region, map_region
@@ -32,13 +32,18 @@ SESSIONS, STATE, SUMS = ".sessions", ".state", ".sums"
 
 @dataclass
 class Opened:
-    """All that outlives a daemon, and the cache over it. `returning` are the sessions that may come back, by number."""
+    """All that outlives a daemon, and the cache over it.
+
+    `returning` are the sessions that may come back, by number. `began_how` says why the cache is empty, "" where it is
+    the last daemon's.
+    """
 
     region: Region
     state: StateFile
     files: SessionFiles
     cache: Cache
     returning: dict[int, SessionOpened]
+    began_how: str = ""
 
     def close(self, folder: Folder, config: Config) -> None:
         """Let go of it; where the configuration does not keep it, remove it."""
@@ -67,43 +72,45 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
     for suffix in (STATE, SUMS):
         folder.check(file_of(config.endpoint, suffix))
     with RegionFolder(config.region_dir, socket_path(config.endpoint)) as regions:
-        found: tuple[Region, Book] | _Nothing
+        found: tuple[Region, Manifest] | _Nothing
         if fresh or not config.keep:
             _remove_regions(config, folder, regions)
             found = _Nothing("fresh" if fresh else "not_kept")
         else:
             found = _last(config, folder, regions)
         if isinstance(found, _Nothing):
-            opened = _begin(config, folder, regions, files, progress)
-            opened.cache.misses.began(time.monotonic(), found.why)
+            opened = _begin(config, folder, regions, files, progress, found.why)
             if found.put_aside:
                 opened.cache.counters["regions_put_aside"] += found.put_aside
             return opened
     return _go_on(config, folder, files, *found)
 
 
-def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, book: Book) -> Opened:
+def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, manifest: Manifest) -> Opened:
     """Return the cache of the last daemon."""
     from kvcache_server.core import recovery  # numpy with it: a daemon that begins empty starts sooner, and is smaller
 
     began = time.monotonic()
     try:
-        book.life += 1
-        returning = {number: opened for number, opened in book.sessions.items() if any(map(files.locked, opened.files))}
+        manifest.epoch += 1
+        returning = {
+            number: opened for number, opened in manifest.sessions.items() if any(map(files.locked, opened.files))
+        }
         files.keep([name for opened in returning.values() for name in opened.files])
-        state = _state_of(config, folder, region, book)
+        state = _state_of(config, folder, region, manifest)
         gc.disable()  # millions of blocks come to be, and none goes
         cache = recovery.reopen(
-            *(region.buffer, region.geometry, config.limits(), book, set(returning), time.monotonic(), state.note),
+            *(region.buffer, region.geometry, config.limits(), manifest, set(returning), time.monotonic()),
             secret=secrets.token_bytes(16),
         )
-        cache.sums = open_sums(folder, file_of(config.endpoint, SUMS), region.geometry, book.life)
+        for record in cache.effects.take()[0]:
+            state.note(record)
+        _keep_checksums(config, folder, cache)
     except BaseException:
         region.close(keep=True)
         raise
     finally:
         gc.enable()
-    cache.misses.began(time.monotonic(), "")
     found = cache.counters
     log.info(
         "found %s blocks of the last daemon in %s after %.2f s; %d of its sessions live, %d saves are under way",
@@ -125,9 +132,9 @@ def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, 
 
 
 def _begin(
-    config: Config, folder: Folder, regions: RegionFolder, files: SessionFiles, progress: Progress | None
+    config: Config, folder: Folder, regions: RegionFolder, files: SessionFiles, progress: Progress | None, why: str
 ) -> Opened:
-    """Return a new, empty cache."""
+    """Return a new cache, which is empty because of `why`."""
     _make_room(config, regions)
     region = create_region(
         config.region_dir,
@@ -140,23 +147,28 @@ def _begin(
     )
     try:
         files.keep(())
-        # The book goes first, then the region's header: what has no header yet was never used by anybody.
-        state = _state_of(config, folder, region, Book(region.geometry.region_id))
+        # The manifest goes first, then the region's header: what has no header yet was never used by anybody.
+        state = _state_of(config, folder, region, Manifest(region.geometry.region_id))
         cache = Cache(
-            *(region.buffer, region.geometry, config.limits(), secrets.randbits(63), state.note),
-            secret=secrets.token_bytes(16),
+            *(region.buffer, region.geometry, config.limits(), secrets.randbits(63)), secret=secrets.token_bytes(16)
         )
-        cache.sums = open_sums(folder, file_of(config.endpoint, SUMS), region.geometry, cache.life)
+        _keep_checksums(config, folder, cache)
     except BaseException:
         region.close(keep=False)
         raise
     _count_in(state, cache)
-    return Opened(region, state, files, cache, {})
+    return Opened(region, state, files, cache, {}, why)
 
 
-def _state_of(config: Config, folder: Folder, region: Region, book: Book) -> StateFile:
+def _state_of(config: Config, folder: Folder, region: Region, manifest: Manifest) -> StateFile:
     rows = RegionRows(region.buffer, region.geometry)
-    return StateFile(folder, file_of(config.endpoint, STATE), book, rows.give_up)
+    return StateFile(folder, file_of(config.endpoint, STATE), manifest, rows.give_up)
+
+
+def _keep_checksums(config: Config, folder: Folder, cache: Cache) -> None:
+    checksums = open_sums(folder, file_of(config.endpoint, SUMS), cache.geometry, cache.epoch)
+    if checksums is not None:
+        cache.keep_checksums(checksums)
 
 
 def _count_in(state: StateFile, cache: Cache) -> None:
@@ -202,60 +214,60 @@ class _Left(NamedTuple):
     distrust: str = ""
 
 
-def _last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[Region, Book] | _Nothing:
+def _last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[Region, Manifest] | _Nothing:
     """Return what the last daemon left; where there is nothing, or nothing that this one has a use for, why.
 
     Raises EndpointTaken where its region has a living daemon, RegionError where `strict` and it cannot be trusted.
     """
-    book, broken = _book(config, folder)
+    manifest, broken = _manifest(config, folder)
     with contextlib.ExitStack() as held:
         left = []
-        for claim in _claims(regions, book):
+        for claim in _claims(regions, manifest):
             held.callback(claim.release)
             left.append(_examined(regions, claim))
         regions.tidy()
         for each in left:
-            if book is not None and each.geometry == _wanted(config, book.region):
+            if manifest is not None and each.geometry == _wanted(config, manifest.region):
                 region = map_region(each.claim, each.geometry)
                 for other in left:
                     if other is not each:
                         log.warning("%s is not the last daemon's: it is discarded", other.claim.path)
                         other.claim.remove()
                 held.pop_all()
-                return region, book
+                return region, manifest
         why, doubtful = "first", []
         for each in left:
-            distrust = _distrust(each, book, broken)
+            distrust = _distrust(each, manifest, broken)
             if distrust and config.strict:
                 raise RegionError(f"{each.claim.path}: {distrust}; `kvcache-server serve --fresh` discards it")
             if distrust:
                 doubtful.append(each)
                 _put_aside(regions, each.claim, distrust)
             else:
-                why = _dismiss(each, book)
+                why = _dismiss(each, manifest)
         if doubtful:
             _put_state_aside(folder, file_of(config.endpoint, STATE))
             why = "distrusted"
     return _Nothing(why, len(doubtful))
 
 
-def _book(config: Config, folder: Folder) -> tuple[Book | None, str]:
-    """Return the last daemon's book, and what is wrong with it."""
+def _manifest(config: Config, folder: Folder) -> tuple[Manifest | None, str]:
+    """Return the last daemon's manifest, and what is wrong with it."""
     try:
         return read_state(folder, file_of(config.endpoint, STATE)), ""
     except RegionError as error:
         return None, str(error)
 
 
-def _claims(regions: RegionFolder, book: Book | None) -> Iterator[Claim]:
-    """Yield the holds on all regions that no living daemon has. Raises EndpointTaken where one has that of `book`."""
+def _claims(regions: RegionFolder, manifest: Manifest | None) -> Iterator[Claim]:
+    """Yield the holds on all regions that no living daemon has. Raises EndpointTaken where one has `manifest`'s."""
     for name in regions.found():
         try:
             yield regions.claim(name)
         except EndpointTaken:
             with contextlib.suppress(OSError, RegionError):
                 geometry = found_geometry(memoryview(regions.header(name)[0]))
-                if book is not None and geometry is not None and geometry.region_id == book.region:
+                if manifest is not None and geometry is not None and geometry.region_id == manifest.region:
                     raise
             log.info("%s has a living daemon: it is let alone", regions.folder.path_of(name + REGION))
         except (ConfigError, NotPermitted) as error:
@@ -275,22 +287,22 @@ def _examined(regions: RegionFolder, claim: Claim) -> _Left:
     return _Left(claim, geometry, given_up=is_given_up(memoryview(header)))
 
 
-def _distrust(left: _Left, book: Book | None, broken: str) -> str:
+def _distrust(left: _Left, manifest: Manifest | None, broken: str) -> str:
     """Return why a region is not to be trusted; `broken` is what is wrong with the state file."""
     if left.geometry is None:
         return left.distrust
-    if book is not None and book.region != left.geometry.region_id:
+    if manifest is not None and manifest.region != left.geometry.region_id:
         return "the state file belongs to another region"
     return broken
 
 
-def _dismiss(left: _Left, book: Book | None) -> str:
+def _dismiss(left: _Left, manifest: Manifest | None) -> str:
     """Remove a region that there is no use for; return why, in the word of the misses."""
     path, why = left.claim.path, "first"
     if left.given_up:
         why = "no_state"
         log.warning("the last daemon could not keep the state file of %s: it is discarded", path)
-    elif left.geometry is not None and book is None:
+    elif left.geometry is not None and manifest is None:
         why = "no_state"
         log.warning("%s is there without its state file: it is discarded", path)
     elif left.geometry is not None:
@@ -341,7 +353,7 @@ def _remove_regions(config: Config, folder: Folder, regions: RegionFolder) -> in
     """
     with contextlib.ExitStack() as held:
         claims = []
-        for claim in _claims(regions, _book(config, folder)[0]):
+        for claim in _claims(regions, _manifest(config, folder)[0]):
             held.callback(claim.release)
             claims.append(claim)
         return regions.remove_all(claims)

@@ -17,7 +17,7 @@ _PRIOR = 0.02  # of the capacity: the weight of a live account before its first 
 _REFRESH = 1 / 256  # of the capacity that changes hands between two looks at the shares: a look costs O(accounts)
 
 
-class Shares:
+class FairShare:
     def __init__(self, capacity: int, namespace_floor: float) -> None:
         self._accounts: list[Account] = []
         self._over: list[tuple[float, Account]] = []

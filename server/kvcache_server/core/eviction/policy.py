@@ -10,12 +10,15 @@ from typing import final
 import msgspec
 
 from kvcache_proto.types import Refusal
-from kvcache_server.core.eviction.fair_share import Shares
-from kvcache_server.core.index import GONE, Account, Block
-from kvcache_server.core.pool import Extent, Pool
+from kvcache_server.core.effects import Effects, Gone
+from kvcache_server.core.eviction.fair_share import FairShare
+from kvcache_server.core.eviction.ghosts import Ghosts
+from kvcache_server.core.extent import Extent
+from kvcache_server.core.index import GONE, Account, Block, Group
+from kvcache_server.core.limits import Limits
+from kvcache_server.core.pool import Pool
+from kvcache_server.core.sampling import Draw
 from kvcache_server.core.slices import LOOK, STEP, Steps
-from kvcache_server.insight.miss_log import Misses
-from kvcache_server.insight.residency import Ages
 
 # Why a block was evicted: for another one; the engine's ceiling; its namespace's; slots of another size; a resize.
 EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "resize")
@@ -26,33 +29,35 @@ _LOOK_BLOCKS = 4096  # or of so many: a look at 16 extents takes some 10 ms at m
 
 
 @final
-class Recut(msgspec.Struct, frozen=True):
-    """An extent of such slots that would have to be given up."""
+class Reassign(msgspec.Struct, frozen=True):
+    """An extent with slots of that size has to be emptied first, for slots of another size."""
 
     slot_bytes: int
 
 
-class Room:
-    """Evicts from who is most above its share; `namespace_ceiling` is a part of the pool."""
+class Eviction:
+    """Evicts from the accounts that are furthest above their shares."""
 
-    def __init__(
-        self, pool: Pool, shares: Shares, namespace_ceiling: float, counters: Counter[str], misses: Misses
-    ) -> None:
+    def __init__(self, pool: Pool, limits: Limits, counters: Counter[str], effects: Effects, draw: Draw) -> None:
+        """`draw` decides which evicted blocks are remembered."""
         self._pool = pool
-        self._shares = shares
         self._counters = counters
-        self._misses = misses
+        self._effects = effects
+        self._draw = draw
+        self._ghosts: dict[bytes, Ghosts] = {}  # by the group's tag
+        self.fair_share = self._shares = FairShare(pool.capacity, limits.namespace_floor)
         self.evictions: Counter[str] = Counter()  # blocks by cause
         self.evicted_unread = 0  # of them, those that no lookup had found
-        self.ages = Ages()
         self.frozen = False  # nothing is evicted while leases of an earlier life may not be restated yet
-        self.bound(namespace_ceiling)
+        self.bound(limits)
 
-    def bound(self, namespace_ceiling: float) -> None:
-        self._namespace_ceiling = int(namespace_ceiling * self._pool.capacity) if namespace_ceiling < 1 else 0
+    def bound(self, limits: Limits) -> None:
+        capacity, ceiling = self._pool.capacity, limits.namespace_ceiling
+        self.fair_share.bound(capacity, limits.namespace_floor)
+        self._namespace_ceiling = int(ceiling * capacity) if ceiling < 1 else 0
 
-    def make(self, account: Account, fixed: Container[int]) -> tuple[Extent, int] | Refusal | Recut:
-        """Return a vacant slot, or QUOTA or NO_SPACE, or the Recut that would give one.
+    def make_room(self, account: Account, fixed: Container[int]) -> tuple[Extent[Block], int] | Refusal | Reassign:
+        """Return a vacant slot, or QUOTA or NO_SPACE, or the Reassign that would give one.
 
         `fixed` are slot sizes of which no extent can be had.
         """
@@ -71,7 +76,7 @@ class Room:
                 # A whole extent changes hands: not for the sake of a few slots, unless there is nothing to begin with.
                 worth = excess >= self._pool.extent_bytes or (excess > 0 and not account.bytes)
                 if worth and not self.frozen and victim.group.slot_bytes not in fixed:
-                    return Recut(victim.group.slot_bytes)
+                    return Reassign(victim.group.slot_bytes)
                 freed = False
             if freed:
                 place = self._pool.take(size)
@@ -127,7 +132,7 @@ class Room:
         parent.pins += 1
         found, _ = self._forget(block)
         if found:
-            self._misses.left(block.hash + block.account.group.tag, "cleared")
+            self._effects.gone(block, "cleared")
             self._counters["blocks_cleared"] += 1
         parent.pins -= 1
         if _is_leaf(parent):
@@ -139,13 +144,29 @@ class Room:
         group = block.account.group
         found, read = self._forget(block)
         if found:
-            group.ghosts.add(block.hash, block.account)
-            self._misses.left(block.hash + group.tag, cause)
-            self.ages.evicted(block)
+            ghosts = self._ghosts.get(group.tag) or self._ghosts_of(group)
+            lot = ghosts.add(block.hash, block.account)
+            self._effects.changes.append(Gone(block, cause, self._effects.actor, True, lot))
             self.evictions[cause] += 1
             if not read:
                 self.evicted_unread += 1
             self._shares.evicted(group.slot_bytes)
+
+    def _ghosts_of(self, group: Group) -> Ghosts:
+        geometry = self._pool.geometry
+        slots = geometry.extents * geometry.extent_bytes // group.slot_bytes
+        found = self._ghosts[group.tag] = Ghosts(slots, self._draw)
+        return found
+
+    def missed(self, group: Group, hashes: Sequence[bytes]) -> None:
+        """Note that a lookup asked for `hashes` and found none of them."""
+        ghosts = self._ghosts.get(group.tag)
+        if ghosts is not None:
+            ghosts.missed(hashes)
+
+    def forget(self, group: Group) -> None:
+        """Note that the group is no more: its ghosts refer to accounts, and these to it."""
+        self._ghosts.pop(group.tag, None)
 
     def _forget(self, block: Block) -> tuple[bool, int]:
         """Return whether anybody could have found it, and whether a lookup had."""
@@ -172,14 +193,14 @@ class Room:
             index = self._pool.idle()
         return index
 
-    def recut(self, wanted: Recut) -> Steps[bool]:
+    def reassign(self, wanted: Reassign) -> Steps[bool]:
         """Empty the coldest extent of that slot size that nobody reads from or writes to; False where there is none."""
         mine = [extent for extent in self._pool.extents.values() if extent.slot_bytes == wanted.slot_bytes]
         done = yield from self._empty_one(mine, RECUT)
         self._counters["extents_recut"] += done
         return done
 
-    def _empty_one(self, extents: Iterable[Extent], cause: str) -> Steps[bool]:
+    def _empty_one(self, extents: Iterable[Extent[Block]], cause: str) -> Steps[bool]:
         candidates = sorted((each for each in extents if _may_go(each)), key=lambda extent: extent.newest)
         # The coldest, and the latest cut: of a chain in many extents, the first one takes all others along.
         middle = max(_LOOKS, len(candidates) - _LOOKS)
@@ -195,7 +216,7 @@ class Room:
                 return True
         return False
 
-    def _empty(self, extent: Extent, cause: str) -> Steps[bool]:
+    def _empty(self, extent: Extent[Block], cause: str) -> Steps[bool]:
         """Evict what lives in the extent, and all below; False where somebody reads or writes some of it."""
         if not (yield from self._unused(extent)):
             return False
@@ -220,7 +241,7 @@ class Room:
         finally:
             self._pool.open(extent)
 
-    def _unused(self, extent: Extent) -> Steps[bool]:
+    def _unused(self, extent: Extent[Block]) -> Steps[bool]:
         """Whether nobody reads or writes what lives in the extent, or below that."""
         seen = bytearray(extent.slots)  # by slot; what lives elsewhere is met once, after its parent
         looks = 0
@@ -252,12 +273,12 @@ def _is_leaf(block: Block) -> bool:
     return not block.pins and block.child is None and block.visible and block.parent is not None
 
 
-def _may_go(extent: Extent) -> bool:
+def _may_go(extent: Extent[Block]) -> bool:
     """Whether nothing is written in the extent, and nobody empties it already."""
     return not extent.busy and not extent.closed
 
 
-def _loss(extent: Extent) -> tuple[float, float] | None:
+def _loss(extent: Extent[Block]) -> tuple[float, float] | None:
     """Return the latest tick of the extent's blocks and all below them, and how many these are; None where one is read
     or written.
 

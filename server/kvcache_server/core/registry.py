@@ -1,0 +1,206 @@
+"""Which namespaces, engines and sessions there are: who may come in, who is away, and what goes when nobody is left.
+
+Pure; time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
+from kvcache_proto.region import slot_size
+from kvcache_proto.types import MAX_NAME
+from kvcache_server.core.effects import Effects, NamespaceClosed, NamespaceOpened
+from kvcache_server.core.eviction.policy import Eviction
+from kvcache_server.core.fit import fit
+from kvcache_server.core.index import Account, Group
+from kvcache_server.core.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade
+from kvcache_server.core.limits import Limits
+from kvcache_server.core.pool import Pool
+from kvcache_server.core.sessions import NOBODY, Engine, Namespace, Session, Users
+
+MAX_ATTACHED = 16  # namespaces of a session: an engine is in one, and in the next one after a reset
+OPERATORS = 16  # sessions beyond max_sessions that are kept for who runs the daemon
+
+
+class Registry:
+    """Attributes: `absent` are the engines of sessions whose door has closed and whose processes may live;
+    `awaited` are sessions of the last epoch that have not restated what they hold."""
+
+    def __init__(
+        self, pool: Pool, eviction: Eviction, limits: Limits, counters: Counter[str], effects: Effects
+    ) -> None:
+        self.namespaces: dict[int, Namespace] = {}
+        self.by_id: dict[str, Namespace] = {}
+        self.engines: dict[str, Engine] = {}
+        self.sessions: dict[int, Session] = {}
+        self.users = Users()
+        self.absent: dict[int, Engine] = {}
+        self.awaited: set[int] = set()
+        self.last_namespace = self.last_engine = self.last_session = 0
+        self.limits = limits
+        self._pool, self._eviction, self._fair_share = pool, eviction, eviction.fair_share
+        self._counters, self._effects = counters, effects
+
+    # Sessions.
+
+    def open(self, engine: str, label: str, now: float, user: int = NOBODY, is_operator: bool = False) -> int:
+        """Return the number of a new session of `engine`, run by `user`. Raises BadArgument, NotPermitted at a limit.
+
+        Operators have a few places more: `status` must get in where all others are taken.
+        """
+        if not 1 <= len(engine) <= MAX_NAME or len(label) > MAX_NAME:
+            raise BadArgument(f"engine id of {len(engine)}, label of {len(label)} characters: 1 and 0 to {MAX_NAME}")
+        limits, there = self.limits, len(self.sessions) + len(self.absent)
+        if there >= limits.max_sessions + (OPERATORS if is_operator else 0):
+            raise NotPermitted(f"{there} sessions are open: max_sessions is {limits.max_sessions}")
+        own = self.users.sessions[user]
+        if own >= limits.user_sessions and user != NOBODY and not is_operator:
+            raise NotPermitted(f"uid {user} has {own} sessions: max_user_sessions is {limits.user_sessions}")
+        self.last_session += 1
+        self._enter(Session(self.last_session, self.engine(engine), label, now, user))
+        return self.last_session
+
+    def resume(self, number: int, label: str, now: float, user: int = NOBODY) -> None:
+        """Let an absent session go on, without its leases yet. Raises UnknownHandle where it is none."""
+        engine = self.absent.pop(number, None)
+        if engine is None:
+            raise UnknownHandle(f"session {number} is none that could come back")
+        engine.absent.discard(number)
+        session = Session(number, engine, label, now, user)
+        session.may_restate = True
+        self._enter(session)
+        self._counters["sessions_resumed"] += 1
+
+    def _enter(self, session: Session) -> None:
+        self.users.add(session.id, session.user)
+        self.sessions[session.id] = session.engine.sessions[session.id] = session
+
+    def leave(self, number: int) -> None:
+        """End the session's leases: its door has closed. What it may be writing stays its own, for it may live."""
+        session = self.sessions.pop(number)
+        engine = session.engine
+        del engine.sessions[number]
+        for lease in list(session.leases):
+            session.unpin(lease)
+        for namespace, _ in session.attached.values():
+            engine.note_writers(namespace)
+        self._be_absent(number, engine)
+        self.awaited.discard(number)
+
+    def _be_absent(self, number: int, engine: Engine) -> None:
+        self.absent[number] = engine
+        engine.absent.add(number)
+
+    def forget(self, number: int) -> Engine:
+        """Forget a session, whose process is gone, and return its engine."""
+        if number in self.sessions:
+            self.leave(number)
+        engine = self.absent.pop(number)
+        engine.absent.discard(number)
+        self.awaited.discard(number)
+        self.users.drop(number)
+        return engine
+
+    def expect(self, sessions: Mapping[int, Engine], users: Mapping[int, int]) -> None:
+        """Take over `sessions` of the last epoch, which may come back; `users` says whose each of them is."""
+        for number, engine in sessions.items():
+            self._be_absent(number, engine)
+            self.users.add(number, users[number])
+        self.awaited = set(sessions)
+
+    # Engines and namespaces.
+
+    def engine(self, name: str) -> Engine:
+        """Return the engine with that id, new where there is none."""
+        if name not in self.engines:
+            self.last_engine += 1
+            self.engines[name] = Engine(self.last_engine, name)
+            self._effects.records.append(EngineMade(self.last_engine, name))
+        return self.engines[name]
+
+    def account(self, engine: Engine, group: Group) -> Account:
+        """Return what the engine stored in the group."""
+        key = (group.namespace, group.number)
+        account = engine.accounts.get(key)
+        if account is None:
+            account = engine.accounts[key] = Account(engine.name, group)
+            self._fair_share.join(account)
+        return account
+
+    def attach(self, session: Session, request: m.Attach) -> m.Attached:
+        """Let the session into a namespace, which is made where there is none."""
+        spec, shards = request.spec, request.shards
+        if len(set(shards)) != len(shards) or any(not 0 <= shard < spec.shards for shard in shards):
+            raise BadArgument(f"shards {shards}: distinct numbers from 0 to {spec.shards - 1}")
+        if not 0 <= request.ceiling_bytes < 1 << 62:
+            raise BadArgument(f"ceiling_bytes {request.ceiling_bytes}: 0 to {1 << 62}")
+        namespace = self.by_id.get(spec.id)
+        if len(session.attached) >= MAX_ATTACHED and (namespace is None or namespace.number not in session.attached):
+            raise NotPermitted(f"this session has attached {MAX_ATTACHED} namespaces: detach one first")
+        if namespace is None:
+            namespace = self._make_namespace(session, request)
+        else:
+            namespace.spec.check_same_geometry(spec)
+            session.engine.check_writers(session, namespace, shards)
+        engine = session.engine
+        session.attached[namespace.number] = (namespace, tuple(shards))
+        for group in namespace.groups:
+            account = self.account(engine, group)
+            account.ceiling = request.ceiling_bytes or account.ceiling
+        engine.note_writers(namespace)
+        return m.Attached(request.id, namespace.number)
+
+    def _make_namespace(self, session: Session, request: m.Attach) -> Namespace:
+        spec, limits = request.spec, self.limits
+        if len(self.namespaces) >= limits.max_namespaces:
+            raise NotPermitted(f"{len(self.namespaces)} namespaces: max_namespaces is {limits.max_namespaces}")
+        own = sum(each.user == session.user for each in self.namespaces.values())
+        if own >= limits.user_namespaces and session.user != NOBODY:
+            most = limits.user_namespaces
+            raise NotPermitted(f"uid {session.user} has made {own} namespaces: max_user_namespaces is {most}")
+        for each in spec.groups:
+            self._pool.check_size(slot_size(each.block_bytes))
+        namespace = Namespace(self.last_namespace + 1, spec, session.user)
+        self._effects.records.append(NamespaceMade(namespace.number, spec))
+        self.add_namespace(namespace)
+        self._effects.changes.append(NamespaceOpened(namespace))
+        return namespace
+
+    def add_namespace(self, namespace: Namespace) -> None:
+        self.last_namespace = max(self.last_namespace, namespace.number)
+        namespace.fit = fit(namespace.spec, self._pool.geometry)
+        self.namespaces[namespace.number] = self.by_id[namespace.id] = namespace
+
+    def detach(self, session: Session, request: m.Detach) -> None:
+        """Let the session out of a namespace."""
+        left = session.attached.pop(request.namespace, None)
+        if left is None:
+            self._counters["detaches_unknown"] += 1
+            return
+        session.engine.note_writers(left[0])
+        self.prune()
+
+    def prune(self) -> None:
+        """Drop engines and namespaces that nobody is in and that hold nothing."""
+        records = self._effects.records
+        for account in self._fair_share.prune():
+            del self.engines[account.engine].accounts[(account.group.namespace, account.group.number)]
+        for engine in list(self.engines.values()):
+            if not (engine.sessions or engine.absent or engine.accounts) and engine.pins.settled:
+                del self.engines[engine.name]
+                records.append(EngineForgotten(engine.number))
+        used = {account.group.namespace for account in self._fair_share.accounts}
+        for session in self.sessions.values():
+            used.update(session.attached)
+        for namespace in [each for number, each in self.namespaces.items() if number not in used]:
+            del self.namespaces[namespace.number], self.by_id[namespace.id]
+            for group in namespace.groups:
+                self._eviction.forget(group)
+            namespace.forget()
+            for engine in self.engines.values():
+                engine.writers.pop(namespace.number, None)
+            records.append(NamespaceForgotten(namespace.number))
+            self._effects.changes.append(NamespaceClosed(namespace))

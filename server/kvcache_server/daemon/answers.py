@@ -1,0 +1,242 @@
+"""How a message is answered: by the cache or by insight, at once, in slices or in its turn; and what follows.
+
+What the core reports is delivered before the reply leaves, so that nobody knows more than the state file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+from kvcache_proto.codec import decode_request, encode
+from kvcache_proto.errors import BadFrame, BadToken, KVCacheError, ServerError, Unavailable
+from kvcache_proto.messages import (
+    Acquire,
+    Acquired,
+    Attach,
+    Attached,
+    Cleared,
+    Detach,
+    Distrust,
+    Distrusted,
+    Error,
+    Fenced,
+    Release,
+    Remark,
+    Reply,
+    Report,
+    Request,
+    Reserved,
+    Tell,
+)
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.slices import Steps
+from kvcache_server.daemon.long_work import LongWork
+from kvcache_server.daemon.requests import Connection, Wire
+from kvcache_server.daemon.session_registry import SessionRegistry
+from kvcache_server.daemon.slow_queue import SLOW, SlowQueue
+from kvcache_server.http.admin_ops import Desk
+from kvcache_server.insight.histogram import Histogram
+from kvcache_server.insight.insight import Insight
+
+log = logging.getLogger(__name__)
+
+ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
+UNANSWERED = (Release, Detach, Tell, Remark)
+_ASKED_OF_INSIGHT = frozenset(Insight.requests)
+
+
+class Answers:
+    """Attributes: `messages` that came, `errors` by code, and `drops` of replies by reason, as counted so far."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        cache: Cache,
+        insight: Insight,
+        sessions: SessionRegistry,
+        report: Callable[[], None],
+    ) -> None:
+        """`report()` delivers what the core has reported."""
+        self.messages = 0
+        self.errors: Counter[str] = Counter()
+        self.drops: Counter[str] = Counter()
+        self.acquire = Histogram(ACQUIRE_SECONDS)
+        self.long_work = LongWork(*(loop, cache.chores, self._answer_in_order, report, self.failed))
+        self._slow_queue = SlowQueue(loop, self._answer_in_turn)
+        self._cache, self._insight, self._sessions, self._report = cache, insight, sessions, report
+        self._tokens = sessions.tokens
+        self._wire: Wire
+        self._operations: Desk
+        self._figures: Callable[[], dict[str, Any]]
+
+    def connect(self, wire: Wire, operations: Desk, figures: Callable[[], dict[str, Any]]) -> None:
+        """Name the parts that need the answers themselves; `figures()` are the daemon's own."""
+        self._wire, self._operations, self._figures = wire, operations, figures
+
+    def hear(self, sender: Connection, message: bytes | BadFrame) -> None:
+        """Answer a message, now or later."""
+        self.messages += 1
+        if isinstance(message, BadFrame):
+            self._finish(sender, b"", 0, None, 0.0, None, message)
+        else:
+            self._answer(sender, message)
+
+    def failed(self, number: int, error: Exception) -> bytes:
+        """Log a defect of ours, and return the frame that says so to who sent request `number`."""
+        what = f"request {number}" if number else "work"
+        log.error("%s failed inside the daemon: %s", what, error, exc_info=error)
+        self.errors["internal"] += 1
+        return encode(Error(number, ServerError.code, f"internal error: {type(error).__name__}: {error}"))
+
+    # Requests.
+
+    def _answer_in_turn(self, sender: Connection, frame: bytes) -> None:
+        """Answer what has waited in the slow queue."""
+        self._answer(sender, frame, in_turn=True)
+        self._report()
+
+    def _answer_in_order(self, sender: Connection, frame: bytes) -> None:
+        """Answer what has waited behind an earlier request of its session."""
+        self._answer(sender, frame, in_order=True)
+
+    def _answer(self, sender: Connection, frame: bytes, in_turn: bool = False, in_order: bool = False) -> None:
+        session, now = 0, 0.0
+        request: Request | None = None
+        reply: Reply | None = None
+        error: Exception | None = None
+        try:
+            request = decode_request(frame)
+            session = self._tokens[request.token]
+            if session != sender.session:
+                self._wire.bind(sender, session)
+            now = time.monotonic()
+            if self.long_work and session in self.long_work and not (in_order or in_turn):
+                self._wait(session, sender, frame, request, now)
+                return
+            if type(request) in SLOW and not in_turn:
+                self._slow_queue.add(session, sender, frame)
+                return
+            answer = self._begin(session, request, now)
+            if answer is None:
+                return
+            if type(answer) is not Acquired and isinstance(answer, Generator):
+                if self._cache.effects:
+                    self._report()
+                go_on = self._slow_queue.go_on if in_turn else partial(self.long_work.begin, session)
+                go_on(answer, partial(self._finish, sender, frame, session, request, now))
+                return
+            reply = answer
+        except Exception as failure:  # noqa: BLE001 - as in _refusal
+            error = failure
+        try:
+            self._finish(sender, frame, session, request, now, reply, error)
+        finally:
+            error = None  # its traceback has this frame, and with it the request: a circle that nobody looks for
+
+    def _begin(self, session: int, request: Request, now: float) -> Reply | None | Steps[Reply | None]:
+        if type(request) in _ASKED_OF_INSIGHT:
+            return self._insight.begin(session, request, now)
+        return self._cache.begin(session, request, now)
+
+    def _wait(self, session: int, sender: Connection, frame: bytes, request: Request, now: float) -> None:
+        """Let a message wait for the session's long request. Raises Unavailable where it may not."""
+        try:
+            self.long_work.wait(session, sender, frame)
+        except Unavailable:
+            if type(request) not in UNANSWERED:
+                raise
+            # Nobody would hear that it is refused. What it ends was told of before the long request came.
+            self.drops["out_of_turn"] += 1
+            if type(request) is Tell:
+                self._insight.begin(session, request, now)
+            elif type(request) is not Remark:
+                self._cache.handle(session, request, now)
+
+    # Replies.
+
+    def _finish(
+        self,
+        sender: Connection,
+        frame: bytes,
+        session: int,
+        request: Request | None,
+        now: float,
+        reply: Reply | None,
+        error: Exception | None,
+    ) -> None:
+        """Answer a request: with the reply, or with what was wrong. `now` is when it came."""
+        packed: bytes | None = None
+        if self._cache.effects:
+            self._report()
+        if error is None and reply is not None:
+            try:
+                packed = self._pack(session, request, reply, now)
+            except Exception as failure:  # noqa: BLE001 - as in _refusal
+                error = failure
+        refused = error is not None
+        if error is not None:
+            packed = self._refusal(session, request, error)
+            error = None  # as in _answer
+        if packed is None:
+            return
+        if lost := sender.send(packed):
+            self.drops[lost] += 1
+            if not refused and reply is not None:
+                self._undo(session, reply)
+        if type(reply) is Acquired and type(request) is Acquire and self._insight.wants(request, reply):
+            self._looked_up(session, request, reply, frame, now)
+
+    def _pack(self, session: int, request: Request | None, reply: Reply, now: float) -> bytes:
+        """Return the reply's frame, with all that goes along with the reply done."""
+        operations = self._operations
+        if type(reply) is Acquired:
+            self.acquire.add(time.monotonic() - now)
+        elif type(reply) is Attached:
+            operations.attached(reply.namespace)
+        elif type(reply) is Cleared:
+            operations.cleared(getattr(request, "namespace", ""), reply.blocks, self._sessions.name(session))
+        elif type(reply) is Fenced:
+            operations.fenced_off(getattr(request, "session", 0), self._sessions.name(session))
+        elif type(reply) is Distrusted and type(request) is Distrust:
+            operations.distrusted(request, reply, session, self._sessions.name(session))
+        elif type(reply) is Report:
+            reply.stats["daemon"] = self._figures()
+        return encode(reply)
+
+    def _refusal(self, session: int, request: Request | None, error: Exception) -> bytes | None:
+        """Return the frame that says what is wrong; a defect of ours is answered and logged, the others are served on.
+
+        None where a request without a reply came from nobody.
+        """
+        number = request.id if request is not None else 0
+        if isinstance(error, KVCacheError):
+            self.errors[error.code] += 1
+            if type(request) is Attach:
+                self._sessions.refused(session, error)
+            return encode(Error(number, error.code, str(error)))
+        if session or not isinstance(error, KeyError):
+            return self.failed(number, error)
+        self.errors[BadToken.code] += 1
+        if type(request) in UNANSWERED:
+            return None
+        return encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
+
+    def _looked_up(self, session: int, request: Acquire, reply: Acquired, frame: bytes, now: float) -> None:
+        try:
+            self._insight.looked_up(session, request, reply, frame, now)
+        except Exception as error:  # noqa: BLE001 - as in _answer
+            self.failed(0, error)
+
+    def _undo(self, session: int, reply: Reply) -> None:
+        """Take back what nobody has been told of: it would be held until the session's end."""
+        now = time.monotonic()
+        if type(reply) is Acquired and reply.lease:
+            self._cache.handle(session, Release(0, b"", [reply.lease]), now)
+        elif type(reply) is Reserved and reply.reservation:
+            self._cache.abandon(session, reply.reservation, now)

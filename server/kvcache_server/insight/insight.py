@@ -1,0 +1,133 @@
+"""What the daemon knows about its own work beyond the cache's state: it follows what the core reports. Pure.
+
+It answers the requests that ask about the cache and change nothing in it: Stats, Why, Watch, Remark and Tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvcache_proto import messages as m
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.effects import NO_LOT, Change, Gone, NamespaceClosed, NamespaceOpened, Refused
+from kvcache_server.core.sampling import sampled_every
+from kvcache_server.core.slices import Steps, begin, finish
+from kvcache_server.insight.explanations import Explanations, kept_back
+from kvcache_server.insight.infinite_cache import InfiniteCache
+from kvcache_server.insight.lookup_tap import LookupTap
+from kvcache_server.insight.miss_log import Lookup, MissLog
+from kvcache_server.insight.residency import Residency
+from kvcache_server.insight.stats import Report
+from kvcache_server.insight.telemetry import Telemetry
+
+
+class Insight:
+    """Follows one cache. `requests` are the types of requests that it answers."""
+
+    requests = (m.Stats, m.Why, m.Watch, m.Remark, m.Tell)
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self.misses = MissLog()
+        self.tap = LookupTap()
+        self.telemetry = Telemetry()
+        self.residency = Residency()
+        self._infinite: dict[bytes, InfiniteCache] = {}  # by the group's tag
+        self._explanations = Explanations(cache, self.misses)
+        self._report = Report(cache, self.residency, self._infinite, self.telemetry)
+        for namespace in cache.namespaces.values():
+            self.misses.know(namespace.number, namespace.spec)
+
+    # What happens.
+
+    def follow(self, changes: Iterable[Change]) -> None:
+        """Note what the core reports."""
+        misses, residency = self.misses, self.residency
+        for change in changes:
+            match change:
+                case Gone():
+                    block = change.block
+                    tag = block.account.group.tag
+                    misses.left(block.hash + tag, change.cause, change.actor)
+                    if change.evicted:
+                        residency.evicted(block)
+                    if change.lot != NO_LOT:
+                        infinite = self._infinite.get(tag) or self._remember_all(block.account.group.slot_bytes, tag)
+                        infinite.add(block.hash, change.lot)
+                case Refused():
+                    misses.left(change.name, change.cause, change.actor)
+                case NamespaceOpened():
+                    misses.know(change.namespace.number, change.namespace.spec)
+                case NamespaceClosed():
+                    for group in change.namespace.groups:
+                        self._infinite.pop(group.tag, None)
+                case _:
+                    pass  # what is shown is of no interest here
+
+    def _remember_all(self, slot_bytes: int, tag: bytes) -> InfiniteCache:
+        geometry = self._cache.geometry
+        every = sampled_every(geometry.extents * geometry.extent_bytes // slot_bytes)
+        found = self._infinite[tag] = InfiniteCache(every)
+        return found
+
+    def wants(self, request: m.Acquire, reply: m.Acquired) -> bool:
+        """Whether `looked_up` has any use for a lookup."""
+        return reply.hits < len(request.hashes) or self.tap.on
+
+    def looked_up(self, session: int, request: m.Acquire, reply: m.Acquired, frame: bytes, now: float) -> None:
+        """Note a lookup that was just answered, for who asks later. `frame` is the request as it came.
+
+        Call it after the answer has left: nobody waits for this.
+        """
+        cache, asker = self._cache, self._cache.sessions[session]
+        _, group = asker.group(request.namespace, request.group)
+        if self.tap.on:
+            self.tap.note(now, asker.engine.name, request, group.spec.block_tokens, reply.hits)
+        if reply.hits == len(request.hashes):
+            return
+        cause, blocks = kept_back(asker, request, reply, cache.limits)
+        infinite = self._infinite.get(group.tag)
+        if infinite is not None:
+            infinite.missed(request.hashes[reply.hits + (0 if cause == "pending" else blocks) :])
+        if request.request:
+            engine, generation = asker.engine.name, cache.pool.generation
+            self.misses.missed(Lookup(now, engine, request.request, frame, reply.hits, cause, blocks, generation))
+
+    def tick(self, now: float) -> None:
+        """Call it a few times a second."""
+        self.residency.tick(self._cache.pool.generation, now)
+        self.tap.tick(now)
+
+    # Who asks.
+
+    def begin(self, session: int, request: m.Request, now: float) -> m.Reply | None | Steps[m.Reply | None]:
+        """Answer one of `requests` of an open session, or take a first slice of it, as Cache.begin does.
+
+        Raises a ClientError that says what is wrong with the request; nothing has changed then.
+        """
+        asker = self._cache.sessions[session]
+        match request:
+            case m.Stats():
+                return begin(self._stats(request, now))
+            case m.Why():
+                return begin(self._explanations.answer(request, now))
+            case m.Watch():
+                return self.tap.since(request, now)
+            case m.Remark():
+                return begin(self._explanations.remark(asker, request, now))
+            case m.Tell():
+                self.telemetry.tell(asker, request, self._cache.registry)
+                return None
+        raise TypeError(f"a {type(request).__name__} is the cache's")
+
+    def _stats(self, request: m.Stats, now: float) -> Steps[m.Report]:
+        return m.Report(request.id, (yield from self.reporting(now)))
+
+    def reporting(self, now: float) -> Steps[dict[str, Any]]:
+        """Return what `status` shows; see stats.py."""
+        return self._report.figures(now)
+
+    def stats(self, now: float) -> dict[str, Any]:
+        """Do all of `reporting` at once."""
+        return finish(self.reporting(now))

@@ -1,0 +1,60 @@
+"""What clients say of themselves: their breakers, and what they count. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
+from kvcache_proto.errors import BadArgument
+from kvcache_proto.messages import Tell
+from kvcache_proto.types import Breaker
+from kvcache_server.core.registry import Registry
+from kvcache_server.core.sessions import Session
+
+_SPARE = 64  # sessions that are gone, whose counts are kept until there are so many
+
+
+class Client:
+    """What one session's client has said. `breaker` is None where it has said nothing."""
+
+    __slots__ = ("breaker", "counts")
+
+    def __init__(self) -> None:
+        self.breaker: Breaker | None = None
+        self.counts: Counter[str] = Counter()
+
+
+_SILENT = Client()
+
+
+class Telemetry:
+    """`total` are the counts of all clients together, those that are gone among them."""
+
+    def __init__(self) -> None:
+        self.total: Counter[str] = Counter()
+        self._clients: dict[int, Client] = {}  # by session
+
+    def of(self, session: int) -> Client:
+        return self._clients.get(session, _SILENT)
+
+    def tell(self, session: Session, request: Tell, registry: Registry) -> None:
+        """Note what a session's client says, and add it to the total. Raises BadArgument; nothing has changed then."""
+        counts = request.counts
+        if request.breaker not in list(Breaker):
+            raise BadArgument(f"breaker {request.breaker}: one of {', '.join(str(int(each)) for each in Breaker)}")
+        if len(counts) > MAX_NAMES or not all(0 <= count <= MAX_GAIN for count in counts.values()):
+            raise BadArgument(f"{len(counts)} counts: at most {MAX_NAMES}, each 0 to {MAX_GAIN}")
+        client = self._clients.get(session.id)
+        if client is None:
+            self._forget_the_gone(registry)
+            client = self._clients[session.id] = Client()
+        client.breaker = Breaker(request.breaker)
+        for name, count in counts.items():
+            known = name if name in CLIENT_COUNTS else OTHER
+            for told in (client.counts, self.total):
+                told[known] = min(told[known] + count, MAX_COUNT)
+
+    def _forget_the_gone(self, registry: Registry) -> None:
+        if len(self._clients) > len(registry.sessions) + len(registry.absent) + _SPARE:
+            there = registry.sessions.keys() | registry.absent.keys()
+            self._clients = {number: client for number, client in self._clients.items() if number in there}

@@ -1,0 +1,52 @@
+"""What the daemon does around the cache: insight follows what the core reports, and answers what it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvcache_proto import messages as m
+from kvcache_proto.codec import encode
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.slices import finish
+from kvcache_server.insight.insight import Insight
+
+_insights: WeakKeyDictionary[Cache, Insight] = WeakKeyDictionary()
+
+
+def insight(cache: Cache) -> Insight:
+    """The one that follows the cache, from the first call on."""
+    if cache not in _insights:
+        _insights[cache] = Insight(cache)
+    return _insights[cache]
+
+
+def follow(cache: Cache) -> None:
+    """Let insight note what the core has reported; records are left for who has a state file."""
+    changes, cache.effects.changes = cache.effects.changes, []
+    insight(cache).follow(changes)
+
+
+def begin(cache: Cache, session: int, request: Any, now: float) -> Any:
+    """Take one slice of the answer."""
+    asked = insight(cache) if isinstance(request, Insight.requests) else cache
+    return asked.begin(session, request, now)
+
+
+def answer(cache: Cache, session: int, request: Any, now: float) -> Any:
+    """Answer a request in full."""
+    insight(cache)
+    reply = begin(cache, session, request, now)
+    if isinstance(reply, Generator):
+        reply = finish(reply)
+    follow(cache)
+    if isinstance(reply, m.Acquired) and insight(cache).wants(request, reply):
+        insight(cache).looked_up(session, request, reply, encode(request), now)
+    return reply
+
+
+def figures(cache: Cache, now: float) -> dict[str, Any]:
+    """Return what `status` shows."""
+    follow(cache)
+    return insight(cache).stats(now)
