@@ -59,7 +59,6 @@ def drawing() -> str:
     for name in names:
         graph.squash_module(name)
     arrows = {name: graph.find_modules_directly_imported_by(name) & set(names) - {name} for name in names}
-    arrows["kvcache_server.core"].discard("kvcache_server.insight")  # as in pyproject.toml: until the core only reports
     lines = ["```mermaid", "flowchart TD"]
     for root, folder in list(FOLDERS.items())[:2]:
         inside = [name.split(".")[1] for name in names if name.startswith(f"{root}.")]
