@@ -5,21 +5,18 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import struct
 from types import TracebackType
 from typing import Any
 
 import zmq
 
-from kvcache_proto import __version__
-from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, decode_reply, encode
-from kvcache_proto.endpoint import closed_folder, door_path, routing_id
-from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, from_wire
+from kvcache_proto import __version__, door
+from kvcache_proto.codec import decode_reply, encode
+from kvcache_proto.endpoint import routing_id
+from kvcache_proto.errors import Unavailable, from_wire
 from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome
 from kvcache_proto.trust import check_server, server_uids
 from kvcache_server.core.limits import OPERATOR
-
-_LENGTH = struct.Struct("<I")
 
 
 class Admin:
@@ -33,10 +30,12 @@ class Admin:
         self.endpoint = endpoint
         self._timeout = timeout
         self._ids = itertools.count(1)
-        self._door = self._connect(door_path(endpoint))
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.settimeout(timeout)
         try:
+            door.connect(self._door, endpoint)
             check_server(self._door, endpoint, server_uids())
-            welcome = self._shake(Hello(PROTOCOL_VERSION, engine, label, f"kvcache-server {__version__}"))
+            welcome = self._shake_hands(Hello(PROTOCOL_VERSION, engine, label, f"kvcache-server {__version__}"))
         except (TimeoutError, ConnectionError) as error:
             self._door.close()
             raise Unavailable(f"the daemon at {endpoint} does not answer its door ({error or 'timed out'})") from None
@@ -107,43 +106,14 @@ class Admin:
         self._socket.send(encode(request))
         return number
 
-    def _connect(self, path: str) -> socket.socket:
-        door = socket.socket(socket.AF_UNIX)
-        door.settimeout(self._timeout)
-        try:
-            door.connect(path)
-        except PermissionError:
-            door.close()
-            if folder := closed_folder(path):
-                raise NotPermitted(
-                    f"uid {os.geteuid()} may not enter {folder}, where {path} is: run this as the daemon's user"
-                ) from None
-            raise NotPermitted(
-                f"uid {os.geteuid()} may not open {path}: run this as the daemon's user, or start the daemon with "
-                f"--allow-uids {os.geteuid()}"
-            ) from None
-        except OSError as error:
-            door.close()
-            raise Unavailable(
-                f"no daemon at {self.endpoint} ({error.strerror or error}): start one with "
-                f"`kvcache-server serve --endpoint {self.endpoint}`, or name another with --endpoint"
-            ) from None
-        return door
-
-    def _shake(self, hello: Hello) -> Welcome:
-        frame = encode(hello)
-        self._door.sendall(_LENGTH.pack(len(frame)) + frame)
-        heard = b""
-        while len(heard) < _LENGTH.size or len(heard) < _LENGTH.size + _LENGTH.unpack_from(heard)[0]:
-            data, descriptors, _, _ = socket.recv_fds(self._door, MAX_DOOR_FRAME, 2)
+    def _shake_hands(self, hello: Hello) -> Welcome:
+        self._door.sendall(door.frame(hello))
+        received = b""
+        while wanted := door.missing(received):
+            data, descriptors, _, _ = socket.recv_fds(self._door, wanted, 2)
             for descriptor in descriptors:
                 os.close(descriptor)
             if not data:
                 raise ConnectionError("it closed")
-            heard += data
-        message = decode_door(heard[_LENGTH.size :])
-        if isinstance(message, Error):
-            raise from_wire(message.code, message.message)
-        if not isinstance(message, Welcome):
-            raise BadFrame("the daemon's answer at the door is no welcome")
-        return message
+            received += data
+        return door.read_welcome(received)

@@ -75,7 +75,7 @@ def test_no_daemon_there(short_folder: Path, command: str) -> None:
     assert failed.returncode == 4
     assert failed.stderr == (
         f"kvcache-server: no daemon at {endpoint} (No such file or directory): start one with "
-        f"`kvcache-server serve --endpoint {endpoint}`, or name another with --endpoint\n"
+        f"`kvcache-server serve --endpoint {endpoint}`, or choose another endpoint\n"
     )
 
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import array
 import os
 import socket
-import struct
 import time
 from typing import NamedTuple
 
 from kvcache_client.session import forks
 from kvcache_client.session.bell import readable
-from kvcache_proto import __version__
-from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
-from kvcache_proto.endpoint import closed_folder, door_path
-from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, VersionMismatch, from_wire
-from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
+from kvcache_proto import __version__, door
+from kvcache_proto.errors import BadFrame, Unavailable
+from kvcache_proto.messages import PROTOCOL_VERSION, Hello, Welcome
 from kvcache_proto.trust import check_server
 
-_LENGTH = struct.Struct("<I")
 _DESCRIPTORS = 2
 
 
@@ -57,80 +53,36 @@ def knock(
     endpoint, Unavailable where nobody answers in time or `interrupt`, a descriptor, turned readable, NotPermitted where
     the door may not be opened, or another user serves there, VersionMismatch, and what else the daemon answers.
     """
-    path = door_path(endpoint)
     until = time.monotonic() + timeout
     with forks.guard:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         forks.adopt(connection.fileno())
     received: list[int] = []
     try:
-        _connect(connection, path)
+        door.connect(connection, endpoint)
         check_server(connection, endpoint, server_uids)
         resume, secret = (last.session, last.token) if last else (0, b"")
-        hello = encode(Hello(PROTOCOL_VERSION, engine, label, f"python/{__version__}", resume, secret))
-        connection.sendall(_LENGTH.pack(len(hello)) + hello)
-        welcome = _check(decode_door(_read_frame(connection, received, until, interrupt)))
+        hello = Hello(PROTOCOL_VERSION, engine, label, f"python/{__version__}", resume, secret)
+        connection.sendall(door.frame(hello))
+        welcome = door.read_welcome(_read_frame(connection, received, until, interrupt))
         if len(received) != _DESCRIPTORS:
             raise BadFrame(f"{len(received)} descriptors with the welcome: {_DESCRIPTORS} expected")
     except BaseException as error:
         for descriptor in [*received, connection.detach()]:
             forks.close(descriptor)
         if isinstance(error, OSError):
-            raise Unavailable(f"the door {path} closed while it was being opened: {error.strerror}") from None
+            raise Unavailable(f"the door of {endpoint} closed while it was being opened: {error.strerror}") from None
         raise
     return Door(welcome, connection.detach(), *received)
 
 
-def _connect(connection: socket.socket, path: str) -> None:
-    try:
-        connection.connect(path)
-    except PermissionError:
-        if folder := closed_folder(path):
-            raise NotPermitted(f"no permission for {path}: uid {os.geteuid()} may not enter {folder}") from None
-        raise NotPermitted(f"no permission for {path}: this user is not on the daemon's allowed list") from None
-    except BlockingIOError:
-        raise Unavailable(f"the daemon behind {path} does not take new sessions: its queue is full") from None
-    except OSError as error:
-        if _is_removed(os.path.dirname(path)):
-            raise Unavailable(
-                f"no daemon at {path}: {os.path.dirname(path)} was removed on the host after it was mounted here, and "
-                "a new one does not show in this mount: restart this container"
-            ) from None
-        raise Unavailable(f"no daemon at {path} ({error.strerror}): start one with `kvcache-server serve`") from None
-
-
-def _is_removed(folder: str) -> bool:
-    """Whether the folder has no name any more: only a mount of it leads there."""
-    try:
-        return os.stat(folder).st_nlink == 0
-    except OSError:
-        return False
-
-
-def _check(message: object) -> Welcome:
-    ours = f"kvcache-server {__version__} speaks protocol {OLDEST_VERSION} to {PROTOCOL_VERSION}"
-    if isinstance(message, Error):
-        # One line names both versions; older daemons say only theirs.
-        unnamed = message.code == VersionMismatch.code and __version__ not in message.message
-        raise from_wire(message.code, f"{message.message} (this client: {ours})" if unnamed else message.message)
-    if not isinstance(message, Welcome):
-        raise BadFrame(f"{type(message).__name__} at the door: Welcome or Error expected")
-    if not OLDEST_VERSION <= message.version <= PROTOCOL_VERSION:
-        raise VersionMismatch(
-            f"the daemon (kvcache-server {message.daemon}) speaks protocol {message.version}; this client: {ours}: "
-            "bring the older of the two up to date"
-        )
-    return message
-
-
 def _read_frame(connection: socket.socket, received: list[int], until: float, interrupt: int | None) -> bytes:
     buffer = b""
-    wanted = _LENGTH.size
-    while len(buffer) < wanted:
+    while wanted := door.missing(buffer):
         _wait_readable(connection, until, interrupt)
         with forks.guard:
             data, ancillary, _, _ = connection.recvmsg(
-                wanted - len(buffer), socket.CMSG_SPACE(8 * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+                wanted, socket.CMSG_SPACE(8 * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
             )
             for level, kind, payload in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -140,12 +92,7 @@ def _read_frame(connection: socket.socket, received: list[int], until: float, in
         if not data:
             raise Unavailable("the daemon closed the door without an answer")
         buffer += data
-        if wanted == _LENGTH.size == len(buffer):
-            (size,) = _LENGTH.unpack(buffer)
-            if not 0 < size <= MAX_DOOR_FRAME:
-                raise BadFrame(f"door frame of {size} bytes: at most {MAX_DOOR_FRAME}")
-            wanted += size
-    return buffer[_LENGTH.size :]
+    return buffer
 
 
 def _wait_readable(connection: socket.socket, until: float, interrupt: int | None) -> None:

@@ -7,13 +7,12 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvcache_proto import __version__
-from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
+from kvcache_proto import __version__, door
+from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import (
     BadArgument,
@@ -34,7 +33,6 @@ HANDSHAKE_SECONDS = 2.0
 LEAVE_SECONDS = 0.1  # a process that ends has closed its door by then, if it closed its connection first
 MAX_VISITORS = 128  # handshakes at one time
 LINES_A_MINUTE = 20  # about refusals of one user; all are counted
-_LENGTH = struct.Struct("<I")
 
 
 class Admission(NamedTuple):
@@ -141,7 +139,7 @@ class Door:
 
     def _hear(self, visitor: Visitor) -> None:
         try:
-            data = visitor.sock.recv(_LENGTH.size + MAX_DOOR_FRAME)
+            data = visitor.sock.recv(door.LENGTH.size + MAX_DOOR_FRAME)
         except BlockingIOError:
             return
         except OSError:
@@ -178,10 +176,10 @@ class Door:
             visitor.deadline.cancel()
         visitor.heard.clear()
         spoken = min(hello.version, PROTOCOL_VERSION)
-        frame = encode(Welcome(spoken, session, token, self._geometry, __version__, resumed))
+        welcome = Welcome(spoken, session, token, self._geometry, __version__, resumed)
         try:
             try:
-                socket.send_fds(visitor.sock, [_LENGTH.pack(len(frame)) + frame], [self._region_fd, file])
+                socket.send_fds(visitor.sock, [door.frame(welcome)], [self._region_fd, file])
             finally:
                 os.close(file)
         except OSError as error:
@@ -194,9 +192,8 @@ class Door:
         if self._lines.allow(visitor.peer.uid, self._loop.time()):  # whoever may knock could fill the disk otherwise
             level = logging.WARNING if isinstance(error, NotPermitted) else logging.INFO
             log.log(level, "door: refused pid %d uid %d: %s", visitor.peer.pid, visitor.peer.uid, error)
-        frame = encode(Error(0, error.code, str(error)))
         with contextlib.suppress(OSError):  # it may have gone, or not read; it is shown out either way
-            visitor.sock.send(_LENGTH.pack(len(frame)) + frame)
+            visitor.sock.send(door.frame(Error(0, error.code, str(error))))
         self._leave(visitor)
 
     def _leave(self, visitor: Visitor) -> None:
@@ -245,14 +242,10 @@ class Door:
 
 def _whole_frame(heard: bytearray) -> bytes | None:
     """Return the frame once it is whole. Raises BadFrame where it cannot become one."""
-    if len(heard) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack_from(heard)
-    if length > MAX_DOOR_FRAME:
-        raise BadFrame(f"frame of {length} bytes: at most {MAX_DOOR_FRAME}")
-    if len(heard) > _LENGTH.size + length:
-        raise BadFrame(f"{len(heard) - _LENGTH.size - length} bytes after the hello")
-    return bytes(heard[_LENGTH.size :]) if len(heard) == _LENGTH.size + length else None
+    left = door.missing(heard)
+    if left < 0:
+        raise BadFrame(f"{-left} bytes after the hello")
+    return bytes(heard[door.LENGTH.size :]) if not left else None
 
 
 def _hello(frame: bytes) -> Hello:

@@ -1,0 +1,98 @@
+"""The handshake at the door, as every client needs it: connect, frame messages, judge the answer.
+
+A message at the door is preceded by its length, as four bytes in little-endian order.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+from kvcache_proto import __version__
+from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
+from kvcache_proto.endpoint import closed_folder, door_path
+from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, VersionMismatch, from_wire
+from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, DoorMessage, Error, Welcome
+
+LENGTH = struct.Struct("<I")
+
+
+def connect(door: socket.socket, endpoint: str) -> None:
+    """Connect `door` to the door of `endpoint`.
+
+    Raises ConfigError for an unusable endpoint, Unavailable where no daemon listens there or its queue is full, and
+    NotPermitted where this user may not connect. The message says what helps.
+    """
+    path = door_path(endpoint)
+    try:
+        door.connect(path)
+    except PermissionError:
+        uid = os.geteuid()
+        if folder := closed_folder(path):
+            raise NotPermitted(f"no permission for {path}: uid {uid} may not enter {folder}") from None
+        raise NotPermitted(
+            f"no permission for {path}: run this as the daemon's user, or start the daemon with --allow-uids {uid}"
+        ) from None
+    except (BlockingIOError, TimeoutError):
+        raise Unavailable(f"the daemon at {endpoint} accepts no new sessions: its queue is full") from None
+    except OSError as error:
+        folder = os.path.dirname(path)
+        if _is_removed(folder):
+            raise Unavailable(
+                f"no daemon at {endpoint}: {folder} was removed on the host after it was mounted here, and the new one "
+                "is not visible in this mount: restart this container"
+            ) from None
+        raise Unavailable(
+            f"no daemon at {endpoint} ({error.strerror or error}): start one with "
+            f"`kvcache-server serve --endpoint {endpoint}`, or choose another endpoint"
+        ) from None
+
+
+def frame(message: DoorMessage) -> bytes:
+    """Return `message` with its length in front."""
+    body = encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def missing(received: bytes | bytearray) -> int:
+    """Return how many bytes at least are missing of the message that `received` begins with.
+
+    0 means that it is complete; a negative number says how many bytes follow it. Raises BadFrame for a length out of
+    bounds.
+    """
+    if len(received) < LENGTH.size:
+        return LENGTH.size - len(received)
+    (size,) = LENGTH.unpack_from(received)
+    if not 0 < size <= MAX_DOOR_FRAME:
+        raise BadFrame(f"door frame of {size} bytes: 1 to {MAX_DOOR_FRAME}")
+    return LENGTH.size + int(size) - len(received)
+
+
+def read_welcome(received: bytes) -> Welcome:
+    """Return the welcome in a complete frame.
+
+    Raises the error that the daemon sent instead, VersionMismatch, or BadFrame for any other message.
+    """
+    message = decode_door(received[LENGTH.size :])
+    ours = f"kvcache-server {__version__} speaks protocol {OLDEST_VERSION} to {PROTOCOL_VERSION}"
+    if isinstance(message, Error):
+        # One line names both versions; older daemons name only theirs.
+        unnamed = message.code == VersionMismatch.code and __version__ not in message.message
+        raise from_wire(message.code, f"{message.message} (this client: {ours})" if unnamed else message.message)
+    if not isinstance(message, Welcome):
+        raise BadFrame(f"{type(message).__name__} at the door: Welcome or Error expected")
+    if not OLDEST_VERSION <= message.version <= PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the daemon (kvcache-server {message.daemon}) speaks protocol {message.version}; this client: {ours}: "
+            "upgrade the older of the two"
+        )
+    return message
+
+
+def _is_removed(folder: str) -> bool:
+    """Return whether the folder has no name left, so that only a mount leads to it."""
+    try:
+        return os.stat(folder).st_nlink == 0
+    except OSError:
+        return False
