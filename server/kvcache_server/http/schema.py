@@ -1,4 +1,4 @@
-"""The HTTP API as values: what is asked and answered, the routes, and their description in OpenAPI 3.1. Pure."""
+"""The HTTP API as values: the figures that it reports, the routes, and their description in OpenAPI 3.1. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Counts = dict[str, Count]
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -15,72 +16,78 @@ def _doc(text: str) -> msgspec.Meta:
 
 
 class Error(msgspec.Struct):
-    """Every answer that is not what was asked for."""
+    """Any answer other than the one asked for."""
 
-    code: Annotated[str, _doc("for programs")]
-    message: Annotated[str, _doc("for people")]
+    code: Annotated[str, _doc("For programs")]
+    message: Annotated[str, _doc("For people")]
 
 
 class Alive(msgspec.Struct):
-    """The daemon's loop answers."""
+    """The daemon's event loop answers."""
 
     alive: bool
 
 
 class Ready(msgspec.Struct):
-    """The region is there, engines may attach, and what the last daemon left is sorted out."""
+    """The region is mapped, engines may attach, and recovery after a restart is complete."""
 
     ready: bool
 
 
 class Pool(msgspec.Struct):
-    """The region and what is in it."""
+    """The region and its contents."""
 
     region_id: str
-    bytes: Count
-    wanted_bytes: Annotated[Count, _doc("what a resize makes of it, little by little")]
-    given_back_bytes: Annotated[Count, _doc("of the region, by resizes")]
+    bytes: Annotated[Count, _doc("Memory for blocks")]
+    wanted_bytes: Annotated[Count, _doc("Size that a resize is shrinking the pool to; otherwise its size")]
+    given_back_bytes: Annotated[Count, _doc("Memory that resizes have returned to the host")]
     used_bytes: Count
     extents: Count
     extent_bytes: Count
-    uncut_extents: Count
-    blocks: Annotated[Count, _doc("that lookups find")]
+    uncut_extents: Annotated[Count, _doc("Extents that no block size has been assigned to")]
+    blocks: Annotated[Count, _doc("Blocks that lookups can find")]
     blocks_writing: Count
-    blocks_hidden: Annotated[Count, _doc("whole, and waiting for their parent")]
+    blocks_hidden: Annotated[Count, _doc("Complete blocks that wait for their parent")]
     slots_quarantined: Count
-    pinned_bytes: Annotated[Count, _doc("under leases of engines")]
-    ready_bytes: Annotated[Count, _doc("this and the next four are the whole pool")]
+    pinned_bytes: Annotated[
+        Count,
+        _doc("Bytes that leases hold; a prefix that several share counts for each, near the quota once"),
+    ]
+    ready_bytes: Annotated[Count, _doc("This and the next four add up to the whole pool")]
     writing_bytes: Count
     quarantined_bytes: Count
     free_bytes: Count
-    overhead_bytes: Annotated[Count, _doc("rows, and the ends of extents")]
-    largest_free_bytes: Annotated[Count, _doc("the largest block that fits without an eviction")]
+    overhead_bytes: Annotated[Count, _doc("Slot rows, and unusable ends of extents")]
+    largest_free_bytes: Annotated[Count, _doc("Size of the largest block that fits without an eviction")]
 
 
 class Namespace(msgspec.Struct):
-    """What is cached of one model, and how often it was asked for."""
+    """What is cached of one model, and how often it was requested."""
 
     id: str
     model: str
-    identity: Annotated[dict[str, str], _doc("every fact that makes the bytes of equal hashes differ")]
-    block_tokens: Annotated[list[Count], _doc("by KV cache group")]
-    block_bytes: Annotated[list[Count], _doc("by KV cache group")]
-    overhead: Annotated[float, _doc("part of an extent that holds none of its blocks: rows, and the end")]
+    identity: Annotated[dict[str, str], _doc("Every fact that makes the bytes of equal hashes differ")]
+    block_tokens: Annotated[list[Count], _doc("Per KV cache group")]
+    block_bytes: Annotated[list[Count], _doc("Per KV cache group")]
+    overhead: Annotated[float, _doc("Share of an extent that holds none of its blocks: slot rows, and the end")]
     better_extent_bytes: Annotated[
-        Count, _doc("the `extent_size` that would waste less; 0 where that is little or none")
+        Count, _doc("The `extent_size` that would waste less; 0 where little or nothing would be gained")
     ]
-    lookups: Count
-    requested_blocks: Count
-    hit_blocks: Count
-    hit_bytes: Annotated[Count, _doc("that lookups found; engines need and load only what their devices have not")]
+    lookups: Annotated[Count, _doc("Lookups")]
+    requested_blocks: Annotated[Count, _doc("Blocks that lookups asked for")]
+    hit_blocks: Annotated[Count, _doc("Blocks that lookups found")]
+    hit_bytes: Annotated[
+        Count,
+        _doc("Bytes of the blocks that lookups found; engines load only what their devices lack"),
+    ]
     lost_blocks: Annotated[
-        Count, _doc("asked for after they were evicted: more memory would have hit them; an estimate")
+        Count, _doc("Estimated misses of evicted blocks: lookups would have hit them with more memory")
     ]
-    saved_blocks: Count
-    saved_bytes: Count
-    blocks: Count
-    bytes: Count
-    engines: Annotated[dict[str, Count], _doc("bytes that each engine stored")]
+    saved_blocks: Annotated[Count, _doc("Blocks that were stored completely")]
+    saved_bytes: Annotated[Count, _doc("Bytes of the blocks that were stored completely")]
+    blocks: Annotated[Count, _doc("Blocks that lookups can find")]
+    bytes: Annotated[Count, _doc("Memory that the blocks take")]
+    engines: Annotated[Counts, _doc("Bytes that each engine stored")]
 
 
 class Session(msgspec.Struct):
@@ -92,12 +99,12 @@ class Session(msgspec.Struct):
     age_s: float
     leases: Count
     reservations: Count
-    namespaces: Annotated[dict[str, list[Count]], _doc("shards that it writes, by namespace")]
-    breaker: Annotated[str, _doc("its client's: whether it asks the daemon at all")]
+    namespaces: Annotated[dict[str, list[Count]], _doc("Shards that it writes, by namespace")]
+    breaker: Annotated[str, _doc("State of its client's circuit breaker: whether it asks the daemon at all")]
 
 
 class Away(msgspec.Struct):
-    """A session whose door has closed, while its process lives: it keeps the slots that it may be writing."""
+    """A session whose connection has closed although its process lives: it keeps the slots that it may be writing."""
 
     id: Count
     engine: str
@@ -105,18 +112,18 @@ class Away(msgspec.Struct):
 
 
 class Integrity(msgspec.Struct):
-    """How often all that must always hold was looked at, and how often it did not."""
+    """Checks of the invariants."""
 
-    checks: Count
-    failures: Count
+    checks: Annotated[Count, _doc("Checks of the invariants")]
+    failures: Annotated[Count, _doc("Checks that found an invariant violated")]
 
 
 class Http(msgspec.Struct):
     """How this API is used."""
 
     address: str
-    answers: Annotated[dict[str, Count], _doc("by status")]
-    cuts: Annotated[dict[str, Count], _doc("connections that were ended early, by reason")]
+    answers: Annotated[Counts, _doc("Answers over HTTP, by status")]
+    cuts: Annotated[Counts, _doc("HTTP connections that were cut off, by reason")]
 
 
 class Daemon(msgspec.Struct):
@@ -128,13 +135,13 @@ class Daemon(msgspec.Struct):
     endpoint: str
     region: str
     region_bytes: Count
-    locked: Annotated[bool, _doc("in memory")]
+    locked: Annotated[bool, _doc("1 where the region is locked into memory")]
     log_level: Level
-    messages: Count
-    sessions_opened: Count
-    errors: Annotated[dict[str, Count], _doc("answered to engines, by code")]
-    drops: Annotated[dict[str, Count], _doc("answers that could not be delivered, by reason")]
-    door_refused: Annotated[dict[str, Count], _doc("handshakes, by reason")]
+    messages: Annotated[Count, _doc("Messages received")]
+    sessions_opened: Annotated[Count, _doc("Sessions opened")]
+    errors: Annotated[Counts, _doc("Requests answered with an error, by code")]
+    drops: Annotated[Counts, _doc("Replies that could not be delivered, by reason")]
+    door_refused: Annotated[Counts, _doc("Handshakes refused, by reason")]
     integrity: Integrity
     http: Http
 
@@ -146,89 +153,89 @@ class Status(msgspec.Struct):
     namespaces: list[Namespace]
     sessions: list[Session]
     away: list[Away]
-    grace: Annotated[bool, _doc("sessions of the last daemon are awaited, and nothing is evicted")]
-    life: Annotated[Count, _doc("daemons that this region has had")]
-    evictions: Annotated[dict[str, Count], _doc("blocks, by cause")]
-    evicted_unread: Annotated[Count, _doc("of them, those that no lookup had found")]
-    refusals: Annotated[dict[str, Count], _doc("blocks that were not granted or not given, by reason")]
-    counters: dict[str, Count]
-    told: Annotated[dict[str, Count], _doc("what clients count, all together: loaded_bytes and saved_bytes by ranks")]
+    grace: Annotated[bool, _doc("1 while engines reconnect after a restart and nothing is evicted")]
+    life: Annotated[Count, _doc("How many daemons have served this region, this one included")]
+    evictions: Annotated[Counts, _doc("Blocks, by cause")]
+    evicted_unread: Annotated[Count, _doc("Evicted blocks that no lookup had found")]
+    refusals: Annotated[Counts, _doc("Blocks that were neither granted nor given out, by reason")]
+    counters: Counts
+    told: Annotated[Counts, _doc("Sums of what clients count; loaded_bytes and saved_bytes are counted by ranks")]
     daemon: Daemon
 
 
 class Namespaces(msgspec.Struct):
-    """All that are known."""
+    """All known namespaces."""
 
     namespaces: list[Namespace]
 
 
 class Sessions(msgspec.Struct):
-    """Who is attached, and who is away."""
+    """The sessions that are attached, and those that are away."""
 
     sessions: list[Session]
     away: list[Away]
 
 
 class Clear(msgspec.Struct, forbid_unknown_fields=True):
-    """What to forget."""
+    """What to clear."""
 
-    namespace: Annotated[str, _doc("its id; empty is every namespace")]
+    namespace: Annotated[str, _doc("Its id; empty means every namespace")]
 
 
 class Cleared(msgspec.Struct):
-    """What was forgotten: what nobody was reading or writing."""
+    """What was cleared: the blocks that nobody was reading or writing."""
 
     blocks: Count
 
 
 class Resize(msgspec.Struct, forbid_unknown_fields=True):
-    """How small the pool shall be. It never grows while the daemon runs."""
+    """The size to shrink the pool to. It never grows while the daemon runs."""
 
     bytes: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class Resized(msgspec.Struct):
-    """What the pool will have, in whole extents, once nobody reads or writes what has to go."""
+    """The size that the pool will have, in whole extents, once nobody reads or writes what has to go."""
 
     bytes: Count
 
 
 class LogLevel(msgspec.Struct, forbid_unknown_fields=True):
-    """The least severity that is to be logged."""
+    """The least severity to log."""
 
     level: Level
 
 
 class LogLevelSet(msgspec.Struct):
-    """The least severity that is logged."""
+    """The least severity that is logged now, and the one before."""
 
     level: Level
     before: Level
 
 
 class FencedOff(msgspec.Struct):
-    """The session was given up."""
+    """The session was fenced off."""
 
     session: Count
-    reservations: Annotated[Count, _doc("that ended with it")]
+    reservations: Annotated[Count, _doc("Reservations that ended with it")]
 
 
 class Checked(msgspec.Struct):
-    """Whether all that must always hold does."""
+    """Whether the invariants hold."""
 
     sound: bool
-    finding: Annotated[str, _doc("what is broken")]
+    finding: Annotated[str, _doc("The invariant that is violated")]
     seconds: float
 
 
 class Known(msgspec.Struct):
-    """The token is the right one."""
+    """The token is valid."""
 
     known: bool
 
 
 class Route(NamedTuple):
-    """One thing that can be asked; `{id}` in the path is a session's number. Who posts something needs the token."""
+    """One request that the API takes; `{id}` in the path is a session's number. A POST needs the token."""
 
     name: str
     method: Literal["GET", "POST"]
@@ -244,26 +251,26 @@ class Route(NamedTuple):
 
 
 _WHY = {
-    400: "What was sent does not fit.",
+    400: "The request is not valid.",
     401: "No token was given.",
-    403: "Another token was given.",
+    403: "The token is wrong.",
     404: "There is no such thing.",
-    409: "The pool has not so much, or an extent is more.",
-    503: "Not yet: sessions of the last daemon are awaited.",
+    409: "The pool is not larger than that, or one extent is.",
+    503: "Not yet: sessions of the previous daemon are expected to reconnect.",
 }
 
 ROUTES = (
-    Route("healthz", "GET", "/healthz", "Whether the loop answers.", Alive),
-    Route("readyz", "GET", "/readyz", "Whether engines find a whole cache.", Ready, None, (503,)),
-    Route("metrics", "GET", "/metrics", "The figures as Prometheus reads them.", str),
+    Route("healthz", "GET", "/healthz", "Whether the event loop answers.", Alive),
+    Route("readyz", "GET", "/readyz", "Whether engines find the whole cache.", Ready, None, (503,)),
+    Route("metrics", "GET", "/metrics", "The figures in the format of Prometheus.", str),
     Route("status", "GET", "/api/v1/status", "All figures.", Status),
     Route("namespaces", "GET", "/api/v1/namespaces", "What is cached, by namespace.", Namespaces),
-    Route("sessions", "GET", "/api/v1/sessions", "Who is attached, and who is away.", Sessions),
+    Route("sessions", "GET", "/api/v1/sessions", "The attached sessions, and those that are away.", Sessions),
     Route(
         "clear",
         "POST",
         "/api/v1/clear",
-        "Forget every cached block that nobody is reading or writing, bit by bit: what is stored meanwhile stays.",
+        "Forget every cached block that nobody is reading or writing, in steps: what is stored meanwhile stays.",
         Cleared,
         Clear,
         (400, 404, 503),
@@ -272,7 +279,7 @@ ROUTES = (
         "resize",
         "POST",
         "/api/v1/resize",
-        "Make the pool smaller, and give the memory back to the host, until the region's end.",
+        "Shrink the pool and return the memory to the host, for as long as the region exists.",
         Resized,
         Resize,
         (400, 409),
@@ -281,7 +288,7 @@ ROUTES = (
         "log_level",
         "POST",
         "/api/v1/log-level",
-        "Change what is logged, until the next start.",
+        "Change the log level until the next start.",
         LogLevelSet,
         LogLevel,
         (400,),
@@ -290,17 +297,17 @@ ROUTES = (
         "fence_off",
         "POST",
         "/api/v1/sessions/{id}/fence-off",
-        "Give up a session that is away and will never write again: what it still writes goes into others' blocks.",
+        "Give up a session that is away and will never write again: anything it still writes corrupts others' blocks.",
         FencedOff,
         None,
         (400, 404),
     ),
-    Route("token", "POST", "/api/v1/token", "Say whether the token is right, and change nothing.", Known),
+    Route("token", "POST", "/api/v1/token", "Say whether the token is valid, and change nothing.", Known),
     Route(
         "check",
         "POST",
         "/api/v1/check",
-        "Look at what must always hold: all at one instant where nobody is attached, else one part after the other.",
+        "Check the invariants: at one instant where no engine is attached, else one part after the other.",
         Checked,
     ),
 )
@@ -320,8 +327,8 @@ def openapi(version: str) -> dict[str, Any]:
         "info": {
             "title": "kvcache-server",
             "version": version,
-            "description": "Figures and actions of one host's KV cache. Reading wants no token; every change does: "
-            "it is in the file beside the daemon's endpoint that ends in `.token`.",
+            "description": "Figures and actions of one host's KV cache. Reading needs no token, every change does. "
+            "The token is in the file that ends in `.token`, beside the daemon's endpoint.",
         },
         "paths": paths,
         "components": {
@@ -339,7 +346,7 @@ def _operation(route: Route, ref_of: dict[type, Any]) -> dict[str, Any]:
         for status, (text, struct) in sorted(answers.items())
     }
     responses["default"] = {
-        "description": "Anything else that is wrong.",
+        "description": "Any other error.",
         "content": _content(Error, ref_of),
     }
     operation: dict[str, Any] = {"operationId": route.name, "summary": route.summary, "responses": responses}
