@@ -19,7 +19,7 @@ from leftovers import remove_regions
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, Unavailable
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 START_SECONDS = 30.0
 
@@ -63,7 +63,7 @@ class Daemon:
         while time.monotonic() < until:
             assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}:\n{self.log}"
             try:
-                with Admin(self.endpoint):
+                with AdminClient(self.endpoint):
                     return self
             except Unavailable:
                 time.sleep(0.02)
@@ -71,7 +71,7 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         """What `kvcache-server status --json` prints, without the asking session."""
-        with Admin(self.endpoint, "test", timeout=START_SECONDS) as admin:
+        with AdminClient(self.endpoint, "test", timeout=START_SECONDS) as admin:
             return admin.stats()
 
     def wait_status(self, found: Callable[[dict[str, Any]], bool], what: str = "") -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import Literal
 
 import msgspec
 
-Verdict = Literal["ok", "slow", "failed", "untested"]
+CheckVerdict = Literal["ok", "slow", "failed", "untested"]
 How = Literal["", "measured", "simulated"]
 
 
-class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of the report.
 
     Attributes:
@@ -24,7 +24,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     name: str
-    verdict: Verdict
+    verdict: CheckVerdict
     figure: str
     cure: str = ""
     how: How = ""

@@ -19,7 +19,7 @@ from kvcache_proto.trust import check_server, server_uids
 from kvcache_server.core.limits import OPERATOR
 
 
-class Admin:
+class AdminClient:
     """A session of the operator's, or of `engine`. Use it as a context manager.
 
     Raises Unavailable where no daemon answers within `timeout` seconds, NotPermitted where it is not for this user or
@@ -54,7 +54,7 @@ class Admin:
     def _dealer(self) -> zmq.Socket[bytes]:
         return self._context.socket(zmq.DEALER)
 
-    def __enter__(self) -> Admin:
+    def __enter__(self) -> AdminClient:
         return self
 
     def __exit__(

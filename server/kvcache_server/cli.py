@@ -132,10 +132,10 @@ _endpoint_option = click.option(
 @click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
 def status(endpoint: str | None, as_json: bool) -> None:
     """Say what the daemon holds and who is attached."""
-    from kvcache_server.admin_client import Admin
+    from kvcache_server.admin_client import AdminClient
     from kvcache_server.commands.describe import describe
 
-    with Admin(endpoint or default_endpoint(), "status") as admin:
+    with AdminClient(endpoint or default_endpoint(), "status") as admin:
         stats = admin.stats()
     click.echo(json.dumps(stats, indent=2) if as_json else describe(stats))
 
@@ -145,9 +145,9 @@ def status(endpoint: str | None, as_json: bool) -> None:
 @click.option("--namespace", default="", metavar="ID", help="Only this one; `status` lists the ids.")
 def clear(endpoint: str | None, namespace: str) -> None:
     """Forget every cached block that nobody is reading or writing."""
-    from kvcache_server.admin_client import Admin
+    from kvcache_server.admin_client import AdminClient
 
-    with Admin(endpoint or default_endpoint(), "clear") as admin:
+    with AdminClient(endpoint or default_endpoint(), "clear") as admin:
         click.echo(f"cleared {admin.clear(namespace):,} blocks")
 
 
@@ -164,9 +164,9 @@ def fence_off(endpoint: str | None, number: int) -> None:
 
     For a process that is stuck and will never write again: what it writes after this, it writes into others' blocks.
     """
-    from kvcache_server.admin_client import Admin
+    from kvcache_server.admin_client import AdminClient
 
-    with Admin(endpoint or default_endpoint(), "fence-off") as admin:
+    with AdminClient(endpoint or default_endpoint(), "fence-off") as admin:
         click.echo(f"session {number} is fenced off: {admin.fence_off(number):,} reservations ended")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Ration:
+class DutyCycle:
     """At most `share` of the time in the long run: after each piece of work the loop is the others' for a while."""
 
     def __init__(self, share: float) -> None:

@@ -20,12 +20,12 @@ def block() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def take() -> None:
+def unblock() -> None:
     """Take them from now on, first those that came meanwhile. Their handlers are there."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def told_to_stop() -> bool:
+def stop_is_pending() -> bool:
     """Return whether one that ends the daemon has come while it was blocked."""
     return not signal.sigpending().isdisjoint(STOP_SIGNALS)
 
@@ -44,7 +44,7 @@ def start_thread(name: str, work: Callable[..., None], *args: object) -> Thread:
     return thread
 
 
-def end_as_by_ctrl_c() -> None:
+def exit_cleanly_when_told() -> None:
     """Let SIGTERM and SIGHUP end this process by an exception, so that it takes away what it has made."""
 
     def end(signum: int, frame: FrameType | None) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.region import slots_per_extent
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.bench import BURST, EXTENT, RUN, SHARD_BYTES, WIDTHS, Writer, cpu_seconds, fill
 
 WRITES = 10  # runs that are written in a burst
@@ -51,7 +51,7 @@ class Side:
         stack.callback(self._daemon.terminate)
         while True:
             assert self._daemon.poll() is None, (folder / "daemon.log").read_text()
-            with contextlib.suppress(Unavailable), Admin(endpoint):
+            with contextlib.suppress(Unavailable), AdminClient(endpoint):
                 break
             time.sleep(0.1)  # between two knocks: who is to answer is not there yet
         self.writer = stack.enter_context(Writer(endpoint, 0))

@@ -111,7 +111,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def ours(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from kvcache_proto.errors import KVCacheError
-    from kvcache_server.admin_client import Admin
+    from kvcache_server.admin_client import AdminClient
 
     endpoint = f"ipc://{folder}/kvcache.sock"
     command = [sys.executable, "-m", "kvcache_server", "serve", "--keep=false"]
@@ -119,7 +119,7 @@ def ours(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, An
 
     def ready() -> bool:
         try:
-            with Admin(endpoint) as admin:
+            with AdminClient(endpoint) as admin:
                 admin.ping()
             return True
         except KVCacheError:

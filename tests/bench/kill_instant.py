@@ -35,7 +35,7 @@ from typing import Any
 from kill_observer import SLOT, clock
 
 from kvcache_proto.errors import KVCacheError
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
 
 GIB = 1 << 30
@@ -130,7 +130,7 @@ class Daemon:
             time.sleep(0.02)
 
     def status(self) -> dict[str, Any]:
-        with Admin(self.endpoint, "kill") as admin:
+        with AdminClient(self.endpoint, "kill") as admin:
             return admin.stats()
 
     def end(self) -> None:

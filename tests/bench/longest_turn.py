@@ -25,7 +25,7 @@ from typing import Any
 from kvcache_proto import messages as m
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 SPEC = NamespaceSpec("model", (GroupSpec(16, 64),))
 MOST, RUNS = 65_536, 16_384
@@ -36,7 +36,7 @@ def names(first: int, count: int) -> list[bytes]:
     return [number.to_bytes(32, "big") for number in range(first, first + count)]
 
 
-class Client(Admin):
+class Client(AdminClient):
     def __init__(self, endpoint: str, engine: str) -> None:
         super().__init__(endpoint, engine, 120.0, engine)
         self.namespace = self.ask(m.Attach(0, b"", SPEC, (0,))).namespace

@@ -29,7 +29,7 @@ from kvcache_proto.types import Outcome
 from kvcache_server.core import journal, recovery
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.limits import Limits
-from kvcache_server.replay.shadow import sparse_region
+from kvcache_server.replay.simulated_daemon import sparse_region
 
 SPEC = NamespaceSpec(model="bench", groups=[GroupSpec(16, 64)], hash_bytes=16)
 CHAIN = 100  # blocks of a prompt

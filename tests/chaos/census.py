@@ -60,15 +60,15 @@ def count_when_told(path: Path) -> None:
     """Count in the tick after a SIGUSR2 in which nobody is there any more: the daemon has done then what it does."""
     told: list[int] = []
     signal.signal(signal.SIGUSR2, lambda signum, _: told.append(signum))
-    collect = connection_limiter.Turnstile.collect
+    collect = connection_limiter.ConnectionLimiter.collect
 
-    def collect_and_count(self: connection_limiter.Turnstile) -> None:
+    def collect_and_count(self: connection_limiter.ConnectionLimiter) -> None:
         collect(self)
         if told and not self._open and not self._acceptor.coming and not self._wait:
             told.clear()
             count(path)
 
-    connection_limiter.Turnstile.collect = collect_and_count
+    connection_limiter.ConnectionLimiter.collect = collect_and_count
 
 
 def main() -> None:

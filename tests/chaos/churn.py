@@ -40,7 +40,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, Refusal
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 MIB = 1 << 20
 SMALL, LARGE = GroupSpec(16, 8192), GroupSpec(16, 65536)
@@ -62,7 +62,7 @@ FLAGS = {
 }
 
 
-class Engine(Admin):
+class Engine(AdminClient):
     """An engine by messages alone: it maps nothing."""
 
     def attach(self, group: GroupSpec, weights: str, shards: tuple[int, ...] = (0,)) -> int:
@@ -126,7 +126,7 @@ class Churn:
         ):
             part()
         os.kill(self._daemon, signal.SIGHUP)
-        with Admin(self.endpoint, "clear") as admin:
+        with AdminClient(self.endpoint, "clear") as admin:
             admin.clear()
 
     def save_and_look_up(self) -> None:
@@ -173,7 +173,7 @@ class Churn:
         """Its door closes, its process lives on for a while and keeps what it was writing."""
         with Living(self.endpoint, engine=f"lives-{self.rounds}") as engine:
             engine.reserve(engine.attach(SMALL, f"{self.rounds}"), self.new(8))
-        with Admin(self.endpoint, "looks") as admin:
+        with AdminClient(self.endpoint, "looks") as admin:
             until = time.monotonic() + START_SECONDS
             while not admin.stats()["away"]:
                 if time.monotonic() > until:

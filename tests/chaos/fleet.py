@@ -22,7 +22,7 @@ from tallies import NAMES, Tallies
 
 from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_proto.errors import KVCacheError
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 HERE = Path(__file__).parent
 START_SECONDS = 30.0
@@ -74,7 +74,7 @@ class Daemon:
         until = time.monotonic() + START_SECONDS
         while self.alive:
             try:
-                with Admin(self.endpoint, timeout=1.0):
+                with AdminClient(self.endpoint, timeout=1.0):
                     return True
             except (KVCacheError, OSError):
                 time.sleep(LOOK)
@@ -87,7 +87,7 @@ class Daemon:
         until = time.monotonic() + START_SECONDS
         while self.alive:
             try:
-                with Admin(self.endpoint, "chaos", timeout=10.0) as admin:
+                with AdminClient(self.endpoint, "chaos", timeout=10.0) as admin:
                     return admin.stats()
             except (KVCacheError, OSError) as error:  # it may be about to die
                 if time.monotonic() > until:

@@ -17,7 +17,7 @@ from kvcache_client.devices import Job
 from kvcache_client.devices.cpu import CpuDevice
 from kvcache_client.devices.layout import Run
 from kvcache_client.doctor import conformance, copies
-from kvcache_proto.findings import Finding
+from kvcache_proto.check_result import CheckResult
 
 
 class Kit(copies.HostKit):
@@ -66,7 +66,7 @@ class Unregistered(CpuDevice):
         logging.getLogger("vllm.kvcache.device").warning("all cannot be page-locked: error 207001")
 
 
-def examine(monkeypatch: pytest.MonkeyPatch, device: type[CpuDevice]) -> dict[str, Finding]:
+def examine(monkeypatch: pytest.MonkeyPatch, device: type[CpuDevice]) -> dict[str, CheckResult]:
     monkeypatch.setattr(copies, "open_device", lambda kind, runs, blocks, keep: device(runs, blocks, keep))
     return {finding.name: finding for finding in copies.examine(Kit())}
 
@@ -142,7 +142,7 @@ def rig(request):
 """
 
 
-def judge(folder: Path, tests: str) -> tuple[dict[str, Finding], subprocess.CompletedProcess[str]]:
+def judge(folder: Path, tests: str) -> tuple[dict[str, CheckResult], subprocess.CompletedProcess[str]]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_conformance.py").write_text("import os, pytest\n" + tests)
     code = (
@@ -150,7 +150,7 @@ def judge(folder: Path, tests: str) -> tuple[dict[str, Finding], subprocess.Comp
         f"conformance.FOLDERS = (pathlib.Path({str(folder)!r}),); sys.argv[1:] = ['conformance']; __main__.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    findings = [Finding(**json.loads(line)) for line in done.stdout.splitlines()]
+    findings = [CheckResult(**json.loads(line)) for line in done.stdout.splitlines()]
     return {finding.name: finding for finding in findings}, done
 
 

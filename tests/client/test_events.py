@@ -13,7 +13,7 @@ from kvcache_client.scheduler import events as module
 from kvcache_client.scheduler.events import Events, Removed, Stored
 from kvcache_client.step_plan import Heard
 from kvcache_proto.types import Verdict
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 REGION = b"r" * 16
 VISIBLE, HIDDEN, PARTIAL, FAILED = Verdict.VISIBLE, Verdict.HIDDEN, Verdict.PARTIAL, Verdict.FAILED
@@ -133,7 +133,7 @@ def test_a_real_rank_and_a_real_daemon(daemon: Any) -> None:
         assert other.scheduler.matched_tokens(again, 0)[0]
         assert other.scheduler.events.take() == [Stored(None, request.block_hashes, list(range(3 * steps.BLOCK)))]
         other.scheduler.finished(again)
-        with Admin(daemon.endpoint) as admin:
+        with AdminClient(daemon.endpoint) as admin:
             daemon.wait_status(lambda s: not s["pool"]["pinned_bytes"], "no lease")
             assert admin.clear() == 3
         third = steps.Request("t", 3 * steps.BLOCK + 1, request.block_hashes, all_token_ids=request.all_token_ids)

@@ -18,7 +18,7 @@ import pytest
 import kvcache_client.session.channel
 from kvcache_client import GroupSpec, Lease, NamespaceSpec, Outcome, Region, Session, Unavailable, Verdict
 from kvcache_proto.errors import RegionError, UnknownHandle
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 Hashes = Callable[[int], list[bytes]]
 Until = Callable[[Callable[[], Any], str], Any]
@@ -39,7 +39,7 @@ class Stopped:
         self._process.send_signal(signal.SIGCONT)
 
 
-def held(session: Session | Admin) -> list[tuple[int, int]]:
+def held(session: Session | AdminClient) -> list[tuple[int, int]]:
     return [(each["leases"], each["reservations"]) for each in session.stats()["sessions"]]
 
 
@@ -148,7 +148,7 @@ def test_settles_that_the_socket_cannot_take_are_sent_later(
             ns.settle(reservation.id, Outcome.COMMITTED, positions=(position,))
         assert session.counters["socket_full"] > 0
     # Asked by another one: a question of the session's waits behind all that it has sent.
-    with Admin(daemon.endpoint, timeout=30.0) as other:
+    with AdminClient(daemon.endpoint, timeout=30.0) as other:
         until(lambda: held(other) == [(0, 0)], "the end of the reservation")
     until(lambda: session.up, "a closed breaker")
     assert ns.acquire(run).hits == count

@@ -16,7 +16,7 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.scheduler.notes import HASHES, NOTES, Notes
 from kvcache_proto import messages as m
 from kvcache_proto.region import slot_size, slots_per_extent
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.replay.trace import read_trace
 
 
@@ -26,7 +26,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def why(daemon: Any, request: str) -> dict[str, Any]:
-    with Admin(daemon.endpoint, "test") as admin:
+    with AdminClient(daemon.endpoint, "test") as admin:
         (told,) = admin.ask(m.Why(0, b"", request)).answer["explained"]
     return told
 

@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 
 from kvcache_client.settings import parse_settings
 from kvcache_proto.errors import BadArgument
-from kvcache_server.http.dashboard import envfile, settings
-from kvcache_server.http.dashboard.files import Changed, Folder
+from kvcache_server.http.dashboard import engine_fields, envfile
+from kvcache_server.http.dashboard.app import Dashboard as Serving
+from kvcache_server.http.dashboard.env_folder import Changed, EnvFolder
 from kvcache_server.http.dashboard.history import History
-from kvcache_server.http.dashboard.host import Host
+from kvcache_server.http.dashboard.host_figures import HostFigures
 from kvcache_server.http.dashboard.relay import Relay
-from kvcache_server.http.dashboard.serving import Dashboard as Serving
 
 OURS = {"X-KVCache-Dashboard": "1"}
 CROWD = 200  # connections, of which 32 may be open at one time
@@ -63,7 +63,7 @@ def test_a_crowd_that_says_nothing_shuts_nobody_out(start_dashboard: Any) -> Non
 
 def test_it_ends_though_something_was_done_just_then(tmp_path: Path) -> None:
     async def begin_and_end(trial: int) -> None:
-        serving = Serving(Relay("http://127.0.0.1:9"), Host(), "", None, Folder(str(tmp_path)))
+        serving = Serving(Relay("http://127.0.0.1:9"), HostFigures(), "", None, EnvFolder(str(tmp_path)))
         app = serving.app()
         app.freeze()
         await app.startup()
@@ -275,38 +275,38 @@ X=1
 )
 def test_values_that_are_refused(field: str, value: str) -> None:
     with pytest.raises(BadArgument):
-        settings.change(ENV, {field: value})
+        engine_fields.change(ENV, {field: value})
 
 
 def test_fields_of_the_cache_are_the_connector_s_own_and_empty_takes_one_out() -> None:
     values = {
-        field.name: str(field.least or 7) if field.kind == "int" else field.choices[-1] for field in settings.CACHE
+        field.name: str(field.least or 7) if field.kind == "int" else field.choices[-1] for field in engine_fields.CACHE
     }
-    written = {each.key: each.value for each in envfile.parse(settings.change(ENV, values))}
+    written = {each.key: each.value for each in envfile.parse(engine_fields.change(ENV, values))}
     config = json.loads(written["KV_TRANSFER_CONFIG"])
     assert config["kv_role"] == "kv_both" and written["X"] == "1"
     parsed, notes = parse_settings(config["kv_connector_extra_config"])
     assert notes == []
     assert {name: str(getattr(parsed, name)).removesuffix(".0") for name in values} == values
-    emptied = settings.change(settings.change(ENV, values), dict.fromkeys(values, ""))
-    assert {field["name"]: field["value"] for field in settings.read(emptied)}["save"] == ""
+    emptied = engine_fields.change(engine_fields.change(ENV, values), dict.fromkeys(values, ""))
+    assert {field["name"]: field["value"] for field in engine_fields.read(emptied)}["save"] == ""
     defaults, _ = parse_settings({})
-    told = {field.name: field.default for field in settings.CACHE if field.name != "block_size"}
+    told = {field.name: field.default for field in engine_fields.CACHE if field.name != "block_size"}
     assert {name: str(getattr(defaults, name)).removesuffix(".0") for name in told} == told
 
 
 def test_another_connector_s_settings_are_left_alone() -> None:
     other = ENV.replace("KVCacheServerConnector", "LMCacheConnector")
-    assert [field["name"] for field in settings.read(other)] == ["MODEL", "MAX_MODEL_LEN"]
+    assert [field["name"] for field in engine_fields.read(other)] == ["MODEL", "MAX_MODEL_LEN"]
     with pytest.raises(BadArgument):
-        settings.change(other, {"save": "all"})
+        engine_fields.change(other, {"save": "all"})
 
 
 def test_a_file_is_replaced_whole_with_its_mode_and_a_backup(tmp_path: Path) -> None:
     (tmp_path / "a.env").write_text(ENV)
     (tmp_path / "a.env").chmod(0o640)
     (tmp_path / "link.env").symlink_to(tmp_path / "a.env")
-    folder = Folder(str(tmp_path))
+    folder = EnvFolder(str(tmp_path))
     text, version = folder.read("a.env")
     assert text == ENV
     before = os.stat(tmp_path / "a.env").st_ino

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvcache_proto import messages as m
 from kvcache_proto.counts import CLIENT_COUNTS
 from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 RULES = DEPLOY / "prometheus" / "kvcache.rules.yml"
@@ -46,7 +46,7 @@ def promtool(*arguments: str | Path, text: bytes = b"") -> str:
 def exported(start_module_daemon: Any) -> Iterator[tuple[bytes, list[tuple[str, dict[str, str]]]]]:
     """The text of a daemon that has met everything once, and its samples: (name, labels)."""
     daemon = start_module_daemon(http="127.0.0.1:0", events="tcp://127.0.0.1:0")
-    with Admin(daemon.endpoint, engine="e") as engine:
+    with AdminClient(daemon.endpoint, engine="e") as engine:
         spec = NamespaceSpec("m", (GroupSpec(16, 4096),))
         namespace = engine.ask(m.Attach(0, b"", spec, (0,))).namespace
         run = [number.to_bytes(32, "little") for number in range(4)]

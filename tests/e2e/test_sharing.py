@@ -11,7 +11,7 @@ import zmq
 from follower import PATIENCE, Subscriber, sockets
 
 from kvcache_proto.messages import Why
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 BLOCK, MAX_LEN = 32, 1024
 EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 7, MAX_LEN - 10]
@@ -203,7 +203,7 @@ def test_why_there_was_no_hit(first: Any, daemon: Any, prompt: Any) -> None:
     first.generate(prompt(3 * BLOCK + 1))
     first.generate(prompt(3))  # a step more, in which what was saved is settled
     wait_idle(daemon)
-    with Admin(daemon.endpoint) as admin:
+    with AdminClient(daemon.endpoint) as admin:
         latest = admin.ask(Why(0, b"", "")).answer["latest"][0]
         (told,) = admin.ask(Why(0, b"", latest[:-1])).answer["explained"]
     assert told["engine"].startswith("first-")
@@ -274,7 +274,7 @@ def test_an_engine_tells_what_host_memory_has_of_its_blocks(
     follower.catch_up(b"")
     assert any({(0, name) for name in names} <= known for known in follower.known.values())  # one of the namespaces
     wait_idle(daemon)
-    with Admin(daemon.endpoint) as admin:
+    with AdminClient(daemon.endpoint) as admin:
         assert admin.clear()
     assert first.ask("reset")["reset"]
     assert not gone & names

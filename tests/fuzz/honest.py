@@ -12,7 +12,7 @@ import time
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 SPEC = NamespaceSpec("honest", (GroupSpec(16, 4096),))
 HASHES = [number.to_bytes(32, "big") for number in range(64)]
@@ -20,7 +20,7 @@ PAUSE = 0.001  # between two questions: an engine's steps are no shorter
 
 
 def main(endpoint: str) -> None:
-    with Admin(endpoint, engine="honest", timeout=20.0) as engine:
+    with AdminClient(endpoint, engine="honest", timeout=20.0) as engine:
         namespace = engine.ask(m.Attach(0, b"", SPEC, (0,))).namespace
         reserved = engine.ask(m.Reserve(0, b"", namespace, [m.Run(HASHES)]))
         engine.ask(m.Settle(0, b"", engine.geometry.region_id, reserved.reservation, (0,), Outcome.COMMITTED))

@@ -41,7 +41,7 @@ from kvcache_proto.codec import decode_door, decode_reply, encode  # noqa: E402
 from kvcache_proto.endpoint import door_path  # noqa: E402
 from kvcache_proto.errors import ServerError  # noqa: E402
 from kvcache_proto.types import GroupSpec, NamespaceSpec  # noqa: E402
-from kvcache_server.admin_client import Admin  # noqa: E402
+from kvcache_server.admin_client import AdminClient  # noqa: E402
 
 BATCH = 50  # frames between two pings, whose answer says that all of them were handled
 SESSION = 2000  # frames of one session; with the next one, all that it held has ended
@@ -63,7 +63,7 @@ class Session:
     """An engine that sends whatever the maker makes, and learns from the answers what is worth naming next."""
 
     def __init__(self, endpoint: str, draw: random.Random) -> None:
-        self._admin = Admin(endpoint, "fuzz", engine=f"fuzz-{draw.randrange(3)}", timeout=30.0)
+        self._admin = AdminClient(endpoint, "fuzz", engine=f"fuzz-{draw.randrange(3)}", timeout=30.0)
         chains = [[draw.randbytes(32) for _ in range(40)] for _ in range(6)]
         specs = [[f"m{n}", [[16, [64] * shards, "full"]], {}, 32] for n, shards in ((0, 1), (1, 1), (2, 2))]
         self.known: dict[str, list[Any]] = {
@@ -273,7 +273,7 @@ class Result(msgspec.Struct):
 
 def long_reply(endpoint: str) -> None:
     """Have the daemon send one: for the first that it sends without a copy, pyzmq makes a context and a thread."""
-    with Admin(endpoint) as admin:
+    with AdminClient(endpoint) as admin:
         namespace = admin.ask(m.Attach(0, b"", NamespaceSpec("long", (GroupSpec(16, 64),)))).namespace
         since = admin.ask(m.Watch(0, b"")).next
         admin.ask(m.Acquire(0, b"", namespace, [number.to_bytes(32, "big") for number in range(4000)]))

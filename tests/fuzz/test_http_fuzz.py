@@ -15,7 +15,7 @@ import pytest
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 EXAMPLES = int(os.environ.get("KVCACHE_HTTP_EXAMPLES", "20"))  # of each kind of request; 300 make 6,000 calls in all
 SPEC = NamespaceSpec("llama", (GroupSpec(16, 4096),), {"dtype": "bfloat16", "ключ": "значение"})
@@ -32,7 +32,7 @@ def test_every_answer_is_as_described(start_daemon: Any, tmp_path: Path, with_to
     daemon = start_daemon(http="127.0.0.1:0")
     address = daemon.status()["daemon"]["http"]["address"]
     token = ["--header", f"Authorization: Bearer {(daemon.folder / 'kv.token').read_text().strip()}"]
-    with Admin(daemon.endpoint, "rank 0", engine="qwen") as engine:
+    with AdminClient(daemon.endpoint, "rank 0", engine="qwen") as engine:
         engine.ask(m.Attach(0, b"", SPEC, (0,)))
         command = [Path(sys.executable).with_name("schemathesis"), "run", f"{address}/openapi.json", "--no-color"]
         limits = ["--max-examples", str(EXAMPLES), "--seed", "1", "--request-timeout", "60", "--workers", "1"]

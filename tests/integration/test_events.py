@@ -23,7 +23,7 @@ from host import Host
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.types import Finding
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
 from kvcache_server.events.publisher import REPLAYS, Publisher
 from kvcache_server.events.sequence_file import ROOM, Numbers
@@ -162,7 +162,7 @@ def test_vllm_s_own_classes_read_them(start: Any, socket: MakeSocket) -> None:
         subscriber.read_until(lambda: len(heard) == 2, "the first run")
         namespace.reserve(hashes[3:], parent=hashes[2]).commit()
         subscriber.read_until(lambda: len(heard) == 3, "the second one")
-        with Admin(daemon.endpoint) as admin:
+        with AdminClient(daemon.endpoint) as admin:
             assert admin.clear() == 5
         subscriber.read_until(lambda: len(heard) == 4, "that it is gone")
     shape = {"token_ids": [], "block_size": 16, "lora_id": None, "medium": events.MEDIUM_CPU, "lora_name": None}
@@ -201,7 +201,7 @@ def test_who_follows_holds_what_lookups_find_across_a_restart(
                             namespace.distrust(bad, 0, Finding.CORRUPT, session.region.id, told.append)
                             daemon.wait_status(lambda s, told=told: bool(told), "the answer")
                 else:
-                    with Admin(daemon.endpoint) as admin:
+                    with AdminClient(daemon.endpoint) as admin:
                         admin.clear(draw.choice(["", namespace.spec.id]))
             expected = {topic: found(space, chains) for topic, space in spaces.items()}
             assert all(expected.values())

@@ -24,8 +24,8 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.codec import encode
 from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_proto.messages import PROTOCOL_VERSION, Hello
-from kvcache_server.admin_client import Admin
-from kvcache_server.daemon.systemd import Manager
+from kvcache_server.admin_client import AdminClient
+from kvcache_server.daemon.systemd import ServiceManager
 
 WATCHDOG = 1.0  # seconds; the daemon's ticks are four a second
 
@@ -45,7 +45,7 @@ def test_a_life(start_daemon: Any, ear: Ear) -> None:
     assert preparing["STATUS"].endswith(" of 66.0 MiB")
     assert int(preparing["EXTEND_TIMEOUT_USEC"]) >= 10_000_000
     assert ear.wait_ready() == {"READY": "1", "STATUS": "0 B of 64.0 MiB used, 0 sessions"}
-    Admin(daemon.endpoint).close()  # at once, with no second try: ready means that the door is open
+    AdminClient(daemon.endpoint).close()  # at once, with no second try: ready means that the door is open
     assert os.stat(daemon.status()["daemon"]["region"]).st_blocks * 512 >= 64 << 20  # and that the pages are there
     assert ear.wait(lambda message: "WATCHDOG" in message) == {"WATCHDOG": "1"}
     before = time.monotonic_ns() // 1000
@@ -157,12 +157,12 @@ def test_the_watchdog_s_signal_says_where_the_loop_hung(
 
 
 @pytest.fixture
-def manager_of() -> Iterator[Callable[[dict[str, str]], Manager]]:
+def manager_of() -> Iterator[Callable[[dict[str, str]], ServiceManager]]:
     with contextlib.ExitStack() as stack:
-        yield lambda environ: stack.enter_context(contextlib.closing(Manager(environ)))
+        yield lambda environ: stack.enter_context(contextlib.closing(ServiceManager(environ)))
 
 
-def petted(manager: Manager, ear: Ear, seconds: float) -> list[float]:
+def petted(manager: ServiceManager, ear: Ear, seconds: float) -> list[float]:
     """The times at which a loop of four ticks a second pets within so many seconds."""
     times = []
     for tick in range(int(seconds * 4)):

@@ -24,7 +24,7 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.region import plan_geometry
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config, settings
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.integrity import check_integrity
@@ -66,7 +66,7 @@ def test_limits_change_while_sessions_are_open(configured: Any) -> None:
         line = reload('max_sessions = 1\nmax_namespaces = 1\nsize = "64MiB"')
         assert line.endswith("INFO read the configuration again: max_sessions 4 -> 1, max_namespaces 1024 -> 1")
         with pytest.raises(NotPermitted, match="max_sessions is 1"):
-            Admin(daemon.endpoint, engine="late")
+            AdminClient(daemon.endpoint, engine="late")
         namespace = early.attach(SPEC, shards=(0,))  # who was there goes on
         namespace.reserve([b"a" * 32], parent=None).commit()
         reload('max_sessions = 9\npin_quota = 0.01\nsize = "64MiB"')  # 0.6 MiB: less than a block
@@ -113,7 +113,7 @@ def test_a_broken_file_changes_nothing(configured: Any, text: str, told: str) ->
     daemon, reload = configured
     line = reload(text)
     assert "ERROR the configuration is not read again, and nothing has changed: " in line and told in line
-    with Admin(daemon.endpoint), Admin(daemon.endpoint):  # more than one session
+    with AdminClient(daemon.endpoint), AdminClient(daemon.endpoint):  # more than one session
         pass
 
 
@@ -199,7 +199,7 @@ def knock_as(uid: int, path: str) -> str:
 def test_a_slower_door(configured: Any) -> None:
     daemon, reload = configured
     reload('attach_rate = 0.01\nmax_sessions = 1\nsize = "64MiB"')
-    with Admin(daemon.endpoint):
+    with AdminClient(daemon.endpoint):
         pass
     with socket.socket(socket.AF_UNIX) as again:
         again.settimeout(10)

@@ -21,7 +21,7 @@ import pytest
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.describe import describe
 from kvcache_server.commands.top import Sample, frame
 
@@ -144,7 +144,7 @@ def test_a_signal_leaves_the_terminal_as_it_was(daemon: Any, terminal: Any, sign
 
 def test_a_small_terminal(daemon: Any, terminal: Any) -> None:
     spec = NamespaceSpec("a model whose name is longer than any line of a small terminal " * 3, (GroupSpec(16, 4096),))
-    engines = [Admin(daemon.endpoint, f"rank {rank}", engine="many ranks") for rank in range(12)]
+    engines = [AdminClient(daemon.endpoint, f"rank {rank}", engine="many ranks") for rank in range(12)]
     try:
         engines[0].ask(m.Attach(0, b"", spec, (0,)))
         top = terminal(daemon.endpoint, 14, 50)
@@ -158,7 +158,7 @@ def test_a_small_terminal(daemon: Any, terminal: Any) -> None:
 
 def test_the_next_daemon_is_found(daemon: Any, start_daemon: Any, terminal: Any) -> None:
     top = terminal(daemon.endpoint)
-    with Admin(daemon.endpoint, engine="qwen") as engine:
+    with AdminClient(daemon.endpoint, engine="qwen") as engine:
         namespace = engine.ask(m.Attach(0, b"", NamespaceSpec("llama", (GroupSpec(16, 4096),)), (0,))).namespace
         engine.ask(m.Acquire(0, b"", namespace, [bytes(32)] * 50))
         top.wait(lambda text: re.search(r"asked for +0 +50", text), "what was asked")
@@ -173,7 +173,7 @@ def test_the_next_daemon_is_found(daemon: Any, start_daemon: Any, terminal: Any)
 
 def test_a_daemon_that_was_replaced_in_between(daemon: Any, start_daemon: Any, terminal: Any) -> None:
     top = terminal(daemon.endpoint)
-    with Admin(daemon.endpoint, engine="qwen") as engine:
+    with AdminClient(daemon.endpoint, engine="qwen") as engine:
         namespace = engine.ask(m.Attach(0, b"", NamespaceSpec("llama", (GroupSpec(16, 4096),)), (0,))).namespace
         engine.ask(m.Acquire(0, b"", namespace, [bytes(32)] * 50))
         top.wait(lambda text: re.search(r"asked for +0 +50", text), "what was asked")
@@ -201,7 +201,7 @@ def test_in_a_pipe_it_is_plain_text(daemon: Any, short_folder: Path) -> None:
 
 def test_names_that_would_command_the_terminal(daemon: Any) -> None:
     spec = NamespaceSpec("llama\x1b]0;owned\x07\r\n", (GroupSpec(16, 4096),))
-    with Admin(daemon.endpoint, "rank\x1b[2J", engine="qwen\x9b31m\u202e") as engine:
+    with AdminClient(daemon.endpoint, "rank\x1b[2J", engine="qwen\x9b31m\u202e") as engine:
         engine.ask(m.Attach(0, b"", spec, (0,)))
         for command in ([*TOP, "--once"], [sys.executable, "-m", "kvcache_server", "status"]):
             shown = subprocess.run(
@@ -215,7 +215,7 @@ def test_rates_are_what_lies_between_two_reports(daemon: Any) -> None:
     def seen(at: float) -> Sample:
         return Sample(daemon.status(), at)
 
-    with Admin(daemon.endpoint, engine="qwen") as engine:
+    with AdminClient(daemon.endpoint, engine="qwen") as engine:
         namespace = engine.ask(m.Attach(0, b"", NamespaceSpec("llama", (GroupSpec(16, 1 << 20),)), (0,))).namespace
         run = [number.to_bytes(32, "little") for number in range(8)]
         before = seen(100.0)

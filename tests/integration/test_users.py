@@ -14,7 +14,7 @@ import pytest
 
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import KVCacheError, NotPermitted
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.core.registry import OPERATORS
 from kvcache_server.daemon.handshake import MAX_VISITORS
 
@@ -28,7 +28,7 @@ import os, sys
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_proto import messages as m
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_client.session.handshake import knock
 uid = int(sys.argv.pop(1))
 os.setgroups([]); os.setgid(uid); os.setuid(uid)
@@ -37,14 +37,14 @@ SESSIONS = """
 held = []
 try:
     while len(held) < 100:
-        held.append(Admin(sys.argv[1], engine=f"hog {len(held)}" if len(sys.argv) < 3 else sys.argv[2]))
+        held.append(AdminClient(sys.argv[1], engine=f"hog {len(held)}" if len(sys.argv) < 3 else sys.argv[2]))
     print(len(held), flush=True)
 except KVCacheError as error:
     print(len(held), type(error).__name__, error, flush=True)
 sys.stdin.read()
 """
 NAMESPACES = """
-with Admin(sys.argv[1], engine="hog") as hog:
+with AdminClient(sys.argv[1], engine="hog") as hog:
     made = 0
     try:
         while made < 100:
@@ -91,12 +91,12 @@ def test_one_user_leaves_sessions_for_others(start_daemon: Any) -> None:
             assert said.startswith("2 NotPermitted") and "max_sessions is 16" in said
             assert len(daemon.status()["sessions"]) == 16, "root's commands get in all the same"
             with pytest.raises(NotPermitted, match="max_sessions is 16"):
-                Admin(daemon.endpoint, engine="an engine of root's")
+                AdminClient(daemon.endpoint, engine="an engine of root's")
             with contextlib.ExitStack() as stack:
                 for _ in range(OPERATORS):
-                    stack.enter_context(Admin(daemon.endpoint))
+                    stack.enter_context(AdminClient(daemon.endpoint))
                 with pytest.raises(NotPermitted, match="max_sessions is 16"):
-                    Admin(daemon.endpoint)
+                    AdminClient(daemon.endpoint)
     daemon.wait_status(lambda status: not status["sessions"], "the end of all of them")
     with user(HOG, SESSIONS, daemon.endpoint) as said:
         assert said.startswith("14 NotPermitted"), "those that have ended count no more"
@@ -111,7 +111,7 @@ def test_nobody_gets_in_by_the_name_of_an_operator(start_daemon: Any) -> None:
 
 def test_a_single_user_may_have_nearly_all(start_daemon: Any) -> None:
     daemon = start_daemon()
-    sessions = [Admin(daemon.endpoint, engine=f"engine {number}") for number in range(100)]
+    sessions = [AdminClient(daemon.endpoint, engine=f"engine {number}") for number in range(100)]
     for session in sessions:
         session.close()
 
@@ -156,7 +156,7 @@ def test_a_user_with_most_handshakes_waits(start_daemon: Any) -> None:
             held.append(socket.socket(socket.AF_UNIX))
             held[-1].connect(door_path(daemon.endpoint))
         with pytest.raises(KVCacheError, match="handshakes are under way"):
-            Admin(daemon.endpoint)
+            AdminClient(daemon.endpoint)
     finally:
         for each in held:
             each.close()

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from kvcache_proto import __version__
 from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.cli import EXIT_CODES, commands
 from kvcache_server.config import settings
 
@@ -36,7 +36,7 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def store(admin: Admin, count: int) -> None:
+def store(admin: AdminClient, count: int) -> None:
     namespace = admin.ask(m.Attach(0, b"", SPEC, (0,))).namespace
     run = [number.to_bytes(32, "little") for number in range(count)]
     reserved = admin.ask(m.Reserve(0, b"", namespace, [m.Run(run)]))
@@ -47,7 +47,7 @@ def store(admin: Admin, count: int) -> None:
 
 
 def test_status_and_clear(daemon: Any) -> None:
-    with Admin(daemon.endpoint, "rank 0", engine="qwen") as engine:
+    with AdminClient(daemon.endpoint, "rank 0", engine="qwen") as engine:
         store(engine, 12)
         stats = json.loads(run("status", "--json", "--endpoint", daemon.endpoint).stdout)
         (space,) = stats["namespaces"]

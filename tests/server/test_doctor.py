@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from kvcache_proto.findings import Finding
+from kvcache_proto.check_result import CheckResult
 from kvcache_server import doctor
 from kvcache_server.config import Config
 from kvcache_server.doctor.child import ask
@@ -477,20 +477,20 @@ def test_the_table_and_its_exit_code(short_folder: Path) -> None:
 
 
 def test_a_finding_as_people_read_it() -> None:
-    good = Finding("cpu copies", "ok", "6 GB/s", how="measured")
-    bad = Finding("npu", "untested", "no NPU", "buy one")
+    good = CheckResult("cpu copies", "ok", "6 GB/s", how="measured")
+    bad = CheckResult("npu", "untested", "no NPU", "buy one")
     assert describe(good) == "  ok        cpu copies            measured: 6 GB/s"
     assert describe(bad) == "  untested  npu                   no NPU\n" + " " * 34 + "-> buy one"
-    assert describe(Finding("npu", "failed", "two\nlines")).endswith("two lines")
+    assert describe(CheckResult("npu", "failed", "two\nlines")).endswith("two lines")
     assert summary([good, good, bad]) == "2 ok, 0 slow, 0 failed, 1 untested (npu)"
 
 
 def test_a_check_that_breaks_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def page_tables(config: Config) -> Iterator[Finding]:
+    def page_tables(config: Config) -> Iterator[CheckResult]:
         raise ValueError("a kernel of 2099")
 
-    def cores(config: Config) -> Iterator[Finding]:
-        yield Finding("cores", "ok", "2")
+    def cores(config: Config) -> Iterator[CheckResult]:
+        yield CheckResult("cores", "ok", "2")
 
     monkeypatch.setitem(doctor.SECTIONS, "host", (page_tables, cores))
     broken, fine = doctor.examine("host", Config())

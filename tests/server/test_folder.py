@@ -26,7 +26,7 @@ from kvcache_client.session import forks
 from kvcache_client.session.handshake import knock
 from kvcache_proto.errors import ConfigError, EndpointTaken
 from kvcache_proto.types import Verdict
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.core.journal import Manifest, SessionEnded, SessionOpened
 from kvcache_server.storage.folder import EndpointLock, Folder
 from kvcache_server.storage.state_file import StateFile, read_state
@@ -199,7 +199,7 @@ def test_a_session_folder_of_another_user_is_refused(start_daemon: Any, short_fo
 
 def test_only_what_bears_a_session_file_s_name_is_ever_deleted(start_daemon: Any, short_folder: Path) -> None:
     daemon = start_daemon()
-    with Admin(daemon.endpoint):
+    with AdminClient(daemon.endpoint):
         pass
     notes = short_folder / "kv.sessions" / "notes"
     notes.write_text("notes")

@@ -21,7 +21,7 @@ import pytest
 from kvcache_proto import __version__
 from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.http.connection_limiter import BYTES, OPEN
 from kvcache_server.http.schema import ROUTES
 
@@ -79,9 +79,9 @@ def web(daemon: Any) -> Http:
 
 
 @pytest.fixture
-def engine(daemon: Any) -> Iterator[Admin]:
+def engine(daemon: Any) -> Iterator[AdminClient]:
     """An engine that has stored 12 blocks and found them again."""
-    with Admin(daemon.endpoint, "rank 0", engine="qwen") as engine:
+    with AdminClient(daemon.endpoint, "rank 0", engine="qwen") as engine:
         store(engine)
         yield engine
 
@@ -89,14 +89,14 @@ def engine(daemon: Any) -> Iterator[Admin]:
 RUN = [number.to_bytes(32, "little") for number in range(12)]
 
 
-def store(engine: Admin) -> None:
+def store(engine: AdminClient) -> None:
     namespace = engine.ask(m.Attach(0, b"", SPEC, (0,))).namespace
     reserved = engine.ask(m.Reserve(0, b"", namespace, [m.Run(RUN)]))
     engine.ask(m.Settle(0, b"", engine.geometry.region_id, reserved.reservation, (0,), 0))
     assert found(engine) == 12
 
 
-def found(engine: Admin) -> int:
+def found(engine: AdminClient) -> int:
     """Ask for the 12 blocks and one more, and return how many are there."""
     namespace = engine.ask(m.Attach(0, b"", SPEC, (0,))).namespace
     acquired = engine.ask(m.Acquire(0, b"", namespace, [*RUN, bytes(31) + b"x"]))
@@ -109,7 +109,7 @@ def found(engine: Admin) -> int:
 # Reading.
 
 
-def test_figures_are_those_of_status(daemon: Any, web: Http, engine: Admin) -> None:
+def test_figures_are_those_of_status(daemon: Any, web: Http, engine: AdminClient) -> None:
     told, figures = web.get("/api/v1/status"), daemon.status()
     assert told["sessions"][0].pop("age_s") >= 0
     for name in ("pool", "namespaces", "sessions", "away", "grace", "refusals", "counters", "daemon"):
@@ -170,7 +170,7 @@ def test_a_name_that_is_not_ours_is_refused(web: Http) -> None:
         assert web.ask("GET", "/healthz", headers={"Host": host}).status == 200, host
 
 
-def test_changes_want_the_token(daemon: Any, web: Http, engine: Admin) -> None:
+def test_changes_want_the_token(daemon: Any, web: Http, engine: AdminClient) -> None:
     wrong = ["Bearer " + "x" * len(web.token), f"Basic {web.token}", web.token, "Bearer", f"Bearer {web.token}x"]
     for route in (route for route in ROUTES if route.changes):
         path, body = route.path.replace("{id}", "7"), {"namespace": "", "level": "debug"}
@@ -276,7 +276,7 @@ def test_anywhere_is_said_aloud_and_takes_the_host_s_own_name(start_daemon: Any)
 # What is done.
 
 
-def test_clear(daemon: Any, web: Http, engine: Admin) -> None:
+def test_clear(daemon: Any, web: Http, engine: AdminClient) -> None:
     unknown = web.post("/api/v1/clear", {"namespace": "0123456789abcdef"})
     assert (unknown.status, unknown.body["code"]) == (404, "client_error")
     assert "0123456789abcdef" in unknown.body["message"]
@@ -288,7 +288,7 @@ def test_clear(daemon: Any, web: Http, engine: Admin) -> None:
     assert f"cleared 12 blocks of {SPEC.id}, asked by the token's bearer at 127.0.0.1" in daemon.log
 
 
-def test_a_size_that_the_pool_cannot_be_made_is_refused(daemon: Any, web: Http, engine: Admin) -> None:
+def test_a_size_that_the_pool_cannot_be_made_is_refused(daemon: Any, web: Http, engine: AdminClient) -> None:
     for size in (1, 1 << 40):
         answer = web.post("/api/v1/resize", {"bytes": size})
         assert (answer.status, answer.body["code"]) == (409, "conflict"), size
@@ -307,13 +307,13 @@ def test_log_level(daemon: Any, web: Http) -> None:
     assert web.post("/api/v1/log-level", {"level": "loud"}).status == 400
 
 
-def test_check(daemon: Any, web: Http, engine: Admin) -> None:
+def test_check(daemon: Any, web: Http, engine: AdminClient) -> None:
     checked = web.post("/api/v1/check").body
     assert (checked["sound"], checked["finding"]) == (True, "")
     assert daemon.status()["daemon"]["integrity"] == {"checks": 1, "failures": 0}
 
 
-def test_fence_off_of_who_is_there_or_unknown(daemon: Any, web: Http, engine: Admin) -> None:
+def test_fence_off_of_who_is_there_or_unknown(daemon: Any, web: Http, engine: AdminClient) -> None:
     attached = web.post(f"/api/v1/sessions/{engine.session}/fence-off")
     assert attached.status == 404
     assert "it is attached" in attached.body["message"]
@@ -361,7 +361,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("said", SLOW.values(), ids=SLOW)
-def test_who_dawdles_makes_room_for_who_asks(daemon: Any, web: Http, engine: Admin, said: str) -> None:
+def test_who_dawdles_makes_room_for_who_asks(daemon: Any, web: Http, engine: AdminClient, said: str) -> None:
     web.get("/healthz")
     before = descriptors(daemon)
     with contextlib.ExitStack() as stack:
@@ -426,7 +426,7 @@ def test_what_is_no_http_is_refused_in_few_lines(daemon: Any, web: Http) -> None
     assert "Traceback" not in daemon.log
 
 
-def test_a_flood_leaves_nothing_behind(daemon: Any, web: Http, engine: Admin) -> None:
+def test_a_flood_leaves_nothing_behind(daemon: Any, web: Http, engine: AdminClient) -> None:
     def flood() -> None:
         for number in range(120):
             assert web.get("/api/v1/status" if number % 2 else "/healthz")
@@ -452,7 +452,7 @@ def test_it_stops_at_once_beside_open_connections(daemon: Any, web: Http) -> Non
     assert not [name for name in os.listdir(daemon.folder) if not name.endswith((".log", ".token"))]
 
 
-def test_prometheus_reads_the_figures(web: Http, engine: Admin) -> None:
+def test_prometheus_reads_the_figures(web: Http, engine: AdminClient) -> None:
     answer = web.ask("GET", "/metrics")
     assert answer.status == 200
     assert answer.headers["Content-Type"].startswith("text/plain; version=")

@@ -17,7 +17,7 @@ from kvcache_proto.codec import decode_door, decode_reply, encode
 from kvcache_proto.errors import BadFrame
 from kvcache_proto.text import escaped
 from kvcache_proto.types import GroupSpec, NamespaceSpec, PoolGeometry
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.logs import JsonFormatter, TextFormatter
 
 FORGED = (
@@ -61,7 +61,7 @@ def test_names_forge_no_lines(daemon: Any) -> None:
     """Of engine, label, client, model and namespace, by the door and by messages."""
     name = FORGED.removesuffix("\ud800")
     spec = NamespaceSpec(name, (GroupSpec(16, 3 << 20),), {name: name})
-    with Admin(daemon.endpoint, name, engine=name) as engine:
+    with AdminClient(daemon.endpoint, name, engine=name) as engine:
         engine.ask(m.Attach(0, b"", spec, (0,)))
         with pytest.raises(Exception, match="no namespace"):
             engine.clear(name)

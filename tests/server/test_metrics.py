@@ -17,13 +17,13 @@ from kvcache_proto.counts import CLIENT_COUNTS
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import REF_BYTES, Breaker, Finding, GroupSpec, NamespaceSpec, Outcome
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.http import metrics
 
 SIZE = 512 << 10
 
 
-class Engine(Admin):
+class Engine(AdminClient):
     def __init__(self, endpoint: str, model: str = "m") -> None:
         super().__init__(endpoint, engine="engine")
         self.spec = NamespaceSpec(model, (GroupSpec(16, SIZE),))
@@ -182,7 +182,7 @@ def test_what_engines_tell_is_summed_up_and_names_of_their_own_are_not_shown(dae
 
 def test_operators_are_no_engines(daemon: Any, engine: Engine) -> None:
     before = scrape(daemon)
-    with Admin(daemon.endpoint, "top"), Admin(daemon.endpoint, "status"):
+    with AdminClient(daemon.endpoint, "top"), AdminClient(daemon.endpoint, "status"):
         found = scrape(daemon)
     assert found['kvcache_sessions{state="attached"}'] == before['kvcache_sessions{state="attached"}'] + 2
     assert found["kvcache_engines"] == 1

@@ -95,9 +95,9 @@ def test_a_trace_that_cannot_be_written(daemon: Any) -> None:
         assert code in (1, 2) and len(said.splitlines()) == 1 and "Traceback" not in said, said
     from kvcache_proto import messages as m
     from kvcache_proto.types import GroupSpec, NamespaceSpec
-    from kvcache_server.admin_client import Admin
+    from kvcache_server.admin_client import AdminClient
 
-    with Admin(daemon.endpoint, engine="one") as engine:
+    with AdminClient(daemon.endpoint, engine="one") as engine:
         number = engine.ask(m.Attach(0, b"", NamespaceSpec("m", (GroupSpec(16, 1024),)), (0,))).namespace
         recorder = subprocess.Popen(
             [sys.executable, "-m", "kvcache_server", *record[:3], "/dev/full"], stderr=subprocess.PIPE, text=True

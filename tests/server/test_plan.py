@@ -24,7 +24,7 @@ from kvcache_server.capacity.weights import weight_bytes
 from kvcache_server.cli import commands
 from kvcache_server.config import load
 from kvcache_server.core.cache import Cache
-from kvcache_server.replay.shadow import sparse_region
+from kvcache_server.replay.simulated_daemon import sparse_region
 
 MODELS = Path(__file__).parent.parent / "models"
 NAMES = sorted(file.stem for file in MODELS.glob("*.json"))

@@ -20,15 +20,15 @@ from kvcache_server.cli import commands
 from kvcache_server.core.fit import room
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.replay.bounds import distinct, optimum
-from kvcache_server.replay.run import Setup, make_rooms, play, replay, routes, size_for
-from kvcache_server.replay.shadow import Shadow, block_hash
-from kvcache_server.replay.trace import Request, read_trace
+from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
+from kvcache_server.replay.simulation import Setup, make_rooms, play, replay, routes, size_for
+from kvcache_server.replay.trace import TraceRequest, read_trace
 
 MODEL = Path(__file__).parent.parent / "models" / "llama-3-8b.json"
 MIB = 1 << 20
 
 
-def conversations(seed: int, turns: int) -> list[Request]:
+def conversations(seed: int, turns: int) -> list[TraceRequest]:
     """Conversations that go on below a few system prompts, each turn repeating all before it."""
     draw, names = random.Random(seed), itertools.count()
     systems = [[next(names) for _ in range(draw.randrange(2, 10))] for _ in range(6)]
@@ -39,11 +39,11 @@ def conversations(seed: int, turns: int) -> list[Request]:
         talk = talks.pop(draw.randrange(len(talks))) if goes_on else draw.choice(systems)
         talk = [*talk, *(next(names) for _ in range(draw.randrange(1, 8)))]
         talks.append(talk)
-        found.append(Request(number / 10, tuple(talk)))
+        found.append(TraceRequest(number / 10, tuple(talk)))
     return found
 
 
-def write(requests: list[Request], path: Path) -> Path:
+def write(requests: list[TraceRequest], path: Path) -> Path:
     lines = (
         json.dumps(
             {
@@ -64,7 +64,7 @@ def run(*arguments: str) -> click.testing.Result:
     return click.testing.CliRunner().invoke(commands, ["replay", *arguments], catch_exceptions=False)
 
 
-def best_by_trying_all(requests: list[Request], blocks: int) -> int:
+def best_by_trying_all(requests: list[TraceRequest], blocks: int) -> int:
     """Return the most hits of any cache that keeps a block only with all before it: every choice is tried."""
     parent: dict[int | str, int | str | None] = {}
     for request in requests:
@@ -94,7 +94,9 @@ def test_the_optimum_is_the_best_of_all_choices(seed: int) -> None:
     requests = []
     for at in range(7):
         path = tuple(draw.randrange(2) for _ in range(draw.randrange(1, 4)))
-        requests.append(Request(at, tuple(names.setdefault(path[: end + 1], len(names)) for end in range(len(path)))))
+        requests.append(
+            TraceRequest(at, tuple(names.setdefault(path[: end + 1], len(names)) for end in range(len(path))))
+        )
     for blocks in (1, 2, 3, 4):
         assert optimum(requests, blocks) == best_by_trying_all(requests, blocks)
 
@@ -128,7 +130,7 @@ def test_private_caches_are_daemons_of_a_part_of_the_memory_that_see_a_part_of_t
     hits = 0
     for engine in range(3):
         mine = requests[engine::3]
-        alone = Shadow(room(size // 3, MIB), 512, 1)
+        alone = SimulatedDaemon(room(size // 3, MIB), 512, 1)
         hits += play([alone], mine, [list(map(block_hash, each.blocks)) for each in mine], [0] * len(mine), int)[0]
     assert row["private"] == hits / sum(len(each.blocks) for each in requests)
     assert 3 * row["private_blocks"] == pytest.approx(row["blocks"], rel=0.1)
@@ -137,7 +139,7 @@ def test_private_caches_are_daemons_of_a_part_of_the_memory_that_see_a_part_of_t
 def test_the_shadow_is_the_daemons_index_and_stays_whole() -> None:
     requests = conversations(3, 400)
     place = room(256 * MIB, MIB)
-    shadow = Shadow(place, 512, 2)
+    shadow = SimulatedDaemon(place, 512, 2)
     ((group,),) = [namespace.groups for namespace in shadow.cache.namespaces.values()]
     for begin in range(0, len(requests), 10):
         some = requests[begin : begin + 10]
@@ -153,10 +155,10 @@ def test_the_shadow_is_the_daemons_index_and_stays_whole() -> None:
 
 def test_a_region_of_terabytes_takes_the_memory_of_its_rows() -> None:
     place = room(4 << 40, 64 * MIB)
-    shadow = Shadow(place, 512, 1)
+    shadow = SimulatedDaemon(place, 512, 1)
     before = own_memory()
     prompts = [[block_hash(f"{number} {at}") for at in range(32)] for number in range(200)]
-    play([shadow], [Request(0, ("x",))] * 200, prompts, [0] * 200, int)
+    play([shadow], [TraceRequest(0, ("x",))] * 200, prompts, [0] * 200, int)
     assert figures(shadow.cache, 0.0)["pool"]["used_bytes"] == 400 << 30
     assert own_memory() - before < 64 * MIB
 
@@ -166,7 +168,13 @@ def own_memory() -> int:
 
 
 def test_who_serves_a_request() -> None:
-    requests = [Request(0, (1,)), Request(1, (2,)), Request(2, (1, 3)), Request(3, (2, 4)), Request(4, (1,))]
+    requests = [
+        TraceRequest(0, (1,)),
+        TraceRequest(1, (2,)),
+        TraceRequest(2, (1, 3)),
+        TraceRequest(3, (2, 4)),
+        TraceRequest(4, (1,)),
+    ]
     assert routes(requests, Setup(engines=2)) == [0, 1, 0, 1, 0]
     assert routes(requests, Setup(engines=3)) == [0, 1, 2, 0, 1]
     assert routes(requests, Setup(engines=3, routing="prefix")) == [0, 1, 0, 1, 0]
@@ -271,6 +279,6 @@ def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monke
     path = write(conversations(8, 20), tmp_path / "trace.jsonl")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "kvcache_server.replay.picture", raising=False)
+    monkeypatch.delitem(sys.modules, "kvcache_server.replay.plot", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'kvcache-server\[replay\]'"):
         run(str(path), "--png", str(tmp_path / "out.png"))

@@ -21,7 +21,7 @@ from kvcache_proto.codec import MAX_FRAME, decode_reply, encode
 from kvcache_proto.endpoint import door_path, routing_id, socket_path
 from kvcache_proto.errors import BadToken, KVCacheError
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
 from kvcache_server.daemon.descriptors import needed
 from kvcache_server.storage.region_names import LOCK, RegionFolder
@@ -35,7 +35,7 @@ def hashes(count: int, start: int = 0, size: int = 32) -> list[bytes]:
     return [number.to_bytes(size, "little") for number in range(start, start + count)]
 
 
-class Engine(Admin):
+class Engine(AdminClient):
     """A session that is attached to one namespace, whole by itself."""
 
     def __init__(self, endpoint: str, name: str = "engine", spec: NamespaceSpec = SPEC) -> None:
@@ -92,7 +92,7 @@ class Wire:
         return decode_reply(self.socket.recv())
 
 
-class Unheard(Admin):
+class Unheard(AdminClient):
     """A session whose connection somebody else makes."""
 
     def _dealer(self) -> zmq.Socket[bytes]:
@@ -392,14 +392,14 @@ def test_too_few_descriptors_for_all_sessions_are_told_of(start_daemon: Any, sho
     assert resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE) == (most, most), "the soft limit was not raised"
     assert "descriptors" not in daemon.log
     with contextlib.ExitStack() as leave:
-        admin = leave.enter_context(Admin(daemon.endpoint))
+        admin = leave.enter_context(AdminClient(daemon.endpoint))
         while len(admin.stats()["sessions"]) > 1:  # the one that has seen the daemon's start may be ending yet
             pass
         before = len(os.listdir(fds := f"/proc/{daemon.process.pid}/fd"))
         for number in range(19):
             leave.enter_context(Engine(daemon.endpoint, f"engine {number}"))
         assert len(os.listdir(fds)) == before + 2 * 19
-        leave.enter_context(Admin(daemon.endpoint))  # beyond all others, for who runs the daemon
+        leave.enter_context(AdminClient(daemon.endpoint))  # beyond all others, for who runs the daemon
     settings.write_text("max_sessions = 21\nmax_user_sessions = 20\n")
     daemon.process.send_signal(signal.SIGHUP)
     daemon.wait_status(lambda status: status["daemon"]["max_sessions"] == 21)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvcache_proto.endpoint import door_path, socket_path
-from kvcache_server.admin_client import Admin
-from kvcache_server.transport.sockets import Place, admit
+from kvcache_server.admin_client import AdminClient
+from kvcache_server.transport.sockets import SocketFile, admit
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 
@@ -92,7 +92,7 @@ def tried(daemon: Any, token: bytes, uid: int, gid: int, groups: list[int], pati
 def test_who_is_not_named_gets_nothing(start_daemon: Any, flags: dict[str, str]) -> None:
     """Not even with the token of a living session: it cannot connect."""
     daemon = start_daemon(**flags)
-    with Admin(daemon.endpoint) as admin:
+    with AdminClient(daemon.endpoint) as admin:
         came = tried(daemon, admin._token, STRANGER, STRANGER, [STRANGER], 1000)
         admin.ping()
     assert came["door"] == ["Permission denied", 0]
@@ -128,7 +128,7 @@ def test_without_access_control_lists_door_and_token_still_refuse(start_daemon: 
     for path in (door_path(daemon.endpoint), socket_path(daemon.endpoint)):
         os.removexattr(path, "system.posix_acl_access")
         os.chmod(path, 0o666)
-    with Admin(daemon.endpoint) as admin:
+    with AdminClient(daemon.endpoint) as admin:
         came = tried(daemon, admin._token, STRANGER, STRANGER, [], 1000)
         admin.ping()
     assert came["door"] == ["not_permitted", 0]
@@ -150,7 +150,7 @@ def test_a_socket_opens_to_all_where_no_list_can_be_set(short_folder: Path, capl
 def test_what_was_replaced_is_not_removed(short_folder: Path) -> None:
     path = short_folder / "x.sock"
     path.touch()
-    place = Place(str(path))
+    place = SocketFile(str(path))
     assert place.is_ours()
     path.rename(short_folder / "away")
     assert not place.is_ours()

@@ -17,12 +17,12 @@ from small_cache import make_cache
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_reply
 from kvcache_proto.errors import Unavailable
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
 from kvcache_server.core.slices import Steps, begin, finish
 from kvcache_server.daemon.slow_queue import SHARE, SlowQueue
-from kvcache_server.http.admin_ops import Desk
-from kvcache_server.http.app import Http
+from kvcache_server.http.admin_ops import AdminOps
+from kvcache_server.http.app import HttpApp
 from kvcache_server.http.connection_limiter import SECONDS
 from kvcache_server.insight.insight import Insight
 
@@ -43,9 +43,9 @@ class Slow:
         self.failures: list[Exception] = []
         self.loop = asyncio.new_event_loop()
         cache = make_cache()
-        desk = Desk(cache, Insight(cache), lambda session: None, self._figures, finish_soon, lambda: None)
+        admin_ops = AdminOps(cache, Insight(cache), lambda session: None, self._figures, finish_soon, lambda: None)
         config = Config(endpoint=f"ipc://{folder}/kv.sock", http="127.0.0.1:0")
-        self.http = Http(self.loop, config, desk, lambda number, error: self.failures.append(error))
+        self.http = HttpApp(self.loop, config, admin_ops, lambda number, error: self.failures.append(error))
         host, _, port = self.http.address.removeprefix("http://").rpartition(":")
         self._address = host, int(port)
 
@@ -184,7 +184,7 @@ def test_the_slices_of_a_question_are_paid_for_one_by_one() -> None:
 def test_who_asks_a_question_waits_for_it_and_not_for_its_turn_with_the_rest(
     daemon: Any, question: m.Request, answer: type
 ) -> None:
-    with Admin(daemon.endpoint) as asker, Admin(daemon.endpoint) as other:
+    with AdminClient(daemon.endpoint) as asker, AdminClient(daemon.endpoint) as other:
         os.kill(daemon.process.pid, signal.SIGSTOP)  # so that all have come when it looks
         first, second = asker.tell(question), asker.tell(question)
         ping, others = asker.tell(m.Ping(0, b"")), other.tell(question)
@@ -195,7 +195,7 @@ def test_who_asks_a_question_waits_for_it_and_not_for_its_turn_with_the_rest(
         assert heard[0].code == Unavailable.code
         assert decode_reply(other._socket.recv()).id == others
     daemon.wait_status(lambda status: not status["sessions"])
-    with Admin(daemon.endpoint) as gone:
+    with AdminClient(daemon.endpoint) as gone:
         os.kill(daemon.process.pid, signal.SIGSTOP)
         gone.tell(question)
     os.kill(daemon.process.pid, signal.SIGCONT)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from kvcache_client.doctor import conformance, copies, mapping
-from kvcache_proto.findings import Finding
+from kvcache_proto.check_result import CheckResult
 
-QUESTIONS: dict[str, Callable[..., Iterable[Finding]]] = {
+QUESTIONS: dict[str, Callable[..., Iterable[CheckResult]]] = {
     "host-copies": copies.on_host,
     "device-copies": copies.on_devices,
     "mapping": mapping.of_region,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache_client.doctor.copies import provenance
-from kvcache_proto.findings import Finding
+from kvcache_proto.check_result import CheckResult
 
 _HERE = Path(__file__).resolve()
 # Beside this module in an installed package, else in the source tree.
@@ -23,18 +23,18 @@ def find_suite() -> Path | None:
     return next((folder for folder in FOLDERS if (folder / "test_conformance.py").exists()), None)
 
 
-def of_devices() -> Iterator[Finding]:
+def of_devices() -> Iterator[CheckResult]:
     """Run the suite. A kind of device that is not here is untested, with the suite's own reason."""
     suite = find_suite()
     if suite is None:
-        yield Finding("suite", "untested", f"not in this installation: none of {', '.join(map(str, FOLDERS))}")
+        yield CheckResult("suite", "untested", f"not in this installation: none of {', '.join(map(str, FOLDERS))}")
         return
     for module, cure in (
         ("torch", "run this in the environment of an engine: `python -m kvcache_server doctor`"),
         ("pytest", "pip install 'kvcache-server[doctor]'"),
     ):
         if importlib.util.find_spec(module) is None:
-            yield Finding("suite", "untested", f"{module} is not installed here", cure)
+            yield CheckResult("suite", "untested", f"{module} is not installed here", cure)
             return
     import pytest
 
@@ -49,7 +49,7 @@ def of_devices() -> Iterator[Finding]:
     code = pytest.main([*options, str(suite)], plugins=[count])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         why = count.trouble or f"pytest ended with {int(code)}"
-        yield Finding("suite", "failed", why, f"{sys.executable} -m pytest {suite}")
+        yield CheckResult("suite", "failed", why, f"{sys.executable} -m pytest {suite}")
     for kind in count.kinds():
         yield count.finding(kind, suite)
 
@@ -67,21 +67,23 @@ class Count:
     def kinds(self) -> list[str]:
         return list(dict.fromkeys(self._kind.values()))
 
-    def finding(self, kind: str, suite: Path) -> Finding:
+    def finding(self, kind: str, suite: Path) -> CheckResult:
         mine = [test for test, found in self._kind.items() if found == kind]
         failed, skipped, passed = ([test for test in mine if self._outcome.get(test) == how] for how in WORST)
         seconds = sum(self._seconds.get(test, 0.0) for test in mine)
         name, how = f"{kind} suite", provenance(kind)
         values = {"passed": len(passed), "failed": len(failed), "skipped": len(skipped), "seconds": seconds}
         if not passed and not failed:
-            return Finding(name, "untested", self._reason[skipped[0]] if skipped else "it did not run", values=values)
+            return CheckResult(
+                name, "untested", self._reason[skipped[0]] if skipped else "it did not run", values=values
+            )
         figure = f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped in {seconds:.0f} s"
         if failed:
             command = f"{sys.executable} -m pytest '{suite}/{failed[0]}'"
-            return Finding(
+            return CheckResult(
                 name, "failed", f"{figure}; first {failed[0]}: {self._reason[failed[0]]}", command, how, values
             )
-        return Finding(name, "ok", figure, "", how, values)
+        return CheckResult(name, "ok", figure, "", how, values)
 
     # Hooks.
 

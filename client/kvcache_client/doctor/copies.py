@@ -20,8 +20,8 @@ import numpy as np
 from kvcache_client.devices import CopyError, Device, Job, Scratch, Unsupported, open_device
 from kvcache_client.devices.layout import Run, Tensor, block_fragments, runs
 from kvcache_client.devices.self_test import check_copies
+from kvcache_proto.check_result import CheckResult, How
 from kvcache_proto.errors import ConfigError
-from kvcache_proto.findings import Finding, How
 
 LAYERS, FRAGMENT = 32, 64 << 10  # keys and values apart: 4 MiB a block, as an 8B model's 32 tokens have
 SLOT = 2 * LAYERS * FRAGMENT
@@ -123,26 +123,26 @@ class Rates(NamedTuple):
         return self.ours / self.plain
 
 
-def on_host() -> Iterator[Finding]:
+def on_host() -> Iterator[CheckResult]:
     """Copies on the CPU, where an engine's cache lies in host memory. Needs no torch."""
     yield from examine(HostKit())
 
 
-def on_devices() -> Iterator[Finding]:
+def on_devices() -> Iterator[CheckResult]:
     """Copies on every accelerator that torch finds."""
     if importlib.util.find_spec("torch") is None:
         for kind in DEVICES:
-            yield Finding(kind, "untested", "torch is not installed here", _IN_ENGINE)
+            yield CheckResult(kind, "untested", "torch is not installed here", _IN_ENGINE)
         return
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError, RuntimeError) as error:
-        yield Finding("torch", "failed", f"import torch: {_first_line(error)}", "no engine starts with this either")
+        yield CheckResult("torch", "failed", f"import torch: {_first_line(error)}", "no engine starts with this either")
         return
     for kind in DEVICES:
         why_not, cure = _why_none(torch, kind)
         if why_not:
-            yield Finding(kind, "untested", why_not, cure)
+            yield CheckResult(kind, "untested", why_not, cure)
             continue
         for index in range(getattr(torch, kind).device_count()):
             yield from _on(torch, kind, index)
@@ -152,10 +152,10 @@ def on_devices() -> Iterator[Finding]:
             try:
                 open_device(kind, (), 0)
             except Unsupported as error:
-                yield Finding(kind, "untested", str(error), _UNCACHED)
+                yield CheckResult(kind, "untested", str(error), _UNCACHED)
 
 
-def examine(kit: Kit) -> Iterator[Finding]:
+def examine(kit: Kit) -> Iterator[CheckResult]:
     """Open a small cache on the device and copy both ways. The canary comes first: a rate of wrong bytes is none."""
     print(f"copies on {kit.name}, {kit.label}", file=sys.stderr, flush=True)  # the last words, should the process die
     reasons = _Reasons()
@@ -170,14 +170,14 @@ def examine(kit: Kit) -> Iterator[Finding]:
             check_copies(device, places, kit.blocks)
             seconds = time.perf_counter() - begin
             figure = f"{kit.label}: two blocks of {SLOT >> 20} MiB out and back, every byte as it was"
-            yield Finding(f"{kit.name} canary", "ok", figure, how=kit.how, values={"seconds": seconds})
+            yield CheckResult(f"{kit.name} canary", "ok", figure, how=kit.how, values={"seconds": seconds})
             region = noisy(kit.blocks * SLOT)
             yield from _registration(kit, device, region, reasons)
             yield _copies(kit, device, region)
     except Unsupported as error:
-        yield Finding(kit.name, "untested", str(error), _UNCACHED)
+        yield CheckResult(kit.name, "untested", str(error), _UNCACHED)
     except (CopyError, ConfigError) as error:
-        yield Finding(f"{kit.name} canary", "failed", str(error), _UNCACHED, kit.how)
+        yield CheckResult(f"{kit.name} canary", "failed", str(error), _UNCACHED, kit.how)
 
 
 _IN_ENGINE = "run this in the environment of an engine: `python -m kvcache_server doctor`"
@@ -207,15 +207,15 @@ def _why_none(torch: Any, kind: str) -> tuple[str, str]:
     return "", ""
 
 
-def _on(torch: Any, kind: str, index: int) -> Iterator[Finding]:
+def _on(torch: Any, kind: str, index: int) -> Iterator[CheckResult]:
     try:
         yield from examine(TorchKit(torch, kind, index))
     except RuntimeError as error:  # torch's, the runtime's message in it
         if "out of memory" in str(error):
             cure = "stop the engine that holds it, or leave more free (gpu_memory_utilization)"
-            yield Finding(f"{kind}:{index}", "untested", "no memory of the device is free", cure)
+            yield CheckResult(f"{kind}:{index}", "untested", "no memory of the device is free", cure)
         else:
-            yield Finding(f"{kind}:{index}", "failed", _first_line(error), _UNCACHED, provenance(kind))
+            yield CheckResult(f"{kind}:{index}", "failed", _first_line(error), _UNCACHED, provenance(kind))
     getattr(torch, kind).empty_cache()
 
 
@@ -226,7 +226,7 @@ def _places(address: int, blocks: int) -> list[Run]:
     return runs(block_fragments(tensors, blocks, SLOT))
 
 
-def _registration(kit: Kit, device: Device, region: Scratch, reasons: _Reasons) -> Iterator[Finding]:
+def _registration(kit: Kit, device: Device, region: Scratch, reasons: _Reasons) -> Iterator[CheckResult]:
     begin = time.perf_counter()
     device.register(region)
     pause = threading.Event()
@@ -238,14 +238,14 @@ def _registration(kit: Kit, device: Device, region: Scratch, reasons: _Reasons) 
     name, a_gib = f"{kit.name} registration", seconds / (region.bytes / (1 << 30))
     values = {"direct_bytes": direct, "bytes": region.bytes, "seconds_a_gib": a_gib}
     if over and direct == region.bytes:
-        yield Finding(name, "ok", f"direct, {a_gib:.2f} s a GiB", how=kit.how, values=values)
+        yield CheckResult(name, "ok", f"direct, {a_gib:.2f} s a GiB", how=kit.how, values=values)
         return
     why = reasons.last or f"{direct:,} of {region.bytes:,} bytes direct after {seconds:.0f} s"
     cure = "raise the limit on locked memory (ulimit -l); else see what the device's driver logs"
-    yield Finding(name, "slow", f"ring: {why}", cure, kit.how, values)
+    yield CheckResult(name, "slow", f"ring: {why}", cure, kit.how, values)
 
 
-def _copies(kit: Kit, device: Device, region: Scratch) -> Finding:
+def _copies(kit: Kit, device: Device, region: Scratch) -> CheckResult:
     draw = np.random.default_rng(1)
     blocks, offsets = (draw.permutation(kit.blocks).astype(np.int64) * unit for unit in (1, SLOT))
 
@@ -267,7 +267,7 @@ def _copies(kit: Kit, device: Device, region: Scratch) -> Finding:
     name = f"{kit.name} copies"
     if wrong:
         cure = f"{_UNCACHED}; the canary did not see this: please report it"
-        return Finding(name, "failed", f"{wrong:,} of {region.bytes:,} bytes came back wrong", cure, kit.how)
+        return CheckResult(name, "failed", f"{wrong:,} of {region.bytes:,} bytes came back wrong", cure, kit.how)
     del kept
     plain = kit.plain(region.bytes)
     save, load = (_rates(region.bytes, saves, copy, plain) for saves in (True, False))
@@ -282,7 +282,7 @@ def _copies(kit: Kit, device: Device, region: Scratch) -> Finding:
     }
     slow = kit.how == "measured" and min(save.share, load.share) < SLOW  # a simulation's time says nothing
     cure = "look for what else keeps the cores or the bus busy, and at the lines above; then repeat" if slow else ""
-    return Finding(name, "slow" if slow else "ok", figure, cure, kit.how, values)
+    return CheckResult(name, "slow" if slow else "ok", figure, cure, kit.how, values)
 
 
 def _rates(size: int, saves: bool, copy: Callable[[bool], float], plain: Plain) -> Rates:

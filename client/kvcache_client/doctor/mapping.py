@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvcache_client.session.session import Session
+from kvcache_proto.check_result import CheckResult
 from kvcache_proto.errors import KVCacheError
-from kvcache_proto.findings import Finding
 
 
-def of_region(endpoint: str) -> Iterator[Finding]:
+def of_region(endpoint: str) -> Iterator[CheckResult]:
     """Attach as an engine does. Leaves nothing in the cache."""
     try:
         # As an operator's commands are called: it gets in beside engines that have taken all sessions.
@@ -17,6 +17,6 @@ def of_region(endpoint: str) -> Iterator[Finding]:
             region = session.region
             assert region is not None  # a session that is connected has one
             figure = f"{region.bytes:,} bytes, format and geometry as this client knows them"
-            yield Finding("mapping", "ok", figure, how="measured", values={"region_bytes": region.bytes})
+            yield CheckResult("mapping", "ok", figure, how="measured", values={"region_bytes": region.bytes})
     except KVCacheError as error:
-        yield Finding("mapping", "failed", str(error), "an engine here would run uncached until this is mended")
+        yield CheckResult("mapping", "failed", str(error), "an engine here would run uncached until this is mended")

@@ -33,7 +33,7 @@ from kvcache_proto.errors import Unavailable
 from kvcache_proto.region import slots_per_extent
 from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server import signals
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 SHARD_BYTES = 64
 EXTENT = 4 << 20
@@ -79,7 +79,7 @@ class Prompts:
         return chain[:known] + [self._draw.randbytes(32) for _ in range(width - known)]
 
 
-class Writer(Admin):
+class Writer(AdminClient):
     """Stores prompts and looks them up, by messages alone: it maps nothing. An engine of its own."""
 
     def __init__(self, endpoint: str, seed: int) -> None:
@@ -293,7 +293,7 @@ def processes(folder: Path, blocks: int) -> Iterator[tuple[str, int, Echo]]:
         for _ in range(600):
             if daemon.poll() is not None:
                 raise click.ClickException(f"the daemon ended:\n{(folder / 'daemon.log').read_text()}")
-            with contextlib.suppress(Unavailable), Admin(endpoint):
+            with contextlib.suppress(Unavailable), AdminClient(endpoint):
                 break
             time.sleep(0.1)  # between two knocks: who is to answer is not there yet
         ready.recv()
@@ -391,7 +391,7 @@ def describe(figures: dict[str, Any]) -> str:
 @click.option("--json", "as_json", is_flag=True, help="The figures, for programs.")
 def command(blocks: int, rounds: int, seconds: float, as_json: bool) -> None:
     begin = time.monotonic()
-    signals.end_as_by_ctrl_c()
+    signals.exit_cleanly_when_told()
 
     def say(text: str) -> None:
         click.echo(f"[{time.monotonic() - begin:4.0f} s] {text}", err=True)

@@ -19,7 +19,7 @@ import click
 
 from kvcache_proto.errors import KVCacheError
 from kvcache_server import signals
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import format_size, parse_size
 
 # About 29 million weights and 16 KiB of KV a token: some seconds of prefill for 6,000 tokens on two cores.
@@ -145,7 +145,7 @@ def wait_for_daemon(endpoint: str, process: subprocess.Popen[bytes], log: Path) 
     for _ in range(600):
         if process.poll() is not None:
             raise Failed(f"the daemon ended with status {process.returncode}:\n{tail(log)}")
-        with contextlib.suppress(KVCacheError), Admin(endpoint) as admin:
+        with contextlib.suppress(KVCacheError), AdminClient(endpoint) as admin:
             admin.ping()
             return
         time.sleep(0.1)  # between two knocks: who is to answer is not there yet
@@ -201,7 +201,7 @@ class Demo:
                 self.say(f"made a Llama with {made['parameters'] / 1e6:.0f} million random weights")
             self.say(f"starting two vLLM engines, A and B (logs in {self._folder})")
             facts = self._start(engines, model, endpoint)
-            with Admin(endpoint) as admin:
+            with AdminClient(endpoint) as admin:
                 rows = []
                 for first, second in (engines, engines[::-1]):
                     rows.append(self._share(first, second, facts, admin))
@@ -240,7 +240,7 @@ class Demo:
         draw = random.Random(seed)
         return [[draw.randrange(facts["vocabulary"]) for _ in range(tokens)] for _ in range(count)]
 
-    def _share(self, first: EngineProcess, second: EngineProcess, facts: dict[str, Any], admin: Admin) -> Row:
+    def _share(self, first: EngineProcess, second: EngineProcess, facts: dict[str, Any], admin: AdminClient) -> Row:
         prompts = self._make(f"prompts of {first.name}", facts, self._prompts, self._tokens)
         whole = len(prompts) * (self._tokens // facts["block_tokens"])
         loadable = len(prompts) * ((self._tokens - 1) // facts["block_tokens"])
@@ -263,7 +263,7 @@ class Demo:
         return Pass(answer["answers"], seconds)
 
     @staticmethod
-    def _wait_until_visible(admin: Admin, blocks: int) -> float:
+    def _wait_until_visible(admin: AdminClient, blocks: int) -> float:
         begin = time.monotonic()
         while totals(admin)["blocks"] < blocks:
             if time.monotonic() - begin > VISIBLE_WITHIN:
@@ -286,7 +286,7 @@ def write(directory: str, folder: Path) -> None:
     click.echo(f"{directory} has a Llama with {made['parameters'] / 1e6:.0f} million random weights")
 
 
-def totals(admin: Admin) -> dict[str, int]:
+def totals(admin: AdminClient) -> dict[str, int]:
     namespaces = admin.stats()["namespaces"]
     return {key: sum(namespace[key] for namespace in namespaces) for key in ("blocks", "hit_blocks")}
 
@@ -326,7 +326,7 @@ def table(rows: list[Row]) -> str:
 def command(
     model: str | None, prompts: int, tokens: int, tensor_parallel: int, size: str, write_model: str | None
 ) -> None:
-    signals.end_as_by_ctrl_c()
+    signals.exit_cleanly_when_told()
     with tempfile.TemporaryDirectory(prefix="kvdemo-") as folder:
         if write_model:
             try:

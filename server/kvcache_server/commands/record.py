@@ -18,7 +18,7 @@ import click
 
 from kvcache_proto import messages as m
 from kvcache_proto.endpoint import default_endpoint
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 EVERY = 0.25  # seconds between two questions
 RECENT = 1 << 16  # requests whose further lookups are left out
@@ -63,7 +63,7 @@ class Recorder:
         return self._numbers.setdefault((seen.namespace, seen.group, block), len(self._numbers))
 
 
-def record(admin: Admin, out: IO[str], seconds: float, stopped: Any = lambda: False) -> tuple[Recorder, int]:
+def record(admin: AdminClient, out: IO[str], seconds: float, stopped: Any = lambda: False) -> tuple[Recorder, int]:
     """Write what comes within `seconds` (0: until `stopped`); return the recorder and how many lookups were lost."""
     recorder, lost, until = Recorder(), 0, time.monotonic() + seconds
     since = admin.ask(m.Watch(0, b"")).next
@@ -90,7 +90,7 @@ def command(out: IO[str], seconds: float, endpoint: str | None) -> None:
     ends: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda signum, frame: ends.append(signum))
-    with Admin(endpoint or default_endpoint(), "record") as admin:
+    with AdminClient(endpoint or default_endpoint(), "record") as admin:
         recorder, lost = record(admin, out, seconds, lambda: bool(ends))
     share = f", {recorder.hits / recorder.blocks:.1%} of them hit" if recorder.blocks else ""
     click.echo(

@@ -23,7 +23,7 @@ from kvcache_proto.endpoint import default_endpoint
 from kvcache_proto.errors import BadToken, KVCacheError, Unavailable
 from kvcache_proto.text import escaped
 from kvcache_proto.types import Refusal
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands import describe
 from kvcache_server.config import format_size
 from kvcache_server.core.limits import OPERATOR
@@ -211,11 +211,11 @@ def _quits(seconds: float) -> bool:
 
 def samples(endpoint: str) -> Generator[Sample | KVCacheError, None, None]:
     """Yield a report each time it is asked, or why there is none; find the next daemon by itself."""
-    admin: Admin | None = None
+    admin: AdminClient | None = None
     try:
         while True:
             try:
-                admin = admin or Admin(endpoint, "top")
+                admin = admin or AdminClient(endpoint, "top")
                 yield Sample(admin.stats(), time.monotonic())
             except (Unavailable, BadToken) as error:  # another daemon has come, and does not know us
                 if admin is not None:

@@ -11,7 +11,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.endpoint import default_endpoint
 from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_NAME
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 
 # One line a cause; {engine}, {where} and {ages} are filled in from the facts that came with it.
 CAUSES = {
@@ -97,7 +97,7 @@ def command(request: str, endpoint: str | None, as_json: bool) -> None:
     """
     if len(request) > MAX_NAME:
         raise click.BadParameter(f"at most {MAX_NAME} characters")
-    with Admin(endpoint or default_endpoint(), "why") as admin:
+    with AdminClient(endpoint or default_endpoint(), "why") as admin:
         answer = admin.ask(m.Why(0, b"", request)).answer
     click.echo(json.dumps(answer, indent=2) if as_json else describe(answer))
     if not answer["explained"]:

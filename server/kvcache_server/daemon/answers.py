@@ -40,7 +40,7 @@ from kvcache_server.daemon.long_work import LongWork
 from kvcache_server.daemon.requests import Connection, Wire
 from kvcache_server.daemon.session_registry import SessionRegistry
 from kvcache_server.daemon.slow_queue import SLOW, SlowQueue
-from kvcache_server.http.admin_ops import Desk
+from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.histogram import Histogram
 from kvcache_server.insight.insight import Insight
 
@@ -72,10 +72,10 @@ class Answers:
         self._cache, self._insight, self._sessions, self._report = cache, insight, sessions, report
         self._tokens = sessions.tokens
         self._wire: Wire
-        self._operations: Desk
+        self._operations: AdminOps
         self._figures: Callable[[], dict[str, Any]]
 
-    def connect(self, wire: Wire, operations: Desk, figures: Callable[[], dict[str, Any]]) -> None:
+    def connect(self, wire: Wire, operations: AdminOps, figures: Callable[[], dict[str, Any]]) -> None:
         """Name the parts that need the answers themselves; `figures()` are the daemon's own."""
         self._wire, self._operations, self._figures = wire, operations, figures
 

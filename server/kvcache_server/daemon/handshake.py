@@ -25,7 +25,7 @@ from kvcache_proto.errors import (
 from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
 from kvcache_proto.types import MAX_NAME, PoolGeometry
 from kvcache_server.rates import Rate
-from kvcache_server.transport.sockets import Listener, Peer, Place
+from kvcache_server.transport.sockets import Listener, Peer, SocketFile
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Door:
         self.let_in(allow_uids, allow_gids, rate)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SocketFile:
         return self._listener.place
 
     def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...], rate: Rate | None) -> None:

@@ -14,7 +14,7 @@ from kvcache_server import signals
 from kvcache_server.config import Config, format_size
 from kvcache_server.daemon import descriptors
 from kvcache_server.daemon.service import Service
-from kvcache_server.daemon.systemd import Manager
+from kvcache_server.daemon.systemd import ServiceManager
 from kvcache_server.storage.folder import EndpointLock
 from kvcache_server.storage.region_file import Progress
 from kvcache_server.storage.warm_start import open_cache
@@ -31,7 +31,7 @@ def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progr
     faulthandler.enable()  # a watchdog ends a loop that hangs by SIGABRT: say where it hung
     descriptors.raise_limit()
     descriptors.warn_if_few(config)
-    manager = Manager(os.environ)
+    manager = ServiceManager(os.environ)
     try:
         _serve(config, read, fresh, progress, manager)
     except KVCacheError as error:
@@ -42,7 +42,7 @@ def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progr
 
 
 def _serve(
-    config: Config, read: Callable[[], Config], fresh: bool, progress: Progress | None, manager: Manager
+    config: Config, read: Callable[[], Config], fresh: bool, progress: Progress | None, manager: ServiceManager
 ) -> None:
     lock = EndpointLock(config.endpoint)
     try:
@@ -79,7 +79,7 @@ def _until_told_to_stop(progress: Progress) -> Progress:
     """Return `progress` such that a stop signal ends the start there: not in between, where something is half made."""
 
     def check(done: int, total: int) -> None:
-        if signals.told_to_stop():
+        if signals.stop_is_pending():
             log.info("stopped before it was ready, at %s of %s", format_size(done), format_size(total))
             raise SystemExit(0)
         progress(done, total)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from kvcache_proto.codec import MAX_FRAME
 from kvcache_proto.endpoint import socket_path, token_of
 from kvcache_proto.errors import BadFrame, BadToken
-from kvcache_server.transport.connections import LONG, Turns, ZmtpConnection
-from kvcache_server.transport.sockets import Listener, Peer, Place, who_gives_way
+from kvcache_server.transport.connections import LONG, ZmtpConnection, ZmtpServer
+from kvcache_server.transport.sockets import Listener, Peer, SocketFile, who_gives_way
 from kvcache_server.transport.zmtp import CutOff, header
 
 READ_BYTES = 256 << 10
@@ -70,7 +70,7 @@ class Connection(ZmtpConnection):
         return b""
 
 
-class Wire(Turns[Connection]):
+class Wire(ZmtpServer[Connection]):
     """Listens at the endpoint.
 
     `tokens` leads from a token to its session. `answer(connection, message)` answers a message, which may be an error:
@@ -96,7 +96,7 @@ class Wire(Turns[Connection]):
         self._listener = Listener(loop, socket_path(endpoint), endpoint, self._enter, self._count)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SocketFile:
         return self._listener.place
 
     def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:

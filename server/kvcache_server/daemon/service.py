@@ -24,16 +24,16 @@ from kvcache_server.daemon.handshake import Admission, Door
 from kvcache_server.daemon.reload import Reload, rate_of
 from kvcache_server.daemon.requests import Wire
 from kvcache_server.daemon.session_registry import SessionRegistry
-from kvcache_server.daemon.systemd import Manager
+from kvcache_server.daemon.systemd import ServiceManager
 from kvcache_server.events.publisher import Publisher
-from kvcache_server.http.admin_ops import Desk
+from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.insight import Insight
 from kvcache_server.signals import STOP_SIGNALS
 from kvcache_server.storage.warm_start import Opened
 from kvcache_server.transport.sockets import Peer
 
 if TYPE_CHECKING:
-    from kvcache_server.http.app import Http
+    from kvcache_server.http.app import HttpApp
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ YOUNG_OBJECTS = 10_000  # between two looks of the garbage collector
 class Service:
     """Serves one cache at one endpoint until it is told to stop."""
 
-    def __init__(self, config: Config, opened: Opened, manager: Manager, read: Callable[[], Config]) -> None:
+    def __init__(self, config: Config, opened: Opened, manager: ServiceManager, read: Callable[[], Config]) -> None:
         """Open wire and door; the endpoint's lock is held by the caller. Raises as Door does.
 
         `manager` hears how it goes; `read()` reads the configuration again.
@@ -60,27 +60,29 @@ class Service:
         self._sessions = SessionRegistry(opened, self._show_out, lambda number, error: self._answers.failed(0, error))
         self._answers = Answers(self._loop, self._cache, self._insight, self._sessions, self._report)
         self._long_work = self._answers.long_work
-        self._desk = Desk(
+        self._admin_ops = AdminOps(
             *(self._cache, self._insight, self._sessions.look_after, self._figures, self._long_work.run, self._report)
         )
         self._lost = ""  # the socket whose file has gone
         self._started, self._started_at = time.monotonic(), time.time()
         self._shrinking = False
-        self._http: Http | None = None
+        self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
         with contextlib.ExitStack() as undo:  # no socket stays of a daemon that does not start
             undo.callback(self._loop.close)
             if config.http:
-                from kvcache_server.http.app import Http  # aiohttp takes memory that a daemon without it has a use for
+                from kvcache_server.http.app import (
+                    HttpApp,  # aiohttp takes memory that a daemon without it has a use for
+                )
 
-                self._http = Http(self._loop, config, self._desk, self._answers.failed)
+                self._http = HttpApp(self._loop, config, self._admin_ops, self._answers.failed)
                 undo.callback(self._http.close)
             self._wire = Wire(
                 *(self._loop, config.endpoint, self._sessions.tokens, self._answers.hear, self._report),
                 self._connection_lost,
             )
             undo.callback(self._wire.close)
-            self._answers.connect(self._wire, self._desk, self._figures)
+            self._answers.connect(self._wire, self._admin_ops, self._figures)
             if config.events:
                 self._publisher = Publisher(self._loop, config, self._cache)
                 undo.callback(self._publisher.close)
@@ -143,9 +145,9 @@ class Service:
         for signum in STOP_SIGNALS:
             self._loop.add_signal_handler(signum, self._loop.stop)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
-        self._loop.add_signal_handler(signal.SIGUSR1, self._desk.check_soon)
+        self._loop.add_signal_handler(signal.SIGUSR1, self._admin_ops.check_soon)
         self._manager.ready(self._state())
-        signals.take()
+        signals.unblock()
 
     def _reload(self) -> None:
         if os.isatty(0):  # its terminal has gone
@@ -250,7 +252,7 @@ class Service:
         """Log one line of what happened since the last one, if anything did."""
         self._loop.call_later(SUMMARY, self._summarise)
         self._manager.status(self._state())
-        self._desk.summarise(self._answers.messages, len(self._sessions))
+        self._admin_ops.summarise(self._answers.messages, len(self._sessions))
 
     def _figures(self) -> dict[str, Any]:
         return {
@@ -271,7 +273,7 @@ class Service:
             "drops": dict(self._answers.drops),
             "door_refused": dict(self._door.refused),
             "connections": self._wire.figures(),
-            "integrity": dict(self._desk.integrity),
+            "integrity": dict(self._admin_ops.integrity),
             "log_level": logs.level(),
             "http": self._http.figures() if self._http else None,
             "events": self._publisher.report() if self._publisher is not None else {},

@@ -13,7 +13,7 @@ from typing import Any
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.messages import Stats, Why
 from kvcache_server.core.slices import SLICE_SECONDS, Result, Steps, advance
-from kvcache_server.duty_cycle import Ration
+from kvcache_server.duty_cycle import DutyCycle
 
 SLOW = (Stats, Why)
 SHARE = 0.1  # of the loop's time
@@ -25,7 +25,7 @@ class SlowQueue:
     def __init__(self, loop: asyncio.AbstractEventLoop, answer: Callable[[Any, bytes], object]) -> None:
         """`answer(sender, frame)` takes a request as it came, and may call `go_on`."""
         self._loop, self._answer = loop, answer
-        self._ration = Ration(SHARE)
+        self._duty_cycle = DutyCycle(SHARE)
         self._waiting: dict[int, tuple[Any, bytes]] = {}  # the first one is being answered, if there are steps
         self._steps: Steps[Any] | None = None
         self._done: Callable[[Any, Exception | None], object]
@@ -43,7 +43,7 @@ class SlowQueue:
         self._steps, self._done = steps, done
 
     def _wait(self) -> None:
-        self._loop.call_later(self._ration.wait(time.monotonic()), self._next)
+        self._loop.call_later(self._duty_cycle.wait(time.monotonic()), self._next)
 
     def _next(self) -> None:
         session, (sender, frame) = next(iter(self._waiting.items()))
@@ -56,7 +56,7 @@ class SlowQueue:
         finally:
             if self._steps is None:
                 del self._waiting[session]
-            self._ration.spent(began, time.monotonic())
+            self._duty_cycle.spent(began, time.monotonic())
             if self._waiting:
                 self._wait()
 

@@ -23,7 +23,7 @@ MORE_TIME = 60.0  # seconds that one such line asks for, and the end
 _UNSENT = 16
 
 
-class Manager:
+class ServiceManager:
     """The service manager, as far as this process can speak to it. It is never waited for."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:

@@ -16,24 +16,24 @@ from typing import Any
 import click
 import msgspec
 
-from kvcache_proto.findings import Finding
+from kvcache_proto.check_result import CheckResult
 from kvcache_server.config import Config, load
 from kvcache_server.doctor import endpoint, host, software
 from kvcache_server.doctor.child import ask
 from kvcache_server.doctor.table import describe, summary
 
-Check = Callable[[Config], Iterable[Finding]]
+Check = Callable[[Config], Iterable[CheckResult]]
 
 
-def host_copies(config: Config) -> Iterator[Finding]:
+def host_copies(config: Config) -> Iterator[CheckResult]:
     yield from ask("host-copies")
 
 
-def device_copies(config: Config) -> Iterator[Finding]:
+def device_copies(config: Config) -> Iterator[CheckResult]:
     yield from ask("device-copies")
 
 
-def conformance(config: Config) -> Iterator[Finding]:
+def conformance(config: Config) -> Iterator[CheckResult]:
     yield from ask("conformance", seconds=300)
 
 
@@ -47,14 +47,14 @@ SECTIONS: dict[str, tuple[Check, ...]] = {
 _ENGINE_ENV = ("KVCACHE_COPY_", "KVCACHE_REGISTER_")  # the devices' own, no settings of the daemon
 
 
-def examine(section: str, config: Config) -> Iterator[Finding]:
+def examine(section: str, config: Config) -> Iterator[CheckResult]:
     """Yield what the checks of a section find. One that breaks is a finding, and the next one goes on."""
     for check in SECTIONS[section]:
         try:
             yield from check(config)
         except Exception as error:  # noqa: BLE001  # a host may be odd in ways that nobody thought of
             name = getattr(check, "__name__", section).strip("_").replace("_", " ")
-            yield Finding(
+            yield CheckResult(
                 name, "failed", f"the check itself broke: {type(error).__name__}: {error}", "please report it"
             )
 
@@ -70,7 +70,7 @@ def command(
 ) -> None:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(_ENGINE_ENV)}
     config = load(path, environ, {"endpoint": endpoint})
-    found: dict[str, list[Finding]] = {}
+    found: dict[str, list[CheckResult]] = {}
     for section in sections or SECTIONS:
         found[section] = []
         if not as_json:
@@ -87,6 +87,6 @@ def command(
 command.epilog = f"Sections, all unless named: {', '.join(SECTIONS)}. Exit codes: 0 nothing failed, 1 something did."
 
 
-def _plain(found: dict[str, list[Finding]]) -> dict[str, Any]:
+def _plain(found: dict[str, list[CheckResult]]) -> dict[str, Any]:
     counts = collections.Counter(finding.verdict for findings in found.values() for finding in findings)
     return {"sections": msgspec.to_builtins(found), "verdicts": dict(counts)}

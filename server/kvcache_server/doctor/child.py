@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvcache_proto.findings import Finding
+from kvcache_proto.check_result import CheckResult
 
 ENGINE_SIDE = "kvcache_client.doctor"  # a name only
-_answers = msgspec.json.Decoder(Finding)
+_answers = msgspec.json.Decoder(CheckResult)
 
 
-def ask(question: str, *arguments: str, seconds: float = 120.0) -> Iterator[Finding]:
+def ask(question: str, *arguments: str, seconds: float = 120.0) -> Iterator[CheckResult]:
     """Yield the answers of `python -m kvcache_client.doctor QUESTION ...` as they come.
 
     Where the process does not end well, or not within `seconds`, the last one is a failure with its last words.
@@ -56,7 +56,9 @@ def ask(question: str, *arguments: str, seconds: float = 120.0) -> Iterator[Find
             words = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
             how = f"no end after {seconds:.0f} s" if late.is_set() else f"ended by {_name(status)}"
             said = f"; its last words: {words[-1].strip()}" if words else ""
-            yield Finding(question, "failed", f"{how}{said}", f"{sys.executable} -m {ENGINE_SIDE} {question} says more")
+            yield CheckResult(
+                question, "failed", f"{how}{said}", f"{sys.executable} -m {ENGINE_SIDE} {question} says more"
+            )
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

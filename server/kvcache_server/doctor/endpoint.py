@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 
 from kvcache_proto import __version__
+from kvcache_proto.check_result import CheckResult, CheckVerdict
 from kvcache_proto.endpoint import default_endpoint, socket_path
 from kvcache_proto.errors import KVCacheError, NotPermitted, RegionError, Unavailable
-from kvcache_proto.findings import Finding, Verdict
 from kvcache_proto.region import plan_geometry
-from kvcache_server.admin_client import Admin
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config, format_size
 from kvcache_server.doctor.child import ask
 from kvcache_server.storage.folder import check_folder
@@ -23,9 +23,9 @@ PINGS = 200
 DEADLINE = 0.05  # seconds that an engine's scheduler waits, unless told otherwise
 
 
-def daemon(config: Config) -> Iterator[Finding]:
+def daemon(config: Config) -> Iterator[CheckResult]:
     try:
-        with Admin(config.endpoint, "doctor") as admin:
+        with AdminClient(config.endpoint, "doctor") as admin:
             stats = admin.stats()
             seconds = [_ping(admin) for _ in range(PINGS)]
             size = admin.geometry.region_bytes
@@ -33,23 +33,25 @@ def daemon(config: Config) -> Iterator[Finding]:
         # Nobody has asked for that endpoint: perhaps this host has no daemon yet.
         wanted = config.endpoint != default_endpoint({key: os.environ[key] for key in os.environ.keys() - _NAMED})
         here = wanted or os.path.exists(config.endpoint.removeprefix("ipc://"))
-        verdict: Verdict = "failed" if here else "untested"
-        yield Finding("daemon", verdict, *_parted(error))
+        verdict: CheckVerdict = "failed" if here else "untested"
+        yield CheckResult("daemon", verdict, *_parted(error))
         yield _folder(config, verdict)
         yield _room(config)
         return
     except KVCacheError as error:
-        yield Finding("daemon", "failed", str(error))
+        yield CheckResult("daemon", "failed", str(error))
         return
     facts, pool = stats["daemon"], stats["pool"]
     other = "" if facts["version"] == __version__ else f"; here is {__version__}, and they understand each other"
-    yield Finding("daemon", "ok", f"kvcache-server {facts['version']}, pid {facts['pid']}, {config.endpoint}{other}")
-    yield Finding("attach", "ok", f"uid {os.geteuid()}, gid {os.getegid()} may")
+    yield CheckResult(
+        "daemon", "ok", f"kvcache-server {facts['version']}, pid {facts['pid']}, {config.endpoint}{other}"
+    )
+    yield CheckResult("attach", "ok", f"uid {os.geteuid()}, gid {os.getegid()} may")
     used = f"{format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used"
-    yield Finding("region", "ok", used, values={"bytes": size, "used_bytes": pool["used_bytes"]})
+    yield CheckResult("region", "ok", used, values={"bytes": size, "used_bytes": pool["used_bytes"]})
     p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
     slow = p99 > DEADLINE
-    yield Finding(
+    yield CheckResult(
         "round trip",
         "slow" if slow else "ok",
         f"p50 {p50 * 1e6:.0f} us, p99 {p99 * 1e6:.0f} us",
@@ -63,7 +65,7 @@ def daemon(config: Config) -> Iterator[Finding]:
 _NAMED = {"KVCACHE_ENDPOINT"}
 
 
-def _ping(admin: Admin) -> float:
+def _ping(admin: AdminClient) -> float:
     begin = time.perf_counter()
     admin.ping()
     return time.perf_counter() - begin
@@ -75,7 +77,7 @@ def _parted(error: KVCacheError) -> tuple[str, str]:
     return what, cure
 
 
-def _folder(config: Config, bad: Verdict) -> Finding:
+def _folder(config: Config, bad: CheckVerdict) -> CheckResult:
     """Whether a daemon of this user's could make its sockets; it makes the folder itself where it may."""
     folder, name = os.path.dirname(socket_path(config.endpoint)), "endpoint's folder"
     above = folder
@@ -83,21 +85,21 @@ def _folder(config: Config, bad: Verdict) -> Finding:
         above = os.path.dirname(above)
     cure = f"have it made for this user (install -d -o USER -g GROUP {folder}), or choose another --endpoint"
     if not os.path.isdir(above):
-        return Finding(name, bad, f"{above} is not a folder", "choose another --endpoint")
+        return CheckResult(name, bad, f"{above} is not a folder", "choose another --endpoint")
     if not os.access(above, os.W_OK | os.X_OK):
-        return Finding(name, bad, f"uid {os.geteuid()} may not write in {above}", cure)
+        return CheckResult(name, bad, f"uid {os.geteuid()} may not write in {above}", cure)
     if above != folder:
-        return Finding(name, "ok", f"{folder} is made by `serve`")
+        return CheckResult(name, "ok", f"{folder} is made by `serve`")
     try:
         check_folder(folder)
     except NotPermitted as error:
-        return Finding(name, bad, str(error), cure)
+        return CheckResult(name, bad, str(error), cure)
     found = os.stat(folder)
     figure = f"{folder}, mode {stat.S_IMODE(found.st_mode):04o}: uid {os.geteuid()} and group {found.st_gid} may attach"
-    return Finding(name, "ok", figure)
+    return CheckResult(name, "ok", figure)
 
 
-def _room(config: Config) -> Finding:
+def _room(config: Config) -> CheckResult:
     folder, name = config.region_dir, "room for a region"
     try:
         needed = plan_geometry(bytes(16), config.size, config.extent_size).region_bytes
@@ -107,11 +109,11 @@ def _room(config: Config) -> Finding:
             raise RegionError(f"uid {os.geteuid()} may not write in {folder}; name another with --region-dir")
         kind = check_room(folder, needed)
     except KVCacheError as error:
-        return Finding(name, "failed", str(error))
+        return CheckResult(name, "failed", str(error))
     if kind not in ("tmpfs", "hugetlbfs", "ramfs"):
         cure = "take a tmpfs or a hugetlbfs: the kernel writes this one to disk"
-        return Finding(name, "slow", f"{format_size(needed)} fit into {folder}, which is on {kind}", cure)
-    return Finding(name, "ok", f"{format_size(needed)} fit into {folder} ({kind})", values={"bytes": needed})
+        return CheckResult(name, "slow", f"{format_size(needed)} fit into {folder}, which is on {kind}", cure)
+    return CheckResult(name, "ok", f"{format_size(needed)} fit into {folder} ({kind})", values={"bytes": needed})
 
 
 CHECKS = (daemon,)

@@ -9,7 +9,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvcache_proto.findings import Finding, Verdict
+from kvcache_proto.check_result import CheckResult, CheckVerdict
 from kvcache_proto.region import ALIGN
 from kvcache_server.config import Config, format_size
 from kvcache_server.storage.region_file import (
@@ -29,46 +29,46 @@ _LARGE_TABLES = 128 << 20
 _SWEET_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
 
 
-def system(config: Config) -> Iterator[Finding]:
+def system(config: Config) -> Iterator[CheckResult]:
     release = platform.release()
     figure = f"{platform.system()} {release}, {platform.machine()}, Python {platform.python_version()}"
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
     if platform.system() == "Linux" and numbers < _SWEET_KERNEL:
-        yield Finding("system", "slow", figure, "from Linux 5.14 on the region is pre-faulted faster")
+        yield CheckResult("system", "slow", figure, "from Linux 5.14 on the region is pre-faulted faster")
     else:
-        yield Finding("system", "ok", figure)
+        yield CheckResult("system", "ok", figure)
 
 
-def cores(config: Config) -> Iterator[Finding]:
+def cores(config: Config) -> Iterator[CheckResult]:
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 0
     figure = f"{usable} usable of {there}"
     if usable < 2:
-        yield Finding("cores", "slow", figure, "daemon, engine and copying threads want two at least")
+        yield CheckResult("cores", "slow", figure, "daemon, engine and copying threads want two at least")
     else:
-        yield Finding("cores", "ok", figure, values={"usable": usable, "cores": there})
+        yield CheckResult("cores", "ok", figure, values={"usable": usable, "cores": there})
 
 
-def memory(config: Config) -> Iterator[Finding]:
+def memory(config: Config) -> Iterator[CheckResult]:
     total, left = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, available_memory()
     rooms = [room for room in group_room() if room < total]  # a group without a limit may show an absurd one
     groups = f"control groups leave {format_size(min(rooms))}" if rooms else "no control group limits it"
     figure = f"{format_size(total)}, {format_size(left)} available; {groups}"
-    yield Finding("memory", "ok", figure, values={"bytes": total, "available_bytes": left})
+    yield CheckResult("memory", "ok", figure, values={"bytes": total, "available_bytes": left})
 
 
-def pages(config: Config) -> Iterator[Finding]:
-    yield Finding("page size", "ok", format_size(mmap.PAGESIZE), values={"bytes": mmap.PAGESIZE})
+def pages(config: Config) -> Iterator[CheckResult]:
+    yield CheckResult("page size", "ok", format_size(mmap.PAGESIZE), values={"bytes": mmap.PAGESIZE})
     sizes = sorted(Path("/sys/kernel/mm/hugepages").glob("hugepages-*"))
     counts = [(_read(folder / "free_hugepages"), _read(folder / "nr_hugepages"), folder.name[10:]) for folder in sizes]
     mounts = [line.split()[1] for line in _read(Path("/proc/self/mounts")).splitlines() if " hugetlbfs " in line]
     shown = ", ".join(f"{free} free of {count} of {size}" for free, count, size in counts) or "none"
     where = ", ".join(mounts) or "nowhere"
-    yield Finding("huge pages", "ok", f"{shown}; hugetlbfs mounted {where}")
+    yield CheckResult("huge pages", "ok", f"{shown}; hugetlbfs mounted {where}")
     if os.path.isdir(config.region_dir):
         yield _region_pages(config)
 
 
-def _region_pages(config: Config) -> Finding:
+def _region_pages(config: Config) -> CheckResult:
     """Each process that maps the region has an entry for every page of it."""
     name, mount = "region's pages", mount_of(config.region_dir)
     if mount.kind == "hugetlbfs":
@@ -81,21 +81,21 @@ def _region_pages(config: Config) -> Finding:
             page, why = _HUGE, f"{why}; the kernel puts pages together where it is asked to"
     figure, values = f"{format_size(page)} ({why})", {"bytes": page}
     if page > ALIGN:
-        return Finding(name, "failed", figure, "mount it with pagesize=2M", values=values)
+        return CheckResult(name, "failed", figure, "mount it with pagesize=2M", values=values)
     if page < _HUGE:
         figure += "; with huge ones a GPU's driver page-locks a region in half the time"
     tables = config.size // page * _ENTRY
     if tables < _LARGE_TABLES:
-        return Finding(name, "ok", figure, values=values)
+        return CheckResult(name, "ok", figure, values=values)
     figure += f"; {format_size(tables)} of page tables in the daemon and in each rank that has mapped all of it"
     if config.huge_pages == "never":
-        return Finding(name, "slow", figure, "leave huge_pages at auto", values=values)
+        return CheckResult(name, "slow", figure, "leave huge_pages at auto", values=values)
     cure = (
         f"mount -o remount,huge=always {mount.point}" if mount.kind == "tmpfs" else "take a tmpfs mounted huge=always"
     )
     if "shmem_enabled" in why:
         cure = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled, and " + cure
-    return Finding(name, "slow", figure, f"{cure}; or a hugetlbfs: --region-dir", values=values)
+    return CheckResult(name, "slow", figure, f"{cure}; or a hugetlbfs: --region-dir", values=values)
 
 
 def tmpfs_page(mount: Mount, shmem_enabled: str) -> tuple[int, str]:
@@ -113,31 +113,31 @@ def tmpfs_page(mount: Mount, shmem_enabled: str) -> tuple[int, str]:
     return (_HUGE if huge in ("huge=always", "huge=within_size") else mmap.PAGESIZE), f"tmpfs, {huge}"
 
 
-def locked_memory(config: Config) -> Iterator[Finding]:
+def locked_memory(config: Config) -> Iterator[CheckResult]:
     """The daemon raises its own limit as far as it may, so that the hard one counts."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     name, limit = "locked memory", "unlimited" if hard == resource.RLIM_INFINITY else format_size(hard)
     values = {} if hard == resource.RLIM_INFINITY else {"limit_bytes": hard}
     if _capable():
-        yield Finding(name, "ok", f"limit {limit}, which CAP_IPC_LOCK lifts", values=values)
+        yield CheckResult(name, "ok", f"limit {limit}, which CAP_IPC_LOCK lifts", values=values)
     elif hard == resource.RLIM_INFINITY or hard >= config.size:
-        yield Finding(name, "ok", f"limit {limit}", values=values)
+        yield CheckResult(name, "ok", f"limit {limit}", values=values)
     else:
-        verdict: Verdict = "failed" if config.lock == "always" else "slow"
+        verdict: CheckVerdict = "failed" if config.lock == "always" else "slow"
         figure = f"limit {limit}: a region of {format_size(config.size)} stays unlocked, and may be swapped out"
-        yield Finding(name, verdict, figure, RAISE_MEMLOCK, values=values)
+        yield CheckResult(name, verdict, figure, RAISE_MEMLOCK, values=values)
 
 
-def shared_memory(config: Config) -> Iterator[Finding]:
+def shared_memory(config: Config) -> Iterator[CheckResult]:
     """Not judged by room alone: an engine's container needs none, the daemon's is judged where no daemon is."""
     folder = config.region_dir
     if not os.path.isdir(folder):
-        yield Finding(folder, "slow", "not there", "the daemon wants a tmpfs or a hugetlbfs: --region-dir")
+        yield CheckResult(folder, "slow", "not there", "the daemon wants a tmpfs or a hugetlbfs: --region-dir")
         return
     mount, kind, room = os.statvfs(folder), mount_of(folder).kind, free_room(folder)
     limit = mount.f_blocks * mount.f_frsize
     figure = f"{kind}, {format_size(room)} free" + (f" of {format_size(limit)}" if limit else "")
-    yield Finding(folder, "ok", figure, values={"free_bytes": room})
+    yield CheckResult(folder, "ok", figure, values={"free_bytes": room})
 
 
 def _capable() -> bool:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from kvcache_proto import __version__
-from kvcache_proto.findings import Finding
+from kvcache_proto.check_result import CheckResult
 from kvcache_server.config import Config
 
 NAME = "kvcache-server"
@@ -25,16 +25,16 @@ _REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)")
 _BOUND = re.compile(r"(>=|<=|==|<|>)\s*([\w.+]+)")
 
 
-def packages(config: Config) -> Iterator[Finding]:
+def packages(config: Config) -> Iterator[CheckResult]:
     wanted = _bounds()
     own = f"{__version__}, {'' if wanted else 'not '}installed"
-    yield Finding(NAME, "ok", own)
+    yield CheckResult(NAME, "ok", own)
     for name, module in OURS.items():
         try:
             importlib.import_module(module)
         except (ImportError, OSError) as error:
             cure = f"pip install '{name}{wanted.get(name, '')}'"
-            yield Finding(name, "failed", f"import {module}: {error}".splitlines()[0], cure)
+            yield CheckResult(name, "failed", f"import {module}: {error}".splitlines()[0], cure)
             continue
         yield _judge(name, name, wanted)
     for name in ENGINE_S:
@@ -42,37 +42,37 @@ def packages(config: Config) -> Iterator[Finding]:
     yield _judge(next((name for name in VLLM if _version(name)), VLLM[0]), VLLM[0], wanted)
 
 
-def plugin(config: Config) -> Iterator[Finding]:
+def plugin(config: Config) -> Iterator[CheckResult]:
     """vLLM finds the connector by the entry points of what is installed beside it."""
     found = [point for point in importlib.metadata.entry_points(group=PLUGINS) if point.name == PLUGIN]
     allowed = os.environ.get("VLLM_PLUGINS")
     cure = 'or name "kv_connector_module_path": "kvcache_client.connector" in --kv-transfer-config'
     if not found:
-        yield Finding(
+        yield CheckResult(
             "vLLM plugin", "slow", f"no entry point {PLUGIN} in {PLUGINS}", f"pip install {NAME} here, {cure}"
         )
     elif allowed is not None and PLUGIN not in allowed.split(","):
-        yield Finding("vLLM plugin", "slow", f"VLLM_PLUGINS={allowed} leaves it out", f"add {PLUGIN} to it, {cure}")
+        yield CheckResult("vLLM plugin", "slow", f"VLLM_PLUGINS={allowed} leaves it out", f"add {PLUGIN} to it, {cure}")
     else:
-        yield Finding("vLLM plugin", "ok", f"{found[0].name} = {found[0].value}")
+        yield CheckResult("vLLM plugin", "ok", f"{found[0].name} = {found[0].value}")
 
 
-def hash_seed(config: Config) -> Iterator[Finding]:
+def hash_seed(config: Config) -> Iterator[CheckResult]:
     """Blocks are found by vLLM's hashes of their tokens: engines share where these begin alike."""
     name, seed = "hash seed", os.environ.get("PYTHONHASHSEED")
     version = next(filter(None, map(_version, VLLM)), "")
     if seed is not None:
-        yield Finding(name, "ok", f"PYTHONHASHSEED={seed}: shares with engines that have the same")
+        yield CheckResult(name, "ok", f"PYTHONHASHSEED={seed}: shares with engines that have the same")
     elif not version:
-        yield Finding(name, "untested", "PYTHONHASHSEED is not set, and vLLM not installed here")
+        yield CheckResult(name, "untested", "PYTHONHASHSEED is not set, and vLLM not installed here")
     elif within(version, f"<{_FIXED_SEED}"):
         figure = (
             f"PYTHONHASHSEED is not set: vLLM {version} draws one, and shares with no other engine, nor after a restart"
         )
-        yield Finding(name, "slow", figure, "PYTHONHASHSEED=0 in the environment of every engine")
+        yield CheckResult(name, "slow", figure, "PYTHONHASHSEED=0 in the environment of every engine")
     else:
         figure = f"PYTHONHASHSEED is not set: vLLM {version} shares with all that have none"
-        yield Finding(name, "ok", f"{figure} (xxhash in --prefix-caching-hash-algo wants one)")
+        yield CheckResult(name, "ok", f"{figure} (xxhash in --prefix-caching-hash-algo wants one)")
 
 
 def within(version: str, bounds: str) -> bool:
@@ -109,15 +109,15 @@ def _version(name: str) -> str:
         return ""
 
 
-def _judge(name: str, known_as: str, wanted: dict[str, str]) -> Finding:
+def _judge(name: str, known_as: str, wanted: dict[str, str]) -> CheckResult:
     version, bounds = _version(name), wanted.get(known_as, "")
     if not version:
-        return Finding(name, "untested", "not installed here")
+        return CheckResult(name, "untested", "not installed here")
     if ".dev" in version and bounds:  # a build of somebody's own; its number says little
-        return Finding(name, "untested", f"{version}, supported is {bounds}")
+        return CheckResult(name, "untested", f"{version}, supported is {bounds}")
     if not within(version, bounds):
-        return Finding(name, "failed", f"{version}, supported is {bounds}", f"pip install '{known_as}{bounds}'")
-    return Finding(name, "ok", f"{version}" + (f" (supported is {bounds})" if bounds else ""))
+        return CheckResult(name, "failed", f"{version}, supported is {bounds}", f"pip install '{known_as}{bounds}'")
+    return CheckResult(name, "ok", f"{version}" + (f" (supported is {bounds})" if bounds else ""))
 
 
 CHECKS = (packages, plugin, hash_seed)

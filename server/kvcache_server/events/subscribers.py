@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from kvcache_proto.endpoint import SCHEME, socket_path
 from kvcache_proto.errors import BadFrame, NotPermitted
 from kvcache_server.rates import Rate
-from kvcache_server.transport.connections import Turns, ZmtpConnection
+from kvcache_server.transport.connections import ZmtpConnection, ZmtpServer
 from kvcache_server.transport.sockets import BACKLOG, Acceptor, Listener, Peer, who_gives_way
 from kvcache_server.transport.zmtp import ROUTER, CutOff, Role
 
@@ -88,7 +88,7 @@ class Reader(Guest):
     __slots__ = ()
 
 
-class Audience(Turns[Guest]):
+class Audience(ZmtpServer[Guest]):
     """All guests of both sockets.
 
     `hear(guest, parts)` takes a message; one that the socket does not take has no parts. `gone(guest)` is called once

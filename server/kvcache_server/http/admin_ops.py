@@ -21,7 +21,7 @@ from kvcache_server.insight.insight import Insight
 log = logging.getLogger(__name__)
 
 
-class Desk:
+class AdminOps:
     """Belongs to the daemon's loop: call it there alone. `who` is how the log calls the one who asks."""
 
     def __init__(

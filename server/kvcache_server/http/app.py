@@ -24,12 +24,12 @@ from kvcache_proto import __version__
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import BadArgument, ClientError, ConfigError, KVCacheError, Unavailable
 from kvcache_server.config import Config, parse_address
-from kvcache_server.duty_cycle import Ration
+from kvcache_server.duty_cycle import DutyCycle
 from kvcache_server.http import metrics, schema
-from kvcache_server.http.admin_ops import Desk
-from kvcache_server.http.auth import Bearer
-from kvcache_server.http.connection_limiter import LINES_A_MINUTE, Turnstile, listen, quiet, where
-from kvcache_server.http.hosts import is_ours
+from kvcache_server.http.admin_ops import AdminOps
+from kvcache_server.http.auth import BearerToken
+from kvcache_server.http.connection_limiter import LINES_A_MINUTE, ConnectionLimiter, listen, quiet, where
+from kvcache_server.http.host_header import is_ours
 from kvcache_server.rates import Rate
 
 log = logging.getLogger(__name__)
@@ -40,25 +40,29 @@ _JSON = "application/json"
 _Body = TypeVar("_Body")
 
 
-class Http:
+class HttpApp:
     """Serves the API from now on until `close`, within `loop`."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, config: Config, desk: Desk, failed: Callable[[int, Exception], object]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: Config,
+        admin_ops: AdminOps,
+        failed: Callable[[int, Exception], object],
     ) -> None:
         """Bind the address; what is asked is answered once the loop runs. `failed(0, error)` notes a defect of ours.
 
         Raises ConfigError where the address cannot be had, or the token's file is not to be trusted.
         """
-        self._loop, self._desk, self._failed = loop, desk, failed
+        self._loop, self._admin_ops, self._failed = loop, admin_ops, failed
         self._answers: Counter[str] = Counter()
         self._turn = asyncio.Lock()
-        self._ration = Ration(SHARE)  # it outlives who is answered
+        self._duty_cycle = DutyCycle(SHARE)  # it outlives who is answered
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
         self._names = {"localhost"} | (_own_names() if config.http_anywhere else set())
         self._listener = listen("http", *parse_address(config.http))
         try:
-            self._bearer = Bearer(socket_path(config.endpoint).removesuffix(".sock") + ".token")
+            self._bearer_token = BearerToken(socket_path(config.endpoint).removesuffix(".sock") + ".token")
         except ConfigError:
             self._listener.close()
             raise
@@ -72,29 +76,29 @@ class Http:
             lingering_time=0,
             handler_cancellation=True,
         )
-        self._turnstile: Turnstile | None = None
+        self._limiter: ConnectionLimiter | None = None
         self._opening = loop.create_task(self._open())
 
     async def _open(self) -> None:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        self._turnstile = Turnstile(self._loop, self._listener, server)
-        log.info("http at %s; changes want the token in %s", self.address, self._bearer.path)
+        self._limiter = ConnectionLimiter(self._loop, self._listener, server)
+        log.info("http at %s; changes want the token in %s", self.address, self._bearer_token.path)
 
     def close(self) -> None:
         """Close all connections. The loop has stopped, and is run for that."""
-        self._listener.close() if self._turnstile is None else self._turnstile.close()
+        self._listener.close() if self._limiter is None else self._limiter.close()
         self._opening.cancel()
         self._loop.run_until_complete(self._runner.cleanup())
 
     def collect(self) -> None:
         """Free what connections have left behind. O(what is new)."""
-        if self._turnstile:
-            self._turnstile.collect()
+        if self._limiter:
+            self._limiter.collect()
 
     def figures(self) -> dict[str, Any]:
-        cuts = self._turnstile.cuts if self._turnstile else {}
+        cuts = self._limiter.cuts if self._limiter else {}
         return {"address": self.address, "answers": dict(self._answers), "cuts": dict(cuts)}
 
     def _app(self) -> web.Application:
@@ -147,10 +151,10 @@ class Http:
             authorization = request.headers.get("Authorization", "")
             if not authorization:
                 raise web.HTTPUnauthorized(
-                    text=f"changes want `Authorization: Bearer` and the token in {self._bearer.path}"
+                    text=f"changes want `Authorization: Bearer` and the token in {self._bearer_token.path}"
                 )
-            if not self._bearer.admits(authorization):
-                raise web.HTTPForbidden(text=f"this is not the token in {self._bearer.path}")
+            if not self._bearer_token.admits(authorization):
+                raise web.HTTPForbidden(text=f"this is not the token in {self._bearer_token.path}")
             return await handler(request)
 
         return guarded
@@ -161,12 +165,12 @@ class Http:
         Who asked has the answer at once, and the next one waits; that somebody leaves makes the wait no shorter.
         """
         async with self._turn:
-            await asyncio.sleep(self._ration.wait(time.monotonic()))
+            await asyncio.sleep(self._duty_cycle.wait(time.monotonic()))
             began = time.monotonic()
             try:
-                return web.Response(body=make(await self._desk.report()), headers={"Content-Type": content_type})
+                return web.Response(body=make(await self._admin_ops.report()), headers={"Content-Type": content_type})
             finally:
-                self._ration.spent(began, time.monotonic())
+                self._duty_cycle.spent(began, time.monotonic())
 
     # What is asked.
 
@@ -174,7 +178,7 @@ class Http:
         return _response(schema.Alive(True))
 
     async def _readyz(self, request: web.Request) -> web.Response:
-        if self._desk.in_grace:
+        if self._admin_ops.in_grace:
             raise Unavailable("sessions of the last daemon are awaited, and nothing is evicted meanwhile")
         return _response(schema.Ready(True))
 
@@ -197,12 +201,12 @@ class Http:
 
     async def _clear(self, request: web.Request) -> web.Response:
         body = await _body(request, schema.Clear)
-        return _response(schema.Cleared(await self._desk.clear(body.namespace, _who(request))))
+        return _response(schema.Cleared(await self._admin_ops.clear(body.namespace, _who(request))))
 
     async def _resize(self, request: web.Request) -> web.Response:
         body = await _body(request, schema.Resize)
         try:
-            return _response(schema.Resized(self._desk.resize(body.bytes, _who(request))))
+            return _response(schema.Resized(self._admin_ops.resize(body.bytes, _who(request))))
         except BadArgument as error:
             raise web.HTTPConflict(text=str(error)) from None
 
@@ -210,7 +214,7 @@ class Http:
         level = (await _body(request, schema.LogLevel)).level
         return _response(
             msgspec.convert(
-                {"level": level, "before": self._desk.set_log_level(level, _who(request))}, schema.LogLevelSet
+                {"level": level, "before": self._admin_ops.set_log_level(level, _who(request))}, schema.LogLevelSet
             )
         )
 
@@ -218,14 +222,14 @@ class Http:
         text = request.match_info["id"]
         if not (text.isascii() and text.isdigit() and 0 < len(text) < 20 and int(text)):
             raise BadArgument(f"session {text[:40]!r}: its number, as the list of sessions has it")
-        return _response(schema.FencedOff(int(text), self._desk.fence_off(int(text), _who(request))))
+        return _response(schema.FencedOff(int(text), self._admin_ops.fence_off(int(text), _who(request))))
 
     async def _token(self, request: web.Request) -> web.Response:
         return _response(schema.Known(True))
 
     async def _check(self, request: web.Request) -> web.Response:
         began = time.perf_counter()
-        finding = await self._desk.check()
+        finding = await self._admin_ops.check()
         return _response(schema.Checked(not finding, finding, time.perf_counter() - began))
 
 

@@ -12,7 +12,7 @@ LEAST = 16  # characters; what is shorter could be guessed
 MOST = 256
 
 
-class Bearer:
+class BearerToken:
     """A token, and whether somebody has it."""
 
     def __init__(self, path: str) -> None:
@@ -34,10 +34,10 @@ class Bearer:
 
     def admits(self, authorization: str) -> bool:
         """Whether that header bears the token."""
-        return bears(authorization, self._token)
+        return bears_token(authorization, self._token)
 
 
-def bears(authorization: str, token: bytes) -> bool:
+def bears_token(authorization: str, token: bytes) -> bool:
     """Whether that header bears that token; takes as long for a wrong one as for the right one."""
     scheme, _, offered = authorization.partition(" ")
     # Both, always: the comparison must not say by its absence that the scheme was wrong, either.

@@ -63,15 +63,15 @@ def quiet(name: str, told: Callable[[], bool]) -> logging.Logger:
 class Connection(asyncio.Protocol):
     """One connection, between its socket and the protocol that understands what is said in it."""
 
-    def __init__(self, inner: asyncio.Protocol, turnstile: Turnstile) -> None:
+    def __init__(self, inner: asyncio.Protocol, limiter: ConnectionLimiter) -> None:
         self._inner = inner
-        self._turnstile = turnstile
+        self._limiter = limiter
         self._heard = 0
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
-        self._turnstile.entered(self)
+        self._limiter.entered(self)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -91,19 +91,19 @@ class Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._turnstile.left(self)
+        self._limiter.left(self)
         self._inner.connection_lost(exc)
 
     def cut(self, reason: str) -> None:
         """End it at once, without a word."""
         if self._transport is not None:
-            self._turnstile.cuts[reason] += 1
-            self._turnstile.left(self)  # now, for the next one that comes at once; its end comes with a later turn
+            self._limiter.cuts[reason] += 1
+            self._limiter.left(self)  # now, for the next one that comes at once; its end comes with a later turn
             self._transport.abort()
             self._transport = None
 
 
-class Turnstile:
+class ConnectionLimiter:
     """Takes connections from a listening socket for as long as it is open."""
 
     def __init__(

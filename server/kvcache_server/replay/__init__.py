@@ -16,7 +16,7 @@ from kvcache_server.capacity import load_config
 from kvcache_server.capacity.figures import Options, figures
 from kvcache_server.config import format_size, parse_size
 from kvcache_server.replay.bounds import distinct
-from kvcache_server.replay.run import ROUTINGS, Setup, replay, size_for
+from kvcache_server.replay.simulation import ROUTINGS, Setup, replay, size_for
 from kvcache_server.replay.trace import BLOCK_TOKENS, read_trace
 
 BAR = 60  # characters of a hit ratio of 100 %
@@ -101,7 +101,7 @@ def command(
 
 def _picture() -> Any:
     try:
-        return importlib.import_module("kvcache_server.replay.picture")
+        return importlib.import_module("kvcache_server.replay.plot")
     except ModuleNotFoundError as error:
         raise ConfigError(f"--png: {error.name} is missing: pip install 'kvcache-server[replay]'") from None
 

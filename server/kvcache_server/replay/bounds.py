@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcache_server.replay.trace import Request
+    from kvcache_server.replay.trace import TraceRequest
 
 NEVER = 1 << 62
 
 
-def distinct(requests: Sequence[Request]) -> int:
+def distinct(requests: Sequence[TraceRequest]) -> int:
     """Return how many blocks there are: what misses with unlimited memory, once each."""
     return len({block for request in requests for block in request.blocks})
 
 
-def optimum(requests: Sequence[Request], blocks: int) -> int:
+def optimum(requests: Sequence[TraceRequest], blocks: int) -> int:
     """Return the most hits that a cache of `blocks` blocks can have, with the whole trace known beforehand."""
     following: dict[int | str, int] = {}
     uses: list[list[int]] = []  # of each block of each request: the request that asks for it next

@@ -37,7 +37,7 @@ def sparse_region(geometry: PoolGeometry) -> memoryview:
         os.close(fd)
 
 
-class Shadow:
+class SimulatedDaemon:
     """One daemon of the size that `room` says, and `engines` engines that save all that they compute."""
 
     def __init__(self, room: Room, block_tokens: int, engines: int, limits: Limits | None = None) -> None:

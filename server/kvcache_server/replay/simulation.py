@@ -15,8 +15,8 @@ from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import SLOT_ROW, slot_size
 from kvcache_server.core.fit import Room, room
 from kvcache_server.replay.bounds import distinct, optimum
-from kvcache_server.replay.shadow import Shadow, block_hash
-from kvcache_server.replay.trace import Request
+from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
+from kvcache_server.replay.trace import TraceRequest
 
 ROUTINGS = ("round-robin", "prefix")
 
@@ -35,7 +35,7 @@ class Setup(msgspec.Struct, frozen=True):
     extent: int = 0
 
 
-def routes(requests: Sequence[Request], setup: Setup) -> list[int]:
+def routes(requests: Sequence[TraceRequest], setup: Setup) -> list[int]:
     """Return the engine of each request."""
     homes: dict[int | str, int] = {}
     named: dict[str, int] = {}
@@ -75,7 +75,7 @@ def size_for(blocks: int, setup: Setup) -> int:
 
 
 def replay(
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
     sizes: Sequence[int],
     setup: Setup,
     clock: Callable[[], float],
@@ -90,9 +90,9 @@ def replay(
     rows = []
     for whole, part in rooms:
         say(f"  {whole.slots:,} blocks")
-        shared = Shadow(whole, setup.block_tokens, setup.engines)
+        shared = SimulatedDaemon(whole, setup.block_tokens, setup.engines)
         hits, times = play([shared] * setup.engines, requests, prompts, engines, clock)
-        alone = [Shadow(part, setup.block_tokens, 1) for _ in range(setup.engines)]
+        alone = [SimulatedDaemon(part, setup.block_tokens, 1) for _ in range(setup.engines)]
         private, _ = play(alone, requests, prompts, engines, clock)
         rows.append(
             {
@@ -122,7 +122,7 @@ def replay(
     }
 
 
-def _busiest(requests: Sequence[Request], engines: Sequence[int]) -> int:
+def _busiest(requests: Sequence[TraceRequest], engines: Sequence[int]) -> int:
     """Return the blocks that the engine with most of them is asked for."""
     load: Counter[int] = Counter()
     for request, engine in zip(requests, engines, strict=True):
@@ -131,8 +131,8 @@ def _busiest(requests: Sequence[Request], engines: Sequence[int]) -> int:
 
 
 def play(
-    shadows: Sequence[Shadow],
-    requests: Sequence[Request],
+    shadows: Sequence[SimulatedDaemon],
+    requests: Sequence[TraceRequest],
     prompts: Sequence[list[bytes]],
     engines: Sequence[int],
     clock: Callable[[], float],

@@ -20,7 +20,7 @@ MAX_LINE = 16 << 20  # bytes: MAX_HASHES ids of some length
 _GZIP = b"\x1f\x8b"
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """A prompt that asks for `blocks`, `at` seconds after the trace began."""
 
     at: float
@@ -28,7 +28,7 @@ class Request(NamedTuple):
     engine: str = ""
 
 
-def read_trace(path: str, block_tokens: int = BLOCK_TOKENS) -> list[Request]:
+def read_trace(path: str, block_tokens: int = BLOCK_TOKENS) -> list[TraceRequest]:
     """Return the requests at `path` that ask for a block, by time. Raises ConfigError, with a bad line's number."""
     requests = []
     try:
@@ -55,7 +55,7 @@ def _lines(path: str) -> Iterator[bytes]:
             yield line
 
 
-def _request(line: bytes, where: str, block_tokens: int) -> Request:
+def _request(line: bytes, where: str, block_tokens: int) -> TraceRequest:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -82,4 +82,4 @@ def _request(line: bytes, where: str, block_tokens: int) -> Request:
                 f"{where}: {len(blocks)} blocks of {block_tokens} tokens are more than {length} tokens: "
                 "--block-tokens says the trace's own size"
             )
-    return Request(at / 1000, tuple(blocks), str(fields.get("engine", "")))
+    return TraceRequest(at / 1000, tuple(blocks), str(fields.get("engine", "")))

@@ -27,7 +27,7 @@ class ZmtpConnection(asyncio.Protocol):
 
     __slots__ = ("_transport", "_turns", "cut", "paused", "receiver", "waiting")
 
-    def __init__(self, turns: Turns[Any], role: Role = ROUTER) -> None:
+    def __init__(self, turns: ZmtpServer[Any], role: Role = ROUTER) -> None:
         self.receiver = Receiver(role)
         self.cut = False  # whether what it says is of no interest any more
         self.paused = False  # whether what it is sent piles up
@@ -97,7 +97,7 @@ class ZmtpConnection(asyncio.Protocol):
 C = TypeVar("C", bound=ZmtpConnection)
 
 
-class Turns(abc.ABC, Generic[C]):
+class ZmtpServer(abc.ABC, Generic[C]):
     """Hears connections by turns. Whoever derives from it says what a message is answered with."""
 
     SECONDS = 0.01  # of messages, before doors and timers have their turn

@@ -159,7 +159,7 @@ class Listener:
         Raises EndpointTaken, ConfigError, NotPermitted, OSError.
         """
         listener = _listen(path, endpoint)
-        self.place = Place(path)
+        self.place = SocketFile(path)
         self.let_in((), ())
         self._acceptor = Acceptor(loop, listener, path, lambda sock, _: enter(sock, peer_of(sock)), count, rate)
         self.connect = self._acceptor.connect
@@ -267,7 +267,7 @@ def admit(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
         os.chmod(path, 0o666)
 
 
-class Place:
+class SocketFile:
     """The file that a socket was bound to."""
 
     def __init__(self, path: str) -> None:

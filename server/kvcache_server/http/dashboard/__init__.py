@@ -15,10 +15,10 @@ from kvcache_proto.errors import ConfigError
 from kvcache_server import logs
 from kvcache_server.config import parse_address
 from kvcache_server.http import connection_limiter
-from kvcache_server.http.dashboard.files import Folder
-from kvcache_server.http.dashboard.host import Host
+from kvcache_server.http.dashboard.app import Dashboard
+from kvcache_server.http.dashboard.env_folder import EnvFolder
+from kvcache_server.http.dashboard.host_figures import HostFigures
 from kvcache_server.http.dashboard.relay import Relay
-from kvcache_server.http.dashboard.serving import Dashboard
 from kvcache_server.http.dashboard.units import Units
 from kvcache_server.rates import Rate
 
@@ -45,10 +45,10 @@ def command(api: str, listen: str, token_file: str, manage: str | None, env_fold
         raise ConfigError(f"--listen {listen}: loopback alone; from elsewhere: ssh -L 9465:127.0.0.1:{port} HOST")
     if token_file and not os.access(token_file, os.R_OK):
         raise ConfigError(f"--token-file {token_file}: cannot be read")
-    folder = Folder(env_folder)
+    folder = EnvFolder(env_folder)
     units = Units(manage, folder, of_user) if manage is not None else None
     logs.set_up("info", "text")
-    dashboard = Dashboard(Relay(api), Host(), token_file, units, folder)
+    dashboard = Dashboard(Relay(api), HostFigures(), token_file, units, folder)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(dashboard.app(), connection_limiter.listen("--listen", address, port)))
 
@@ -67,7 +67,7 @@ async def _serve(app: web.Application, listener: socket.socket) -> None:
     )
     await runner.setup()
     assert runner.server is not None
-    entrance = connection_limiter.Turnstile(loop, listener, runner.server, SECONDS)
+    entrance = connection_limiter.ConnectionLimiter(loop, listener, runner.server, SECONDS)
     try:
         click.echo(f"dashboard at {connection_limiter.where(listener)}")
         over = asyncio.Event()

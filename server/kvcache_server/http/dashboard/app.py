@@ -21,14 +21,14 @@ from aiohttp.typedefs import Handler
 
 from kvcache_proto.errors import BadArgument, ClientError, KVCacheError, NotPermitted, Unavailable
 from kvcache_server.http import schema
-from kvcache_server.http.auth import bears
-from kvcache_server.http.dashboard import settings
-from kvcache_server.http.dashboard.files import Changed, Folder
+from kvcache_server.http.auth import bears_token
+from kvcache_server.http.dashboard import engine_fields
+from kvcache_server.http.dashboard.env_folder import Changed, EnvFolder
 from kvcache_server.http.dashboard.history import EVERY, History
-from kvcache_server.http.dashboard.host import Host
+from kvcache_server.http.dashboard.host_figures import HostFigures
 from kvcache_server.http.dashboard.relay import Relay
 from kvcache_server.http.dashboard.units import NoSystemd, Units
-from kvcache_server.http.hosts import is_ours
+from kvcache_server.http.host_header import is_ours
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,9 @@ class Edit(msgspec.Struct, forbid_unknown_fields=True):
 class Dashboard:
     """What the page shows and does."""
 
-    def __init__(self, relay: Relay, host: Host, token_file: str, units: Units | None, folder: Folder) -> None:
+    def __init__(
+        self, relay: Relay, host: HostFigures, token_file: str, units: Units | None, folder: EnvFolder
+    ) -> None:
         """`token_file` is "" where the daemon alone knows the token."""
         self._relay, self._host, self._token_file = relay, host, token_file
         self._units, self._folder = units, folder
@@ -168,7 +170,7 @@ class Dashboard:
                     token = file.read(TOKEN + 1).strip()
             except OSError as error:
                 raise Unavailable(f"{self._token_file}: {error.strerror}") from None
-            known = bool(token) and bears(authorization, token)
+            known = bool(token) and bears_token(authorization, token)
         else:
             code, answer = await self._relay.post("/api/v1/token", b"", authorization)
             if code not in (200, 401, 403):
@@ -197,7 +199,7 @@ class Dashboard:
             return {"version": "", "fields": [], "problem": f"it has no environment file in {self._folder.path}"}
         try:
             text, version = self._folder.read(file)
-            return {"version": version, "fields": settings.read(text), "problem": ""}
+            return {"version": version, "fields": engine_fields.read(text), "problem": ""}
         except KVCacheError as error:
             return {"version": "", "fields": [], "problem": str(error)}
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvcache_proto.errors import BadArgument, ConfigError, KVCacheError, NotPermitted
-from kvcache_server.http.dashboard import settings
+from kvcache_server.http.dashboard import engine_fields
 
 MOST = 64 << 10  # bytes of a file
 BACKUP = ".before"  # what the last change replaced
@@ -24,7 +24,7 @@ class Changed(KVCacheError):
     code = "changed"
 
 
-class Folder:
+class EnvFolder:
     """A folder, by its name; links in it are not followed, and what is no regular file is refused."""
 
     def __init__(self, path: str) -> None:
@@ -61,7 +61,7 @@ class Folder:
             before, found = _read(folder, name)
             if _version(before) != version:
                 raise Changed(f"{self.path / name} has changed meanwhile: look at it again")
-            after = settings.change(before, values)
+            after = engine_fields.change(before, values)
             if after != before:
                 _replace(folder, name + BACKUP, before, found)
                 _replace(folder, name, after, found)

@@ -8,7 +8,7 @@ from typing import Any
 from kvcache_proto.errors import ConfigError
 
 
-class Host:
+class HostFigures:
     """Looks at this host. `figures` may block for some milliseconds: call it in a thread, one at a time."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import time
 from typing import NamedTuple
 
 from kvcache_proto.errors import ClientError, ConfigError, ServerError
-from kvcache_server.http.dashboard.files import Folder
+from kvcache_server.http.dashboard.env_folder import EnvFolder
 
 VERBS = ("start", "stop", "restart")
 SUFFIX = ".service"
@@ -50,7 +50,7 @@ class Unit(NamedTuple):
 class Units:
     """The units whose names match one pattern."""
 
-    def __init__(self, pattern: str, folder: Folder, of_user: bool) -> None:
+    def __init__(self, pattern: str, folder: EnvFolder, of_user: bool) -> None:
         """Raises ConfigError for a pattern that is no unit's, or every unit's."""
         if not _PATTERN.fullmatch(pattern):
             raise ConfigError(f"--manage {pattern!r}: a pattern that begins with letters of its units, as in 'vllm@*'")

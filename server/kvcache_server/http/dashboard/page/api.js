@@ -1,6 +1,6 @@
 // What is asked of the dashboard, the token, and the dialog in front of every action.
 
-import { id, make, tell } from "./words.js";
+import { id, make, tell } from "./format.js";
 
 let token = ""; // in this page's memory alone: a reload forgets it
 const heard = [];

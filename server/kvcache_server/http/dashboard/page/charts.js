@@ -1,6 +1,6 @@
 // Charts over time, drawn as SVG: lines over buckets of points, an axis with three or four round values, clock times below.
 
-import { clock, id, make, tell } from "./words.js";
+import { clock, id, make, tell } from "./format.js";
 
 const HEIGHT = 170, LEFT = 72, RIGHT = 8, TOP = 10, BOTTOM = 24, BUCKETS = 150;
 

@@ -1,7 +1,7 @@
 // Engines: their systemd units, orders to them, and what can be edited of their environment files.
 
-import { ask, askToken, confirm, hasToken, onToken, say, toast } from "./asking.js";
-import { duration, id, keep, make, size, tell } from "./words.js";
+import { ask, askToken, confirm, hasToken, onToken, say, toast } from "./api.js";
+import { duration, id, keep, make, size, tell } from "./format.js";
 
 const EVERY = 4000;
 let pattern = "", asking = false;

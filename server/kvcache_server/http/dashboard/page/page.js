@@ -1,9 +1,9 @@
 // What the page shows: asked of the dashboard every other second, and put where it has changed.
 
-import { ask, confirm, say, toast } from "./asking.js";
+import { ask, confirm, say, toast } from "./api.js";
 import { Chart, buckets } from "./charts.js";
 import { show as showEngines } from "./engines.js";
-import { clock, count, duration, id, keep, make, plural, ratio, short, size, tell, words } from "./words.js";
+import { clock, count, duration, id, keep, make, plural, ratio, short, size, tell, words } from "./format.js";
 
 const EVERY = 2000, HOUR = 3600;
 const STYLES = ["a", "b", "c", "d", "e", "f"];
