@@ -1,7 +1,7 @@
-"""HTTP in the daemon's own loop: health, figures and an operator's actions. `schema.py` says what there is.
+"""HTTP in the daemon's own loop: health, figures and operators' actions. `schema.py` lists the routes.
 
-Off unless `http` names an address. Errors are JSON: {"code", "message"}. How clients come in, and what they cannot do
-to the loop: `connection_limiter.py`.
+Off unless `http` names an address. Errors are JSON: {"code", "message"}. `connection_limiter.py` keeps clients from
+taking more of the loop's time than they should.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -22,26 +22,24 @@ from aiohttp.typedefs import Handler
 
 from kvcache_proto import __version__
 from kvcache_proto.endpoint import socket_path
-from kvcache_proto.errors import BadArgument, ClientError, ConfigError, KVCacheError, Unavailable
+from kvcache_proto.errors import BadArgument, ConfigError, Unavailable
 from kvcache_server.config import Config, parse_address
 from kvcache_server.duty_cycle import DutyCycle
 from kvcache_server.http import metrics, schema
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.http.auth import BearerToken
 from kvcache_server.http.connection_limiter import LINES_A_MINUTE, ConnectionLimiter, listen, quiet, where
-from kvcache_server.http.host_header import is_ours
+from kvcache_server.http.replies import JSON, decode, finish_replies, json_response
 from kvcache_server.rates import Rate
 
 log = logging.getLogger(__name__)
 
 BODY = 16 << 10  # bytes of a request's body
-SHARE = 0.05  # of the loop's time, that may go into answers; a larger one waits for its turn
-_JSON = "application/json"
-_Body = TypeVar("_Body")
+SHARE = 0.05  # of the loop's time that reports may take
 
 
 class HttpApp:
-    """Serves the API from now on until `close`, within `loop`."""
+    """Serves the API in `loop` until `close`."""
 
     def __init__(
         self,
@@ -50,14 +48,14 @@ class HttpApp:
         admin_ops: AdminOps,
         failed: Callable[[int, Exception], object],
     ) -> None:
-        """Bind the address; what is asked is answered once the loop runs. `failed(0, error)` notes a defect of ours.
+        """Bind the address; requests are answered once the loop runs. `failed(0, error)` records a defect of ours.
 
-        Raises ConfigError where the address cannot be had, or the token's file is not to be trusted.
+        Raises ConfigError if the address cannot be bound or the token's file cannot be trusted.
         """
         self._loop, self._admin_ops, self._failed = loop, admin_ops, failed
         self._answers: Counter[str] = Counter()
         self._turn = asyncio.Lock()
-        self._duty_cycle = DutyCycle(SHARE)  # it outlives who is answered
+        self._duty_cycle = DutyCycle(SHARE)  # shared by all requests, so that reconnecting gains nothing
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
         self._names = {"localhost"} | (_own_names() if config.http_anywhere else set())
         self._listener = listen("http", *parse_address(config.http))
@@ -84,16 +82,16 @@ class HttpApp:
         server = self._runner.server
         assert server is not None
         self._limiter = ConnectionLimiter(self._loop, self._listener, server)
-        log.info("http at %s; changes want the token in %s", self.address, self._bearer_token.path)
+        log.info("http at %s; changes need the token in %s", self.address, self._bearer_token.path)
 
     def close(self) -> None:
-        """Close all connections. The loop has stopped, and is run for that."""
+        """Close all connections. Call it when the loop has stopped; it runs the loop for the clean-up."""
         self._listener.close() if self._limiter is None else self._limiter.close()
         self._opening.cancel()
         self._loop.run_until_complete(self._runner.cleanup())
 
     def collect(self) -> None:
-        """Free what connections have left behind. O(what is new)."""
+        """Free the memory that closed connections have left behind. O(new objects)."""
         if self._limiter:
             self._limiter.collect()
 
@@ -102,67 +100,47 @@ class HttpApp:
         return {"address": self.address, "answers": dict(self._answers), "cuts": dict(cuts)}
 
     def _app(self) -> web.Application:
-        app = web.Application(middlewares=[self._around], client_max_size=BODY)
+        replies = finish_replies(
+            self._names,
+            lambda error: self._failed(0, error),
+            answered=self._count,
+            not_found="no such path: /openapi.json lists them",
+        )
+        app = web.Application(middlewares=[replies], client_max_size=BODY)
         for route in schema.ROUTES:
             handler = getattr(self, "_" + route.name)
             app.router.add_route(route.method, route.path, self._guarded(handler) if route.changes else handler)
         app.router.add_get("/openapi.json", self._openapi, allow_head=False)
         return app
 
+    def _count(self, status: int | str) -> None:
+        self._answers[str(status)] += 1
+
     def _malformed(self) -> bool:
-        """Count a request that is no HTTP; return whether the log may tell of it."""
-        self._answers["malformed"] += 1
+        """Count a request that is not HTTP; return whether to log it."""
+        self._count("malformed")
         return self._lines.allow(None, self._loop.time())
 
-    # Around every request.
-
-    @web.middleware
-    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            self._check_host(request)
-            response = await handler(request)
-        except web.HTTPException as error:
-            told = "no such path: /openapi.json has them all" if error.status == 404 else error.text or error.reason
-            response = _error(error.status, error.reason.lower().replace(" ", "_"), told)
-            response.headers.update({key: error.headers[key] for key in ("Allow",) if key in error.headers})
-        except KVCacheError as error:
-            response = _error(_status(error), error.code, str(error))
-        except Exception as error:  # noqa: BLE001 - a defect of ours is answered and logged; the others are served on
-            self._failed(0, error)
-            response = _error(500, "internal", f"{type(error).__name__}: {error}")
-        if response.status == 401:
-            response.headers["WWW-Authenticate"] = "Bearer"
-        response.headers["Server"] = "kvcache-server"
-        response.headers["Cache-Control"] = "no-store"
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        response.force_close()  # one request a connection: see connection_limiter.py
-        self._answers[str(response.status)] += 1
-        return response
-
-    def _check_host(self, request: web.Request) -> None:
-        host = request.headers.get("Host", "")
-        if not is_ours(host, self._names):
-            raise web.HTTPMisdirectedRequest(text=f"Host {host!r}: ask by address, or as localhost")
-
     def _guarded(self, handler: Handler) -> Handler:
-        """Let `handler` be asked by who has the token alone."""
+        """Return `handler` behind a check of the token."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             authorization = request.headers.get("Authorization", "")
             if not authorization:
                 raise web.HTTPUnauthorized(
-                    text=f"changes want `Authorization: Bearer` and the token in {self._bearer_token.path}"
+                    text=f"changes need `Authorization: Bearer` and the token in {self._bearer_token.path}"
                 )
             if not self._bearer_token.admits(authorization):
-                raise web.HTTPForbidden(text=f"this is not the token in {self._bearer_token.path}")
+                raise web.HTTPForbidden(text=f"not the token in {self._bearer_token.path}")
             return await handler(request)
 
         return guarded
 
-    async def _answer(self, make: Callable[[dict[str, Any]], bytes], content_type: str = _JSON) -> web.Response:
-        """Answer what `make` makes of a report, one request after the other; the loop is the engines' for a while then.
+    async def _answer(self, make: Callable[[dict[str, Any]], bytes], content_type: str = JSON) -> web.Response:
+        """Answer with what `make` returns for a report.
 
-        Who asked has the answer at once, and the next one waits; that somebody leaves makes the wait no shorter.
+        Reports are made one at a time. Each is followed by a pause, in which the loop serves engines; the next request
+        waits for its end, also when the one before was cancelled.
         """
         async with self._turn:
             await asyncio.sleep(self._duty_cycle.wait(time.monotonic()))
@@ -172,18 +150,18 @@ class HttpApp:
             finally:
                 self._duty_cycle.spent(began, time.monotonic())
 
-    # What is asked.
+    # Reading.
 
     async def _healthz(self, request: web.Request) -> web.Response:
-        return _response(schema.Alive(True))
+        return json_response(schema.Alive(True))
 
     async def _readyz(self, request: web.Request) -> web.Response:
         if self._admin_ops.in_grace:
-            raise Unavailable("sessions of the last daemon are awaited, and nothing is evicted meanwhile")
-        return _response(schema.Ready(True))
+            raise Unavailable("sessions of the previous daemon are reconnecting, and nothing is evicted meanwhile")
+        return json_response(schema.Ready(True))
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._description, content_type=_JSON)
+        return web.Response(body=self._description, content_type=JSON)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return await self._answer(metrics.render, metrics.CONTENT_TYPE)
@@ -197,40 +175,37 @@ class HttpApp:
     async def _sessions(self, request: web.Request) -> web.Response:
         return await self._answer(partial(_as_json, schema.Sessions))
 
-    # What is done.
+    # Changes.
 
     async def _clear(self, request: web.Request) -> web.Response:
-        body = await _body(request, schema.Clear)
-        return _response(schema.Cleared(await self._admin_ops.clear(body.namespace, _who(request))))
+        body = decode(await request.read(), schema.Clear)
+        return json_response(schema.Cleared(await self._admin_ops.clear(body.namespace, _who(request))))
 
     async def _resize(self, request: web.Request) -> web.Response:
-        body = await _body(request, schema.Resize)
+        body = decode(await request.read(), schema.Resize)
         try:
-            return _response(schema.Resized(self._admin_ops.resize(body.bytes, _who(request))))
+            return json_response(schema.Resized(self._admin_ops.resize(body.bytes, _who(request))))
         except BadArgument as error:
             raise web.HTTPConflict(text=str(error)) from None
 
     async def _log_level(self, request: web.Request) -> web.Response:
-        level = (await _body(request, schema.LogLevel)).level
-        return _response(
-            msgspec.convert(
-                {"level": level, "before": self._admin_ops.set_log_level(level, _who(request))}, schema.LogLevelSet
-            )
-        )
+        level = (decode(await request.read(), schema.LogLevel)).level
+        before = cast(schema.Level, self._admin_ops.set_log_level(level, _who(request)))
+        return json_response(schema.LogLevelSet(level, before))
 
     async def _fence_off(self, request: web.Request) -> web.Response:
         text = request.match_info["id"]
         if not (text.isascii() and text.isdigit() and 0 < len(text) < 20 and int(text)):
-            raise BadArgument(f"session {text[:40]!r}: its number, as the list of sessions has it")
-        return _response(schema.FencedOff(int(text), self._admin_ops.fence_off(int(text), _who(request))))
+            raise BadArgument(f"session {text[:40]!r}: a number from the list of sessions expected")
+        return json_response(schema.FencedOff(int(text), self._admin_ops.fence_off(int(text), _who(request))))
 
     async def _token(self, request: web.Request) -> web.Response:
-        return _response(schema.Known(True))
+        return json_response(schema.Known(True))
 
     async def _check(self, request: web.Request) -> web.Response:
         began = time.perf_counter()
         finding = await self._admin_ops.check()
-        return _response(schema.Checked(not finding, finding, time.perf_counter() - began))
+        return json_response(schema.Checked(not finding, finding, time.perf_counter() - began))
 
 
 def _own_names() -> set[str]:
@@ -243,38 +218,5 @@ def _who(request: web.Request) -> str:
     return f"the token's bearer at {request.remote}"
 
 
-async def _body(request: web.Request, kind: type[_Body]) -> _Body:
-    """Return what was sent. Raises BadArgument."""
-    try:
-        sent = msgspec.json.decode(await request.read())
-        if isinstance(sent, dict):  # to JSON Schema, and so to clients, 4.0 is an integer
-            sent = {key: int(each) if _is_whole(each) else each for key, each in sent.items()}
-        return msgspec.convert(sent, kind)
-    except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets without end
-        raise BadArgument(f"the body: {error}") from None
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer()
-
-
 def _as_json(form: type, report: dict[str, Any]) -> bytes:
     return msgspec.json.encode(msgspec.convert(report, form))
-
-
-def _response(answer: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type=_JSON)
-
-
-def _error(status: int, code: str, message: str) -> web.Response:
-    response = _response(schema.Error(code, message))
-    response.set_status(status)
-    return response
-
-
-def _status(error: KVCacheError) -> int:
-    if isinstance(error, Unavailable):
-        return 503
-    if isinstance(error, BadArgument):
-        return 400
-    return 404 if isinstance(error, ClientError) else 500

@@ -1,7 +1,7 @@
-"""The dashboard's own HTTP: one page, what it shows, and the actions that it passes on to the daemon.
+"""The dashboard's own HTTP server: one page, its data, and the actions that it forwards to the daemon.
 
-Reading is free to who reaches it, which is on loopback. Every action wants the daemon's token, from the visitor, and a
-header that no other site's page can send.
+It listens on loopback, and everyone who can reach it may read. Every action needs the daemon's token, which the visitor
+gives, and a header that a page of another site cannot send.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvcache_proto.errors import BadArgument, ClientError, KVCacheError, NotPermitted, Unavailable
+from kvcache_proto.errors import BadArgument, KVCacheError, NotPermitted, Unavailable
 from kvcache_server.http import schema
 from kvcache_server.http.auth import bears_token
 from kvcache_server.http.dashboard import engine_fields
@@ -28,44 +28,42 @@ from kvcache_server.http.dashboard.history import EVERY, History
 from kvcache_server.http.dashboard.host_figures import HostFigures
 from kvcache_server.http.dashboard.relay import Relay
 from kvcache_server.http.dashboard.units import NoSystemd, Units
-from kvcache_server.http.host_header import is_ours
+from kvcache_server.http.replies import decode, finish_replies, json_response
 
 log = logging.getLogger(__name__)
 
-HEADER = "X-KVCache-Dashboard"  # a page of another site may not send it without asking, and is told nothing
+HEADER = "X-KVCache-Dashboard"  # pages of other sites would need our permission to send it, which we do not give
 BODY = 64 << 10
-TOKEN = 4096  # bytes of its file; a token has 256 at most
+TOKEN = 4096  # bytes read from its file; a token has at most 256
 ACTIONS = ("clear", "resize", "log_level", "fence_off", "token")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_ANSWER = {
+_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'",
-    "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
-    "Server": "kvcache-server",
-    "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-_Body = TypeVar("_Body")
+# NotPermitted: the dashboard lacks the permission; 403 is for visitors.
+_STATUS: dict[type[KVCacheError], int] = {Changed: 409, NoSystemd: 503, NotPermitted: 500}
 
 
 class Edit(msgspec.Struct, forbid_unknown_fields=True):
-    """New values of an engine's fields; `version` is that of the file in which the old ones were read."""
+    """New values of an engine's fields; `version` is that of the file that the old values were read from."""
 
     version: str
     values: dict[str, str]
 
 
 class Dashboard:
-    """What the page shows and does."""
+    """The page, its data and its actions."""
 
     def __init__(
         self, relay: Relay, host: HostFigures, token_file: str, units: Units | None, folder: EnvFolder
     ) -> None:
-        """`token_file` is "" where the daemon alone knows the token."""
+        """`token_file` may be "": then the daemon is asked whether a token is valid."""
         self._relay, self._host, self._token_file = relay, host, token_file
         self._units, self._folder = units, folder
         self._history = History()
@@ -75,10 +73,11 @@ class Dashboard:
         self._answered = 0.0
         self._region = ""
         self._figures: dict[str, Any] = {}
-        self._done = asyncio.Event()  # something was done: look at once
+        self._done = asyncio.Event()  # set after an action, to poll at once
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._around], client_max_size=BODY)
+        replies = finish_replies(("localhost",), _failed, headers=_HEADERS, statuses=_STATUS)
+        app = web.Application(middlewares=[replies], client_max_size=BODY)
         for file in sorted(resources.files("kvcache_server.http.dashboard").joinpath("page").iterdir(), key=str):
             kind = _TYPES[Path(file.name).suffix]
             path = "/" if file.name == "index.html" else f"/{file.name}"
@@ -103,10 +102,10 @@ class Dashboard:
             await task
         await self._relay.close()
 
-    # What is shown.
+    # Data.
 
     async def _look(self) -> None:
-        """Ask the daemon and the host every other second, whoever looks: the history is of the last hour."""
+        """Poll the daemon and the host every two seconds, also without visitors: the page shows the last hour."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -120,10 +119,10 @@ class Dashboard:
                 self._status, self._away, self._answered = status, None, time.time()
             try:
                 self._figures = await asyncio.to_thread(self._host.figures, self._region)
-            except (OSError, RuntimeError) as error:  # no descriptor or no thread to be had now: the old ones stay
+            except (OSError, RuntimeError) as error:  # out of descriptors or threads: keep the old figures
                 log.warning("the host's figures cannot be read: %s", error)
             due = max(due + EVERY, loop.time())
-            # Not wait_for: Python 3.11's forgets that it was cancelled where `_done` comes at that moment.
+            # Not wait_for: Python 3.11's swallows a cancellation that coincides with `_done`.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(due):
                     await self._done.wait()
@@ -135,7 +134,7 @@ class Dashboard:
     async def _data(self, request: web.Request) -> web.Response:
         since = request.query.get("since", "0")
         number = int(since) if since.isascii() and since.isdigit() and len(since) < 16 else 0
-        return _json(
+        return json_response(
             {
                 "now": time.time(),
                 "began": self._began,
@@ -150,7 +149,7 @@ class Dashboard:
             }
         )
 
-    # What is done.
+    # Actions.
 
     async def _pass_on(self, request: web.Request) -> web.Response:
         code, body = await self._relay.post(
@@ -160,10 +159,10 @@ class Dashboard:
         return web.Response(status=code, body=body, content_type="application/json")
 
     async def _permit(self, request: web.Request) -> None:
-        """Let pass who has the token; its file is asked where we were told of one, else the daemon."""
+        """Check the visitor's token, against the token file if there is one, else by asking the daemon."""
         authorization = request.headers.get("Authorization", "")
         if not authorization:
-            raise web.HTTPUnauthorized(text="engines want the daemon's token")
+            raise web.HTTPUnauthorized(text="managing engines needs the daemon's token")
         if self._token_file:
             try:
                 with open(self._token_file, "rb") as file:
@@ -177,12 +176,12 @@ class Dashboard:
                 raise Unavailable(f"the daemon answers {code}: {answer[:200].decode(errors='replace')}")
             known = code == 200
         if not known:
-            raise web.HTTPForbidden(text="this is not the token")
+            raise web.HTTPForbidden(text="the token is wrong")
 
     async def _permitted_units(self, request: web.Request) -> Units:
         await self._permit(request)
         if self._units is None:
-            raise web.HTTPNotFound(text="engines are managed with --manage, which was not given")
+            raise web.HTTPNotFound(text="engines are not managed: start the dashboard with --manage")
         return self._units
 
     async def _engines(self, request: web.Request) -> web.Response:
@@ -190,9 +189,9 @@ class Dashboard:
         try:
             found = await units.all()
         except NoSystemd as error:
-            return _json({"pattern": units.pattern, "problem": str(error), "units": []})
+            return json_response({"pattern": units.pattern, "problem": str(error), "units": []})
         engines = [unit._asdict() | await asyncio.to_thread(self._settings, unit.file) for unit in found]
-        return _json({"pattern": units.pattern, "problem": "", "units": engines})
+        return json_response({"pattern": units.pattern, "problem": "", "units": engines})
 
     def _settings(self, file: str) -> dict[str, Any]:
         if not file:
@@ -208,37 +207,21 @@ class Dashboard:
         name, verb = request.match_info["name"], request.match_info["verb"]
         await units.order(name, verb)
         log.warning("%s %s, asked by the token's bearer at %s", verb, name, request.remote)
-        return _json({"name": name, "verb": verb})
+        return json_response({"name": name, "verb": verb})
 
     async def _edit(self, request: web.Request) -> web.Response:
         units = await self._permitted_units(request)
-        edit = _decoded(await request.read(), Edit)
+        edit = decode(await request.read(), Edit)
         unit = await units.get(request.match_info["name"])
         if not unit.file:
             raise BadArgument(f"{unit.name} has no environment file in {self._folder.path}")
         version = await asyncio.to_thread(self._folder.change, unit.file, edit.version, edit.values)
         log.warning("%s changed, asked by the token's bearer at %s", self._folder.path / unit.file, request.remote)
-        return _json({"version": version})
+        return json_response({"version": version})
 
-    # Around every request.
 
-    @web.middleware
-    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        host = request.headers.get("Host", "")
-        try:
-            if not is_ours(host, ("localhost",)):
-                raise web.HTTPMisdirectedRequest(text=f"Host {host!r}: ask by address, or as localhost")
-            response = await handler(request)
-        except web.HTTPException as error:
-            response = _error(error.status, error.reason.lower().replace(" ", "_"), error.text or error.reason)
-        except KVCacheError as error:
-            response = _error(_code(error), error.code, str(error))
-        except Exception as error:  # a defect of ours is answered and logged; the page goes on
-            log.exception("%s %s", request.method, request.path)
-            response = _error(500, "internal", f"{type(error).__name__}: {error}")
-        response.headers.update(_ANSWER)
-        response.force_close()  # one request a connection: see connection_limiter.py
-        return response
+def _failed(error: Exception) -> None:
+    log.error("a request failed inside the dashboard: %s", error, exc_info=error)
 
 
 def _static(body: bytes, kind: str) -> Handler:
@@ -249,40 +232,11 @@ def _static(body: bytes, kind: str) -> Handler:
 
 
 def _from_our_page(handler: Callable[[web.Request], Awaitable[web.Response]]) -> Handler:
-    """Refuse what another site's page could have sent in the visitor's name."""
+    """Refuse requests that a page of another site could have sent (cross-site request forgery)."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
         if request.headers.get(HEADER) != "1":
-            raise web.HTTPForbidden(text=f"actions want the header {HEADER}: 1")
+            raise web.HTTPForbidden(text=f"actions need the header {HEADER}: 1")
         return await handler(request)
 
     return checked
-
-
-def _decoded(body: bytes, kind: type[_Body]) -> _Body:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets without end
-        raise BadArgument(f"the body: {error}") from None
-
-
-def _json(answer: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
-
-
-def _error(status: int, code: str, message: str) -> web.Response:
-    response = _json({"code": code, "message": message})
-    response.set_status(status)
-    return response
-
-
-def _code(error: KVCacheError) -> int:
-    if isinstance(error, Changed):
-        return 409
-    if isinstance(error, Unavailable | NoSystemd):
-        return 503
-    if isinstance(error, BadArgument):
-        return 400
-    if isinstance(error, NotPermitted):
-        return 500  # the dashboard's own lack of rights; 403 is for the visitor's
-    return 404 if isinstance(error, ClientError) else 500
