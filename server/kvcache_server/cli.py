@@ -1,4 +1,4 @@
-"""The command line. Each way to fail has an exit code of its own, and its message says what helps."""
+"""The command line. Each kind of failure has its own exit code, and a message that says what helps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from kvcache_proto import __version__
-from kvcache_proto.endpoint import default_endpoint
 from kvcache_proto.errors import (
     ConfigError,
     EndpointLost,
@@ -23,15 +22,16 @@ from kvcache_proto.errors import (
 )
 from kvcache_proto.text import escaped
 from kvcache_server import signals
+from kvcache_server.commands.options import endpoint_option
 from kvcache_server.config import format_size, load, settings
 
 EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
-    (ConfigError, 2, "a flag, a file or a variable that cannot be used"),
+    (ConfigError, 2, "an invalid flag, file or environment variable"),
     (EndpointTaken, 3, "another daemon serves the endpoint"),
-    (Unavailable, 4, "no daemon there"),
-    (RegionError, 5, "the region is too large for this host, or strict is set and the last daemon's cannot be trusted"),
+    (Unavailable, 4, "no daemon answers at the endpoint"),
+    (RegionError, 5, "the region does not fit this host, or strict is set and the previous one cannot be trusted"),
     (NotPermitted, 6, "no permission"),
-    (EndpointLost, 7, "somebody removed its sockets"),
+    (EndpointLost, 7, "the daemon's sockets were removed"),
 )
 _LATER = {
     "bench": "kvcache_server.commands.bench",
@@ -48,7 +48,7 @@ _LATER = {
 
 
 class Commands(click.Group):
-    """The commands; those that need more than the daemon does are imported when called."""
+    """The commands; those that need more imports than the daemon are imported when called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *_LATER])
@@ -63,7 +63,9 @@ class Commands(click.Group):
 @click.group(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 other failures, " + ", ".join(f"{code} {why}" for _, code, why in EXIT_CODES) + ".",
+    epilog="Exit codes: 0 success, 1 other failures, "
+    + ", ".join(f"{code} {why}" for _, code, why in EXIT_CODES)
+    + ".",
 )
 @click.version_option(__version__, prog_name="kvcache-server")
 def commands() -> None:
@@ -71,10 +73,10 @@ def commands() -> None:
 
 
 def _flags(command: click.Command) -> click.Command:
-    """Give `command` a flag for each setting; the struct documents them."""
+    """Add a flag for each setting to `command`, with the description in the struct."""
     for row in settings():
         default = row.default.replace("`", "")
-        # `--strict` and `--strict true` say the same.
+        # `--strict` means `--strict true`.
         optional: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if row.type == "bool" else {}
         command.params.append(
             click.Option(
@@ -90,10 +92,10 @@ def _flags(command: click.Command) -> click.Command:
 
 @commands.command()
 @click.option("--config", "path", metavar="FILE", help="TOML file; KVCACHE_* variables and flags override it.")
-@click.option("--fresh", is_flag=True, help="Discard the region that the last daemon left, and begin empty.")
+@click.option("--fresh", is_flag=True, help="Discard the region of the previous daemon and start empty.")
 def serve(path: str | None, fresh: bool, **flags: Any) -> None:
-    """Run the daemon in the foreground, until SIGTERM or Ctrl-C. It finds again what the last one cached."""
-    # What is imported starts threads (numpy's), and a signal must not choose one of them: they inherit what is blocked.
+    """Run the daemon in the foreground, until SIGTERM or Ctrl-C. It reuses what the previous one cached."""
+    # The imports start threads (numpy's). They inherit the blocked signals, so that none is delivered to them.
     signals.block()
     from kvcache_server import logs
     from kvcache_server.daemon import lifecycle
@@ -122,67 +124,62 @@ def _progress_bar() -> Any:
     return progress
 
 
-_endpoint_option = click.option(
-    "--endpoint", metavar="ENDPOINT", help="Where the daemon is; else $KVCACHE_ENDPOINT, else the default."
-)
-
-
 @commands.command()
-@_endpoint_option
-@click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
-def status(endpoint: str | None, as_json: bool) -> None:
-    """Say what the daemon holds and who is attached."""
+@endpoint_option
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def status(endpoint: str, as_json: bool) -> None:
+    """Show what the daemon caches and which engines are attached."""
     from kvcache_server.admin_client import AdminClient
     from kvcache_server.commands.describe import describe
 
-    with AdminClient(endpoint or default_endpoint(), "status") as admin:
+    with AdminClient(endpoint, "status") as admin:
         stats = admin.stats()
     click.echo(json.dumps(stats, indent=2) if as_json else describe(stats))
 
 
 @commands.command()
-@_endpoint_option
-@click.option("--namespace", default="", metavar="ID", help="Only this one; `status` lists the ids.")
-def clear(endpoint: str | None, namespace: str) -> None:
-    """Forget every cached block that nobody is reading or writing."""
+@endpoint_option
+@click.option("--namespace", default="", metavar="ID", help="Clear only this namespace; `status` lists the ids.")
+def clear(endpoint: str, namespace: str) -> None:
+    """Forget every cached block that no engine is reading or writing."""
     from kvcache_server.admin_client import AdminClient
 
-    with AdminClient(endpoint or default_endpoint(), "clear") as admin:
+    with AdminClient(endpoint, "clear") as admin:
         click.echo(f"cleared {admin.clear(namespace):,} blocks")
 
 
 @commands.group()
 def session() -> None:
-    """What an operator may do about one session; `status` lists them."""
+    """Act on one session; `status` lists them."""
 
 
 @session.command("fence-off")
-@_endpoint_option
+@endpoint_option
 @click.argument("number", type=int)
-def fence_off(endpoint: str | None, number: int) -> None:
-    """Give up session NUMBER, which is away and keeps slots that it may be writing.
+def fence_off(endpoint: str, number: int) -> None:
+    """Give up session NUMBER, which is away and keeps the slots that it may be writing.
 
-    For a process that is stuck and will never write again: what it writes after this, it writes into others' blocks.
+    Only for a process that is stuck and will never write again: anything it still writes corrupts others' blocks.
     """
     from kvcache_server.admin_client import AdminClient
 
-    with AdminClient(endpoint or default_endpoint(), "fence-off") as admin:
+    with AdminClient(endpoint, "fence-off") as admin:
         click.echo(f"session {number} is fenced off: {admin.fence_off(number):,} reservations ended")
 
 
 @commands.command()
 @click.option("--config", "path", metavar="FILE", help="As for serve.")
-@_endpoint_option
+@click.option("--endpoint", metavar="ENDPOINT", help="As for serve.")
 @click.option("--region-dir", metavar="FOLDER", help="As for serve.")
 def discard(path: str | None, endpoint: str | None, region_dir: str | None) -> None:
-    """Free the memory of a daemon that has stopped: its cached blocks are gone then."""
+    """Free the memory that a stopped daemon has kept, and with it the cached blocks."""
     from kvcache_server.storage.folder import EndpointLock
     from kvcache_server.storage.warm_start import discard as remove
 
     config = load(path, flags={"endpoint": endpoint, "region_dir": region_dir})
     lock = EndpointLock(config.endpoint)
     try:
-        click.echo("discarded" if remove(config, lock.folder) else f"nothing is there of a daemon at {config.endpoint}")
+        click.echo("discarded" if remove(config, lock.folder) else f"no daemon at {config.endpoint} has left anything")
     finally:
         lock.release()
 
@@ -193,14 +190,14 @@ def main() -> None:
         try:
             commands(prog_name="kvcache-server", standalone_mode=True)
         finally:
-            sys.stdout.flush()  # a full disk is told now, or never
+            sys.stdout.flush()  # the last chance to report a full disk
     except KVCacheError as error:
         click.echo(f"kvcache-server: {escaped(str(error))}", err=True)
         sys.exit(next((code for kind, code, _ in EXIT_CODES if isinstance(error, kind)), 1))
     except OSError as error:
-        if sys.argv[1:2] == ["serve"]:  # a defect of the daemon's: all that is known of it
+        if sys.argv[1:2] == ["serve"]:  # a defect of the daemon: keep the traceback
             raise
         where = f"{error.filename}: " if error.filename else ""
         click.echo(f"kvcache-server: {escaped(f'{where}{error.strerror or error}')}", err=True)
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in it would be tried again, and told again
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - at exit, its buffer would be flushed, and fail, again
         sys.exit(1)

@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from kvcache_server.commands.demo import EngineProcess, Failed, finish, tail
+from kvcache_server.commands.daemon_process import Failed, finish, tail
+from kvcache_server.commands.demo import EngineProcess
 
 GIB = 1 << 30
 STARTING = 240.0  # seconds for a server, whose memory is made and locked first

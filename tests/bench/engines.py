@@ -24,7 +24,7 @@ from typing import Any
 
 from engine_cases import CASES, GIB, Case, start_engine
 
-from kvcache_server.commands.demo import Failed
+from kvcache_server.commands.daemon_process import Failed
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,8 +1,8 @@
-"""`kvcache-server bench`: the daemon beside a bare ZeroMQ echo, in one run, so that the host's noise hits both alike.
+"""`kvcache-server bench`: compares the daemon with a bare ZeroMQ echo in one run, so that both see the same noise.
 
-The echo is a ROUTER on uvloop that decodes a request, looks each hash up in one dict and sends the frame back: what any
-daemon with this wire must spend. The daemon under test runs in a process of its own with small blocks, so that a
-million of them need no large region; its pool is full and evicts all the while.
+The echo is a ROUTER on uvloop that decodes a request, looks each hash up in one dict and sends the frame back: the
+minimum cost of any daemon with this protocol. The daemon runs in a process of its own, with blocks so small that a
+million of them need no large region. Its pool is full and evicts throughout.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import multiprocessing
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,39 +27,39 @@ import zmq
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
-from kvcache_proto.errors import Unavailable
 from kvcache_proto.region import slots_per_extent
 from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server import signals
 from kvcache_server.admin_client import AdminClient
+from kvcache_server.commands.daemon_process import running_daemon
 
 SHARD_BYTES = 64
 EXTENT = 4 << 20
-CHAIN = 1536  # blocks of a whole prompt; the longest question asks for 1,024
+CHAIN = 1536  # blocks of a whole prompt; the longest lookup asks for 1,024
 RUN = 64  # blocks written at once
-WIDTHS = (64, 1024)
-BURST = 20  # requests to one side before it is the other's turn
-MISSES = 0.3
+WIDTHS = (64, 1024)  # hashes per lookup
+BURST = 20  # requests to the daemon, then as many to the echo
+MISSES = 0.3  # share of a lookup's hashes, on average
 CLIENTS = 4
 SPEC = NamespaceSpec("bench", (GroupSpec(16, SHARD_BYTES),))
 
 
 def block_hash(number: int) -> bytes:
-    """Return the hash of block `number`; any process can make it again."""
+    """Return the hash of block `number`, the same in every process."""
     return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
 
 
 class Prompts:
-    """Branching chains of blocks: half of the prompts begin with a part of an earlier one."""
+    """Branching chains of blocks: half of the prompts begin with part of an earlier one."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self._next = 0
         self.chains: list[list[bytes]] = []
-        self.heads: list[int] = []  # numbers of the blocks with which prompts of their own begin
+        self.heads: list[int] = []  # numbers of the first blocks of prompts that share no prefix
 
     def new(self) -> tuple[list[bytes], int]:
-        """Return the hashes of a new prompt, and how many of them an earlier prompt has too."""
+        """Return the hashes of a new prompt, and how many of them it shares with an earlier one."""
         shared: list[bytes] = []
         if self.chains and self._draw.random() < 0.5:
             shared = self._draw.choice(self.chains)
@@ -73,14 +71,14 @@ class Prompts:
         return [*shared, *map(block_hash, fresh)], len(shared)
 
     def question(self, width: int) -> list[bytes]:
-        """Return `width` hashes: a chain's prefix, from a random depth on unknown ones, MISSES of them on average."""
+        """Return `width` hashes: a prefix of a chain, then unknown ones; MISSES of them are unknown on average."""
         chain = self._draw.choice(self.chains)
         known = width if self._draw.random() < 1 - 2 * MISSES else self._draw.randrange(width)
         return chain[:known] + [self._draw.randbytes(32) for _ in range(width - known)]
 
 
 class Writer(AdminClient):
-    """Stores prompts and looks them up, by messages alone: it maps nothing. An engine of its own."""
+    """An engine that stores prompts and looks them up, only by messages: it does not map the region."""
 
     def __init__(self, endpoint: str, seed: int) -> None:
         super().__init__(endpoint, "bench", engine=f"bench-{seed}")
@@ -88,7 +86,7 @@ class Writer(AdminClient):
         self.prompts = Prompts(seed)
         self._chain: list[bytes] = []
         self._at = self._asked = 0
-        self.names = True  # its lookups, as engines do, so that misses are remembered
+        self.names = True  # whether it names its requests, as engines do, so that misses are remembered
 
     def __enter__(self) -> Writer:
         return self
@@ -109,7 +107,7 @@ class Writer(AdminClient):
         seconds = time.perf_counter() - begin
         self._at += len(run)
         if max(reserved.answers) > Refusal.IN_FLIGHT:
-            self._chain, self._at = [], 0  # what it hung on has been evicted
+            self._chain, self._at = [], 0  # its parent has been evicted
         return len(reserved.slots) // REF_BYTES, seconds
 
     def acquire(self, hashes: list[bytes]) -> tuple[int, float]:
@@ -127,7 +125,7 @@ class Writer(AdminClient):
 
 
 def echo_process(endpoint: str, blocks: int, ready: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too, and who started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too, but its parent ends it
     table = {block_hash(number): number for number in range(blocks)}
     router = zmq.Context().socket(zmq.ROUTER)
     router.bind(endpoint)
@@ -177,7 +175,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def lookups(writer: Writer, echo: Echo, width: int, rounds: int) -> dict[str, Any]:
-    """Time acquire + release of `width` hashes against the echo, in bursts by turns; between them the pool evicts."""
+    """Time acquire + release of `width` hashes and the echo in alternating bursts; in between, the pool evicts."""
     ours: list[float] = []
     theirs: list[float] = []
     hits = 0
@@ -203,7 +201,7 @@ def lookups(writer: Writer, echo: Echo, width: int, rounds: int) -> dict[str, An
 
 
 def commits(writer: Writer, echo: Echo, runs: int) -> dict[str, float]:
-    """Time reserve + commit a block, in runs of RUN, beside echoes of as many hashes."""
+    """Time reserve + commit per block, in runs of RUN, alternating with echoes of as many hashes."""
     ours: list[float] = []
     theirs: list[float] = []
     question = [block_hash(number) for number in range(RUN)]
@@ -230,7 +228,7 @@ def client_process(endpoint: str, seed: int, chains: list[int], seconds: float, 
 
 
 def together(endpoint: str, chains: list[int], seconds: float) -> float:
-    """Return acquires a second of CLIENTS processes at once; `chains` are the numbers at which stored prompts begin."""
+    """Return the acquires per second of CLIENTS concurrent processes; `chains` are first blocks of stored prompts."""
     spawn = multiprocessing.get_context("spawn")
     pipes = []
     with contextlib.ExitStack() as stack:
@@ -241,7 +239,7 @@ def together(endpoint: str, chains: list[int], seconds: float) -> float:
             client.start()
             stack.callback(client.join)
             stack.callback(client.terminate)
-            theirs.close()  # so that a client that dies is an end of file here
+            theirs.close()  # so that the death of a client is an end of file here
             pipes.append(ours)
         for pipe in pipes:
             pipe.recv()
@@ -252,11 +250,11 @@ def together(endpoint: str, chains: list[int], seconds: float) -> float:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the process's own memory, the mapped region left out."""
+    """Return the process's memory without the mapped region."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise click.ClickException("this kernel does not tell RssAnon")
+    raise click.ClickException("this kernel does not report RssAnon")
 
 
 def cpu_seconds(pid: int) -> float:
@@ -266,38 +264,26 @@ def cpu_seconds(pid: int) -> float:
 
 def idle_share(pid: int, seconds: float) -> float:
     before = cpu_seconds(pid)
-    time.sleep(seconds)  # nobody asks it anything: this is what is measured
+    time.sleep(seconds)  # idle: this is what is measured
     return (cpu_seconds(pid) - before) / seconds
 
 
 @contextlib.contextmanager
 def processes(folder: Path, blocks: int) -> Iterator[tuple[str, int, Echo]]:
-    """Run daemon and echo; yield the daemon's endpoint, its process id, and the way to the echo."""
-    extents = -(-blocks // slots_per_extent(EXTENT, SHARD_BYTES))
-    size = extents * EXTENT
-    endpoint, echo_endpoint = f"ipc://{folder}/kvcache.sock", f"ipc://{folder}/echo.sock"
-    flags = ["--endpoint", endpoint, "--size", str(size), "--extent-size", str(EXTENT), "--lock", "never"]
+    """Run daemon and echo; yield the daemon's endpoint, its process id, and a client of the echo."""
+    size = -(-blocks // slots_per_extent(EXTENT, SHARD_BYTES)) * EXTENT
+    echo_endpoint = f"ipc://{folder}/echo.sock"
     spawn = multiprocessing.get_context("spawn")
     ready, theirs = spawn.Pipe(duplex=False)
     echo = spawn.Process(target=echo_process, args=(echo_endpoint, blocks, theirs), daemon=True)
+    flags = ("--size", str(size), "--extent-size", str(EXTENT), "--lock", "never")
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context((folder / "daemon.log").open("wb"))
-        daemon = subprocess.Popen(
-            [sys.executable, "-m", "kvcache_server", "serve", "--keep=false", *flags], stdout=log, stderr=log
-        )
-        stack.callback(daemon.wait)
-        stack.callback(daemon.terminate)
+        endpoint, pid = stack.enter_context(running_daemon(folder, *flags))
         echo.start()
         stack.callback(echo.join)
         stack.callback(echo.terminate)
-        for _ in range(600):
-            if daemon.poll() is not None:
-                raise click.ClickException(f"the daemon ended:\n{(folder / 'daemon.log').read_text()}")
-            with contextlib.suppress(Unavailable), AdminClient(endpoint):
-                break
-            time.sleep(0.1)  # between two knocks: who is to answer is not there yet
         ready.recv()
-        yield endpoint, daemon.pid, Echo(echo_endpoint)
+        yield endpoint, pid, Echo(echo_endpoint)
 
 
 def fill(writer: Writer, blocks: int, say: Callable[[str], None]) -> None:
@@ -329,11 +315,11 @@ def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) ->
         commit_many = commits(writer, echo, 150)
         while not writer.stats()["counters"].get("blocks_evicted"):
             writer.write()
-        say("the pool is full: lookups by turns with the echo")
+        say("the pool is full: lookups, alternating with the echo")
         commit_evicting = commits(writer, echo, 150)
         found = [lookups(writer, echo, width, rounds if width == WIDTHS[0] else -(-rounds // 4)) for width in WIDTHS]
         say(f"{CLIENTS} clients at once")
-        # Prompts that begin with blocks of their own, the latest: these are whole.
+        # The latest prompts that share no prefix: they are still complete.
         heads = [prompt for prompt in writer.prompts.heads if writer.acquire([block_hash(prompt)])[0]][-64:]
         rate = together(endpoint, heads, seconds)
         say("idle")
@@ -354,7 +340,7 @@ def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) ->
 
 
 def describe(figures: dict[str, Any]) -> str:
-    """Return the figures for people."""
+    """Return the figures as text."""
     head = f"{'acquire + release':<18}{'hit':>6}{'p50':>10}{'p99':>10}{'echo p50':>10}{'echo p99':>10}"
     lines = [
         f"{figures['blocks_indexed']:,} blocks indexed, {figures['blocks_evicted']:,} evicted",
@@ -373,22 +359,22 @@ def describe(figures: dict[str, Any]) -> str:
     for when, row in figures["commit_us_per_block"].items():
         name = when if when == "evicting" else f"{int(when):,} blocks"
         lines.append(
-            f"reserve + commit, {name + ':':<18}{row['p50_us']:6.2f} us a block; echo then {row['echo_us']:.0f} us"
+            f"reserve + commit, {name + ':':<18}{row['p50_us']:6.2f} us per block; echo {row['echo_us']:.0f} us"
         )
     lines += [
         "",
         f"daemon's own memory: {figures['daemon_bytes'] / 1e6:.0f} MB, "
-        f"{figures['daemon_bytes_per_million_blocks'] / 1e6:.0f} MB a million blocks",
+        f"{figures['daemon_bytes_per_million_blocks'] / 1e6:.0f} MB per million blocks",
         f"idle daemon: {figures['idle_core_share']:.2%} of a core",
     ]
     return "\n".join(lines)
 
 
-@click.command(name="bench", help=__doc__, short_help="Measure the daemon beside a bare ZeroMQ echo.")
+@click.command(name="bench", help=__doc__, short_help="Compare the daemon with a bare ZeroMQ echo.")
 @click.option("--blocks", default=1_000_000, show_default=True, help="Blocks to index.")
-@click.option("--rounds", default=200, show_default=True, help=f"Turns of {BURST} lookups each.")
-@click.option("--seconds", default=5.0, show_default=True, help="Of the clients together, and of idling.")
-@click.option("--json", "as_json", is_flag=True, help="The figures, for programs.")
+@click.option("--rounds", default=200, show_default=True, help=f"Bursts of {BURST} lookups each.")
+@click.option("--seconds", default=5.0, show_default=True, help="Of concurrent clients, and of idling.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(blocks: int, rounds: int, seconds: float, as_json: bool) -> None:
     begin = time.monotonic()
     signals.exit_cleanly_when_told()

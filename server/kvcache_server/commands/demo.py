@@ -1,4 +1,4 @@
-"""`kvcache-server demo`: a daemon and two vLLM engines on this machine; what one has computed, the other one loads."""
+"""`kvcache-server demo`: a daemon and two vLLM engines on this machine; what one engine computes, the other loads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
-from kvcache_proto.errors import KVCacheError
 from kvcache_server import signals
 from kvcache_server.admin_client import AdminClient
+from kvcache_server.commands.daemon_process import Failed, finish, running_daemon, tail
 from kvcache_server.config import format_size, parse_size
 
-# About 29 million weights and 16 KiB of KV a token: some seconds of prefill for 6,000 tokens on two cores.
+# About 29 million weights and 16 KiB of KV per token: some seconds of prefill for 6,000 tokens on two cores.
 LLAMA = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -35,17 +35,13 @@ LLAMA = {
 }
 BLOCK_TOKENS = 128
 ANSWER_TOKENS = 6
-CONNECTOR = "kvcache_client.connector"  # a name only: the engine imports it, the daemon never does
+CONNECTOR = "kvcache_client.connector"  # only a name: the engine imports it, the daemon never does
 VISIBLE_WITHIN = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class Failed(Exception):
-    """The demo did not show what it is there to show."""
-
-
 class EngineProcess:
-    """A `demo_engine` process, or one that talks as it does; its log goes to a file."""
+    """A `demo_engine` process, or one with the same interface; its log goes to a file."""
 
     def __init__(
         self,
@@ -69,15 +65,15 @@ class EngineProcess:
 
     def ask(self, call: str, **arguments: Any) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # answer() says what became of it
+        with contextlib.suppress(BrokenPipeError):  # answer() reports why
             self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
 
     def answer(self) -> dict[str, Any]:
-        """Wait for the answer to the last `ask`. Raises Failed with the end of the log where the engine is gone."""
+        """Wait for the answer to the last `ask`. Raises Failed, with the end of the log, if the engine has exited."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise Failed(f"engine {self.name} ended with status {self._process.wait()}:\n{tail(self._log)}")
+            raise Failed(f"engine {self.name} exited with status {self._process.wait()}:\n{tail(self._log)}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -93,14 +89,14 @@ class EngineProcess:
 
 
 class Pass(NamedTuple):
-    """One walk through the prompts by one engine."""
+    """One pass over the prompts by one engine."""
 
     answers: list[list[int]]
-    seconds: float  # a prompt, median
+    seconds: float  # per prompt, median
 
 
 class Row(NamedTuple):
-    """What the table shows of the prompts that `engine` met first."""
+    """A row of the table, about the prompts that `engine` computed first."""
 
     engine: str
     other: str
@@ -117,51 +113,11 @@ class Row(NamedTuple):
         return self.cold.answers == self.again.answers == self.elsewhere.answers
 
 
-@contextlib.contextmanager
-def daemon(folder: Path, size: str) -> Iterator[str]:
-    """Run `kvcache-server serve` in a process of its own; yield its endpoint."""
-    endpoint = f"ipc://{folder}/kvcache.sock"
+def region_dir(folder: Path, size: str) -> str:
+    """Return /dev/shm if a region of `size` fits there, else `folder`."""
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    roomy = shm is not None and shm.f_bavail * shm.f_frsize > parse_size(size)
-    region_dir = "/dev/shm" if roomy else str(folder)
-    command = ["serve", "--endpoint", endpoint, "--size", size, "--region-dir", region_dir, "--keep", "false"]
-    log = folder / "daemon.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from kvcache_server.cli import main; main()", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_for_daemon(endpoint, process, log)
-        yield endpoint
-    finally:
-        process.terminate()
-        finish(process, 10)
-
-
-def wait_for_daemon(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(600):
-        if process.poll() is not None:
-            raise Failed(f"the daemon ended with status {process.returncode}:\n{tail(log)}")
-        with contextlib.suppress(KVCacheError), AdminClient(endpoint) as admin:
-            admin.ping()
-            return
-        time.sleep(0.1)  # between two knocks: who is to answer is not there yet
-    raise Failed(f"the daemon does not answer:\n{tail(log)}")
-
-
-def finish(process: subprocess.Popen[Any], seconds: float) -> None:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def tail(log: Path, lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    fits = shm is not None and shm.f_bavail * shm.f_frsize > parse_size(size)
+    return "/dev/shm" if fits else str(folder)
 
 
 class Demo:
@@ -177,13 +133,14 @@ class Demo:
 
     def run(self, model: str | None, size: str) -> list[Row]:
         with contextlib.ExitStack() as stack:
-            endpoint = stack.enter_context(daemon(self._folder, size))
+            flags = ("--size", size, "--region-dir", region_dir(self._folder, size))
+            endpoint, _ = stack.enter_context(running_daemon(self._folder, *flags))
             self.say(f"daemon at {endpoint}, region of {format_size(parse_size(size))}")
             environment = {
-                "PYTHONHASHSEED": "0",  # older engines draw the root of their hashes from it: equal seeds, equal hashes
+                "PYTHONHASHSEED": "0",  # older engines derive their block hashes from it
                 "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-                "VLLM_RPC_BASE_PATH": str(self._folder),  # vLLM leaves its sockets there
-                "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "inductor"),  # and torch a folder
+                "VLLM_RPC_BASE_PATH": str(self._folder),  # for vLLM's sockets
+                "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "inductor"),  # and torch's cache
             }
             if model is None:
                 environment |= {"HF_HUB_OFFLINE": "1"}
@@ -199,7 +156,7 @@ class Demo:
                 model = str(self._folder / "random-llama")
                 made = engines[0].call("make_model", directory=model, config=LLAMA)
                 self.say(f"made a Llama with {made['parameters'] / 1e6:.0f} million random weights")
-            self.say(f"starting two vLLM engines, A and B (logs in {self._folder})")
+            self.say(f"starting two vLLM engines, A and B (logs are in {self._folder})")
             facts = self._start(engines, model, endpoint)
             with AdminClient(endpoint) as admin:
                 rows = []
@@ -231,7 +188,7 @@ class Demo:
         for engine in engines:
             facts = engine.answer()
             self.say(f"engine {engine.name} is up")
-        for engine in engines:  # first-time costs of the runtime are nobody's prefill
+        for engine in engines:  # keep the runtime's first-time costs out of the measurement
             engine.call("generate", prompts=self._make(f"warm-up {engine.name}", facts, 1, 256), tokens=2)
         return facts
 
@@ -247,11 +204,11 @@ class Demo:
         before = totals(admin)
         cold = self._pass(first, prompts, "cold")
         visible_after = self._wait_until_visible(admin, before["blocks"] + whole)
-        self.say(f"  {whole} blocks visible to everybody {visible_after:.2f} s after the last answer")
+        self.say(f"  {whole} blocks visible to all engines {visible_after:.2f} s after the last answer")
         between = totals(admin)
-        elsewhere = self._pass(second, prompts, "which has never seen them")
+        elsewhere = self._pass(second, prompts, "which has not seen them before")
         if not first.call("forget")["done"]:
-            raise Failed(f"engine {first.name} would not reset its prefix cache")
+            raise Failed(f"engine {first.name} did not reset its prefix cache")
         again = self._pass(first, prompts, "after reset_prefix_cache")
         hits = totals(admin)["hit_blocks"] - between["hit_blocks"]
         return Row(first.name, second.name, prompts, cold, again, elsewhere, visible_after, hits, 2 * loadable)
@@ -259,7 +216,7 @@ class Demo:
     def _pass(self, engine: EngineProcess, prompts: list[list[int]], how: str) -> Pass:
         answer = engine.call("generate", prompts=prompts, tokens=ANSWER_TOKENS)
         seconds = statistics.median(answer["seconds"])
-        self.say(f"engine {engine.name}, {how}: {seconds:.2f} s a prompt of {self._tokens:,} tokens")
+        self.say(f"engine {engine.name}, {how}: {seconds:.2f} s per prompt of {self._tokens:,} tokens")
         return Pass(answer["answers"], seconds)
 
     @staticmethod
@@ -268,7 +225,7 @@ class Demo:
         while totals(admin)["blocks"] < blocks:
             if time.monotonic() - begin > VISIBLE_WITHIN:
                 raise Failed(f"{totals(admin)['blocks']} of {blocks} blocks are visible after {VISIBLE_WITHIN} s")
-            time.sleep(0.01)  # between two looks at figures, of which the daemon tells nobody unasked
+            time.sleep(0.01)  # the daemon does not announce new blocks: poll
         return time.monotonic() - begin
 
 
@@ -283,7 +240,7 @@ def write(directory: str, folder: Path) -> None:
         made = engine.call("make_model", directory=directory, config=LLAMA)
     finally:
         engine.close()
-    click.echo(f"{directory} has a Llama with {made['parameters'] / 1e6:.0f} million random weights")
+    click.echo(f"wrote a Llama with {made['parameters'] / 1e6:.0f} million random weights to {directory}")
 
 
 def totals(admin: AdminClient) -> dict[str, int]:
@@ -315,13 +272,15 @@ def table(rows: list[Row]) -> str:
 
 
 @click.command(name="demo", help=__doc__, short_help="Let two vLLM engines on this machine share one cache.")
-@click.option("--model", help="A model to use in place of a small random Llama: a folder or a name on the hub.")
+@click.option("--model", help="Model to use instead of a small random Llama: a folder or a name on the hub.")
 @click.option("--prompts", default=2, show_default=True, help="Prompts that each engine computes first.")
-@click.option("--tokens", default=6000, show_default=True, help="Tokens a prompt.")
-@click.option("--tensor-parallel", default=1, show_default=True, help="Ranks of each engine.")
-@click.option("--size", default="768MiB", show_default=True, help="Region of the demo's daemon.")
+@click.option("--tokens", default=6000, show_default=True, help="Tokens per prompt.")
+@click.option("--tensor-parallel", default=1, show_default=True, help="Ranks per engine.")
+@click.option("--size", default="768MiB", show_default=True, help="Size of the daemon's region.")
 @click.option(
-    "--write-model", metavar="FOLDER", help="Write the small random Llama there, for an engine of yours; no more."
+    "--write-model",
+    metavar="FOLDER",
+    help="Only write the small random Llama there, for your own engine.",
 )
 def command(
     model: str | None, prompts: int, tokens: int, tensor_parallel: int, size: str, write_model: str | None
@@ -329,18 +288,12 @@ def command(
     signals.exit_cleanly_when_told()
     with tempfile.TemporaryDirectory(prefix="kvdemo-") as folder:
         if write_model:
-            try:
-                write(write_model, Path(folder))
-            except Failed as error:
-                raise click.ClickException(str(error)) from None
+            write(write_model, Path(folder))
             return
-        try:
-            rows = Demo(Path(folder), prompts, tokens, tensor_parallel).run(model, size)
-        except (Failed, KVCacheError) as error:
-            raise click.ClickException(str(error)) from None
+        rows = Demo(Path(folder), prompts, tokens, tensor_parallel).run(model, size)
     click.echo()
     click.echo(table(rows))
     if not all(row.equal for row in rows):
-        raise click.ClickException("tokens differ")
+        raise Failed("tokens differ")
     if any(row.hits < row.expected for row in rows):
-        raise click.ClickException("hits are missing")
+        raise Failed("hits are missing")

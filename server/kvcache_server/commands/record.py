@@ -1,9 +1,9 @@
-"""`kvcache-server record`: writes live lookups down as a trace, which `kvcache-server replay` plays again.
+"""`kvcache-server record`: records live lookups as a trace for `kvcache-server replay`.
 
-One line a request, in the format of Mooncake's traces: `timestamp` in ms from the first one on, `input_length` and
-`output_length` in tokens, `hash_ids` a number a block in the order of the prompt. Equal numbers are equal blocks, of
-one namespace; they count from 0 in the order in which the blocks were first seen, and say nothing of what is in them.
-`engine` is a number, too.
+One line per request, in the format of Mooncake's traces: `timestamp` in ms since the first one, `input_length` and
+`output_length` in tokens, `hash_ids` with one number per block in the order of the prompt. Equal numbers are equal
+blocks of one namespace. They count from 0 in the order in which the blocks were first seen and reveal nothing about
+their contents. `engine` is a number, too.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import IO, Any
 import click
 
 from kvcache_proto import messages as m
-from kvcache_proto.endpoint import default_endpoint
 from kvcache_server.admin_client import AdminClient
+from kvcache_server.commands.options import endpoint_option
 
-EVERY = 0.25  # seconds between two questions
-RECENT = 1 << 16  # requests whose further lookups are left out
+EVERY = 0.25  # seconds between two requests to the daemon
+RECENT = 1 << 16  # requests whose repeated lookups are recognised
 
 
 class Recorder:
-    """Turns lookups into lines of a trace. A request that is looked up again is one request."""
+    """Turns lookups into lines of a trace. Repeated lookups of a request are one line."""
 
     def __init__(self) -> None:
         self.lookups = self.blocks = self.hits = 0
@@ -35,11 +35,11 @@ class Recorder:
         self._first: int | None = None
 
     def lines(self, lookups: list[m.Seen]) -> Iterator[dict[str, Any]]:
-        """Yield a line for each lookup of a new request that asked for a block."""
+        """Yield a line for each lookup of a new request that asked for blocks."""
         for seen in lookups:
             if not seen.hashes:
                 continue
-            # An engine names a request that waits now and then alone: the lookups between are known by their end.
+            # An engine names a waiting request only now and then: the other lookups are recognised by their last hash.
             name, end = (seen.engine, seen.request), (seen.engine, seen.hashes[-1])
             if (name if seen.request else end) in self._recent:
                 continue
@@ -64,7 +64,7 @@ class Recorder:
 
 
 def record(admin: AdminClient, out: IO[str], seconds: float, stopped: Any = lambda: False) -> tuple[Recorder, int]:
-    """Write what comes within `seconds` (0: until `stopped`); return the recorder and how many lookups were lost."""
+    """Write the lookups of `seconds` (0: until `stopped`); return the recorder and how many lookups were lost."""
     recorder, lost, until = Recorder(), 0, time.monotonic() + seconds
     since = admin.ask(m.Watch(0, b"")).next
     while True:
@@ -79,18 +79,18 @@ def record(admin: AdminClient, out: IO[str], seconds: float, stopped: Any = lamb
         if ending:
             return recorder, lost
         pause = min(EVERY, max(0.0, until - time.monotonic())) if seconds else EVERY
-        time.sleep(pause)  # the daemon keeps lookups for a while, and sends none unasked
+        time.sleep(pause)  # the daemon buffers lookups until it is asked for them
 
 
-@click.command(name="record", help=__doc__, short_help="Write live lookups as a trace for replay.")
+@click.command(name="record", help=__doc__, short_help="Record live lookups as a trace for replay.")
 @click.argument("out", type=click.File("w"))
-@click.option("--seconds", default=0.0, metavar="N", help="How long; else until Ctrl-C.")
-@click.option("--endpoint", metavar="ENDPOINT", help="Where the daemon is; else $KVCACHE_ENDPOINT, else the default.")
-def command(out: IO[str], seconds: float, endpoint: str | None) -> None:
+@click.option("--seconds", default=0.0, metavar="N", help="How long to record.  [default: until Ctrl-C]")
+@endpoint_option
+def command(out: IO[str], seconds: float, endpoint: str) -> None:
     ends: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda signum, frame: ends.append(signum))
-    with AdminClient(endpoint or default_endpoint(), "record") as admin:
+    with AdminClient(endpoint, "record") as admin:
         recorder, lost = record(admin, out, seconds, lambda: bool(ends))
     share = f", {recorder.hits / recorder.blocks:.1%} of them hit" if recorder.blocks else ""
     click.echo(

@@ -1,7 +1,7 @@
-"""`kvcache-server top`: what the daemon does now, once a second, over the Stats message: it works where HTTP is off.
+"""`kvcache-server top`: what the daemon is doing, once per second. It asks by message, so it works without HTTP.
 
-A frame is made of two reports and what lies between them; the screen writes each at once over the last one, so that
-nothing flickers, also over a slow line. Where the output is no terminal, frames follow one another.
+A frame is computed from two reports. Each is written over the last one in a single write, so that nothing flickers even
+over a slow line. If the output is not a terminal, frames follow one another.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, TextIO
 
 import click
 
-from kvcache_proto.endpoint import default_endpoint
 from kvcache_proto.errors import BadToken, KVCacheError, Unavailable
 from kvcache_proto.text import escaped
 from kvcache_proto.types import Refusal
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands import describe
+from kvcache_server.commands.options import endpoint_option
 from kvcache_server.config import format_size
 from kvcache_server.core.limits import OPERATOR
 
@@ -40,19 +40,19 @@ class Line(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The text, such that no name in it commands the terminal."""
+        """The text, with control characters escaped: names in it come from clients."""
         return escaped(self.text)
 
 
 class Sample(NamedTuple):
-    """One report of the daemon, and when it came."""
+    """One report of the daemon, and when it arrived."""
 
     stats: dict[str, Any]
     at: float
 
 
 def frame(before: Sample, after: Sample) -> list[Line]:
-    """Return what is to be shown of `after`, with rates since `before`, of the same daemon."""
+    """Return the frame for `after`, with rates since `before`, which is of the same daemon."""
     stats, pool = after.stats, after.stats["pool"]
     filled = round(BAR * pool["used_bytes"] / pool["bytes"])
     return [
@@ -98,7 +98,7 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
         row("asked for", asked, None),
         row("found", found, _bytes(before, after, _found)),
         row("needed", told("needed_blocks"), told("needed_bytes")),
-        row("loaded", None, told("loaded_bytes")),  # by ranks, which count bytes
+        row("loaded", None, told("loaded_bytes")),  # counted by ranks, which know only bytes
         row("saved", saved, _bytes(before, after, _saved)),
         row("evicted", evicted, None),
         row("refused", (refused - until, refused), None, describe.counts(refusals) if refused else ""),
@@ -109,13 +109,13 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
 
 
 def _gain(before: Sample, after: Sample, kind: str, name: str) -> tuple[int, int]:
-    """Return what a count has gained since `before`, and what it is. 0.1.0 has not every kind."""
+    """Return the increase of a count since `before`, and the count. 0.1.0 does not have every kind."""
     total = after.stats.get(kind, {}).get(name, 0)
     return total - before.stats.get(kind, {}).get(name, 0), total
 
 
 def _bytes(before: Sample, after: Sample, of: Callable[[dict[str, Any]], int | None]) -> tuple[float, float] | None:
-    """Return the bytes since `before` and in all, `of` each namespace; None where this daemon does not tell."""
+    """Return the bytes since `before` and in total, summed `of` all namespaces; None if not reported."""
     now, earlier = ({space["id"]: of(space) or 0 for space in each.stats["namespaces"]} for each in (after, before))
     if any(of(space) is None for space in after.stats["namespaces"]):
         return None
@@ -163,15 +163,15 @@ class Screen:
         self.is_terminal = out.isatty()
 
     def show(self, lines: list[Line]) -> None:
-        """Write one frame, cut to the terminal. One write: what stands there is never half of it."""
+        """Write one frame, cut to the terminal, in a single write, so that it never shows half of one."""
         if not self.is_terminal:
             self._out.write("\n".join(line.shown for line in lines) + "\n")
             self._out.flush()
             return
         columns, rows = os.get_terminal_size(self._out.fileno())
-        columns -= 1  # in the last one, some terminals erase what was just written
+        columns -= 1  # at the last column, some terminals erase what was just written
         if len(lines) > rows:
-            lines = [*lines[: rows - 1], Line(f"and {len(lines) - rows + 1} lines more: a higher window shows them")]
+            lines = [*lines[: rows - 1], Line(f"and {len(lines) - rows + 1} more lines: enlarge the window")]
         shown = [f"\x1b[1m{line.shown[:columns]}\x1b[m" if line.bold else line.shown[:columns] for line in lines]
         self._out.write("\x1b[H" + "\x1b[K\n".join(shown) + "\x1b[K\x1b[J")
         self._out.flush()
@@ -179,7 +179,7 @@ class Screen:
 
 @contextlib.contextmanager
 def _full_screen(screen: Screen) -> Iterator[None]:
-    """Have another screen, without a cursor, and keys one by one; what was there comes back."""
+    """Switch to the alternate screen, without cursor or line buffering, and restore everything afterwards."""
     if not screen.is_terminal:
         yield
         return
@@ -199,25 +199,25 @@ def _full_screen(screen: Screen) -> Iterator[None]:
 
 
 def _quits(seconds: float) -> bool:
-    """Wait so long, or until somebody wants to leave; return whether."""
+    """Wait for `seconds` or until q is pressed; return whether it was."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         if not sys.stdin.isatty():
-            time.sleep(left)  # until the next look: there is no key to wait for
+            time.sleep(left)  # until the next frame: there is no key to wait for
         elif select.select([sys.stdin], [], [], left)[0] and b"q" in os.read(sys.stdin.fileno(), 64).lower():
             return True
     return False
 
 
 def samples(endpoint: str) -> Generator[Sample | KVCacheError, None, None]:
-    """Yield a report each time it is asked, or why there is none; find the next daemon by itself."""
+    """Yield a report, or why there is none, for each `next`; reconnect after a restart of the daemon."""
     admin: AdminClient | None = None
     try:
         while True:
             try:
                 admin = admin or AdminClient(endpoint, "top")
                 yield Sample(admin.stats(), time.monotonic())
-            except (Unavailable, BadToken) as error:  # another daemon has come, and does not know us
+            except (Unavailable, BadToken) as error:  # BadToken: a new daemon, which does not know this session
                 if admin is not None:
                     admin.close()
                     admin = None
@@ -228,19 +228,21 @@ def samples(endpoint: str) -> Generator[Sample | KVCacheError, None, None]:
 
 
 @click.command(name="top")
-@click.option("--endpoint", metavar="ENDPOINT", help="Where the daemon is; else $KVCACHE_ENDPOINT, else the default.")
-@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Seconds.")
-@click.option("--once", is_flag=True, help="One frame, after one interval, and no more.")
-def command(endpoint: str | None, interval: float, once: bool) -> None:
-    """Show what the daemon does, as it does it; q ends it."""
+@endpoint_option
+@click.option(
+    "--interval", default=1.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Seconds between frames."
+)
+@click.option("--once", is_flag=True, help="Print one frame, after one interval, and exit.")
+def command(endpoint: str, interval: float, once: bool) -> None:
+    """Show live figures of the daemon; q quits."""
     screen = Screen(sys.stdout)
     if once:
         screen.is_terminal = False
-    reports = samples(endpoint or default_endpoint())
+    reports = samples(endpoint)
     with contextlib.closing(reports), contextlib.suppress(KeyboardInterrupt):
         first = next(reports)
         if isinstance(first, KVCacheError):
-            raise first  # nothing to wait for, said in one line
+            raise first  # there is nothing to wait for yet
         with _full_screen(screen):
             if not once:
                 screen.show(frame(first, first))
@@ -248,7 +250,7 @@ def command(endpoint: str | None, interval: float, once: bool) -> None:
             while not _quits(interval):
                 now = next(reports)
                 if isinstance(now, KVCacheError):
-                    screen.show([Line(f"{now}: waiting for the next one", True)])
+                    screen.show([Line(f"{now}: waiting for a daemon", True)])
                     last = None
                     continue
                 screen.show(frame(last or now, now))

@@ -1,4 +1,4 @@
-"""`kvcache-server why`: what the daemon remembers of a request that had no hit, or a short one, in plain words."""
+"""`kvcache-server why`: explains in words why a request had no hit, or not for all of its blocks."""
 
 from __future__ import annotations
 
@@ -8,96 +8,96 @@ from typing import Any
 import click
 
 from kvcache_proto import messages as m
-from kvcache_proto.endpoint import default_endpoint
 from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.admin_client import AdminClient
+from kvcache_server.commands.options import endpoint_option
 
-# One line a cause; {engine}, {where} and {ages} are filled in from the facts that came with it.
+# One line per cause; {engine}, {where}, {ages} and so on are filled in from the facts that come with it.
 CAUSES = {
     "hit": "hit",
-    # Known of the lookup itself.
-    "pending": "were being written{by} then: a request waits for that once, 50 ms at most",
-    "quota": "cached, but kept back: the engine's leases held all that it may pin (pin_quota)",
-    "leases": "cached, but kept back: the session held as many leases as it may (max_leases)",
-    "ranks_missing": "cached, but not offered: a rank of engine {own} was not attached, and could not have loaded them",
-    "unexamined": "not looked at: one answer covers so many blocks",
-    # They were there.
-    "room": "evicted {ages} before, to make room for what engine {engine} saved{where}",
-    "recut": "evicted {ages} before: their part of the region was cut anew for blocks of another size, for what engine "
-    "{engine} saved{where}",
-    "own_ceiling": "evicted {ages} before: engine {engine} had reached its own num_cpu_blocks, and saved others",
-    "namespace_ceiling": "evicted {ages} before: the namespace had reached its ceiling, where engine {engine} saved",
-    "resize": "evicted {ages} before: an operator made the pool smaller",
-    "cleared": "cleared {ages} before by an operator ({engine})",
-    "corrupt": "distrusted {ages} before: their bytes were not those that were stored, found by engine {engine}",
-    "different": "distrusted {ages} before: a canary of engine {engine} computed something else",
-    # They never were.
-    "no_space": "not saved: {ages} before there was no room for engine {engine}, and nothing might be evicted",
-    "grace": "not saved: {ages} before nothing was evicted yet, for engines were coming back after a restart",
-    "no_parent": "not saved by engine {engine}, {ages} before: the block above them was not there",
-    "refused_own_ceiling": "not saved: {ages} before engine {engine} had reached num_cpu_blocks, and none might go",
-    "refused_namespace_ceiling": "not saved by engine {engine}: {ages} before the namespace had reached its ceiling",
-    "refused_write_quota": "not saved: {ages} before engine {engine} had as much unsettled as it may (write_quota)",
-    "writer_died": "not saved: {ages} before engine {engine} died, or a rank of it, while it wrote them",
-    "write_failed": "not saved: {ages} before engine {engine} could not copy them",
-    "not_started": "not saved: {ages} before engine {engine} gave them back unwritten",
-    "orphaned": "not kept: {ages} before a block above them was lost",
-    "save_prompt": "never saved: generated tokens, and engine {engine} saves those of prompts alone (save: prompt)",
-    "given_away": "not saved: {ages} before engine {engine} took their device memory for others, before the daemon "
-    "answered",
-    "paused": "not saved: engine {engine} had been refused shortly before, and asked no more, {ages} before",
-    "weights": "not saved by engine {engine}: its weights had changed under the request, {ages} before",
-    # Nothing is known of them here.
+    # Found by the lookup itself.
+    "pending": "being written{by} at the time: a request waits for that once, at most 50 ms",
+    "quota": "cached, but withheld: the engine's leases had used up its pin_quota",
+    "leases": "cached, but withheld: the session held as many leases as max_leases allows",
+    "ranks_missing": "cached, but not offered: a rank of engine {own} was not attached and could not have loaded them",
+    "unexamined": "not examined: one answer covers a limited number of blocks",
+    # They were cached.
+    "room": "evicted {ages} earlier, to make room for blocks that engine {engine} saved{where}",
+    "recut": "evicted {ages} earlier: their part of the region was cut again into slots of another size, for blocks "
+    "that engine {engine} saved{where}",
+    "own_ceiling": "evicted {ages} earlier: engine {engine} had reached its own num_cpu_blocks, and saved other blocks",
+    "namespace_ceiling": "evicted {ages} earlier: the namespace had reached its ceiling, and engine {engine} saved "
+    "other blocks",
+    "resize": "evicted {ages} earlier: an operator shrank the pool",
+    "cleared": "cleared {ages} earlier by an operator ({engine})",
+    "corrupt": "invalidated {ages} earlier: engine {engine} found that their bytes were not those that were stored",
+    "different": "invalidated {ages} earlier: engine {engine} computed something else in a canary check",
+    # They were never cached.
+    "no_space": "not saved: {ages} earlier there was no space for engine {engine}, and nothing could be evicted",
+    "grace": "not saved: {ages} earlier nothing was evicted yet, while engines reconnected after a restart",
+    "no_parent": "not saved by engine {engine} {ages} earlier: their parent block was not cached",
+    "refused_own_ceiling": "not saved: {ages} earlier engine {engine} had reached num_cpu_blocks, nothing evictable",
+    "refused_namespace_ceiling": "not saved by engine {engine}: {ages} earlier the namespace had reached its ceiling",
+    "refused_write_quota": "not saved: {ages} earlier unsettled saves of engine {engine} had used up its write_quota",
+    "writer_died": "not saved: {ages} earlier engine {engine}, or one of its ranks, died while it wrote them",
+    "write_failed": "not saved: {ages} earlier engine {engine} failed to copy them",
+    "not_started": "not saved: {ages} earlier engine {engine} gave them back unwritten",
+    "orphaned": "not kept: {ages} earlier one of the blocks before them was lost",
+    "save_prompt": "never saved: generated tokens, and engine {engine} saves only those of prompts (save: prompt)",
+    "given_away": "not saved: {ages} earlier engine {engine} reused their device memory before the daemon answered",
+    "paused": "not saved: {ages} earlier engine {engine} had just been refused, and had stopped asking for a while",
+    "weights": "not saved by engine {engine}: its weights changed during the request, {ages} earlier",
+    # Nothing is known about them.
     "elsewhere": "cached in another namespace, {where_else}",
-    "other_hashes": "not cached; what is cached of this model, {where_else}, has other hashes for the same tokens",
-    "salted": "no prompt was cached with this beginning and this cache salt",
-    "diverged": "the tokens differ here from all that was cached with the same beginning",
-    "began_empty": "not stored since the daemon began empty: {began}",
-    "new": "never stored: nothing was cached that goes on beyond here",
+    "other_hashes": "not cached; blocks of this model in {where_else} have other hashes for the same tokens",
+    "salted": "no prompt with this beginning was cached under this cache salt",
+    "diverged": "from here on, the tokens differ from every cached prompt with the same beginning",
+    "began_empty": "not stored since the daemon started empty: {began}",
+    "new": "never stored: no cached prompt continues beyond this point",
 }
 NOTES = {
-    "down": "the daemon was away, or too slow before, so that the engine did not ask (breaker open)",
-    "deadline": "the daemon did not answer within deadline_ms; what came later was of no use",
-    "over_budget": "other lookups of the same step had used up the deadline",
-    "slow": "its hits lay in memory that is not page-locked, and to compute them took less time than to load them",
-    "load_failed": "a load of its hits failed, and it was computed: it is offered no hit again",
-    "loads_fail": "loads had failed three times in a row, so that no hit was offered for a while",
-    "lora": "its hashes name a LoRA adapter, not what is in it: neither saved nor loaded",
-    "multimodal": "it has images or the like, whose names in the hashes may be anything: neither saved nor loaded",
-    "prompt_embeds": "it came as embeddings, which no hash covers: neither saved nor loaded",
-    "weights": "it began under other weights: nothing was loaded until it began again",
+    "down": "the engine did not ask: the daemon was away or had been too slow (breaker open)",
+    "deadline": "the daemon did not answer within deadline_ms; its late answer was discarded",
+    "over_budget": "other lookups in the same step had used up the deadline",
+    "slow": "its hits were in memory that is not page-locked: computing them was faster than loading them",
+    "load_failed": "loading its hits failed and it was computed instead; it is offered no hits again",
+    "loads_fail": "three loads in a row had failed, so no hits were offered for a while",
+    "lora": "its hashes name a LoRA adapter but not its contents: neither saved nor loaded",
+    "multimodal": "it contains images or the like, whose names in the hashes may be anything: neither saved nor loaded",
+    "prompt_embeds": "it was given as embeddings, which no hash covers: neither saved nor loaded",
+    "weights": "it started under other weights: nothing was loaded until it started again",
     "rank": "a rank of this engine takes no part in the cache: see the engine's log",
-    "unaligned": "the engine had computed a part of a block by itself",
-    "by_request": "it asked for no prefix cache (skip_reading_prefix_cache)",
-    "canary": "its hits were computed all the same, to compare them with the cache (canary_every)",
-    "not_wanted": "this engine loads nothing (kv_role)",
+    "unaligned": "the engine had computed part of a block by itself",
+    "by_request": "the request disabled the prefix cache (skip_reading_prefix_cache)",
+    "canary": "its hits were computed nevertheless, to compare them with the cache (canary_every)",
+    "not_wanted": "this engine does not load (kv_role)",
     "refused": "the daemon refused the lookup: see the engine's log",
-    "came": "what was being written, or kept back, was there after a short wait",
+    "came": "blocks that were being written or withheld were available after a short wait",
 }
 BEGAN = {
-    "fresh": "serve --fresh discarded what was there",
-    "not_kept": "keep is false, so that nothing outlives a daemon",
-    "first": "there was nothing of an earlier one",
-    "resized": "size or extent_size differed from those of the last one",
-    "no_state": "the last one's state file was missing",
-    "distrusted": "what the last one left could not be trusted, and was put aside",
-    "": "it found what the last one had",
+    "fresh": "serve --fresh discarded the previous cache",
+    "not_kept": "keep is false, so nothing outlives a daemon",
+    "first": "there was no previous daemon",
+    "resized": "size or extent_size had changed",
+    "no_state": "the previous daemon's state file was missing",
+    "distrusted": "the previous daemon's region could not be trusted and was put aside",
+    "": "it found the previous daemon's cache",
 }
 
 
 @click.command(name="why")
 @click.argument("request")
-@click.option("--endpoint", metavar="ENDPOINT", help="Where the daemon is; else $KVCACHE_ENDPOINT, else the default.")
-@click.option("--json", "as_json", is_flag=True, help="The facts, for programs.")
-def command(request: str, endpoint: str | None, as_json: bool) -> None:
-    """Say why REQUEST had no hit, or not for all of it.
+@endpoint_option
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+def command(request: str, endpoint: str, as_json: bool) -> None:
+    """Explain why REQUEST had no hit, or not for all of its blocks.
 
-    REQUEST is vLLM's id of it, as its answer has it, or a part that no other one has.
+    REQUEST is the id in vLLM's answer, or a part of it that no other request's id contains.
     """
     if len(request) > MAX_NAME:
         raise click.BadParameter(f"at most {MAX_NAME} characters")
-    with AdminClient(endpoint or default_endpoint(), "why") as admin:
+    with AdminClient(endpoint, "why") as admin:
         answer = admin.ask(m.Why(0, b"", request)).answer
     click.echo(json.dumps(answer, indent=2) if as_json else describe(answer))
     if not answer["explained"]:
@@ -105,23 +105,23 @@ def command(request: str, endpoint: str | None, as_json: bool) -> None:
 
 
 def describe(answer: dict[str, Any]) -> str:
-    """Return the answer for people."""
+    """Return the answer as text."""
     memory = answer["remembered"]
     if answer["matched"] > 1:
         lines = [f"{answer['matched']} requests have {answer['asked']!r} in their ids:", *answer["matches"]]
     elif not answer["explained"]:
         back = _age(memory["lookups_since_s"])
         lines = [
-            f"nothing is remembered of {answer['asked']!r}: all of it was hit, or in the engine's own prefix cache;",
-            "or it has no full block; or its engine does not name its requests; or it is forgotten: known are the last",
-            f"{memory['lookups']:,} lookups that missed something, {back} back.",
+            f"nothing is known about {answer['asked']!r}: all of its blocks were hits, or in the engine's own prefix",
+            "cache; or it has no full block; or its engine does not name its requests; or it was too long ago: the",
+            f"last {memory['lookups']:,} lookups that missed something are remembered, {back} back.",
         ]
         if answer["latest"]:
-            lines += ["the latest ones:", *answer["latest"]]
+            lines += ["the most recent ones:", *answer["latest"]]
     else:
         lines = [line for each in answer["explained"] for line in _explained(each, memory)]
         if (more := answer["engines"] - len(answer["explained"])) > 0:
-            lines.append(f"{more} other engines had a request of this name, too")
+            lines.append(f"{more} other engines had a request with this id, too")
     lines.append("")
     lines.append(_memory(memory))
     return "\n".join(map(escaped, lines))
@@ -142,7 +142,7 @@ def _explained(told: dict[str, Any], memory: dict[str, Any]) -> list[str]:
         saved = f" ({note['blocks']:,} blocks not saved)" if note["blocks"] else ""
         why = CAUSES.get(note["cause"], note["cause"]) if note["blocks"] else NOTES.get(note["cause"], note["cause"])
         why = why.format(engine=told["engine"], ages=_age(note["age_s"]), own=told["engine"])
-        lines.append(f"  told by the engine {_age(note['age_s'])} ago: {why}{saved}")
+        lines.append(f"  reported by the engine {_age(note['age_s'])} ago: {why}{saved}")
     return lines
 
 
@@ -172,13 +172,10 @@ def _sentence(run: dict[str, Any], told: dict[str, Any], memory: dict[str, Any])
 
 
 def _memory(memory: dict[str, Any]) -> str:
-    lookups, departures = (
-        f"{memory['lookups']:,} lookups",
-        f"{memory['departures']:,} blocks that left or were not saved",
-    )
     return (
-        f"remembered: {lookups}, {_age(memory['lookups_since_s'])} back; {departures}, "
-        f"{_age(memory['departures_since_s'])} back. The daemon began {_age(memory['began_s'])} ago: "
+        f"remembered: {memory['lookups']:,} lookups in the last {_age(memory['lookups_since_s'])}; "
+        f"{memory['departures']:,} blocks that were evicted or not saved in the last "
+        f"{_age(memory['departures_since_s'])}. The daemon started {_age(memory['began_s'])} ago: "
         f"{BEGAN.get(memory['began_empty'], memory['began_empty'])}."
     )
 
