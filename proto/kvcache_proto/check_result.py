@@ -1,4 +1,4 @@
-"""What a check of a host found. The daemon's command line prints it; checks on the engine's side send it. Pure."""
+"""The result of a check by `kvcache-server doctor`, which prints it; checks on the engine's side send it. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         name: what was checked, such as "cuda:0 copies".
-        verdict: "slow" works, at a price that `cure` avoids; "untested" is neither good nor bad.
-        figure: what was found; why not, where it is untested.
-        cure: what helps, or nothing.
-        how: "measured" on the part itself, "simulated" on what stands for it, nothing where that is no question.
-        values: the figures for programs; the unit ends each name.
+        verdict: "slow" works, but `cure` would make it faster; "untested" is neither good nor bad.
+        figure: what was found, or why it is untested.
+        cure: the remedy, or nothing.
+        how: "measured" on the real thing, "simulated" on a substitute, or nothing if that does not matter.
+        values: the figures for programs; each name ends in the unit.
     """
 
     name: str

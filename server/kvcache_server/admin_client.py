@@ -1,4 +1,4 @@
-"""A small synchronous client for the command line and the benchmark: one session, a question at a time, no mapping."""
+"""A small synchronous client for the command line and the benchmark: one session, one request at a time, no mapping."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvcache_server.core.limits import OPERATOR
 
 
 class AdminClient:
-    """A session of the operator's, or of `engine`. Use it as a context manager.
+    """A session of an operator, or of `engine`. Use it as a context manager.
 
-    Raises Unavailable where no daemon answers within `timeout` seconds, NotPermitted where it is not for this user or
-    somebody else serves there, and what the daemon answers.
+    Raises Unavailable if no daemon answers within `timeout` seconds, NotPermitted if this user may not attach or the
+    wrong user serves the endpoint, and any error that the daemon answers.
     """
 
     def __init__(self, endpoint: str, label: str = "admin", timeout: float = 5.0, engine: str = OPERATOR) -> None:
@@ -38,7 +38,9 @@ class AdminClient:
             welcome = self._shake_hands(Hello(PROTOCOL_VERSION, engine, label, f"kvcache-server {__version__}"))
         except (TimeoutError, ConnectionError) as error:
             self._door.close()
-            raise Unavailable(f"the daemon at {endpoint} does not answer its door ({error or 'timed out'})") from None
+            raise Unavailable(
+                f"the daemon at {endpoint} does not complete the handshake ({error or 'timed out'})"
+            ) from None
         except BaseException:
             self._door.close()
             raise
@@ -67,27 +69,27 @@ class AdminClient:
         self._door.close()
 
     def stats(self) -> dict[str, Any]:
-        """Return the daemon's figures, without this session of its own among them."""
+        """Return the daemon's figures, without this session among them."""
         stats: dict[str, Any] = self.ask(Stats(0, b"")).stats
         stats["sessions"] = [session for session in stats["sessions"] if session["id"] != self.session]
         return stats
 
     def clear(self, namespace: str = "") -> int:
-        """Forget what may be forgotten of that namespace, or of all, and return how many blocks it was."""
+        """Forget every unused block of `namespace`, or of all, and return how many blocks that were."""
         blocks: int = self.ask(Clear(0, b"", namespace)).blocks
         return blocks
 
     def ping(self) -> None:
-        """Return once the daemon has answered."""
+        """Wait for the daemon to answer."""
         self.ask(Ping(0, b""))
 
     def fence_off(self, session: int) -> int:
-        """Give up a session that lives and does not come back; return how many of its reservations ended."""
+        """Give up a session whose process lives but does not reconnect; return how many of its reservations ended."""
         reservations: int = self.ask(Fence(0, b"", session)).reservations
         return reservations
 
     def ask(self, request: Request) -> Any:
-        """Return the reply to `request`, whose id and token are filled in. Raises what the daemon answers."""
+        """Fill in the id and token of `request`, send it and return the reply. Raises the error that it answers."""
         number = self.tell(request)
         try:
             while True:
@@ -101,7 +103,7 @@ class AdminClient:
         return reply
 
     def tell(self, request: Request) -> int:
-        """Send `request` and return its id."""
+        """Send `request` without waiting for a reply, and return its id."""
         request.id, request.token = number, _ = next(self._ids), self._token
         self._socket.send(encode(request))
         return number

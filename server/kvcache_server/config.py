@@ -1,4 +1,4 @@
-"""The daemon's configuration: one struct, filled from a TOML file, the environment and flags, in rising order."""
+"""The daemon's configuration: one struct, filled from a TOML file, the environment and flags; the last one wins."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ else:
     import tomli as tomllib
 
 ENV_PREFIX = "KVCACHE_"
-# Kubernetes puts the first ones into every container beside a Service named `kvcache`; nobody has set them on purpose.
-# The others are an engine's or a command's, which may share its environment with the daemon.
+# The first ones are set by Kubernetes in every container next to a Service named `kvcache`, not by an operator.
+# The others belong to an engine or to a command, which may share its environment with the daemon.
 _FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|PORT(_\d+_.*)?|SERVER_UIDS|(COPY|REGISTER|NPU)_.*)$")
 
 _UNITS = {"": 1, "B": 1}
@@ -34,14 +34,14 @@ for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {f"{_letter}IB": 1 << (10 * _power), f"{_letter}B": 1000**_power, _letter: 1 << (10 * _power)}
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 MAX_SIZE = 1 << 50
-MAX_FILE = 16 << 20  # bytes of a configuration, the daemon's or a model's
+MAX_FILE = 16 << 20  # bytes of a configuration file, the daemon's or a model's
 
-
-_NAMES: dict[str, tuple[str, Callable[[str], int]]] = {"allow_uids": ("user", user), "allow_gids": ("group", group)}
+# Settings that are lists of ids, and how to look a name up.
+_ID_LISTS: dict[str, tuple[str, Callable[[str], int]]] = {"allow_uids": ("user", user), "allow_gids": ("group", group)}
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes that "30GiB", "512 MiB", "1.5G" or a plain number mean.
+    """Return the number of bytes that "30GiB", "512 MiB", "1.5G" or a plain number stands for.
 
     KiB, MiB, GiB, TiB and the bare letters count in 1024, KB, MB, GB, TB in 1000. Raises ConfigError.
     """
@@ -70,7 +70,7 @@ def parse_address(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Addr
 
 
 def format_size(size: float) -> str:
-    """Return `size` bytes as people read them: 512 B, 256.0 MiB, 30.0 GiB."""
+    """Return `size` bytes in a readable unit: 512 B, 256.0 MiB, 30.0 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -79,116 +79,115 @@ def format_size(size: float) -> str:
 
 
 def _doc(text: str, *, size: bool = False, live: bool = False) -> msgspec.Meta:
-    """A setting's description; `live` ones change on SIGHUP, others want a restart."""
+    """Describe a setting; `live` ones change on SIGHUP, the others need a restart."""
     return msgspec.Meta(description=text, extra={"size": size, "live": live})
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting of the daemon; sizes are bytes, times are seconds."""
 
-    endpoint: Annotated[str, _doc("Where clients meet the daemon: `ipc://` and an absolute path.")] = ""
-    size: Annotated[int, _doc("Host memory for blocks; the region's header, 2 to 6 MiB, comes on top.", size=True)] = (
+    endpoint: Annotated[str, _doc("Address that clients connect to: `ipc://` and an absolute path.")] = ""
+    size: Annotated[int, _doc("Host memory for blocks; the region's header of 2 to 6 MiB comes on top.", size=True)] = (
         4 << 30
     )
     region_dir: Annotated[str, _doc("Folder on tmpfs or hugetlbfs that holds the region file.")] = "/dev/shm"
     extent_size: Annotated[
         int,
         _doc(
-            "Unit in which block sizes trade memory; 0 takes what common blocks fill best, 4 to 514 MiB.",
+            "Unit in which memory moves between block sizes; 0 takes what common blocks fill best, 4 to 514 MiB.",
             size=True,
         ),
     ] = 0
     lock: Annotated[
         Literal["auto", "always", "never"],
-        _doc("Lock the region into memory: `auto` tries and says why not, `always` does not start without."),
+        _doc("Lock the region into memory: `auto` tries and logs why it could not, `always` refuses to start without."),
     ] = "auto"
     huge_pages: Annotated[
         Literal["auto", "always", "never"],
-        _doc("Huge pages for the region: `auto` takes what the kernel gives, `always` does not start without."),
+        _doc("Huge pages for the region: `auto` takes what the kernel provides, `always` refuses to start without."),
     ] = "auto"
     keep: Annotated[
         bool,
-        _doc("Leave the region in memory at the end, for the next daemon to find its blocks; false removes it."),
+        _doc("Keep the region in memory at exit, so that the next daemon finds its blocks; false removes it."),
     ] = True
     strict: Annotated[
         bool,
         _doc(
-            "Do not start where the last daemon's region cannot be trusted; else it is put aside, and the cache begins "
-            "empty."
+            "Refuse to start if the previous daemon's region cannot be trusted; otherwise it is put aside, and the "
+            "cache starts empty."
         ),
     ] = False
     allow_uids: Annotated[
         tuple[int, ...],
-        _doc("Users, names or numbers, besides the daemon's own, whose processes may attach.", live=True),
+        _doc("Users, by name or number, whose processes may attach, besides the daemon's own.", live=True),
     ] = ()
     allow_gids: Annotated[
         tuple[int, ...],
-        _doc("Groups, names or numbers, besides the sockets' own, whose processes may attach.", live=True),
+        _doc("Groups, by name or number, whose processes may attach, besides the sockets' own.", live=True),
     ] = ()
     attach_rate: Annotated[
-        float, _doc("Handshakes a second of one user; after a rest, as many at once as `max_sessions`.", live=True)
+        float, _doc("Handshakes per second of one user; after a pause, a burst of up to `max_sessions`.", live=True)
     ] = 100.0
     pin_quota: Annotated[float, _doc("Share of the region that the leases of one engine may hold.", live=True)] = 0.25
     write_quota: Annotated[
         float,
-        _doc("Share of the region that the unsettled saves of one engine may hold; one block always may.", live=True),
+        _doc(
+            "Share of the region that the unsettled saves of one engine may hold; one block is always allowed.",
+            live=True,
+        ),
     ] = 0.5
     namespace_floor: Annotated[
-        float, _doc("Share of the region that others cannot evict from a namespace.", live=True)
+        float, _doc("Share of the region that each namespace keeps when others need room.", live=True)
     ] = 0.0
     namespace_ceiling: Annotated[float, _doc("Share of the region that one namespace may fill.", live=True)] = 1.0
     supersede_after: Annotated[
-        float, _doc("Seconds after which an unsettled reservation may be overtaken by another writer.", live=True)
+        float, _doc("Seconds after which another writer may supersede an unsettled reservation.", live=True)
     ] = 2.0
     quarantine: Annotated[
         float,
-        _doc("Seconds for which slots of a dead writer are kept back: its device may still be copying.", live=True),
+        _doc("Seconds for which the slots of a dead writer are held back: its device may still be copying.", live=True),
     ] = 10.0
     grace: Annotated[
         float,
-        _doc("Seconds after a restart in which nothing is evicted while engines come back.", live=True),
+        _doc("Seconds after a restart during which nothing is evicted, while engines reconnect.", live=True),
     ] = 10.0
-    max_sessions: Annotated[int, _doc("Sessions at one time.", live=True)] = 1024
+    max_sessions: Annotated[int, _doc("Most sessions at one time.", live=True)] = 1024
     max_user_sessions: Annotated[
-        int, _doc("Sessions of one user at one time; 0 is seven eighths of `max_sessions`.", live=True)
+        int, _doc("Most sessions of one user at one time; 0 means seven eighths of `max_sessions`.", live=True)
     ] = 0
-    max_namespaces: Annotated[int, _doc("Namespaces known at one time.", live=True)] = 1024
+    max_namespaces: Annotated[int, _doc("Most namespaces at one time.", live=True)] = 1024
     max_user_namespaces: Annotated[
-        int, _doc("Namespaces of them that one user has made; 0 is seven eighths of `max_namespaces`.", live=True)
+        int, _doc("Most namespaces that one user may create; 0 means seven eighths of `max_namespaces`.", live=True)
     ] = 0
-    max_leases: Annotated[int, _doc("Leases that one session may hold; past it a lookup hits nothing.", live=True)] = (
+    max_leases: Annotated[int, _doc("Most leases of one session; beyond that its lookups hit nothing.", live=True)] = (
         4096
     )
     http: Annotated[
-        str, _doc("Address and port of health, metrics and API, as in `127.0.0.1:9464` or `[::1]:9464`; empty is none.")
+        str, _doc("Address and port of health, metrics and API, as in `127.0.0.1:9464` or `[::1]:9464`; empty: off.")
     ] = ""
     http_anywhere: Annotated[
         bool,
-        _doc(
-            "Let `http` be an address that other hosts reach: who reaches it reads all figures; changes want the token."
-        ),
+        _doc("Allow an `http` address that other hosts can reach: they can read all figures; changes need the token."),
     ] = False
     events: Annotated[
         str,
-        _doc("Where KV events are published, as vLLM does: `tcp://127.0.0.1:5557` or `ipc:///path`; empty is nowhere."),
+        _doc("Where KV events are published, as vLLM does it: `tcp://127.0.0.1:5557` or `ipc:///path`; empty: off."),
     ] = ""
-    events_replay: Annotated[str, _doc("Where lost KV events may be asked for; empty is nowhere.")] = ""
+    events_replay: Annotated[str, _doc("Where missed KV events can be requested again; empty: off.")] = ""
     events_topic: Annotated[
         str, _doc("Topic of a namespace's events; `{namespace}` stands for its id, `{model}` for its model.")
     ] = "kvcache@{namespace}"
-    events_buffer: Annotated[int, _doc("Batches of events kept for a replay, and for a subscriber that is slow.")] = (
-        10_000
-    )
+    events_buffer: Annotated[int, _doc("Batches of events kept for replays and for slow subscribers.")] = 10_000
     events_dialect: Annotated[
         Literal["0.26", "0.24", "0.23"],
-        _doc("vLLM version, or the latest one before it, that those who read the events are made for."),
+        _doc("Format of the events: that of the subscribers' vLLM version, or of the latest one before it."),
     ] = "0.26"
     events_hashes: Annotated[
         Literal["int", "bytes"],
-        _doc("Form of block hashes: `int`, the last 64 bits, as vLLM's by default; `bytes` are whole."),
+        _doc("Form of block hashes: `int` is the last 64 bits, vLLM's default; `bytes` is the whole hash."),
     ] = "int"
     events_anywhere: Annotated[
-        bool, _doc("Let `events` be an address that other hosts reach: who reaches it reads every block's hash.")
+        bool, _doc("Allow an `events` address that other hosts can reach: they can read every block's hash.")
     ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _doc("Least severity that is logged.", live=True)
@@ -211,18 +210,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("supersede_after", "quarantine", "grace"):
             _within(name, getattr(self, name), 0, 3600)
         if self.http and not parse_address(self.http)[0].is_loopback and not self.http_anywhere:
-            raise ConfigError(
-                f"http {self.http!r}: other hosts may reach it; http_anywhere = true says that they shall"
-            )
+            raise ConfigError(f"http {self.http!r}: other hosts can reach it; to allow that, set http_anywhere = true")
         for name in ("events", "events_replay"):
             _check_publisher(name, getattr(self, name), self.events_anywhere)
         taken = [each for each in (self.endpoint, self.events, self.events_replay) if each and not each.endswith(":*")]
         if len(set(taken)) < len(taken):
-            raise ConfigError(f"events {self.events!r}, events_replay {self.events_replay!r}: an endpoint each")
+            raise ConfigError(
+                f"events {self.events!r}, events_replay {self.events_replay!r}: each needs an endpoint of its own"
+            )
         if self.events_replay and not self.events:
-            raise ConfigError(f"events_replay {self.events_replay!r}: there are no events to ask for")
+            raise ConfigError(f"events_replay {self.events_replay!r}: needs `events`, which is empty")
         if "{namespace}" not in self.events_topic:
-            raise ConfigError(f"events_topic {self.events_topic!r}: {{namespace}} in it keeps equal hashes apart")
+            raise ConfigError(
+                f"events_topic {self.events_topic!r}: needs {{namespace}}, which keeps equal hashes apart"
+            )
         _within("events_buffer", self.events_buffer, 1, 1 << 20)
         _within("attach_rate", self.attach_rate, 0.01, 1e6)
         for name in ("max_sessions", "max_namespaces", "max_leases"):
@@ -238,7 +239,7 @@ _PUBLISHER = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/]+)):(\d{1,5}|\
 
 
 def _check_publisher(name: str, endpoint: str, anywhere: bool) -> None:
-    """Raise ConfigError unless it is empty, or an endpoint to bind: of this host alone, unless told otherwise."""
+    """Raise ConfigError unless `endpoint` is empty or can be bound; only on loopback, unless `anywhere`."""
     if not endpoint:
         return
     if endpoint.startswith(SCHEME):
@@ -253,7 +254,7 @@ def _check_publisher(name: str, endpoint: str, anywhere: bool) -> None:
     except ValueError:
         raise ConfigError(f"{name} {endpoint!r}: tcp://127.0.0.1:5557, another address, or ipc:///path") from None
     if not anywhere and (address is None or not address.is_loopback):
-        raise ConfigError(f"{name} {endpoint!r}: other hosts may reach it; events_anywhere = true says that they shall")
+        raise ConfigError(f"{name} {endpoint!r}: other hosts can reach it; to allow that, set events_anywhere = true")
 
 
 def _within(name: str, value: float, least: float, most: float) -> None:
@@ -274,7 +275,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """Return what can be configured, in the order of the struct."""
+    """Return all settings, in the order of the struct."""
     hints = typing.get_type_hints(Config, include_extras=True)
     rows = []
     for field in msgspec.structs.fields(Config):
@@ -297,7 +298,7 @@ def settings() -> list[Setting]:
 
 
 def reference() -> str:
-    """Return the reference table in Markdown, made from the struct."""
+    """Return the reference table in Markdown, generated from the struct."""
     lines = ["| setting | type | default | what it does | SIGHUP |", "| --- | --- | --- | --- | --- |"]
     lines += [
         f"| `{row.name}` | {row.type} | {row.default} | {row.doc} | {'yes' if row.is_live else ''} |"
@@ -309,9 +310,9 @@ def reference() -> str:
 def load(
     path: str | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
 ) -> Config:
-    """Return the configuration from the file at `path`, then `environ`, then `flags` (None is not given).
+    """Return the configuration from the file at `path`, then `environ`, then `flags`; a flag that is None is not given.
 
-    Raises ConfigError, which names the key, the close match of an unknown one, and where it was said.
+    Raises ConfigError, which names the source, the key and, for an unknown key, a similar one.
     """
     environ = os.environ if environ is None else environ
     path = path or environ.get(ENV_PREFIX + "CONFIG") or None
@@ -320,12 +321,12 @@ def load(
         values |= _checked(_read_toml(path), path)
     values |= _checked(_from_environ(environ), "environment")
     values |= _checked({key: value for key, value in (flags or {}).items() if value is not None}, "flags")
-    # Each value was converted where it was said; here only what __post_init__ checks can still fail.
+    # Each source's values are converted already; only the checks in __post_init__ can still fail.
     return Config(**values)
 
 
 def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return `values` as the struct wants them. Raises ConfigError naming `source` and the key."""
+    """Return `values` converted to the struct's types. Raises ConfigError naming `source` and the key."""
     hints = typing.get_type_hints(Config)
     known = {row.name: row for row in settings()}
     checked: dict[str, Any] = {}
@@ -335,8 +336,8 @@ def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         try:
             if known[key].is_size:
                 checked[key] = parse_size(value)
-            elif key in _NAMES:
-                checked[key] = parse_ids(value, *_NAMES[key])
+            elif key in _ID_LISTS:
+                checked[key] = parse_ids(value, *_ID_LISTS[key])
             else:
                 checked[key] = msgspec.convert(value, hints[key], strict=False)
         except (msgspec.ValidationError, ConfigError) as error:
@@ -351,11 +352,11 @@ def _close(key: str, known: Iterable[str]) -> str:
 
 
 def read_file(path: str) -> bytes:
-    """Return what is in the file at `path`. Raises ConfigError where it cannot be read, or has more than MAX_FILE."""
+    """Return the contents of the file at `path`. Raises ConfigError if it cannot be read or exceeds MAX_FILE bytes."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE + 1)
-    except (OSError, ValueError) as error:  # ValueError: no path could be so
+    except (OSError, ValueError) as error:  # ValueError: not a possible path
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_FILE:
         raise ConfigError(f"{path}: cannot be read: more than {format_size(MAX_FILE)}")
@@ -374,7 +375,7 @@ def _read_toml(path: str) -> dict[str, Any]:
         found = re.search(r"at line (\d+)", str(error))
         line = int(found[1]) if found else text.count("\n") + 1
         raise ConfigError(f"{path}:{line}: not TOML: {error}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets without end
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets nested without end
         raise ConfigError(f"{path}: not TOML that can be read: {error}") from None
 
 
@@ -384,7 +385,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:
     for key, value in environ.items():
         if not key.startswith(ENV_PREFIX) or key == ENV_PREFIX + "CONFIG" or _FOREIGN_ENV.match(key):
             continue
-        if not value:  # as compose files leave what is not set
+        if not value:  # compose files pass unset variables as empty ones
             continue
         if key not in names:
             raise ConfigError(f"environment: unknown setting {key!r}{_close_env(key, names)}")

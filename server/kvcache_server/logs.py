@@ -1,6 +1,6 @@
-"""One logging configuration, two forms of a line: text for people, JSON for machines.
+"""Logging: lines as text for people, or as JSON for programs.
 
-A record may bear `extra={"fields": {...}}`: JSON lines have them as keys; a text says them in its own words.
+A record may carry `extra={"fields": {...}}`: JSON lines have them as keys; the text of the message has them in words.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROOT = "kvcache_server"
 class TextFormatter(logging.Formatter):
     """2026-01-31T12:00:00.123Z INFO message
 
-    A record is one line, for messages have names that clients chose in them; a traceback is indented below it.
+    Every record is one line, because messages may contain names that clients chose; a traceback is indented below it.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_stamp(record)} {record.levelname} {escaped(record.getMessage())}"
         if not record.exc_info:
             return line
-        traced = self.formatException(record.exc_info).split("\n")  # what it says may have lines of its own
+        traced = self.formatException(record.exc_info).split("\n")  # an exception's message may have several lines
         return "\n".join((line, *(f"    {escaped(each)}" for each in traced)))
 
 
@@ -53,7 +53,7 @@ def _stamp(record: logging.LogRecord) -> str:
 
 
 def set_up(level: str, form: str, stream: TextIO | None = None) -> None:
-    """Send the daemon's log to `stream`, stderr by default, as `form` ("text" or "json"), from `level` on."""
+    """Log to `stream`, by default stderr, records of `level` and above, in the form "text" or "json"."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logger = logging.getLogger(ROOT)
@@ -63,10 +63,10 @@ def set_up(level: str, form: str, stream: TextIO | None = None) -> None:
 
 
 def level() -> str:
-    """Return the least severity that is logged."""
+    """Return the current log level, named as in the configuration."""
     return logging.getLevelName(logging.getLogger(ROOT).getEffectiveLevel()).lower()
 
 
 def set_level(level: str) -> None:
-    """Log from `level` on; a name as in the configuration."""
+    """Set the log level, named as in the configuration."""
     logging.getLogger(ROOT).setLevel(level.upper())

@@ -1,5 +1,5 @@
-"""The signals that a daemon takes: blocked until its loop runs, for none may interrupt what is half made. And how a
-command that has started processes ends.
+"""The daemon's signals, blocked until its loop runs so that none interrupts a half-done start; and the orderly exit of
+commands that have started processes.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
-ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def block() -> None:
-    """Let none of them interrupt this thread, nor those that it starts."""
+    """Block SIGNALS in this thread and in those that it starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def unblock() -> None:
-    """Take them from now on, first those that came meanwhile. Their handlers are there."""
+    """Unblock SIGNALS; those that have arrived meanwhile are handled first. Install the handlers before."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def stop_is_pending() -> bool:
-    """Return whether one that ends the daemon has come while it was blocked."""
+    """Return whether a stop signal has arrived while it was blocked."""
     return not signal.sigpending().isdisjoint(STOP_SIGNALS)
 
 
 def start_thread(name: str, work: Callable[..., None], *args: object) -> Thread:
-    """Run `work` on a thread that takes none of them, nor keeps the process from ending.
+    """Run `work` on a daemon thread in which SIGNALS are blocked.
 
-    It inherits what is blocked: to block them itself would be too late for a signal that comes before.
+    It inherits the blocked signals: if it blocked them itself, one could arrive before that.
     """
     thread = Thread(target=work, args=args, name=name, daemon=True)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -45,13 +45,13 @@ def start_thread(name: str, work: Callable[..., None], *args: object) -> Thread:
 
 
 def exit_cleanly_when_told() -> None:
-    """Let SIGTERM and SIGHUP end this process by an exception, so that it takes away what it has made."""
+    """Make SIGTERM and SIGHUP raise SystemExit, so that the process cleans up before it ends."""
 
     def end(signum: int, frame: FrameType | None) -> None:
-        for each in ENDINGS:  # a second one would cut the tidying short
+        for each in EXIT_SIGNALS:  # a second one would cut the clean-up short
             signal.signal(each, signal.SIG_IGN)
         sys.exit(128 + signum)
 
-    for each in ENDINGS:
-        if signal.getsignal(each) is signal.SIG_DFL:  # nohup has it ignored
+    for each in EXIT_SIGNALS:
+        if signal.getsignal(each) is signal.SIG_DFL:  # unless ignored, as by nohup
             signal.signal(each, end)

@@ -77,7 +77,7 @@ def test_two_engines_and_an_operator(daemon: Any) -> None:
         assert (run["namespace"], len(run["ages_s"])) == (half.id, 2)
         unknown = command("why", "cmpl-none", "--endpoint", daemon.endpoint)
         assert (unknown.returncode, "cmpl-gone" in unknown.stdout) == (1, True)
-        assert "nothing is remembered of 'cmpl-none'" in unknown.stdout
+        assert "nothing is known about 'cmpl-none'" in unknown.stdout
 
 
 def test_generated_tokens_that_are_not_saved(rigs: Any, daemon: Any) -> None:

@@ -137,7 +137,7 @@ def test_for_a_user(tmp_path: Path, program: Path) -> None:
     [
         (["--instance", "a/b"], 2, "instance 'a/b': letters"),
         (["--instance", "kvcache"], 2, "and not kvcache"),
-        (["--user", "--instance", "a"], 2, "--user goes with neither"),
+        (["--user", "--instance", "a"], 2, "--user excludes"),
         (["--size", "many"], 2, "size 'many': a number of bytes"),
         (["--size", "0"], 2, "size 0: at least 1 byte"),
     ],
@@ -151,7 +151,7 @@ def test_a_masked_unit_stays_masked(tmp_path: Path, program: Path) -> None:
     unit = tmp_path / "etc/systemd/system/kvcache-server.service"
     unit.parent.mkdir(parents=True)
     unit.symlink_to("/dev/null")
-    assert f"{unit} is masked: `systemctl unmask {unit.name}`" in install(tmp_path, program, code=2)
+    assert f"{unit} is masked: to use it, run `systemctl unmask {unit.name}`" in install(tmp_path, program, code=2)
     assert os.readlink(unit) == "/dev/null" and files(tmp_path) == set()
 
 

@@ -229,10 +229,10 @@ def test_each_package_that_this_one_wants_is_looked_at() -> None:
 @pytest.mark.parametrize(
     ("version", "seed", "verdict", "told"),
     [
-        ("0.23.0", None, "slow", "vLLM 0.23.0 draws one"),
-        ("0.31.2", None, "slow", "vLLM 0.31.2 draws one"),
+        ("0.23.0", None, "slow", "vLLM 0.23.0 picks a random one"),
+        ("0.31.2", None, "slow", "vLLM 0.31.2 picks a random one"),
         ("0.31.2", "0", "ok", "PYTHONHASHSEED=0: shares with engines that have the same"),
-        ("0.32.0", None, "ok", "shares with all that have none"),
+        ("0.32.0", None, "ok", "shares with engines that have none either"),
         ("0.33.1", "7", "ok", "PYTHONHASHSEED=7: shares with engines that have the same"),
     ],
 )
@@ -318,7 +318,7 @@ def test_a_daemon_that_is_gone_or_stands_still(daemon: Any) -> None:
     daemon.process.send_signal(signal.SIGSTOP)
     found = report("endpoint", "--endpoint", daemon.endpoint)
     assert (found.code, found.verdict("daemon")) == (1, "failed")
-    assert "does not answer its door" in found.findings["daemon"]["figure"]
+    assert "does not complete the handshake" in found.findings["daemon"]["figure"]
     daemon.kill()
     found = report("endpoint", "--endpoint", daemon.endpoint)
     assert (found.code, found.verdict("daemon")) == (1, "failed")
@@ -362,7 +362,7 @@ def test_the_folder_of_an_endpoint_where_this_user_may_not_serve(short_folder: P
     for endpoint in (f"ipc://{short_folder}/kv.sock", f"ipc://{short_folder}/new/kv.sock"):
         found = report("endpoint", "--endpoint", endpoint, nobody=True)
         assert (found.code, found.verdict("endpoint's folder")) == (1, "failed")
-        assert f"uid 65534 may not write in {short_folder}" in found.findings["endpoint's folder"]["figure"]
+        assert f"uid 65534 may not write to {short_folder}" in found.findings["endpoint's folder"]["figure"]
         assert "install -d -o USER" in found.findings["endpoint's folder"]["cure"]
     foreign = short_folder / "foreign"
     foreign.mkdir()
@@ -409,7 +409,7 @@ def test_a_process_that_dies_takes_no_other_answer_along(path_with: Any) -> None
             "import sys; print('hello', file=sys.stderr); sys.exit('no licence')",
             "device-copies",
             "failed",
-            "exit status 1; its last words: no licence",
+            "exit status 1; its last line: no licence",
         ),
         ("raise OSError('libcudart.so.13: cannot open')", "torch", "failed", "import torch: OSError: libcudart.so.13"),
         (_TORCH.format(cuda="", xpu=""), "cuda", "untested", "torch 9.9 finds no device"),
@@ -443,7 +443,7 @@ def test_a_device_that_never_answers_is_given_up(path_with: Any, monkeypatch: py
     monkeypatch.setenv("PYTHONPATH", path_with(torch=stuck))
     (finding,) = ask("device-copies", seconds=2)
     assert finding.verdict == "failed"
-    assert finding.figure == "no end after 2 s; its last words: stuck in a driver"
+    assert finding.figure == "not finished after 2 s; its last line: stuck in a driver"
 
 
 # Conformance.

@@ -379,5 +379,5 @@ def test_a_stale_door_is_replaced_and_a_living_one_is_not(short_folder: Path) ->
     assert isinstance(host.connect().hello().hear(), Welcome)
     host.close()
     (short_folder / "kv.door").write_text("notes")
-    with pytest.raises(ConfigError, match="is no socket"):
+    with pytest.raises(ConfigError, match="is not a socket"):
         Host(short_folder)

@@ -152,9 +152,9 @@ def test_a_model_that_the_connector_declines_is_sized_and_told_so(name: str) -> 
 
 def test_every_plan_says_what_offload_does_not_give() -> None:
     shown = run(str(MODELS / "qwen3-8b.json"), "--tp", "2", "--ram", "256GiB", "--length", "4000", "--block-size", "64")
-    assert "One running request's KV must fit the device" in shown and "is not safe" in shown
+    assert "The KV of each running request must fit on the device" in shown and "is not safe" in shown
     assert '"kv_connector_extra_config": {"block_size": 64}' in shown
-    assert "left" in shown and "10%, at least 8.0 GiB, and 8.0 GiB a rank" in shown
+    assert "left" in shown and "10%, at least 8.0 GiB, and 8.0 GiB per rank" in shown
 
 
 def test_json_is_what_the_text_is_made_of(tmp_path: Path) -> None:
@@ -183,19 +183,19 @@ def test_weights_as_the_checkpoint_is_quantised() -> None:
         ({"num_attention_heads": "32"}, "num_attention_heads '32'"),
         ({"num_key_value_heads": -8}, "num_key_value_heads -8"),
         ({"num_hidden_layers": 10**9}, "at most 4,096"),
-        ({"architectures": None, "model_type": None}, "no Hugging Face config.json"),
-        ({"is_encoder_decoder": True}, "not computed here"),
+        ({"architectures": None, "model_type": None}, "not a Hugging Face config.json"),
+        ({"is_encoder_decoder": True}, "encoder-decoder models are not supported"),
         ({"index_topk": 2048}, "index_topk"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 32 layers"),
         ({"layer_types": ["dreaming"] * 32}, "'dreaming'"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads 0: a whole number, 1 to"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0: an integer from 1 to"),
         ({"num_key_value_heads": 64}, "num_key_value_heads 64: 32 attention heads are no multiple"),
         ({"num_key_value_heads": 7}, "num_key_value_heads 7: 32 attention heads are no multiple"),
-        ({"head_dim": 0}, "head_dim 0: a whole number, 1 to"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings 0: a whole number, 1 to"),
-        ({"torch_dtype": "int3"}, "torch_dtype 'int3': bfloat16, float16"),
-        ({"dtype": ["float16"]}, "dtype \\['float16'\\]: bfloat16, float16"),
-        ({"torch_dtype": 5}, "torch_dtype 5: bfloat16, float16"),
+        ({"head_dim": 0}, "head_dim 0: an integer from 1 to"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings 0: an integer from 1 to"),
+        ({"torch_dtype": "int3"}, "torch_dtype 'int3': one of bfloat16, float16"),
+        ({"dtype": ["float16"]}, "dtype \\['float16'\\]: one of bfloat16, float16"),
+        ({"torch_dtype": 5}, "torch_dtype 5: one of bfloat16, float16"),
     ],
 )
 def test_a_file_that_cannot_be_sized_is_refused_by_field(change: dict[str, Any], says: str) -> None:
@@ -207,11 +207,11 @@ def test_a_file_that_cannot_be_sized_is_refused_by_field(change: dict[str, Any],
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--tp", "3"], "32 attention heads, which it does not divide"),
+        (["--tp", "3"], "does not divide the 32 attention heads"),
         (["--tp", "0"], "tp 0: at least 1"),
-        (["--ram", "8GiB"], "are to be left for the host"),
+        (["--ram", "8GiB"], "are left for the host"),
         (["--ram", "many"], "--ram: size 'many'"),
-        (["--block-size", "100"], "a multiple of the engine's, 16"),
+        (["--block-size", "100"], "a multiple of the engine's expected, 16"),
         (["--utilization", "1.5"], "utilization 1.5"),
         (["--length", "0"], "length 0: at least 1"),
         (["--length", "99999999999999999999"], "length 99999999999999999999: at most"),

@@ -227,7 +227,7 @@ GOOD = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [
     ("line", "says"),
     [
         ("{", "not JSON"),
-        ("[]", "a JSON object a line"),
+        ("[]", "a JSON object expected"),
         ('{"timestamp": 0}', "no hash_ids"),
         ('{"hash_ids": [1]}', "no timestamp"),
         ('{"timestamp": -1, "hash_ids": [1]}', "timestamp -1"),

@@ -144,7 +144,7 @@ def test_a_socket_opens_to_all_where_no_list_can_be_set(short_folder: Path, capl
     path.touch(0o600)
     admit(str(path), range(100_000), ())  # more than any file system stores
     assert stat.S_IMODE(path.stat().st_mode) == 0o666
-    assert "takes no access control list" in caplog.text
+    assert "does not support access control lists" in caplog.text
 
 
 def test_what_was_replaced_is_not_removed(short_folder: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_pool_that_was_made_smaller() -> None:
     for run in gone:
         request, _ = a.look_up(run)
         assert causes(world, request) == [(1, "resize")]
-    assert "an operator made the pool smaller" in describe(world.why(request))
+    assert "an operator shrank the pool" in describe(world.why(request))
 
 
 def test_a_namespace_at_its_ceiling() -> None:
@@ -201,7 +201,7 @@ def test_what_the_daemon_began_with() -> None:
     run = world.chain(2)
     request, _ = a.look_up(run)
     assert causes(world, request) == [(2, "began_empty")]
-    assert "size or extent_size differed" in describe(world.why(request))
+    assert "size or extent_size had changed" in describe(world.why(request))
     a.store(world.chain(2))
     request, _ = a.look_up(run)
     assert causes(world, request) == [(2, "diverged")]
@@ -259,7 +259,7 @@ def test_a_request_is_found_by_a_part_of_its_name() -> None:
         22,
         [f"e{n}" for n in range(10, 20)],
     )
-    assert "12 other engines had a request of this name" in describe(answer)
+    assert "12 other engines had a request with this id" in describe(answer)
     for unknown in ("no such", ""):
         answer = world.why(unknown)
         assert (answer["matched"], answer["latest"][:2]) == (0, ["17", "7"]) or answer["latest"][0] == "17"

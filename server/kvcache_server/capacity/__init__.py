@@ -1,4 +1,4 @@
-"""`kvcache-server plan`: what a model's KV takes, what fits into a host and a device, and the flags to paste."""
+"""`kvcache-server plan`: the size of a model's KV, what fits on a host and on a device, and the flags to paste."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from kvcache_server.capacity.figures import TABLES, Options, figures
 from kvcache_server.config import format_size, parse_size, read_file
 
 RUNNING = (
-    "One running request's KV must fit the device: the host parks what is not running, and lengthens no request. "
-    "Counting host blocks into vLLM's check of max_model_len is not safe: a step reads all of a request's KV from the "
-    "device, so that a request which was let in and does not fit is preempted for ever, or ends the engine."
+    "The KV of each running request must fit on the device: the host holds the KV of requests that are not running and "
+    "does not make longer requests possible. Counting host blocks towards vLLM's check of max_model_len is not safe: a "
+    "step reads all of a request's KV from the device, so a request that is admitted but does not fit is preempted "
+    "forever, or crashes the engine."
 )
 
 
 def load_config(path: str) -> tuple[object, str]:
-    """Return the parsed config.json at `path`, a file or the folder of a model, and its name. Raises ConfigError."""
+    """Return the parsed config.json at `path`, a file or a model's folder, and the model's name. Raises ConfigError."""
     file = Path(os.path.join(path, "config.json") if os.path.isdir(path) else path)
     data = read_file(str(file))
     try:
@@ -47,25 +48,27 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 @click.command()
 @click.argument("config_json", metavar="CONFIG_JSON")
 @click.option("--tp", type=int, help="Tensor-parallel ranks of an engine.  [default: 1]")
-@click.option("--block-size", "block_tokens", type=int, help="Tokens of a cached block.  [default: 128]")
+@click.option("--block-size", "block_tokens", type=int, help="Tokens per cached block.  [default: 128]")
 @click.option("--engine-block-size", "engine_block", type=int, help="vLLM's own --block-size.  [default: 16; MLA 64]")
-@click.option("--ram", metavar="SIZE", help="The host's memory.  [default: 512GiB]")
-@click.option("--leave", metavar="SIZE", help="What the region leaves of it.  [default: a rule of thumb]")
+@click.option("--ram", metavar="SIZE", help="Memory of the host.  [default: 512GiB]")
+@click.option("--leave", metavar="SIZE", help="Memory that the region leaves free.  [default: a rule of thumb]")
 @click.option("--engines", type=int, help="Engines on the host, for --leave.  [default: 1]")
 @click.option("--extent-size", "extent", metavar="SIZE", help="As for serve.  [default: what wastes least]")
-@click.option("--kv-dtype", type=click.Choice(["auto", "bf16", "fp8"]), help="Of the cache.  [default: auto]")
-@click.option("--device-memory", "device", metavar="SIZE", help="Of one device.  [default: 80GiB]")
+@click.option("--kv-dtype", type=click.Choice(["auto", "bf16", "fp8"]), help="Type of the cache.  [default: auto]")
+@click.option("--device-memory", "device", metavar="SIZE", help="Memory of one device.  [default: 80GiB]")
 @click.option("--utilization", type=float, help="vLLM's --gpu-memory-utilization.  [default: 0.92]")
-@click.option("--weights", metavar="SIZE", help="Of the whole model.  [default: estimated from the file]")
+@click.option("--weights", metavar="SIZE", help="Weights of the whole model.  [default: estimated]")
 @click.option("--overhead", metavar="SIZE", help="Activations and graphs on a device.  [default: 4GiB]")
-@click.option("--kv-memory", metavar="SIZE", help='vLLM\'s log: "Available KV cache memory"; in place of all that.')
-@click.option("--length", type=int, help="Tokens of a conversation.  [default: 8192]")
+@click.option(
+    "--kv-memory", metavar="SIZE", help='"Available KV cache memory" in vLLM\'s log; replaces the four options above.'
+)
+@click.option("--length", type=int, help="Tokens per conversation.  [default: 8192]")
 @click.option("--max-num-batched-tokens", "batched_tokens", type=int, help="As for vLLM.  [default: 8192]")
-@click.option("--json", "as_json", is_flag=True, help="For programs; sizes are bytes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes are in bytes.")
 def command(config_json: str, as_json: bool, **given: Any) -> None:
-    """Size a host and a device for the model that CONFIG_JSON describes, its config.json or the folder around it.
+    """Plan the memory of host and device for a model. CONFIG_JSON is its config.json or the folder that contains it.
 
-    Nothing is loaded, asked or downloaded: this is arithmetic.
+    This is arithmetic: nothing is loaded or downloaded.
     """
     config, name = load_config(config_json)
     found = figures(config, name, Options(**_sizes(given)))
@@ -73,21 +76,22 @@ def command(config_json: str, as_json: bool, **given: Any) -> None:
 
 
 def describe(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the plan's lines for people."""
+    """Yield the lines of the plan as text."""
     model, kv, host = found["model"], found["kv"], found["host"]
     yield (
         f"{model['name']}: {model['layers']} layers ({', '.join(model['kinds'])}), TP {model['tp']}, "
         f"KV in {model['kv_dtype']}"
     )
-    yield f"  a token   {format_size(kv['token_bytes']):>10}   all layers, all ranks"
+    yield f"  per token {format_size(kv['token_bytes']):>10}   all layers, all ranks"
     yield (
-        f"  a block   {format_size(kv['block_bytes']):>10}   {kv['block_tokens']} tokens, "
+        f"  per block {format_size(kv['block_bytes']):>10}   {kv['block_tokens']} tokens, "
         f"{kv['shards']} shard{'s' * (kv['shards'] > 1)} of {format_size(kv['shard_bytes'])}"
     )
     if kv["copies"] > 1:
         yield f"            KV heads are fewer than ranks: each is kept {kv['copies']:g} times"
     if found["engine"]["state_bytes"]:
-        yield f"  a state   {format_size(found['engine']['state_bytes']):>10}   a sequence, a rank; never cached here"
+        state = format_size(found["engine"]["state_bytes"])
+        yield f"  state     {state:>10}   per sequence and rank; not cached in this version"
     yield from _describe_host(host)
     yield from _describe_device(found)
     yield from _describe_paste(found)
@@ -97,19 +101,19 @@ def _describe_host(host: Mapping[str, Any]) -> Iterator[str]:
     rule = host["leave_rule"]
     why = "as given"
     if not rule["given"]:
-        why = f"{rule['share']:.0%}, at least {format_size(rule['least'])}, and {format_size(rule['a_rank'])} a rank"
+        why = f"{rule['share']:.0%}, at least {format_size(rule['least'])}, and {format_size(rule['a_rank'])} per rank"
     yield ""
     yield f"host, {format_size(host['ram_bytes'])}"
     index = format_size(host["index_bytes"])
     yield f"  left      {format_size(host['leave_bytes']):>10}   {why}; the daemon itself takes {index}"
-    yield f"  size      {format_size(host['size_bytes']):>10}   {host['unused_share']:.1%} of it in no block"
+    yield f"  size      {format_size(host['size_bytes']):>10}   {host['unused_share']:.1%} of it unusable for blocks"
     yield f"  blocks    {host['blocks']:>10,}   {host['tokens']:,} tokens"
-    yield f"  parked    {host['conversations']:>10,}   conversations of {host['length']:,} tokens"
+    yield f"  holds     {host['conversations']:>10,}   conversations of {host['length']:,} tokens"
     if host["blocks"] > host["blocks_by_default"]:
         fewer = f"{host['blocks_by_default']:,} blocks"
         yield f"            without --extent-size {fewer}: slots would not fill the extents"
     if host["size_bytes"] > host["ram_bytes"] // 2:
-        yield "            tmpfs takes half of the memory by default: mount -o remount,size=... /dev/shm"
+        yield "            tmpfs is limited to half of the memory by default: mount -o remount,size=... /dev/shm"
 
 
 def _describe_device(found: Mapping[str, Any]) -> Iterator[str]:
@@ -136,7 +140,7 @@ def _describe_device(found: Mapping[str, Any]) -> Iterator[str]:
     block = format_size(engine["bytes_per_block"])
     yield f"  blocks of {engine['block_size']} tokens, {block}; groups of layers: {', '.join(kinds)}"
     if not device["bf16"]["longest"] and not device["fp8"]["longest"]:
-        yield "  the weights leave no room: more ranks (--tp), or a larger device"
+        yield "  the weights leave no room: use more ranks (--tp) or a larger device"
 
 
 def _describe_paste(found: Mapping[str, Any]) -> Iterator[str]:
@@ -148,10 +152,10 @@ def _describe_paste(found: Mapping[str, Any]) -> Iterator[str]:
     yield "  " + found["paste"]["engine"]
     yield ""
     if engine["declined"]:
-        yield f"The connector declines this model: {engine['declined']}. The host's figures are what its KV would take."
+        yield f"The connector declines this model: {engine['declined']}. The host's figures say what its KV would take."
     if engine["tables_off"]:
         yield (
-            f"With {TABLES} all layers keep all tokens, in one group: cached, and fewer tokens on the device. Without "
-            "it the connector declines this model."
+            f"With {TABLES}, all layers keep all tokens, in one group: the model is cached, and fewer tokens fit on "
+            "the device. Without it, the connector declines this model."
         )
     yield RUNNING

@@ -1,4 +1,4 @@
-"""What a device holds of a model beside its weights: by the pages that vLLM makes of what is left. Pure."""
+"""What a device can hold beside a model's weights, in the pages that vLLM makes of the rest. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kvcache_server.capacity.pages import Pages
 
 
 class Device(NamedTuple):
-    """One rank's share of a model on a device.
+    """The cache of one rank on its device.
 
     Attributes:
-        kv_bytes: what is left for the cache.
-        blocks: of the engine's pool; one of them is never given to a request.
+        kv_bytes: memory left for the cache.
+        blocks: blocks in the engine's pool; one of them is never given to a request.
         longest: most tokens of one request, up to the model's own limit.
-        at_once: requests of `length` tokens that run together.
+        at_once: most concurrent requests of `length` tokens.
     """
 
     kv_bytes: int
@@ -25,7 +25,7 @@ class Device(NamedTuple):
 
 
 def device(pages: Pages, kv_bytes: int, limit: int, length: int) -> Device:
-    """Return what `kv_bytes` of a device hold, with requests of at most `limit` tokens; 0 where nothing fits."""
+    """Return what `kv_bytes` of a device hold, with requests of at most `limit` tokens; 0 if nothing fits."""
     blocks = max(kv_bytes, 0) // pages.block_bytes
     usable = max(blocks - 1, 0)
     longest = pages.longest(usable, limit)

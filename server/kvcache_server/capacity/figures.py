@@ -1,4 +1,4 @@
-"""All that `kvcache-server plan` says, as one value: what the text shows and `--json` prints. Pure."""
+"""The result of `kvcache-server plan`, as one value that `--json` prints and the text is made from. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvcache_server.capacity.device import Device, device
 from kvcache_server.capacity.host import (
     GIB,
     INDEX_BYTES,
-    LEFT_A_RANK,
     LEFT_LEAST,
+    LEFT_PER_RANK,
     LEFT_SHARE,
     check_block,
     left_for_host,
@@ -26,13 +26,13 @@ from kvcache_server.capacity.weights import weight_bytes
 from kvcache_server.core.fit import room, slots_by_default
 
 KV_ITEMS = {"bf16": 2, "fp8": 1}
-ENDLESS = 1 << 22  # tokens, where the model does not say how many it was made for
+ENDLESS = 1 << 22  # tokens, if the model does not state its limit
 TABLES = "--disable-hybrid-kv-cache-manager"
 DEFAULT_BLOCK_TOKENS = 128
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What is asked for; sizes are bytes, None is what follows from the rest. Raises ConfigError."""
+    """The options of `plan`; sizes are in bytes, and None is derived from the others. Raises ConfigError."""
 
     tp: int = 1
     block_tokens: int = DEFAULT_BLOCK_TOKENS
@@ -74,7 +74,7 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
     number = shards(model, options.tp)
     engine_block = options.engine_block or (64 if _kinds(model) == {"latent"} else 16)
     if options.block_tokens % engine_block:
-        raise ConfigError(f"--block-size {options.block_tokens}: a multiple of the engine's, {engine_block}")
+        raise ConfigError(f"--block-size {options.block_tokens}: a multiple of the engine's expected, {engine_block}")
     kv_dtype = _kv_dtype(model, options)
     layout = _layout(model, options, engine_block, KV_ITEMS[kv_dtype])
     shard_bytes = _token_bytes(model, options.tp, KV_ITEMS[kv_dtype]) * options.block_tokens
@@ -107,7 +107,7 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
             "copies": number * _token_bytes(model, options.tp, 1) / _token_bytes(model, 1, 1),
         },
         "engine": layout,
-        "host": host | _parked(host["blocks"], options.block_tokens, length),
+        "host": host | _conversations(host["blocks"], options.block_tokens, length),
         "device": {
             "bytes": options.device,
             "utilization": options.utilization,
@@ -139,18 +139,18 @@ def _kv_dtype(model: Model, options: Options) -> str:
 
 
 def _token_bytes(model: Model, tp: int, item: int) -> int:
-    """Return what one rank keeps of a token where every layer but those with states keeps all of them."""
+    """Return one rank's bytes per token, if every layer except those with states keeps all tokens."""
     return sum(page(layer, 1, tp, item, model) for layer in model.layers if not isinstance(layer, State))
 
 
 def _pages(model: Model, options: Options, engine_block: int, item: int, hybrid: bool) -> Pages:
-    # With asynchronous scheduling two steps are under way.
+    # With asynchronous scheduling, two steps are in flight.
     return pages(model, options.tp, item, engine_block, 2 * options.batched_tokens, hybrid)
 
 
 def _layout(model: Model, options: Options, engine_block: int, item: int) -> dict[str, Any]:
-    """Say how the engine keeps the model, and whether the connector takes part in that."""
-    hybrid = "chunked" not in _kinds(model)  # with chunks vLLM turns its hybrid manager off by itself
+    """Return how the engine lays out the model's KV, and whether the connector supports that."""
+    hybrid = "chunked" not in _kinds(model)  # with chunks, vLLM disables its hybrid manager itself
     found = _pages(model, options, engine_block, item, hybrid)
     why_not = declined(found)
     mended = (
@@ -179,11 +179,11 @@ def _layout(model: Model, options: Options, engine_block: int, item: int) -> dic
 
 
 def declined(found: Pages) -> str:
-    """Return why the connector does not cache an engine that keeps its KV so, or nothing."""
+    """Return why the connector does not cache this layout, or ""."""
     if len(found.groups) > 1:
         return f"{len(found.groups)} KV cache groups: this version caches models with one"
     kind = _kind(found.groups[0].spec)
-    return "" if kind in ("full", "latent") else f"{kind} layers alone: this version caches full attention"
+    return "" if kind in ("full", "latent") else f"only {kind} layers: this version caches full attention"
 
 
 def _host(options: Options, block_bytes: int) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _host(options: Options, block_bytes: int) -> dict[str, Any]:
     unit = GIB if size >= 16 * GIB else 1 << 20
     size -= size % unit
     if size <= 0:
-        raise ConfigError(f"--ram {options.ram:,} bytes: {leave:,} are to be left for the host; --leave says less")
+        raise ConfigError(f"--ram {options.ram:,} bytes: {leave:,} are left for the host; reduce that with --leave")
     chosen = room(size, block_bytes, options.extent)
     default = plan_geometry(bytes(16), size).extent_bytes
     return {
@@ -201,7 +201,7 @@ def _host(options: Options, block_bytes: int) -> dict[str, Any]:
         "leave_rule": {
             "share": LEFT_SHARE,
             "least": LEFT_LEAST,
-            "a_rank": LEFT_A_RANK,
+            "a_rank": LEFT_PER_RANK,
             "given": options.leave is not None,
         },
         "size_bytes": size,
@@ -216,8 +216,8 @@ def _host(options: Options, block_bytes: int) -> dict[str, Any]:
     }
 
 
-def _parked(blocks: int, block_tokens: int, length: int) -> dict[str, Any]:
-    """Of a conversation its whole blocks are kept."""
+def _conversations(blocks: int, block_tokens: int, length: int) -> dict[str, Any]:
+    """Return how many conversations fit; only their full blocks are kept."""
     each = length // block_tokens
     return {"tokens": blocks * block_tokens, "length": length, "conversations": blocks // each if each else 0}
 

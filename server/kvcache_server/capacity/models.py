@@ -1,7 +1,7 @@
-"""A model's `config.json`, read for what its layers keep of each token. Pure.
+"""Reads from a model's `config.json` what each layer keeps of a token. Pure.
 
-The names are Hugging Face's, and what a missing one means is what transformers makes of it where that is one rule;
-where it is a table a model, the file is refused with the way to a complete one.
+The keys are Hugging Face's. A missing key has the default of transformers, if that is the same for all models; if it
+depends on the model, the file is refused, with instructions to get a complete one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from kvcache_proto.errors import ConfigError
 
 DTYPES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
-# Of these vLLM keeps one latent vector a token, whatever the number of heads; others with `kv_lora_rank` it unfolds.
+# For these, vLLM keeps one latent vector per token for all heads; it unfolds that of other models with `kv_lora_rank`.
 LATENT = {
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe", "longcat_flash", "axk1"),
 }
-MOST = 1 << 32  # of anything that is counted here
+MOST = 1 << 32  # the largest number accepted
 MOST_LAYERS = 4096
-# What changes the size of the cache in ways that are not computed here.
+# Keys of features that change the size of the cache in ways that are not supported here.
 UNKNOWN = {
     "index_topk": "sparse attention keeps an index beside the KV",
     "compress_ratios": "compressed KV",
@@ -36,7 +36,7 @@ COMPLETE = (
 
 
 class Attention(NamedTuple):
-    """A layer that keeps keys and values: of all tokens, of the last `window`, or of the last chunk of `chunk`."""
+    """A layer that keeps keys and values of all tokens, of the last `window`, or of the current chunk of `chunk`."""
 
     heads: int
     key: int
@@ -46,15 +46,15 @@ class Attention(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """A layer that keeps one vector a token for all heads (MLA); every rank has the whole of it."""
+    """A layer that keeps one vector per token for all heads (MLA); every rank has all of it."""
 
     width: int
 
 
 class State(NamedTuple):
-    """A layer that keeps a state a sequence: `rows` of a convolution over `channels`, and `recurrent` values.
+    """A layer that keeps a state per sequence: `rows` of a convolution over `channels`, and `recurrent` values.
 
-    `groups` of `group_channels` are convolved, too; a rank has at least one group whole.
+    `groups` of `group_channels` are convolved, too; every rank has at least one complete group.
     """
 
     rows: int
@@ -68,15 +68,15 @@ Layer = Attention | Latent | State
 
 
 class Model(NamedTuple):
-    """What sizing needs to know of a model.
+    """The facts about a model that sizing needs.
 
     Attributes:
-        layers: those that keep something, in order.
-        heads: attention heads; a tensor-parallel size divides them.
-        dtype: of weights and activations, as vLLM would take it; `item` are its bytes.
+        layers: the layers that keep something, in order.
+        heads: attention heads; the tensor-parallel size divides them.
+        dtype: of weights and activations, as vLLM chooses it; `item` is its size in bytes.
         kv_dtype: what `auto` means for the cache.
         state_item: bytes of a recurrent value.
-        longest: positions that the model was made for, 0 where it does not say.
+        longest: the model's maximum number of positions, 0 if it does not state it.
         text: the part of the file that describes the language model.
     """
 
@@ -97,24 +97,24 @@ class Model(NamedTuple):
 def read_model(config: object, name: str = "model") -> Model:
     """Return the model that `config`, a parsed config.json, describes. Raises ConfigError, which names the field."""
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{name}: a JSON object, as in a Hugging Face config.json")
+        raise ConfigError(f"{name}: a JSON object expected, as in a Hugging Face config.json")
     text = next((config[key] for key in ("text_config", "llm_config", "language_config") if key in config), config)
     if not isinstance(text, Mapping) or not (config.get("architectures") or config.get("model_type")):
-        raise ConfigError(f"{name} is no Hugging Face config.json: neither `model_type` nor `architectures`")
+        raise ConfigError(f"{name} is not a Hugging Face config.json: neither `model_type` nor `architectures`")
     if config.get("is_encoder_decoder"):
-        raise ConfigError(f"{name}: an encoder with a decoder: not computed here")
+        raise ConfigError(f"{name}: encoder-decoder models are not supported")
     for key, why in UNKNOWN.items():
         if text.get(key):
-            raise ConfigError(f"{name}: {key}: {why}: not computed here")
+            raise ConfigError(f"{name}: {key} ({why}) is not supported")
     kind = str(text.get("model_type", config.get("model_type", "")))
     dtype = _dtype(text, config, name)
     layers = _layers(text, kind, name)
     if not layers:
-        raise ConfigError(f"{name}: no layer of it keeps anything of a token")
+        raise ConfigError(f"{name}: no layer keeps KV")
     state = text.get("mamba_ssm_cache_dtype" if kind == "nemotron_h" else "mamba_ssm_dtype")
     state = state or ("float32" if kind == "nemotron_h" else dtype)
     if str(state) not in (*DTYPES, "auto"):
-        raise ConfigError(f"{name}: a state's dtype {state!r}: {', '.join(DTYPES)}")
+        raise ConfigError(f"{name}: dtype of states {state!r}: one of {', '.join(DTYPES)}")
     return Model(
         name,
         tuple(layers),
@@ -135,15 +135,18 @@ def read_model(config: object, name: str = "model") -> Model:
 def number(
     text: Mapping[str, Any], *keys: str, name: str = "config", default: int | None = None, least: int | None = None
 ) -> int:
-    """Return the first of `keys` that is there, else `default`. Raises ConfigError where there is neither, or it is no
-    whole number from `least` on: 1, or 0 where there is a default."""
+    """Return the value of the first of `keys` that is present, else `default`.
+
+    Raises ConfigError if there is neither, or if the value is not an integer of at least `least`, which is by default
+    1, or 0 if there is a default.
+    """
     least = (1 if default is None else 0) if least is None else least
     for key in keys:
         value = text.get(key)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-            raise ConfigError(f"{name}: {key} {value!r}: a whole number, {least} to {MOST}")
+            raise ConfigError(f"{name}: {key} {value!r}: an integer from {least} to {MOST} expected")
         return int(value)
     if default is None:
         raise ConfigError(f"{name}: no {keys[0]}; transformers may have a default for it. {COMPLETE}")
@@ -151,7 +154,7 @@ def number(
 
 
 def layer_count(text: Mapping[str, Any], name: str) -> int:
-    """Return the layers of the model. Raises ConfigError."""
+    """Return the number of layers. Raises ConfigError."""
     count = number(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers", name=name)
     if count > MOST_LAYERS:
         raise ConfigError(f"{name}: {count:,} layers: at most {MOST_LAYERS:,}")
@@ -159,18 +162,18 @@ def layer_count(text: Mapping[str, Any], name: str) -> int:
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any], name: str) -> str:
-    """What `--dtype auto` makes of it: float32 weights run in half precision."""
+    """Return what `--dtype auto` chooses: float32 weights run in half precision."""
     found = [(key, each[key]) for each in (text, config) for key in ("dtype", "torch_dtype") if each.get(key)]
     if not found:
         return "bfloat16"
     key, given = found[0]
     if str(given).removeprefix("torch.") not in (*DTYPES, "auto"):
-        raise ConfigError(f"{name}: {key} {given!r}: {', '.join(DTYPES)}")
+        raise ConfigError(f"{name}: {key} {given!r}: one of {', '.join(DTYPES)}")
     return "float16" if str(given).removeprefix("torch.") in ("float16", "half") else "bfloat16"
 
 
 def _kv_dtype(config: Mapping[str, Any], dtype: str) -> str:
-    """`auto` is the model's own dtype, but for checkpoints that say how their cache is quantised."""
+    """Return what `auto` means: the model's dtype, except for checkpoints that specify a quantised cache."""
     quantization = config.get("quantization_config")
     if isinstance(quantization, Mapping) and str(quantization.get("quant_method", "")).startswith("modelopt"):
         scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
@@ -192,7 +195,7 @@ def _layers(text: Mapping[str, Any], kind: str, name: str) -> list[Layer]:
 
 
 def _kinds(text: Mapping[str, Any], kind: str, name: str) -> Sequence[str]:
-    """Return full, sliding, chunked, state or nothing for each layer."""
+    """Return "full", "sliding", "chunked", "state" or "nothing" for each layer."""
     if pattern := text.get("hybrid_override_pattern"):
         return [{"M": "state", "*": "full"}.get(letter, "nothing") for letter in str(pattern)]
     count = layer_count(text, name)
@@ -208,8 +211,8 @@ def _kinds(text: Mapping[str, Any], kind: str, name: str) -> Sequence[str]:
         every = number(text, "full_attention_interval", name=name, default=4) or 1
         return ["state" if (layer + 1) % every else "full" for layer in range(count)]
     if any(key in text for key in ("mamba_d_state", "state_size", "ssm_state_size", "conv_L_cache")):
-        raise ConfigError(f"{name}: a {kind} with states, and nothing that says in which layers: not computed here")
-    if text.get("attention_chunk_size"):  # Llama 4: every fourth layer attends to all
+        raise ConfigError(f"{name}: a {kind} with states, without a key that says in which layers, is not supported")
+    if text.get("attention_chunk_size"):  # Llama 4: every fourth layer has full attention
         return ["chunked" if (layer + 1) % 4 else "full" for layer in range(count)]
     if not text.get("sliding_window") or text.get("use_sliding_window") is False:
         return ["full"] * count
@@ -233,7 +236,7 @@ def _named(given: str, name: str) -> str:
         "mamba": "state",
     }
     if given not in kinds:
-        raise ConfigError(f"{name}: layers of type {given!r}: not computed here")
+        raise ConfigError(f"{name}: layers of type {given!r} are not supported")
     return kinds[given]
 
 
@@ -254,7 +257,7 @@ def _attention(text: Mapping[str, Any], kind: str, each: str, name: str) -> Laye
     if not size:
         raise ConfigError(f"{name}: hidden_size {text.get('hidden_size')}: less than {heads} heads need")
     value = size
-    if text.get("qk_rope_head_dim") and text.get("v_head_dim"):  # MLA that vLLM unfolds, values padded to the keys
+    if text.get("qk_rope_head_dim") and text.get("v_head_dim"):  # MLA that vLLM unfolds: values padded to keys
         size = value = number(text, "qk_nope_head_dim", name=name) + number(text, "qk_rope_head_dim", name=name)
     window = number(text, "sliding_window", name=name) if each == "sliding" else 0
     chunk = number(text, "attention_chunk_size", name=name) if each == "chunked" else 0

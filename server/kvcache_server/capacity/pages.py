@@ -1,7 +1,8 @@
-"""What one rank of an engine keeps: pages, the groups that share a block table, and what a request takes. Pure.
+"""How one rank lays out its cache: pages, the groups that share a block table, and the blocks of a request. Pure.
 
-This is vLLM's arithmetic (0.32, `v1/core/kv_cache_utils.py`), over a config.json: a page is what one layer keeps of one
-block; all pages are made equal, and so all groups of layers; a request takes blocks of each group out of one pool.
+This is vLLM's arithmetic (0.32, `v1/core/kv_cache_utils.py`), applied to a config.json. A page is what one layer keeps
+of one block. All pages get the same size, and all groups the same number of layers; a request takes blocks of each
+group from one pool.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import NamedTuple
 from kvcache_proto.errors import ConfigError
 from kvcache_server.capacity.models import Attention, Latent, Layer, Model, State
 
-# Of one sequence, with prefix caching: the running state and the one at the last boundary; Mamba 2, which alone has
-# groups, writes that of a prompt's end, too.
+# Per sequence, with prefix caching: the current state and the one at the last block boundary. Mamba 2, the only kind
+# with groups, also keeps the one at the end of the prompt.
 STATE_BLOCKS, STATE_BLOCKS_MAMBA2 = 2, 3
 
 
-class Group(NamedTuple):
-    """Layers that share a block table. `spec` is the layer that stands for all; `page` the bytes of a block in one."""
+class LayerGroup(NamedTuple):
+    """Layers that share a block table. `spec` is one of them; `page` is the bytes of a block in one layer."""
 
     spec: Layer
     layers: int
@@ -30,21 +31,21 @@ class Pages(NamedTuple):
     """The cache of one rank.
 
     Attributes:
-        groups: one block table each, for all of which one pool of blocks is there.
-        block_bytes: what one block of the pool takes, padding included.
-        in_flight: tokens that may be scheduled and not yet settled; a window keeps as many more.
+        groups: one block table each; all take blocks from one pool.
+        block_bytes: size of a block of the pool, padding included.
+        in_flight: tokens that may be scheduled but not finished; a window keeps as many more.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     block_bytes: int
     in_flight: int
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the blocks of the pool that one request of `tokens` tokens needs at most."""
+        """Return how many blocks of the pool one request of `tokens` tokens needs at most."""
         return sum(_blocks(group, tokens, self.in_flight) for group in self.groups)
 
     def longest(self, blocks: int, limit: int) -> int:
-        """Return the most tokens, up to `limit`, that one request may have in `blocks` blocks; 0 where not one fits."""
+        """Return the most tokens, up to `limit`, of one request that fit in `blocks` blocks; 0 if none fits."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -53,16 +54,16 @@ class Pages(NamedTuple):
 
 
 def shards(model: Model, tp: int) -> int:
-    """Return the shards of a block, one a rank, one for all where each has the whole. Raises ConfigError where `tp`
-    does not divide the heads.
+    """Return the number of shards per block: one per rank, or one if every rank has all of the KV.
 
-    Of KV heads fewer than ranks several ranks have a copy each. vLLM 0.32 does not tell which, and all are kept.
+    If there are fewer KV heads than ranks, several ranks have a copy. vLLM 0.32 does not report which, so all are kept.
+    Raises ConfigError if `tp` does not divide the heads.
     """
     if tp < 1 or model.heads % tp:
-        raise ConfigError(f"--tp {tp}: {model.name} has {model.heads} attention heads, which it does not divide")
+        raise ConfigError(f"--tp {tp}: does not divide the {model.heads} attention heads of {model.name}")
     for layer in model.layers:
         if isinstance(layer, Attention) and layer.heads % tp and tp % layer.heads:
-            raise ConfigError(f"--tp {tp}: {model.name} has {layer.heads} KV heads: neither divides the other")
+            raise ConfigError(f"--tp {tp}: no divisor or multiple of the {layer.heads} KV heads of {model.name}")
         if isinstance(layer, State):
             _check_state(model, layer, tp)
     return 1 if all(isinstance(layer, Latent) for layer in model.layers) else tp
@@ -70,11 +71,11 @@ def shards(model: Model, tp: int) -> int:
 
 def _check_state(model: Model, layer: State, tp: int) -> None:
     if layer.channels % tp or layer.recurrent % tp or (layer.groups % tp and layer.groups != 1):
-        raise ConfigError(f"--tp {tp}: the states of {model.name} cannot be split so")
+        raise ConfigError(f"--tp {tp}: the states of {model.name} cannot be split that way")
 
 
 def page(layer: Layer, tokens: int, tp: int, kv_item: int, model: Model) -> int:
-    """Return the bytes that one rank keeps in `layer` of a block of `tokens`; of a state, those of a whole one."""
+    """Return the bytes that one rank keeps in `layer` for a block of `tokens`; for a state, its size."""
     if isinstance(layer, Attention):
         return tokens * max(1, layer.heads // tp) * (layer.key + layer.value) * kv_item
     if isinstance(layer, Latent):
@@ -85,9 +86,9 @@ def page(layer: Layer, tokens: int, tp: int, kv_item: int, model: Model) -> int:
 
 
 def pages(model: Model, tp: int, kv_item: int, block_tokens: int, in_flight: int, hybrid: bool = True) -> Pages:
-    """Return how a rank of `tp` keeps the model's cache in blocks of `block_tokens`, which states may need longer.
+    """Return how a rank of `tp` lays out the cache in blocks of `block_tokens`; states may need longer blocks.
 
-    Without `hybrid` (vLLM's `--disable-hybrid-kv-cache-manager`) layers with a window keep all tokens beside full ones.
+    Without `hybrid` (vLLM's `--disable-hybrid-kv-cache-manager`), layers with a window keep all tokens, if others do.
     """
     layers = list(model.layers)
     if not hybrid and any(_is_full(each) for each in layers):
@@ -96,7 +97,7 @@ def pages(model: Model, tp: int, kv_item: int, block_tokens: int, in_flight: int
     states = [each for each in layers if isinstance(each, State)]
     if states:
         if not kept:
-            raise ConfigError(f"{model.name}: states alone: there is no KV to size")
+            raise ConfigError(f"{model.name}: only layers with states: there is no KV")
         token = max(page(each, 1, tp, kv_item, model) for each in kept)
         largest = max(page(each, 0, tp, kv_item, model) for each in states)
         step = max(block_tokens, 128) if any(isinstance(each, Latent) for each in kept) else block_tokens
@@ -104,18 +105,18 @@ def pages(model: Model, tp: int, kv_item: int, block_tokens: int, in_flight: int
     sizes: dict[Layer, int] = {each: page(each, block_tokens, tp, kv_item, model) for each in kept}
     common = max(sizes.values())
     if all(_is_full(each) for each in layers):
-        # One table, whatever the sizes of the pages.
+        # A single table, even if page sizes differ.
         total = sum(sizes[each] for each in layers)
-        return Pages((Group(layers[0], len(layers), block_tokens, sizes[layers[0]]),), total, in_flight)
+        return Pages((LayerGroup(layers[0], len(layers), block_tokens, sizes[layers[0]]),), total, in_flight)
     counts = {each: layers.count(each) for each in dict.fromkeys(layers)}
     size = _group_layers(list(counts.values()))
-    groups: list[Group] = []
+    groups: list[LayerGroup] = []
     for layer, count in counts.items():
         tokens = block_tokens
         if not isinstance(layer, State) and common % sizes[layer] == 0:
-            tokens *= common // sizes[layer]  # a smaller page holds more tokens; one that does not divide is padded
+            tokens *= common // sizes[layer]  # a smaller page holds more tokens, or is padded if it does not divide
         tables = -(-count // size)
-        groups += [Group(layer, len(range(table, count, tables)), tokens, common) for table in range(tables)]
+        groups += [LayerGroup(layer, len(range(table, count, tables)), tokens, common) for table in range(tables)]
     return Pages(tuple(groups), max(group.layers for group in groups) * common, in_flight)
 
 
@@ -124,17 +125,17 @@ def _is_full(layer: Layer) -> bool:
 
 
 def _group_layers(counts: Sequence[int]) -> int:
-    """Return the layers of a group: as many as the rarest kind has, unless that pads the others but little."""
+    """Return the layers per group: as many as the rarest kind has, or the commonest if that pads little."""
     least, most = min(counts), max(counts)
     return most if most < 1.5 * least else least
 
 
-def _blocks(group: Group, tokens: int, in_flight: int) -> int:
+def _blocks(group: LayerGroup, tokens: int, in_flight: int) -> int:
     if isinstance(group.spec, State):
         return STATE_BLOCKS_MAMBA2 if group.spec.groups else STATE_BLOCKS
     if isinstance(group.spec, Attention) and group.spec.window:
         held = min(group.spec.window - 1 + in_flight, tokens)
-        return -(-held // group.block_tokens) + 1  # a window need not begin with a block
+        return -(-held // group.block_tokens) + 1  # a window need not start at a block boundary
     if isinstance(group.spec, Attention) and group.spec.chunk:
         tokens = min(group.spec.chunk + in_flight, tokens)
     return -(-tokens // group.block_tokens)

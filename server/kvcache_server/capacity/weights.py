@@ -1,7 +1,7 @@
-"""How many bytes of a device a model's weights take, from its config.json: an estimate. Pure.
+"""An estimate of the device memory for a model's weights, from its config.json. Pure.
 
-The large matrices alone: embeddings, attention, feed-forward, experts, state layers. Norms, biases, and the towers of
-models that see or hear are left out. `--weights` takes the true figure, which vLLM logs ("Model loading took").
+Only the large matrices count: embeddings, attention, feed-forward, experts, state layers. Norms, biases, and the vision
+and audio towers of multimodal models are left out. vLLM logs the true figure ("Model loading took"), for `--weights`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UNGATED = {"gpt2", "gpt_neox", "gptj", "opt", "falcon", "phi", "mpt", "bloom", 
 
 
 def weight_bytes(model: Model, config: Mapping[str, Any], tp: int) -> int:
-    """Return the bytes that the weights take on one of `tp` ranks, as the checkpoint is quantised."""
+    """Return the bytes of the weights on one of `tp` ranks, quantised as the checkpoint is."""
     dense, experts = _item(model, config)
     text = model.text
     hidden = number(text, "hidden_size", "n_embd", "d_model", name=model.name)
@@ -32,7 +32,7 @@ def weight_bytes(model: Model, config: Mapping[str, Any], tp: int) -> int:
 
 
 def _item(model: Model, config: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the bytes of a dense weight and of an expert's."""
+    """Return the bytes of a dense weight and of a weight of an expert."""
     quantization = config.get("quantization_config") or model.text.get("quantization_config")
     if not isinstance(quantization, Mapping):
         return model.item, model.item
@@ -49,7 +49,7 @@ def _item(model: Model, config: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _group_bits(groups: object) -> Iterator[int]:
-    """Yield the bits of each kind of weight in what llm-compressor writes."""
+    """Yield the bits of each kind of weight in llm-compressor's format."""
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping) and isinstance(weights.get("num_bits"), int):
@@ -57,7 +57,7 @@ def _group_bits(groups: object) -> Iterator[int]:
 
 
 def _mixer(model: Model, layer: Attention | Latent | State, hidden: int, tp: int) -> float:
-    """Return the weights of attention or of a state layer on one rank."""
+    """Return the number of weights of an attention or state layer on one rank."""
     text, heads = model.text, model.heads
     if isinstance(layer, Latent):
         rope, nope, value = (number(text, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
@@ -80,7 +80,7 @@ def _mixer(model: Model, layer: Attention | Latent | State, hidden: int, tp: int
 
 
 def _feed_forward(text: Mapping[str, Any], hidden: int, name: str) -> Iterator[tuple[int, int]]:
-    """Yield (dense weights, experts' weights) of each layer that has any."""
+    """Yield (dense weights, weights of experts) of each feed-forward layer."""
     parts = 2 if str(text.get("model_type")) in _UNGATED else 3
     inner = number(text, "intermediate_size", "n_inner", "ffn_hidden_size", name=name, default=4 * hidden)
     if pattern := text.get("hybrid_override_pattern"):

@@ -1,6 +1,6 @@
-"""One vLLM engine behind a pipe, for the demo: a JSON object a line in, a JSON object a line out.
+"""One vLLM engine behind a pipe, for the demo: one JSON object per line in, one per line out.
 
-It runs in a process of its own and is the only module of the daemon's package that knows vLLM.
+It runs in a process of its own and is the only module of the server's package that uses vLLM.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 
 def make_model(directory: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Write a Llama of that shape with random weights, the same at each call, in float32.
+    """Write a Llama of the given shape with random but reproducible float32 weights.
 
-    The words of its tokenizer are the numbers of its tokens: "5 17" are the tokens 5 and 17.
+    Its tokenizer's words are the numbers of the tokens: "5 17" is tokenized to 5 and 17.
     """
     import torch
     from tokenizers import Tokenizer
@@ -25,7 +25,7 @@ def make_model(directory: str, config: dict[str, Any]) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    # Wide weights: with the default width every token would be much alike, and equality would prove little.
+    # A wide range: with the default one all tokens behave alike, and equal answers prove little.
     model = LlamaForCausalLM(LlamaConfig(**config, initializer_range=0.1))
     model.save_pretrained(directory)
     known = {"<unk>": 0} | {str(token): token for token in range(1, config["vocab_size"])}
@@ -36,7 +36,7 @@ def make_model(directory: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Engine:
-    """What the pipe may ask for; each method's return value is the answer."""
+    """The calls that the pipe accepts; each method's return value is the answer."""
 
     def __init__(self) -> None:
         self._llm: Any = None
@@ -53,7 +53,7 @@ class Engine:
         }
 
     def generate(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Answer the prompts one after the other, greedily; `seconds` a prompt, until its last token."""
+        """Answer the prompts one by one, greedily; `seconds` has the time per prompt until its last token."""
         from vllm import SamplingParams
 
         greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -70,13 +70,13 @@ class Engine:
         return {"done": bool(self._llm.reset_prefix_cache())}
 
     def stop(self) -> None:
-        """End the engine's processes; its connector drains what it still saves."""
+        """Stop the engine's processes; its connector drains its saves."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
 
 
 def main() -> None:
-    # Libraries write to stdout as they like: the pipe gets a descriptor of its own, and they get stderr.
+    # Libraries write to stdout: give the pipe a descriptor of its own, and redirect stdout to stderr.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     engine = Engine()

@@ -1,4 +1,4 @@
-"""The daemon's figures for people: what `status` prints, and what `top` is made of. Pure."""
+"""The daemon's figures as text: what `status` prints, and the parts that `top` shows. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache_server.config import format_size
 
 
 def describe(stats: dict[str, Any]) -> str:
-    """Return the figures of `status` for people; those of a daemon of 0.1.0, too."""
+    """Return the text of `status`; `stats` may come from a daemon of 0.1.0, too."""
     daemon = stats["daemon"]
     spaces = stats["namespaces"]
     hits, asked = (sum(space[key] for space in spaces) for key in ("hit_blocks", "requested_blocks"))
@@ -25,7 +25,7 @@ def describe(stats: dict[str, Any]) -> str:
         "errors      " + counts(daemon["errors"] | daemon["drops"] | daemon["door_refused"]),
     ]
     if stats.get("grace"):
-        lines.append("grace       sessions of the last daemon are awaited, and nothing is evicted meanwhile")
+        lines.append("grace       sessions of the previous daemon are reconnecting, and nothing is evicted meanwhile")
     lines.append("")
     lines += table(
         ("namespace", "model", "blocks", "size", "lookups", "hits", "asked", "ratio"),
@@ -43,7 +43,7 @@ def describe(stats: dict[str, Any]) -> str:
 
 
 def heading(stats: dict[str, Any]) -> str:
-    """Return which daemon it is."""
+    """Return the line that identifies the daemon."""
     daemon = stats["daemon"]
     age = duration(daemon["uptime_s"])
     return f"kvcache-server {daemon['version']}, pid {daemon['pid']}, {daemon['endpoint']}, up {age}"
@@ -56,7 +56,7 @@ def occupied(pool: dict[str, Any]) -> str:
 
 
 def blocks(pool: dict[str, Any]) -> str:
-    """Return what is in the pool, and what of it cannot be evicted."""
+    """Return what the pool contains, and how much of it cannot be evicted."""
     return (
         f"{pool['blocks']:,} blocks, {pool['blocks_writing']:,} being written, "
         f"{format_size(pool['pinned_bytes'])} pinned, {pool['slots_quarantined']:,} slots in quarantine"
@@ -64,25 +64,25 @@ def blocks(pool: dict[str, Any]) -> str:
 
 
 def needed(stats: dict[str, Any]) -> str:
-    """Return how much of what lookups found engines wanted: the rest was in their devices' own caches."""
-    told = stats.get("told", {})  # 0.1.0 has no such key
+    """Return how many of the blocks found engines asked to load: their devices' own caches had the rest."""
+    told = stats.get("told", {})  # not in 0.1.0
     return f"{told.get('needed_blocks', 0):,} of them needed, {format_size(told.get('needed_bytes', 0))}"
 
 
 def copied(stats: dict[str, Any]) -> str:
-    """Return what engines have copied, all ranks together, as far as they have told."""
+    """Return what engines have copied, over all ranks, as far as they have reported it."""
     told = stats.get("told", {})
     return f"{format_size(told.get('loaded_bytes', 0))} loaded, {format_size(told.get('saved_bytes', 0))} saved"
 
 
 def found(spaces: Iterable[dict[str, Any]]) -> int:
     """Return the bytes of the blocks that lookups found."""
-    # A daemon that does not tell them has namespaces of one group alone.
+    # A daemon that does not report hit_bytes has only namespaces of one group.
     return sum(space.get("hit_bytes", space["hit_blocks"] * space["block_bytes"][0]) for space in spaces)
 
 
 def sessions(listed: Iterable[dict[str, Any]]) -> list[str]:
-    """Return a table of who is attached, an engine's sessions together."""
+    """Return a table of the attached sessions, ordered by engine."""
     return table(
         ("session", "engine", "label", "age", "leases", "reservations"),
         [
@@ -97,10 +97,10 @@ def sessions(listed: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def away(stats: dict[str, Any]) -> list[str]:
-    """Return a table of who is away, behind an empty line; nothing where nobody is."""
+    """Return an empty line and a table of the sessions that are away; nothing if none is."""
     rows = [
         (str(each["id"]), each["engine"], f"{each['reservations']:,}")
-        for each in stats.get("away", ())  # 0.1.0 has no such key
+        for each in stats.get("away", ())  # not in 0.1.0
     ]
     return ["", *table(("away", "engine", "reservations"), rows, left=2)] if rows else []
 
@@ -121,7 +121,7 @@ def duration(seconds: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return aligned lines; `left` columns are names, the others figures."""
+    """Return aligned lines; the first `left` columns are names, the others figures."""
     if not rows:
         return [f"no {head[0]}s"]
     printable = [[_printable(cell) for cell in row] for row in rows]
@@ -136,5 +136,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list
 
 
 def _printable(text: str) -> str:
-    """Names are what clients say: none of them commands the terminal."""
+    """Clients choose the names: keep control characters from the terminal."""
     return "".join(each if each.isprintable() else "?" for each in text)

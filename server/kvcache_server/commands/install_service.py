@@ -1,7 +1,7 @@
-"""`kvcache-server install-service`: the units of deploy/systemd put where systemd looks for them, and enabled.
+"""`kvcache-server install-service`: installs and enables the systemd units in deploy/systemd.
 
-The units are written as they are, but for the path of this program, the instance and the size; what an operator has
-changed in the configuration stays. To run it again changes nothing that is well.
+The units are written unchanged except for the path of this program, the instance and the size. An existing
+configuration is kept. Running it again is safe.
 """
 
 from __future__ import annotations
@@ -27,40 +27,38 @@ _HERE = Path(__file__).resolve()
 FOLDERS = (_HERE.parents[1] / "systemd", _HERE.parents[3] / "deploy" / "systemd")
 PROGRAM = "/usr/local/bin/kvcache-server"  # as the units name it
 HOMES = ("/home", "/root", "/run/user")  # what ProtectHome=yes hides
-_PLAIN = re.compile(r"/[A-Za-z0-9/._+@-]+")  # what systemd reads as it stands
+_PLAIN = re.compile(r"/[A-Za-z0-9/._+@-]+")  # paths that systemd does not interpret
 _INSTANCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")
 
 
-class Piece(NamedTuple):
-    """A file to be written; one that is `kept` is the operator's once it is there."""
+class File(NamedTuple):
+    """A file to write; one that is `kept` is not overwritten if it exists."""
 
     path: Path
     text: str
     kept: bool = False
 
 
-class Plan(NamedTuple):
-    """What is to be done; `unit` is the file of the unit that it is all for."""
+class Installation(NamedTuple):
+    """What to do; `unit` is the file name of the unit that it is for."""
 
     unit: str
-    pieces: list[Piece]
+    pieces: list[File]
     commands: list[list[str]]
     notes: list[str]
 
 
 @click.command()
-@click.option("--user", is_flag=True, help="A service of this user's own, in place of one of the host.")
+@click.option("--user", is_flag=True, help="Install a service of this user instead of the host's.")
 @click.option(
-    "--instance", default="", metavar="NAME", help="One more daemon: kvcache-server@NAME, with its own sockets."
+    "--instance", default="", metavar="NAME", help="Install another daemon, kvcache-server@NAME, with its own sockets."
 )
-@click.option("--size", metavar="SIZE", help="Host memory for blocks, into a new configuration.  [default: 4GiB]")
-@click.option(
-    "--huge-pages", is_flag=True, help="Have the region on huge pages of 2 MiB, which the host must set aside."
-)
-@click.option("--program", metavar="PATH", help="Where the units find kvcache-server.  [default: this one]")
-@click.option("--root", default="/", metavar="DIR", help="Install below DIR: an image, or to look at the result.")
-@click.option("--enable/--no-enable", default=True, help="Have it start with the host, or with the user's manager.")
-@click.option("--dry-run", is_flag=True, help="Print what would be written and run, and change nothing.")
+@click.option("--size", metavar="SIZE", help="Host memory for blocks, in a new configuration.  [default: 4GiB]")
+@click.option("--huge-pages", is_flag=True, help="Put the region on huge pages of 2 MiB, which the host must reserve.")
+@click.option("--program", metavar="PATH", help="Path of kvcache-server in the units.  [default: this one]")
+@click.option("--root", default="/", metavar="DIR", help="Install below DIR, such as an image.")
+@click.option("--enable/--no-enable", default=True, help="Start it with the host, or with the user's manager.")
+@click.option("--dry-run", is_flag=True, help="Print what would be written and run; change nothing.")
 def command(
     user: bool,
     instance: str,
@@ -71,34 +69,36 @@ def command(
     enable: bool,
     dry_run: bool,
 ) -> None:
-    """Write systemd's units of the daemon and enable them. A configuration that is there already is kept."""
+    """Install and enable the daemon's systemd units. An existing configuration is kept."""
     if instance and (not _INSTANCE.fullmatch(instance) or instance == "kvcache"):
-        raise ConfigError(f"instance {instance!r}: letters, digits, _ . -, at most 32 of them, and not kvcache")
+        raise ConfigError(f"instance {instance!r}: at most 32 letters, digits, _ . -, and not `kvcache`")
     if user and (instance or huge_pages):
-        raise ConfigError("--user goes with neither --instance nor --huge-pages: the mount is the host's")
+        raise ConfigError("--user excludes --instance and --huge-pages: they need the host's mount")
     if size is not None and parse_size(size) < 1:
         raise ConfigError(f"size {size}: at least 1 byte")
     base = Path(os.path.abspath(root))
-    plan = (
+    installation = (
         _for_user(base, program, size, enable) if user else _for_host(base, program, instance, size, huge_pages, enable)
     )
-    for unit in (piece.path for piece in plan.pieces if piece.path.name == plan.unit):
+    for unit in (piece.path for piece in installation.pieces if piece.path.name == installation.unit):
         if _is_masked(unit):
             whose = "systemctl --user" if user else "systemctl"
-            raise ConfigError(f"{unit} is masked: `{whose} unmask {unit.name}` first, if it is to run")
-    for piece in plan.pieces:
+            raise ConfigError(f"{unit} is masked: to use it, run `{whose} unmask {unit.name}` first")
+    for piece in installation.pieces:
         click.echo(f"{_put(piece, dry_run):<12} {piece.path}")
         if dry_run:
             click.echo("".join(f"    {line}\n" for line in piece.text.splitlines()), nl=False)
-    for line in plan.commands:
+    for line in installation.commands:
         click.echo(f"{'would run' if dry_run else 'running':<12} {' '.join(line)}")
         if not dry_run:
             _run(line)
-    for note in plan.notes:
+    for note in installation.notes:
         click.echo(note)
 
 
-def _for_host(root: Path, program: str | None, instance: str, size: str | None, huge_pages: bool, enable: bool) -> Plan:
+def _for_host(
+    root: Path, program: str | None, instance: str, size: str | None, huge_pages: bool, enable: bool
+) -> Installation:
     name = instance or "kvcache"
     unit = f"kvcache-server@{instance}.service" if instance else "kvcache-server.service"
     units, config = root / "etc/systemd/system", root / f"etc/kvcache/{name}.toml"
@@ -110,49 +110,49 @@ def _for_host(root: Path, program: str | None, instance: str, size: str | None, 
         mount = _replaced(
             mount, "What=tmpfs", "What=hugetlbfs", "Type=tmpfs", "Type=hugetlbfs", "size=90%", "pagesize=2M"
         )
-    pieces = [Piece(units / "run-kvregion.mount", mount, kept=not huge_pages)]
+    pieces = [File(units / "run-kvregion.mount", mount, kept=not huge_pages)]
     for each in ("kvcache-server.service", "kvcache-server@.service"):
         text = _replaced(_text(each), PROGRAM, program)
         if any(part.startswith(tuple(f"{home}/" for home in HOMES)) for part in (program, *parts)):
             text = _replaced(text, "ProtectHome=yes", "ProtectHome=read-only")
-        pieces.append(Piece(units / each, text))
+        pieces.append(File(units / each, text))
     folder = f"kvcache-{instance}" if instance else "kvcache"
     pieces += [
-        Piece(root / "etc/sysusers.d/kvcache.conf", _text("sysusers.conf")),
-        Piece(
+        File(root / "etc/sysusers.d/kvcache.conf", _text("sysusers.conf")),
+        File(
             root / f"etc/tmpfiles.d/{folder}.conf", _replaced(_text("tmpfiles.conf"), "/run/kvcache", f"/run/{folder}")
         ),
-        Piece(config, _sized(_replaced(_text("kvcache.toml"), "/run/kvcache/", f"/run/{folder}/"), size), kept=True),
+        File(config, _sized(_replaced(_text("kvcache.toml"), "/run/kvcache/", f"/run/{folder}/"), size), kept=True),
     ]
-    if instance:  # a port of its own: the operator's choice
+    if instance:  # it needs a port of its own, which the operator chooses
         pieces[-1] = pieces[-1]._replace(text=_replaced(pieces[-1].text, '\nhttp = "', '\n# http = "'))
     commands = [
         ["systemd-sysusers", f"--root={root}", "kvcache.conf"],
         ["systemd-tmpfiles", "--create", f"--root={root}", f"{folder}.conf"],
     ]
     commands += _systemctl(root, [], unit, enable)
-    notes = [*_notes(config, size), f"An engine's unit to begin with: {_folder() / 'vllm@.service'}"]
+    notes = [*_notes(config, size), f"A unit for engines, as a starting point: {_folder() / 'vllm@.service'}"]
     if huge_pages:
         notes.append(
-            "Set the huge pages aside, some more than the size: sysctl vm.nr_hugepages, in /etc/sysctl.d for good"
+            "Reserve huge pages, a few more than the size: sysctl vm.nr_hugepages, in /etc/sysctl.d to persist"
         )
     if _runs(root):
         notes.append(f"systemctl start {unit}  # and then: systemctl status {unit}, kvcache-server status")
-    return Plan("kvcache-server@.service" if instance else unit, pieces, commands, notes)
+    return Installation("kvcache-server@.service" if instance else unit, pieces, commands, notes)
 
 
-def _for_user(root: Path, program: str | None, size: str | None, enable: bool) -> Plan:
+def _for_user(root: Path, program: str | None, size: str | None, enable: bool) -> Installation:
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     folder = root / home.lstrip("/")
     unit = "kvcache-server.service"
     config = folder / "kvcache/kvcache.toml"
     pieces = [
-        Piece(folder / "systemd/user" / unit, _replaced(_text(f"user/{unit}"), PROGRAM, _program(program)[0])),
-        Piece(config, _sized(_text("user/kvcache.toml"), size), kept=True),
+        File(folder / "systemd/user" / unit, _replaced(_text(f"user/{unit}"), PROGRAM, _program(program)[0])),
+        File(config, _sized(_text("user/kvcache.toml"), size), kept=True),
     ]
     if _runs(root):
         commands = [["loginctl", "enable-linger"], *_systemctl(root, ["--user"], unit, enable)]
-    else:  # nobody to ask, and `systemctl --user` knows no root
+    else:  # no manager is running, and `systemctl --user` has no --root
         wants = folder / "systemd/user/default.target.wants"
         commands = [["mkdir", "-p", str(wants)], ["ln", "-sfn", f"../{unit}", str(wants / unit)]] if enable else []
     notes = _notes(config, size)
@@ -161,12 +161,12 @@ def _for_user(root: Path, program: str | None, size: str | None, enable: bool) -
             f"systemctl --user start {unit}  # and then: systemctl --user status {unit}, kvcache-server status"
         )
     else:
-        notes.append("The user must linger, or the service does not start: loginctl enable-linger")
-    return Plan(unit, pieces, commands, notes)
+        notes.append("Without lingering, the service does not start: loginctl enable-linger")
+    return Installation(unit, pieces, commands, notes)
 
 
 def _runs(root: Path) -> bool:
-    """Whether `root` is the host that systemd runs on."""
+    """Return whether `root` is the running system, under systemd."""
     return root == Path("/") and os.path.isdir("/run/systemd/system")
 
 
@@ -182,7 +182,7 @@ def _folder() -> Path:
     for folder in FOLDERS:
         if (folder / "kvcache-server.service").exists():
             return folder
-    raise ConfigError(f"the units are not in this installation: none of {', '.join(map(str, FOLDERS))}")
+    raise ConfigError(f"the units are missing from this installation: none of {', '.join(map(str, FOLDERS))}")
 
 
 def _text(name: str) -> str:
@@ -203,18 +203,18 @@ def _sized(text: str, size: str | None) -> str:
 def _notes(config: Path, size: str | None) -> list[str]:
     there = _read(config) if size else None
     if there is not None and f'size = "{size}"'.encode() not in there:
-        return [f"{config} was there already and is kept: set its size by hand"]
+        return [f"{config} exists and is kept: set its size by hand"]
     return []
 
 
 def _program(given: str | None) -> tuple[str, list[str]]:
-    """Return the path for the units, and of this program the files that must be reached; of one that is `given`, none.
+    """Return the program's path for the units, and the files that the daemon's user must reach; none if it is `given`.
 
-    Raises ConfigError where this one is not installed, and for a path that systemd would read as something else.
+    Raises ConfigError if this program is not installed, and for a path that systemd would interpret.
     """
     found = given or _this_program()
     if not _PLAIN.fullmatch(found):
-        raise ConfigError(f"program {found}: an absolute path of letters, digits and / . _ + @ - alone, for systemd")
+        raise ConfigError(f"program {found}: an absolute path with only letters, digits and / . _ + @ - expected")
     return found, [] if given else [found, os.path.realpath(found), os.path.realpath(sys.executable)]
 
 
@@ -222,18 +222,18 @@ def _this_program() -> str:
     beside = Path(sys.executable).parent / "kvcache-server"
     found = str(beside) if beside.exists() else shutil.which("kvcache-server")
     if found is None:
-        raise ConfigError(f"no kvcache-server beside {sys.executable} or on the PATH: name it with --program")
+        raise ConfigError(f"no kvcache-server beside {sys.executable} or on the PATH: specify it with --program")
     return found
 
 
 def _check_open(paths: list[str]) -> None:
-    """Raise ConfigError where the daemon's user could not reach one of the paths."""
+    """Raise ConfigError if the daemon's user could not reach one of the paths."""
     for path in paths:
         for folder in Path(path).parents:
             if not folder.stat().st_mode & stat.S_IXOTH:
                 raise ConfigError(
-                    f"{path} lies where the user kvcache cannot go, for {folder} is closed to others: install the "
-                    "package elsewhere, in /opt/kvcache say, or name another with --program"
+                    f"the user kvcache cannot reach {path}, because {folder} is closed to others: install the package "
+                    "elsewhere, for example in /opt/kvcache, or specify another program with --program"
                 )
 
 
@@ -243,13 +243,13 @@ def _is_masked(path: Path) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return what is there, None for nothing."""
+    """Return the file's contents, None if it does not exist."""
     with _plainly(path):
         return path.read_bytes() if path.exists() else None
 
 
-def _put(piece: Piece, dry_run: bool) -> str:
-    """Write it, as a whole or not at all, and return what became of it."""
+def _put(piece: File, dry_run: bool) -> str:
+    """Write the file, atomically, and return what was done."""
     if _is_masked(piece.path):
         return "masked"
     there = _read(piece.path)
@@ -273,7 +273,7 @@ def _plainly(path: Path) -> Iterator[None]:
     try:
         yield
     except PermissionError:
-        raise NotPermitted(f"{path} may not be read or written: run this as root, or with --user") from None
+        raise NotPermitted(f"no permission for {path}: run this as root, or with --user") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
 
@@ -282,6 +282,6 @@ def _run(line: list[str]) -> None:
     try:
         subprocess.run(line, check=True)
     except FileNotFoundError:
-        raise ConfigError(f"no {line[0]} here: is this a host with systemd?") from None
+        raise ConfigError(f"{line[0]} not found: does this host run systemd?") from None
     except subprocess.CalledProcessError as error:
-        raise ConfigError(f"`{' '.join(line)}` ended with {error.returncode}") from None
+        raise ConfigError(f"`{' '.join(line)}` failed with exit status {error.returncode}") from None

@@ -1,7 +1,7 @@
-"""What the service manager is told: that the daemon is ready, what it does, that its loop still turns. sd_notify(3).
+"""Reports readiness, status and watchdog keep-alives to the service manager, as sd_notify(3) describes.
 
-It is one datagram of lines; the libraries for it want libsystemd, or are no longer kept. Where nobody listens, without
-NOTIFY_SOCKET, each call does nothing.
+Without NOTIFY_SOCKET, every call does nothing. The libraries for it send one datagram and stop there: none keeps a
+notification for which the manager's queue has no room, to send it later without blocking the loop.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvcache_server.storage.region_file import Progress
 
 log = logging.getLogger(__name__)
 
-STEP = 1.0  # seconds between two lines while the region is being prepared
-MORE_TIME = 60.0  # seconds that one such line asks for, and the end
+STEP = 1.0  # seconds between two notifications while the region is being prepared
+MORE_TIME = 60.0  # seconds by which each of them, and the one at the end, extends the timeout
 _UNSENT = 16
 
 
 class ServiceManager:
-    """The service manager, as far as this process can speak to it. It is never waited for."""
+    """The service manager, as seen from this process, which never waits for it."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         """Find it by NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID in `environ`."""
@@ -35,64 +35,64 @@ class ServiceManager:
         if address.startswith(("/", "@")):
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         elif address:
-            log.warning("NOTIFY_SOCKET %r is no path: nobody is told that the daemon is ready", address)
+            log.warning("NOTIFY_SOCKET %r is not a path: the service manager is not notified", address)
         self._unsent: deque[str] = deque(maxlen=_UNSENT)
         self._status = ""
-        self._deaf = False
-        self._apart = _watchdog(environ) / 2
-        self._petted = 0.0
+        self._failing = False
+        self._keep_alive_every = _watchdog(environ) / 2
+        self._kept_alive = 0.0
 
-    def tell(self, *lines: str) -> None:
-        """Send `lines` together, after what could not be sent yet."""
+    def notify(self, *lines: str) -> None:
+        """Send `lines` in one notification, after those that could not be sent yet."""
         if self._socket is None:
             return
         self._unsent.append("\n".join(lines))
         self._send()
 
     def preparing(self, progress: Progress | None = None) -> Progress:
-        """Return `progress` such that the manager hears of it as well, and waits for as long as it goes on."""
-        told = 0.0
+        """Return a callback that calls `progress`, reports it to the manager too, and extends the start timeout."""
+        notified = 0.0
 
-        def tell(done: int, total: int) -> None:
-            nonlocal told
+        def notify(done: int, total: int) -> None:
+            nonlocal notified
             if progress is not None:
                 progress(done, total)
             now = time.monotonic()
-            if now - told >= STEP:
-                told = now
+            if now - notified >= STEP:
+                notified = now
                 status = f"STATUS=preparing memory: {format_size(done)} of {format_size(total)}"
-                self.tell(status, _extend(MORE_TIME))
+                self.notify(status, _extend(MORE_TIME))
 
-        return tell
+        return notify
 
     def ready(self, status: str) -> None:
         self._status = status
-        self.tell("READY=1", f"STATUS={status}")
+        self.notify("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
-        """`ready` ends it."""
-        # MONOTONIC_USEC: which reload this is, for units of Type=notify-reload.
-        self.tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", "STATUS=reading the configuration")
+        """Report the start of a reload; `ready` ends it."""
+        # Units of Type=notify-reload tell reloads apart by MONOTONIC_USEC.
+        self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", "STATUS=reading the configuration")
 
     def stopping(self) -> None:
-        self.tell("STOPPING=1", "STATUS=stopping", _extend(MORE_TIME))
+        self.notify("STOPPING=1", "STATUS=stopping", _extend(MORE_TIME))
 
     def failed(self, error: Exception) -> None:
-        self.tell(f"STATUS={error}")
+        self.notify(f"STATUS={error}")
 
     def status(self, status: str) -> None:
-        """Say how it goes, where that has changed."""
+        """Report `status` if it has changed."""
         if status != self._status and not self._unsent:
             self._status = status
-            self.tell(f"STATUS={status}")
+            self.notify(f"STATUS={status}")
 
     def tick(self, now: float) -> None:
-        """Pet the watchdog when it is time. For the service's loop alone: a loop that hangs must not be petted."""
+        """Keep the watchdog from firing, when it is time. Call it only from the loop: if that hangs, it shall fire."""
         if self._unsent:
             self._send()
-        elif self._apart and now - self._petted >= self._apart:
-            self._petted = now
-            self.tell("WATCHDOG=1")
+        elif self._keep_alive_every and now - self._kept_alive >= self._keep_alive_every:
+            self._kept_alive = now
+            self.notify("WATCHDOG=1")
 
     def close(self) -> None:
         if self._socket is not None:
@@ -103,27 +103,27 @@ class ServiceManager:
         assert self._socket is not None
         while self._unsent:
             try:
-                # By address each time: a manager that executes itself anew has a new socket there.
+                # Not connected: a manager that re-executes itself binds a new socket at the address.
                 self._socket.sendto(self._unsent[0].encode(), self._address)
             except BlockingIOError:
                 return  # its queue is full; the next tick tries again
             except OSError as error:
-                if not self._deaf:
-                    log.warning("the service manager cannot be told anything: %s: %s", self._name, error)
-                self._deaf = True
+                if not self._failing:
+                    log.warning("cannot notify the service manager at %s: %s", self._name, error)
+                self._failing = True
             else:
-                self._deaf = False
+                self._failing = False
             self._unsent.popleft()
 
 
 def _watchdog(environ: Mapping[str, str]) -> float:
-    """Return the seconds within which the manager wants to be petted, 0 for none."""
+    """Return the watchdog's timeout in seconds, 0 for none."""
     if environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
-        return 0.0  # meant for another process, which has started this one
+        return 0.0  # meant for the process that started this one
     try:
         return int(environ.get("WATCHDOG_USEC", "0")) / 1e6
     except ValueError:
-        log.warning("WATCHDOG_USEC %r is no number: the watchdog is not petted", environ["WATCHDOG_USEC"])
+        log.warning("WATCHDOG_USEC %r is not a number: no keep-alives are sent", environ["WATCHDOG_USEC"])
         return 0.0
 
 

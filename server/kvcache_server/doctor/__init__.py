@@ -1,8 +1,8 @@
-"""`kvcache-server doctor`: can this host run the cache, and how fast?
+"""`kvcache-server doctor`: checks whether this host can run the cache, and how fast.
 
-Checks what daemon and engines need of the host, the daemon at the endpoint, the copies on every device that is here
-against a plain copy in the same run, and the devices' conformance suite. Run it in the environment of an engine, on a
-host at rest: the copies take some hundred MiB of each device for a few seconds.
+Checks what daemon and engines need from the host, the daemon at the endpoint, the speed of copies on every device
+compared with a plain copy, and the devices' conformance suite. Run it in the environment of an engine, on an idle host:
+the copies take some hundred MiB of each device for a few seconds.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ SECTIONS: dict[str, tuple[Check, ...]] = {
     "devices": (host_copies, device_copies),
     "conformance": (conformance,),
 }
-_ENGINE_ENV = ("KVCACHE_COPY_", "KVCACHE_REGISTER_")  # the devices' own, no settings of the daemon
+_ENGINE_ENV = ("KVCACHE_COPY_", "KVCACHE_REGISTER_")  # settings of the devices, not of the daemon
 
 
 def examine(section: str, config: Config) -> Iterator[CheckResult]:
-    """Yield what the checks of a section find. One that breaks is a finding, and the next one goes on."""
+    """Yield the results of a section's checks. A check that raises has failed; the next one is still run."""
     for check in SECTIONS[section]:
         try:
             yield from check(config)
-        except Exception as error:  # noqa: BLE001  # a host may be odd in ways that nobody thought of
+        except Exception as error:  # noqa: BLE001 - hosts can be odd in unexpected ways
             name = getattr(check, "__name__", section).strip("_").replace("_", " ")
             yield CheckResult(
-                name, "failed", f"the check itself broke: {type(error).__name__}: {error}", "please report it"
+                name, "failed", f"the check itself failed: {type(error).__name__}: {error}", "please report this"
             )
 
 
-@click.command(name="doctor", help=__doc__, short_help="Say whether this host can run the cache, and how fast.")
+@click.command(name="doctor", help=__doc__, short_help="Check whether this host can run the cache, and how fast.")
 @click.argument("sections", nargs=-1, type=click.Choice([*SECTIONS]), metavar="[SECTION]...")
-@click.option("--endpoint", metavar="ENDPOINT", help="Where the daemon is; else as `serve` would have it.")
-@click.option("--config", "path", metavar="FILE", help="The daemon's TOML file: its endpoint, size and folder count.")
-@click.option("--json", "as_json", is_flag=True, help="The findings, for programs.")
+@click.option("--endpoint", metavar="ENDPOINT", help="The daemon's endpoint.  [default: as for serve]")
+@click.option("--config", "path", metavar="FILE", help="The daemon's TOML file, for endpoint, size and region_dir.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.pass_context
 def command(
     context: click.Context, sections: tuple[str, ...], endpoint: str | None, path: str | None, as_json: bool
@@ -75,18 +75,18 @@ def command(
         found[section] = []
         if not as_json:
             click.echo(section)
-        for finding in examine(section, config):
-            found[section].append(finding)
+        for result in examine(section, config):
+            found[section].append(result)
             if not as_json:
-                click.echo(describe(finding))
-    every = [finding for findings in found.values() for finding in findings]
+                click.echo(describe(result))
+    every = [result for results in found.values() for result in results]
     click.echo(json.dumps(_plain(found), indent=2) if as_json else "\n" + summary(every))
-    context.exit(1 if any(finding.verdict == "failed" for finding in every) else 0)
+    context.exit(1 if any(result.verdict == "failed" for result in every) else 0)
 
 
-command.epilog = f"Sections, all unless named: {', '.join(SECTIONS)}. Exit codes: 0 nothing failed, 1 something did."
+command.epilog = f"Sections, by default all: {', '.join(SECTIONS)}. Exit codes: 0 nothing failed, 1 something failed."
 
 
 def _plain(found: dict[str, list[CheckResult]]) -> dict[str, Any]:
-    counts = collections.Counter(finding.verdict for findings in found.values() for finding in findings)
+    counts = collections.Counter(result.verdict for results in found.values() for result in results)
     return {"sections": msgspec.to_builtins(found), "verdicts": dict(counts)}

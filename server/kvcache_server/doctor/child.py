@@ -1,4 +1,4 @@
-"""Questions to the engine's side, which the daemon's package never imports. A process answers each, and may die."""
+"""Checks on the engine's side, which the server's package never imports. Each runs in a process, which may crash."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import msgspec
 
 from kvcache_proto.check_result import CheckResult
 
-ENGINE_SIDE = "kvcache_client.doctor"  # a name only
+ENGINE_SIDE = "kvcache_client.doctor"  # only a name
 _answers = msgspec.json.Decoder(CheckResult)
 
 
 def ask(question: str, *arguments: str, seconds: float = 120.0) -> Iterator[CheckResult]:
-    """Yield the answers of `python -m kvcache_client.doctor QUESTION ...` as they come.
+    """Yield the results of `python -m kvcache_client.doctor QUESTION ...` as they arrive.
 
-    Where the process does not end well, or not within `seconds`, the last one is a failure with its last words.
+    If the process fails, or runs longer than `seconds`, the last result is a failure with its last line of output.
     """
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -30,7 +30,7 @@ def ask(question: str, *arguments: str, seconds: float = 120.0) -> Iterator[Chec
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
-            start_new_session=True,  # so that what it started ends with it
+            start_new_session=True,  # so that its own children can be killed with it
         )
         late = threading.Event()
 
@@ -54,11 +54,10 @@ def ask(question: str, *arguments: str, seconds: float = 120.0) -> Iterator[Chec
         if status:
             log.seek(0)
             words = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-            how = f"no end after {seconds:.0f} s" if late.is_set() else f"ended by {_name(status)}"
-            said = f"; its last words: {words[-1].strip()}" if words else ""
-            yield CheckResult(
-                question, "failed", f"{how}{said}", f"{sys.executable} -m {ENGINE_SIDE} {question} says more"
-            )
+            how = f"not finished after {seconds:.0f} s" if late.is_set() else f"ended by {_name(status)}"
+            said = f"; its last line: {words[-1].strip()}" if words else ""
+            cure = f"for details, run {sys.executable} -m {ENGINE_SIDE} {question}"
+            yield CheckResult(question, "failed", f"{how}{said}", cure)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""What the kernel gives to this process: cores, memory, limits, mounts."""
+"""What the kernel gives this process: cores, memory, limits, mounts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def system(config: Config) -> Iterator[CheckResult]:
     figure = f"{platform.system()} {release}, {platform.machine()}, Python {platform.python_version()}"
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
     if platform.system() == "Linux" and numbers < _SWEET_KERNEL:
-        yield CheckResult("system", "slow", figure, "from Linux 5.14 on the region is pre-faulted faster")
+        yield CheckResult("system", "slow", figure, "Linux 5.14 and later pre-fault the region faster")
     else:
         yield CheckResult("system", "ok", figure)
 
@@ -43,15 +43,15 @@ def cores(config: Config) -> Iterator[CheckResult]:
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 0
     figure = f"{usable} usable of {there}"
     if usable < 2:
-        yield CheckResult("cores", "slow", figure, "daemon, engine and copying threads want two at least")
+        yield CheckResult("cores", "slow", figure, "daemon, engine and copy threads need at least two")
     else:
         yield CheckResult("cores", "ok", figure, values={"usable": usable, "cores": there})
 
 
 def memory(config: Config) -> Iterator[CheckResult]:
     total, left = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, available_memory()
-    rooms = [room for room in group_room() if room < total]  # a group without a limit may show an absurd one
-    groups = f"control groups leave {format_size(min(rooms))}" if rooms else "no control group limits it"
+    rooms = [room for room in group_room() if room < total]  # a group without a limit may report an absurd one
+    groups = f"control groups leave {format_size(min(rooms))}" if rooms else "not limited by a control group"
     figure = f"{format_size(total)}, {format_size(left)} available; {groups}"
     yield CheckResult("memory", "ok", figure, values={"bytes": total, "available_bytes": left})
 
@@ -69,7 +69,7 @@ def pages(config: Config) -> Iterator[CheckResult]:
 
 
 def _region_pages(config: Config) -> CheckResult:
-    """Each process that maps the region has an entry for every page of it."""
+    """Check the page size: each process that maps the region has a page table entry for every page."""
     name, mount = "region's pages", mount_of(config.region_dir)
     if mount.kind == "hugetlbfs":
         page, why = os.statvfs(config.region_dir).f_frsize, "hugetlbfs"
@@ -78,30 +78,29 @@ def _region_pages(config: Config) -> CheckResult:
         if page < _HUGE and config.huge_pages != "never" and (refused := no_huge_pages(config.region_dir)) != "":
             why += f"; {refused}"
         elif page < _HUGE and config.huge_pages != "never":
-            page, why = _HUGE, f"{why}; the kernel puts pages together where it is asked to"
+            page, why = _HUGE, f"{why}; the kernel merges pages when asked to"
     figure, values = f"{format_size(page)} ({why})", {"bytes": page}
     if page > ALIGN:
         return CheckResult(name, "failed", figure, "mount it with pagesize=2M", values=values)
     if page < _HUGE:
-        figure += "; with huge ones a GPU's driver page-locks a region in half the time"
+        figure += "; with huge pages, a GPU's driver page-locks a region in half the time"
     tables = config.size // page * _ENTRY
     if tables < _LARGE_TABLES:
         return CheckResult(name, "ok", figure, values=values)
-    figure += f"; {format_size(tables)} of page tables in the daemon and in each rank that has mapped all of it"
+    figure += f"; {format_size(tables)} of page tables in the daemon and in each rank that maps all of it"
     if config.huge_pages == "never":
         return CheckResult(name, "slow", figure, "leave huge_pages at auto", values=values)
-    cure = (
-        f"mount -o remount,huge=always {mount.point}" if mount.kind == "tmpfs" else "take a tmpfs mounted huge=always"
-    )
+    cure = f"mount -o remount,huge=always {mount.point}" if mount.kind == "tmpfs" else "use a tmpfs with huge=always"
     if "shmem_enabled" in why:
         cure = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled, and " + cure
-    return CheckResult(name, "slow", figure, f"{cure}; or a hugetlbfs: --region-dir", values=values)
+    return CheckResult(name, "slow", figure, f"{cure}; or use a hugetlbfs: --region-dir", values=values)
 
 
 def tmpfs_page(mount: Mount, shmem_enabled: str) -> tuple[int, str]:
-    """Return the size of the pages that a region on `mount` gets, and what decides that.
+    """Return the page size of a region on `mount`, and what determines it.
 
-    `shmem_enabled` is the kernel's file, with the choice in brackets: of its words, these two overrule the mount.
+    `shmem_enabled` is the content of the kernel's file, with the choice in brackets. `deny` and `force` override the
+    mount's options.
     """
     chosen = shmem_enabled[shmem_enabled.find("[") + 1 : shmem_enabled.find("]")]
     if mount.kind != "tmpfs" or not shmem_enabled:
@@ -109,12 +108,12 @@ def tmpfs_page(mount: Mount, shmem_enabled: str) -> tuple[int, str]:
     if chosen in ("deny", "force"):
         return (_HUGE if chosen == "force" else mmap.PAGESIZE), f"tmpfs; shmem_enabled is {chosen}"
     huge = next((option for option in mount.options if option.startswith("huge=")), "huge=never")
-    # The file has its size before its pages. Of `advise` nothing comes: the daemon does not advise.
+    # within_size: the file has its full size before its pages. `advise` has no effect: the daemon does not advise.
     return (_HUGE if huge in ("huge=always", "huge=within_size") else mmap.PAGESIZE), f"tmpfs, {huge}"
 
 
 def locked_memory(config: Config) -> Iterator[CheckResult]:
-    """The daemon raises its own limit as far as it may, so that the hard one counts."""
+    """Check the hard limit: the daemon raises its soft one up to that."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     name, limit = "locked memory", "unlimited" if hard == resource.RLIM_INFINITY else format_size(hard)
     values = {} if hard == resource.RLIM_INFINITY else {"limit_bytes": hard}
@@ -124,15 +123,15 @@ def locked_memory(config: Config) -> Iterator[CheckResult]:
         yield CheckResult(name, "ok", f"limit {limit}", values=values)
     else:
         verdict: CheckVerdict = "failed" if config.lock == "always" else "slow"
-        figure = f"limit {limit}: a region of {format_size(config.size)} stays unlocked, and may be swapped out"
+        figure = f"limit {limit}: a region of {format_size(config.size)} stays unlocked and may be swapped out"
         yield CheckResult(name, verdict, figure, RAISE_MEMLOCK, values=values)
 
 
 def shared_memory(config: Config) -> Iterator[CheckResult]:
-    """Not judged by room alone: an engine's container needs none, the daemon's is judged where no daemon is."""
+    """Report the space. It is not judged here: an engine's container needs none; see `endpoint` for the daemon's."""
     folder = config.region_dir
     if not os.path.isdir(folder):
-        yield CheckResult(folder, "slow", "not there", "the daemon wants a tmpfs or a hugetlbfs: --region-dir")
+        yield CheckResult(folder, "slow", "missing", "the daemon needs a tmpfs or a hugetlbfs: --region-dir")
         return
     mount, kind, room = os.statvfs(folder), mount_of(folder).kind, free_room(folder)
     limit = mount.f_blocks * mount.f_frsize

@@ -1,4 +1,4 @@
-"""The packages of this environment, against what this one wants of them, and vLLM's way to the connector."""
+"""The packages in this environment, compared with our requirements, and how vLLM finds the connector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache_server.config import Config
 
 NAME = "kvcache-server"
 PLUGINS, PLUGIN = "vllm.general_plugins", "kvcache_server"
-# Imported here: a wheel for another C library is found by no version. What an engine brings is too heavy for that.
+# These are imported: a wheel for another C library has the right version, too. An engine's packages are too large.
 _RENAMED = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
 OURS = {name: name for name in ("msgspec", "uvloop", "numpy", "xxhash", "aiohttp", "click")} | _RENAMED
 ENGINE_S = ("torch", "torch-npu")
@@ -43,40 +43,41 @@ def packages(config: Config) -> Iterator[CheckResult]:
 
 
 def plugin(config: Config) -> Iterator[CheckResult]:
-    """vLLM finds the connector by the entry points of what is installed beside it."""
+    """Check the entry point by which vLLM finds the connector."""
     found = [point for point in importlib.metadata.entry_points(group=PLUGINS) if point.name == PLUGIN]
     allowed = os.environ.get("VLLM_PLUGINS")
-    cure = 'or name "kv_connector_module_path": "kvcache_client.connector" in --kv-transfer-config'
+    cure = 'or set "kv_connector_module_path": "kvcache_client.connector" in --kv-transfer-config'
     if not found:
         yield CheckResult(
             "vLLM plugin", "slow", f"no entry point {PLUGIN} in {PLUGINS}", f"pip install {NAME} here, {cure}"
         )
     elif allowed is not None and PLUGIN not in allowed.split(","):
-        yield CheckResult("vLLM plugin", "slow", f"VLLM_PLUGINS={allowed} leaves it out", f"add {PLUGIN} to it, {cure}")
+        yield CheckResult("vLLM plugin", "slow", f"VLLM_PLUGINS={allowed} excludes it", f"add {PLUGIN} to it, {cure}")
     else:
         yield CheckResult("vLLM plugin", "ok", f"{found[0].name} = {found[0].value}")
 
 
 def hash_seed(config: Config) -> Iterator[CheckResult]:
-    """Blocks are found by vLLM's hashes of their tokens: engines share where these begin alike."""
+    """Check the seed of vLLM's block hashes: engines share blocks only if they have the same."""
     name, seed = "hash seed", os.environ.get("PYTHONHASHSEED")
     version = next(filter(None, map(_version, VLLM)), "")
     if seed is not None:
-        yield CheckResult(name, "ok", f"PYTHONHASHSEED={seed}: shares with engines that have the same")
+        yield CheckResult(name, "ok", f"PYTHONHASHSEED={seed}: shares with engines that have the same value")
     elif not version:
-        yield CheckResult(name, "untested", "PYTHONHASHSEED is not set, and vLLM not installed here")
+        yield CheckResult(name, "untested", "PYTHONHASHSEED is not set, and vLLM is not installed here")
     elif within(version, f"<{_FIXED_SEED}"):
         figure = (
-            f"PYTHONHASHSEED is not set: vLLM {version} draws one, and shares with no other engine, nor after a restart"
+            f"PYTHONHASHSEED is not set: vLLM {version} picks a random one and shares with no other engine, not even "
+            "itself after a restart"
         )
         yield CheckResult(name, "slow", figure, "PYTHONHASHSEED=0 in the environment of every engine")
     else:
-        figure = f"PYTHONHASHSEED is not set: vLLM {version} shares with all that have none"
-        yield CheckResult(name, "ok", f"{figure} (xxhash in --prefix-caching-hash-algo wants one)")
+        figure = f"PYTHONHASHSEED is not set: vLLM {version} shares with engines that have none either"
+        yield CheckResult(name, "ok", f"{figure} (xxhash in --prefix-caching-hash-algo needs one)")
 
 
 def within(version: str, bounds: str) -> bool:
-    """Return whether a version such as 0.23.0+cu130 meets bounds such as >=0.23,<0.34; of its digits alone."""
+    """Return whether a version such as 0.23.0+cu130 meets bounds such as >=0.23,<0.34; only its numbers count."""
     have = _numbers(version)
     for sign, bound in _BOUND.findall(bounds):
         least = _numbers(bound)
@@ -93,7 +94,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _bounds() -> dict[str, str]:
-    """Return what this package wants of each other, as it was installed; nothing where it was not."""
+    """Return this package's version bounds of its dependencies; nothing if it is not installed."""
     try:
         rows = importlib.metadata.requires(NAME) or []
     except importlib.metadata.PackageNotFoundError:
@@ -113,7 +114,7 @@ def _judge(name: str, known_as: str, wanted: dict[str, str]) -> CheckResult:
     version, bounds = _version(name), wanted.get(known_as, "")
     if not version:
         return CheckResult(name, "untested", "not installed here")
-    if ".dev" in version and bounds:  # a build of somebody's own; its number says little
+    if ".dev" in version and bounds:  # a local build, whose version says little
         return CheckResult(name, "untested", f"{version}, supported is {bounds}")
     if not within(version, bounds):
         return CheckResult(name, "failed", f"{version}, supported is {bounds}", f"pip install '{known_as}{bounds}'")

@@ -1,4 +1,4 @@
-"""The report as people read it. Pure."""
+"""The report as text. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvcache_proto.text import escaped
 _VERDICT, _NAME = 10, 22
 
 
-def describe(finding: CheckResult) -> str:
-    """Return the line of a finding, and the cure's below it."""
-    figure = f"{finding.how}: {finding.figure}" if finding.how else finding.figure
+def describe(result: CheckResult) -> str:
+    """Return the line of a result, with the remedy in a line below."""
+    figure = f"{result.how}: {result.figure}" if result.how else result.figure
     figure = escaped(" ".join(figure.splitlines()))  # a driver's message may have several
-    line = f"  {finding.verdict:<{_VERDICT}}{finding.name:<{_NAME}}{figure}"
-    return f"{line}\n{'':{2 + _VERDICT + _NAME}}-> {escaped(finding.cure)}" if finding.cure else line
+    line = f"  {result.verdict:<{_VERDICT}}{result.name:<{_NAME}}{figure}"
+    return f"{line}\n{'':{2 + _VERDICT + _NAME}}-> {escaped(result.cure)}" if result.cure else line
 
 
-def summary(findings: Iterable[CheckResult]) -> str:
-    """Return the last line: how many of each verdict, the grave ones named."""
+def summary(results: Iterable[CheckResult]) -> str:
+    """Return the last line: the number of each verdict, with the names of those that are not ok."""
     names = collections.defaultdict(list)
-    for finding in findings:
-        names[finding.verdict].append(finding.name)
+    for result in results:
+        names[result.verdict].append(result.name)
     parts = [f"{len(names['ok'])} ok"]
     for verdict in ("slow", "failed", "untested"):
         found = names[verdict]

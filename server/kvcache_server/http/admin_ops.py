@@ -1,4 +1,4 @@
-"""What an operator may ask of a daemon at work: done, counted and logged alike by message, signal and HTTP."""
+"""What an operator can do to a running daemon: the same, counted and logged, by message, signal and HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class AdminOps:
-    """Belongs to the daemon's loop: call it there alone. `who` is how the log calls the one who asks."""
+    """An operator's actions. Call it only from the daemon's loop. `who` names the operator in the log."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class AdminOps:
         run: Callable[[Steps[Any]], Awaitable[Any]],
         report: Callable[[], None],
     ) -> None:
-        """`tidy()` removes what a session that was given up left; `figures()` are the daemon's own; `run()` does long
-        work, slice by slice; `report()` delivers what the core has reported."""
+        """`tidy(session)` cleans up after a session that was fenced off; `figures()` returns the daemon's own;
+        `run(steps)` does long work in slices; `report()` delivers what the core has reported."""
         self.integrity = {"checks": 0, "failures": 0}
         self._cache, self._insight, self._tidy, self._figures = cache, insight, tidy, figures
         self._run, self._report = run, report
@@ -43,16 +43,16 @@ class AdminOps:
 
     @property
     def in_grace(self) -> bool:
-        """Whether nothing is evicted for now: sessions of the last daemon have not said yet what they hold."""
+        """Whether sessions of the previous daemon are still reconnecting, so that nothing is evicted."""
         return self._cache.eviction.frozen
 
     async def report(self) -> dict[str, Any]:
-        """Return what `status` shows."""
+        """Return the figures of `status`."""
         stats: dict[str, Any] = await self._run(self._insight.reporting(time.monotonic()))
         return stats | {"daemon": self._figures()}
 
     def attached(self, number: int) -> None:
-        """Say once where a namespace's blocks leave much of the region empty, and what cures it."""
+        """Warn, once per namespace, if its blocks leave much of the region empty; name the remedy."""
         namespace = self._cache.namespaces[number]
         if namespace.noted or namespace.fit.overhead <= NOTABLE:
             return
@@ -69,7 +69,7 @@ class AdminOps:
         )
 
     def summarise(self, messages: int, sessions: int) -> None:
-        """Log one line of what has happened since the last one, if anything has; `messages` have come so far."""
+        """Log one line about what has happened since the last one, if anything has; `messages` is the count so far."""
         if messages == self._told.get("messages", 0):
             return
         cache = self._cache
@@ -95,9 +95,9 @@ class AdminOps:
             )
 
     async def clear(self, namespace: str, who: str) -> int:
-        """Forget what may be forgotten of that namespace, or of all; return how many blocks.
+        """Forget every unused block of `namespace`, or of all; return how many blocks that were.
 
-        Raises ClientError where there is no such namespace, Unavailable during the grace.
+        Raises ClientError for an unknown namespace, Unavailable during the grace period.
         """
         blocks: int = await self._run(self._cache.clearing(namespace, who, time.monotonic()))
         self.cleared(namespace, blocks, who)
@@ -117,7 +117,7 @@ class AdminOps:
         )
 
     def fence_off(self, session: int, who: str) -> int:
-        """Give up a session that is away; return how many reservations ended. Raises ClientError where it is not."""
+        """Give up a session that is away; return how many reservations ended. Raises ClientError if it is not away."""
         reservations = self._cache.fence_off(session, time.monotonic())
         self._report()
         self.fenced_off(session, who)
@@ -128,23 +128,23 @@ class AdminOps:
         self._tidy(session)
 
     def resize(self, size: int, who: str) -> int:
-        """Make the pool smaller, little by little; return how many bytes it will have. Raises BadArgument."""
+        """Start to shrink the pool; return how many bytes it will have. Raises BadArgument."""
         before, wanted = self._cache.pool.capacity, self._cache.resize(size)
         self._report()
         log.warning("the pool shrinks from %s to %s, asked by %s", format_size(before), format_size(wanted), who)
         return wanted
 
     def set_log_level(self, level: str, who: str) -> str:
-        """Log from `level` on, and return the level until now."""
+        """Set the log level and return the previous one."""
         before = logs.level()
         logs.set_level(level)
-        log.warning("the log begins at %s from now on, instead of %s, asked by %s", level, before, who)
+        log.warning("the log level is now %s, was %s; asked by %s", level, before, who)
         return before
 
     async def check(self) -> str:
-        """Look at what must always hold; return what is broken, "" where nothing is.
+        """Check the invariants; return the one that is violated, or "".
 
-        All of it at one instant where that is quick or nobody is attached, else each part alone, in slices.
+        All are checked at one instant if that is quick or nobody is attached, otherwise part by part, in slices.
         """
         broken = ""
         try:
@@ -162,7 +162,7 @@ class AdminOps:
         return broken
 
     def check_soon(self) -> None:
-        """Check; the log has what comes of it."""
+        """Start a check, whose result goes to the log."""
         task = asyncio.get_running_loop().create_task(self.check())
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)

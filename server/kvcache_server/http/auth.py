@@ -1,4 +1,4 @@
-"""The operator's token: a file beside the endpoint, for the daemon's user alone. Who can read it may change things."""
+"""The operator's token: a file beside the endpoint, which only the daemon's user can read. It permits changes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import secrets
 from kvcache_proto.errors import ConfigError, NotPermitted
 from kvcache_server.storage.folder import Folder, open_folder
 
-LEAST = 16  # characters; what is shorter could be guessed
+LEAST = 16  # characters; a shorter one could be guessed
 MOST = 256
 
 
 class BearerToken:
-    """A token, and whether somebody has it."""
+    """The token, and the check of a request for it."""
 
     def __init__(self, path: str) -> None:
-        """Read the token at `path`, or make one there. Raises ConfigError where the file is not to be trusted."""
+        """Read the token at `path`, or create one there. Raises ConfigError if the file cannot be trusted."""
         self.path = path
         name = os.path.basename(path)
         try:
@@ -28,19 +28,19 @@ class BearerToken:
             raise ConfigError(f"token {path}: {error.strerror}") from None
         except NotPermitted as error:
             raise ConfigError(
-                f"token {error}, and the daemon makes another: whoever may have read this one keeps it"
+                f"token {error}, and the daemon creates another one: others may have read this one"
             ) from None
         self._token = token.encode()
 
     def admits(self, authorization: str) -> bool:
-        """Whether that header bears the token."""
+        """Return whether the `Authorization` header carries the token."""
         return bears_token(authorization, self._token)
 
 
 def bears_token(authorization: str, token: bytes) -> bool:
-    """Whether that header bears that token; takes as long for a wrong one as for the right one."""
+    """Return whether the `Authorization` header carries `token`, in the same time for a wrong one as for the right."""
     scheme, _, offered = authorization.partition(" ")
-    # Both, always: the comparison must not say by its absence that the scheme was wrong, either.
+    # Always compare, so that the time does not reveal a wrong scheme either.
     same = secrets.compare_digest(offered.strip().encode(errors="surrogateescape"), token)
     return scheme.lower() == "bearer" and same
 
@@ -62,7 +62,7 @@ def _read(folder: Folder, name: str) -> str | None:
         token = file.read(MOST + 2).decode("ascii", "replace").strip()
     if not LEAST <= len(token) <= MOST or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"token {folder.path_of(name)}: {LEAST} to {MOST} letters without spaces: remove it, and the daemon makes "
-            "another"
+            f"token {folder.path_of(name)}: {LEAST} to {MOST} ASCII characters without spaces expected: remove the "
+            "file, and the daemon creates another one"
         )
     return token

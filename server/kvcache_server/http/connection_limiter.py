@@ -1,7 +1,7 @@
-"""How HTTP clients come in: a few at a time, each for one request and a short while, so that they cannot hurt the loop.
+"""Limits on HTTP connections, so that they cannot hurt the loop that serves engines.
 
-The daemon's loop serves engines; whoever can reach the port shares it with them. So connections are taken at a bounded
-rate, bounded in number, in time and in bytes, whatever is said in them; what waits meanwhile waits in the kernel.
+Connections are accepted at a bounded rate and limited in number, duration and bytes, one request each. Those that are
+not accepted yet wait in the kernel.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvcache_server.rates import Rate
 from kvcache_server.transport.sockets import Acceptor
 
 A_SECOND, AT_ONCE = 200, 20  # connections; one costs the loop some 0.3 ms
-OPEN = 32  # at one time
-SECONDS = 10.0  # of one connection, whatever it does
-BYTES = 64 << 10  # that one may send, head and body together
+OPEN = 32  # connections at one time
+SECONDS = 10.0  # that one may last
+BYTES = 64 << 10  # that one may send, headers and body together
 BACKLOG = 128
-LINES_A_MINUTE = 20  # of a log, about requests that are no HTTP
-LOOKS = 4  # of the garbage collector at what is new, and what survives them is none of HTTP's
+LINES_A_MINUTE = 20  # in the log, about requests that are not HTTP
+LOOKS = 4  # collections of young objects; objects that survive them do not come from HTTP
 
 
 def listen(setting: str, address: IPv4Address | IPv6Address, port: int) -> socket.socket:
-    """Return a socket that listens there. Raises ConfigError, which names the setting, where none can be had."""
+    """Return a socket that listens there. Raises ConfigError, which names the setting, if it cannot be bound."""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
         return socket.create_server((str(address), port), family=family, backlog=BACKLOG)
@@ -38,15 +38,15 @@ def listen(setting: str, address: IPv4Address | IPv6Address, port: int) -> socke
 
 
 def where(listener: socket.socket) -> str:
-    """Return the URL of what listens there."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def quiet(name: str, told: Callable[[], bool]) -> logging.Logger:
-    """Return a log of that name for aiohttp's own words, which it has for each request that is no HTTP.
+    """Return a logger of that name for aiohttp's own messages, one for each request that is not HTTP.
 
-    `told()` counts one, and returns whether it may be logged: in one line then.
+    `told()` counts a message and returns whether to log it, as one line.
     """
     spared = logging.getLogger(name)
 
@@ -55,13 +55,13 @@ def quiet(name: str, told: Callable[[], bool]) -> logging.Logger:
         record.msg, record.args, record.exc_info = "http: " + " ".join(what.split()), (), None
         return told() and record.levelno > logging.DEBUG
 
-    spared.setLevel(logging.DEBUG)  # what is not told is counted
+    spared.setLevel(logging.DEBUG)  # so that `sparing` sees, and counts, every message
     spared.filters[:] = [sparing]
     return spared
 
 
 class Connection(asyncio.Protocol):
-    """One connection, between its socket and the protocol that understands what is said in it."""
+    """One connection: passes data from its socket to the protocol `inner`, within the limits."""
 
     def __init__(self, inner: asyncio.Protocol, limiter: ConnectionLimiter) -> None:
         self._inner = inner
@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
         self._limiter.entered(self)
         self._inner.connection_made(transport)
 
@@ -95,16 +95,16 @@ class Connection(asyncio.Protocol):
         self._inner.connection_lost(exc)
 
     def cut(self, reason: str) -> None:
-        """End it at once, without a word."""
+        """Abort the connection."""
         if self._transport is not None:
             self._limiter.cuts[reason] += 1
-            self._limiter.left(self)  # now, for the next one that comes at once; its end comes with a later turn
+            self._limiter.left(self)  # make room now: connection_lost comes in a later turn of the loop
             self._transport.abort()
             self._transport = None
 
 
 class ConnectionLimiter:
-    """Takes connections from a listening socket for as long as it is open."""
+    """Accepts connections from a listening socket, within the limits, until `close`."""
 
     def __init__(
         self,
@@ -113,24 +113,24 @@ class ConnectionLimiter:
         protocol: Callable[[], asyncio.Protocol],
         seconds: float = SECONDS,
     ) -> None:
-        """`protocol()` makes what serves one connection, for `seconds` at most."""
-        self.cuts: Counter[str] = Counter()  # connections that were ended, by reason
+        """`protocol()` returns the protocol of one connection, which may last `seconds`."""
+        self.cuts: Counter[str] = Counter()  # connections that were cut off, by reason
         self._loop, self._protocol, self._seconds = loop, protocol, seconds
-        self._open: dict[Connection, asyncio.TimerHandle] = {}  # the one that came first is first
-        self._wait = 0  # calls of `collect` until what has left is looked through; 0 where nobody has
+        self._open: dict[Connection, asyncio.TimerHandle] = {}  # oldest first
+        self._wait = 0  # calls of `collect` until the next collection; 0: none is due
         self._acceptor = Acceptor(loop, listener, "http", self._enter, self._count, Rate(A_SECOND, AT_ONCE))
 
     def close(self) -> None:
-        """Take no more, and end those that are there."""
+        """Accept no more connections and abort the open ones."""
         self._acceptor.close()
         for connection in list(self._open):
             connection.cut("stopped")
 
     def collect(self) -> None:
-        """Free what connections have left in cycles: an error of aiohttp's parser holds the frame that holds it.
+        """Free reference cycles that connections have left: an error of aiohttp's parser holds the frame that holds it.
 
-        Only while nobody is here, for what is in use at this look becomes old, and the old is never looked at. Call it
-        a few times a second: it also sees to it that this look has little to look through.
+        Only while no connection is open: an object that is in use during a collection becomes old, and the daemon never
+        collects old objects. Call it a few times per second: it also keeps the number of young objects small.
         """
         if self._open or self._acceptor.coming:
             return
@@ -150,12 +150,12 @@ class ConnectionLimiter:
 
     def entered(self, connection: Connection) -> None:
         if len(self._open) >= OPEN:
-            # Answers are made at once: who has been here longest is who does not ask, or does not listen.
+            # Answers are quick, so the oldest connection is one that does not ask or does not read.
             next(iter(self._open)).cut("crowded_out")
         self._open[connection] = self._loop.call_later(self._seconds, connection.cut, "too_slow")
 
     def left(self, connection: Connection) -> None:
-        self._wait = 2  # in the first one aiohttp may still be at work on its end
+        self._wait = 2  # during the first one aiohttp may still be cleaning up
         timer = self._open.pop(connection, None)
         if timer is not None:
             timer.cancel()

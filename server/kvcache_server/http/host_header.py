@@ -1,4 +1,4 @@
-"""Names by which HTTP may be asked. Pure."""
+"""The check of a request's `Host` header. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Collection
 
 
 def is_ours(host: str, names: Collection[str]) -> bool:
-    """Whether a request's `Host` is an address, or one of `names`, in small letters.
+    """Return whether `host` is an address or one of `names`, which are in lower case.
 
-    A page of anybody's could have a name of its own point here, and read what we answer; with an address it cannot.
+    Against DNS rebinding: another site can make its own host name resolve to this host and let its page read our
+    answers, but it cannot do that with an address.
     """
     name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
     if name.lower() in names:

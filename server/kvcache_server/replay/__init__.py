@@ -1,4 +1,4 @@
-"""`kvcache-server replay`: would sharing help, and how much memory? A trace through the daemon's own index."""
+"""`kvcache-server replay`: runs a trace through the daemon's own index: does sharing help, and with how much memory?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FACTORS = "0.05x,0.1x,0.2x,0.4x,0.8x"
 
 
 def parse_capacities(text: str, blocks: int, setup: Setup, sized: bool) -> list[int]:
-    """Return bytes for "10GiB,50GiB" or for parts "0.5x" of what all `blocks` of the trace take. Raises ConfigError."""
+    """Return the bytes for "10GiB,50GiB", or for "0.5x" of what all `blocks` of the trace take. Raises ConfigError."""
     found = []
     for each in filter(None, (part.strip() for part in text.split(","))):
         if each.endswith("x"):
@@ -33,30 +33,38 @@ def parse_capacities(text: str, blocks: int, setup: Setup, sized: bool) -> list[
             except ValueError:
                 factor = 0.0
             if not 0 < factor <= 1000:
-                raise ConfigError(f"--capacity {each!r}: a size, or a factor above 0 as in 0.5x")
+                raise ConfigError(f"--capacity {each!r}: a size or a factor above 0 expected, as in 0.5x")
             found.append(size_for(round(factor * blocks), setup))
         elif sized:
             found.append(parse_size(each))
         else:
-            raise ConfigError(f"--capacity {each}: what does a block take? --model CONFIG_JSON or --block-bytes says")
+            raise ConfigError(f"--capacity {each}: give the size of a block, by --model CONFIG_JSON or --block-bytes")
     if not found:
-        raise ConfigError(f"--capacity {text!r}: sizes, or factors as in {FACTORS}")
+        raise ConfigError(f"--capacity {text!r}: sizes or factors expected, as in {FACTORS}")
     return sorted(set(found))
 
 
 @click.command()
 @click.argument("path", metavar="TRACE")
-@click.option("--capacity", default=FACTORS, show_default=True, help="Sizes, or parts of what the whole trace takes.")
-@click.option("--engines", type=click.IntRange(1, 1024), default=8, show_default=True, help="That share, or do not.")
-@click.option("--model", metavar="CONFIG_JSON", help="Whose KV a block holds: its config.json, or the folder of it.")
-@click.option("--tp", type=int, default=1, show_default=True, help="Of the model, as for plan.")
+@click.option("--capacity", default=FACTORS, show_default=True, help="Sizes, or multiples of the whole trace's size.")
+@click.option("--engines", type=click.IntRange(1, 1024), default=8, show_default=True, help="Number of engines.")
+@click.option("--model", metavar="CONFIG_JSON", help="Model, for the size of a block: its config.json or folder.")
+@click.option("--tp", type=int, default=1, show_default=True, help="As for plan.")
 @click.option("--kv-dtype", type=click.Choice(["auto", "bf16", "fp8"]), default="auto", help="As for plan.")
-@click.option("--block-bytes", metavar="SIZE", help="What a block takes, in place of --model.")
-@click.option("--block-tokens", type=click.IntRange(1), default=BLOCK_TOKENS, show_default=True, help="Of the trace.")
-@click.option("--routing", type=click.Choice(ROUTINGS), default=ROUTINGS[0], show_default=True, help="Who serves what.")
+@click.option("--block-bytes", metavar="SIZE", help="Size of a block, instead of --model.")
+@click.option(
+    "--block-tokens", type=click.IntRange(1), default=BLOCK_TOKENS, show_default=True, help="Tokens per block."
+)
+@click.option(
+    "--routing",
+    type=click.Choice(ROUTINGS),
+    default=ROUTINGS[0],
+    show_default=True,
+    help="Which engine serves a request: each in turn, or the one that had its first block before.",
+)
 @click.option("--extent-size", metavar="SIZE", help="As for serve.  [default: what wastes least]")
-@click.option("--png", metavar="FILE", help="Draw it; needs pip install 'kvcache-server[replay]'.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--png", metavar="FILE", help="Draw a chart; needs pip install 'kvcache-server[replay]'.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     path: str,
     capacity: str,
@@ -73,8 +81,8 @@ def command(
 ) -> None:
     """Replay TRACE, requests in Mooncake's format, plain or gzip, through the daemon's index.
 
-    Each capacity is tried as one cache for all engines, and as a private one for each of a part of it. No engine runs,
-    and no block is copied. With --routing prefix a conversation stays with the engine that began it.
+    Each capacity is tried as one cache that all engines share, and divided into private caches, one per engine. No
+    engine runs, and no block is copied. With --routing prefix, a conversation stays with the engine that started it.
     """
     picture = _picture() if png else None
     requests = read_trace(path, block_tokens)
@@ -94,7 +102,7 @@ def command(
         title = f"{name}: {found['requests']:,} requests, {found['blocks']:,} blocks of {block_tokens} tokens"
         try:
             picture.draw(found, title, png, sized)
-        except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
+        except (OSError, ValueError) as error:  # ValueError: a format unknown to matplotlib
             why = getattr(error, "strerror", None) or error
             raise ConfigError(f"--png {png}: cannot be written: {why}") from None
 
@@ -118,7 +126,7 @@ def _block_bytes(model: str | None, tp: int, kv_dtype: str, block_bytes: str | N
 
 
 def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
-    """Yield the replay's lines for people."""
+    """Yield the lines of the result as text."""
     engines = found["engines"]
     whole = f", {format_size(found['distinct_blocks'] * found['block_bytes'])}" if sized else ""
     yield (
@@ -126,7 +134,7 @@ def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
         f"{found['block_tokens']} tokens, {found['distinct_blocks']:,} of them different{whole}"
     )
     yield (
-        f"unlimited memory: {found['unlimited']:.1%} of the blocks hit; the busiest engine is asked for "
+        f"unlimited memory: {found['unlimited']:.1%} of the blocks hit; the busiest engine requests "
         f"{found['busiest']:.1%} of them"
     )
     yield ""
@@ -143,7 +151,7 @@ def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
     yield ""
     for row in found["rows"]:
         yield f"{_capacity(row, found, sized):>10} {_bar(row, found['unlimited'])}"
-    yield f"{'':>10} █ {engines} private caches  ▓ and with one shared  ░ and with the future known  · unlimited memory"
+    yield f"{'':>10} █ {engines} private caches  ▓ gained by sharing  ░ gained by an optimal policy  · unlimited memory"
 
 
 def _capacity(row: Mapping[str, Any], found: Mapping[str, Any], sized: bool) -> str:

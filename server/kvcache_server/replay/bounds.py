@@ -1,9 +1,9 @@
-"""What no cache can beat: unlimited memory, and the best that any choice of evictions gives. Pure.
+"""Upper bounds for any cache: unlimited memory, and an optimal eviction policy. Pure.
 
-The optimum is Belady's: keep what is asked for again soonest. A block may only be kept with all before it, which that
-rule never breaks: every request for a block asks for those before it, too, so they are never asked for later than it;
-where they are asked for together, the deepest goes first. So the optimum of single blocks is one of prefixes as well,
-and an upper bound for any cache of as many blocks that does not know the future, pins nothing and divides by nobody.
+The optimum is Belady's: keep the blocks that are requested again soonest. A block is only useful together with those
+before it, which that rule respects: every request for a block also requests those before it, so their next use is never
+later; of blocks with the same next use, the deepest is evicted first. Hence the optimum for single blocks is also one
+for prefixes, and an upper bound for any cache of the same size that does not know the future.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ NEVER = 1 << 62
 
 
 def distinct(requests: Sequence[TraceRequest]) -> int:
-    """Return how many blocks there are: what misses with unlimited memory, once each."""
+    """Return the number of distinct blocks: with unlimited memory, each misses once."""
     return len({block for request in requests for block in request.blocks})
 
 
 def optimum(requests: Sequence[TraceRequest], blocks: int) -> int:
-    """Return the most hits that a cache of `blocks` blocks can have, with the whole trace known beforehand."""
+    """Return the most hits that a cache of `blocks` blocks can have if the whole trace is known beforehand."""
     following: dict[int | str, int] = {}
-    uses: list[list[int]] = []  # of each block of each request: the request that asks for it next
+    uses: list[list[int]] = []  # for each block of each request: the next request for it
     for number in range(len(requests) - 1, -1, -1):
         asked = requests[number].blocks
         uses.append([following.get(block, NEVER) for block in asked])
         following.update(dict.fromkeys(asked, number))
     uses.reverse()
     kept: dict[int | str, int] = {}
-    last: list[tuple[int, int, int | str]] = []  # a heap: the latest next use first, the deepest of equals
+    last: list[tuple[int, int, int | str]] = []  # a heap: latest next use first, then deepest
     hits = 0
     for request, next_uses in zip(requests, uses, strict=True):
         for depth, (block, use) in enumerate(zip(request.blocks, next_uses, strict=True)):

@@ -16,7 +16,7 @@ INK, SHARED, PRIVATE, BOUND = "#333333", "#0b7285", "#e8590c", "#868e96"
 
 
 def draw(found: Mapping[str, Any], title: str, path: str, sized: bool) -> None:
-    """Write the picture of a replay to `path`; capacities are blocks unless `sized`."""
+    """Write the chart of a replay to `path`; capacities are in blocks unless `sized`."""
     rows = found["rows"]
     capacities = [row["bytes" if sized else "blocks"] for row in rows]
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
@@ -51,7 +51,7 @@ def draw(found: Mapping[str, Any], title: str, path: str, sized: bool) -> None:
     axes.grid(axis="y", color="#dee2e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(lines), frameon=False)
-    # Written when it is whole; a path without an ending, or of a folder, is taken as it is.
+    # Drawn in memory, so that no incomplete file is left, and `path` is used as given, even without a suffix.
     drawn = io.BytesIO()
     figure.savefig(drawn, format=os.path.splitext(path)[1].lstrip(".") or "png")
     with open(path, "wb") as file:

@@ -1,6 +1,6 @@
-"""The daemon's own index and its own choice of what goes, over a region whose blocks are never written.
+"""The daemon's own index and eviction, over a region whose blocks are never written.
 
-The region has its true size and cut; of its file, which lies in memory and has no name, only the rows are ever touched.
+The region has its real size and layout. It is an anonymous file in memory, of which only slot rows are ever touched.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.fit import Room
 from kvcache_server.core.limits import Limits
 
-STEP_TOKENS = 8192  # that an engine computes, and saves, at once
+STEP_TOKENS = 8192  # that an engine computes, and saves, per step
 
 
 def block_hash(block: int | str) -> bytes:
-    """Return the hash of a block of a trace, spread as real ones are."""
+    """Return a hash for a block of a trace, distributed like real ones."""
     return hashlib.blake2b(str(block).encode(), digest_size=32).digest()
 
 
 def sparse_region(geometry: PoolGeometry) -> memoryview:
-    """Return memory for a region of that cut, which takes pages only where somebody writes."""
+    """Return memory for a region of that layout; it takes pages only where it is written."""
     fd = os.memfd_create("kvcache-replay")
     try:
         os.ftruncate(fd, geometry.region_bytes)
@@ -38,7 +38,7 @@ def sparse_region(geometry: PoolGeometry) -> memoryview:
 
 
 class SimulatedDaemon:
-    """One daemon of the size that `room` says, and `engines` engines that save all that they compute."""
+    """A daemon with the capacity `room`, and `engines` engines that save everything that they compute."""
 
     def __init__(self, room: Room, block_tokens: int, engines: int, limits: Limits | None = None) -> None:
         self.engines = engines
@@ -50,7 +50,7 @@ class SimulatedDaemon:
             self._namespace = self.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0).namespace  # type: ignore[union-attr]
 
     def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
-        """Look a prompt up, load what is there, save the rest; return the hits, and the seconds of the lookup."""
+        """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""
         session, handle = self._sessions[engine], self.cache.handle
         self.cache.effects.take()  # nobody follows
         question = m.Acquire(1, b"", self._namespace, hashes)

@@ -1,5 +1,5 @@
-"""Plays a trace against daemons of several sizes, one for all engines and one for each. Pure but for the clock it is
-given."""
+"""Runs a trace against daemons of several sizes, shared by all engines and private to each. Pure, except for the clock
+that is passed in."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ROUTINGS = ("round-robin", "prefix")
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What is replayed: `engines` engines with blocks of `block_bytes` for `block_tokens` tokens.
+    """A replay with `engines` engines and blocks of `block_bytes` for `block_tokens` tokens.
 
-    `routing` says who serves a request of which the trace does not: each engine in turn, or the one that had its first
-    block before.
+    `routing` chooses the engine of requests for which the trace does not name it: each in turn, or the one that had the
+    request's first block before.
     """
 
     engines: int = 8
@@ -51,19 +51,19 @@ def routes(requests: Sequence[TraceRequest], setup: Setup) -> list[int]:
 
 
 def make_rooms(size: int, setup: Setup) -> tuple[Room, Room]:
-    """Return what a daemon of that size holds, cut as `plan` advises, and one of an engine's part of it.
+    """Return what a daemon of `size` holds, cut as `plan` recommends, and what one of an engine's share of it holds.
 
-    Raises ConfigError where one of them holds no block.
+    Raises ConfigError if one of them cannot hold a block.
     """
     whole = room(size, setup.block_bytes, setup.extent)
     try:
         return whole, room(size // setup.engines, setup.block_bytes, setup.extent)
     except ConfigError as error:
-        raise ConfigError(f"{size:,} bytes are too few for {setup.engines} private caches: {error}") from None
+        raise ConfigError(f"{size:,} bytes are not enough for {setup.engines} private caches: {error}") from None
 
 
 def size_for(blocks: int, setup: Setup) -> int:
-    """Return a size of which a daemon holds `blocks` blocks or few more, and an engine's part of it one at least."""
+    """Return a size at which a daemon holds `blocks` blocks or slightly more, and an engine's share at least one."""
     slot = slot_size(setup.block_bytes) + SLOT_ROW
     size = max(blocks, 1) * slot
     while size < 1 << 50:
@@ -81,7 +81,7 @@ def replay(
     clock: Callable[[], float],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return hit ratios over `sizes`, in bytes. Raises ConfigError where a size holds no block."""
+    """Return the hit ratios for `sizes`, in bytes. Raises ConfigError if a size cannot hold a block."""
     asked = sum(len(request.blocks) for request in requests)
     different = distinct(requests)
     prompts = [[block_hash(block) for block in request.blocks] for request in requests]
@@ -123,7 +123,7 @@ def replay(
 
 
 def _busiest(requests: Sequence[TraceRequest], engines: Sequence[int]) -> int:
-    """Return the blocks that the engine with most of them is asked for."""
+    """Return the most blocks that one engine requests."""
     load: Counter[int] = Counter()
     for request, engine in zip(requests, engines, strict=True):
         load[engine] += len(request.blocks)
@@ -131,17 +131,17 @@ def _busiest(requests: Sequence[TraceRequest], engines: Sequence[int]) -> int:
 
 
 def play(
-    shadows: Sequence[SimulatedDaemon],
+    daemons: Sequence[SimulatedDaemon],
     requests: Sequence[TraceRequest],
     prompts: Sequence[list[bytes]],
     engines: Sequence[int],
     clock: Callable[[], float],
 ) -> tuple[int, list[float]]:
-    """Return the hits, and the seconds of each lookup. `shadows[e]` serves engine e; one cache may serve several."""
+    """Return the hits, and the seconds of each lookup. `daemons[e]` serves engine e; one may serve several."""
     hits, times = 0, []
     for request, prompt, engine in zip(requests, prompts, engines, strict=True):
-        shadow = shadows[engine]
-        found, seconds = shadow.ask(engine if shadow.engines > 1 else 0, prompt, request.at, clock)
+        daemon = daemons[engine]
+        found, seconds = daemon.ask(engine if daemon.engines > 1 else 0, prompt, request.at, clock)
         hits += found
         times.append(seconds)
     return hits, times

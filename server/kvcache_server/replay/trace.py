@@ -1,7 +1,7 @@
-"""Traces of requests in Mooncake's format: a JSON object a line, plain or gzip.
+"""Traces of requests in Mooncake's format: one JSON object per line, plain or gzip.
 
-`timestamp` is in ms, `input_length` in tokens, `hash_ids` one id a block in the order of the prompt; equal ids are
-equal prefixes. `engine`, where it is there, names who served it. Other keys are left alone.
+`timestamp` is in ms, `input_length` in tokens, `hash_ids` has one id per block in the order of the prompt; equal ids
+mean equal prefixes. `engine`, if present, names the engine that served the request. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import MAX_HASHES
 
 BLOCK_TOKENS = 512  # of Mooncake's own traces
-MAX_LINE = 16 << 20  # bytes: MAX_HASHES ids of some length
+MAX_LINE = 16 << 20  # bytes: enough for MAX_HASHES ids
 _GZIP = b"\x1f\x8b"
 
 
 class TraceRequest(NamedTuple):
-    """A prompt that asks for `blocks`, `at` seconds after the trace began."""
+    """A prompt that consists of `blocks`, `at` seconds after the start of the trace."""
 
     at: float
     blocks: tuple[int | str, ...]
@@ -29,7 +29,7 @@ class TraceRequest(NamedTuple):
 
 
 def read_trace(path: str, block_tokens: int = BLOCK_TOKENS) -> list[TraceRequest]:
-    """Return the requests at `path` that ask for a block, by time. Raises ConfigError, with a bad line's number."""
+    """Return the requests in the file `path` that have blocks, by time. Raises ConfigError, naming an invalid line."""
     requests = []
     try:
         for number, line in enumerate(_lines(path), 1):
@@ -37,10 +37,10 @@ def read_trace(path: str, block_tokens: int = BLOCK_TOKENS) -> list[TraceRequest
                 request = _request(line, f"{path}:{number}", block_tokens)
                 if request.blocks:
                     requests.append(request)
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: no path could be so
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: not a possible path
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not requests:
-        raise ConfigError(f"{path}: no request asks for a block")
+        raise ConfigError(f"{path}: no request has blocks")
     return sorted(requests, key=lambda request: request.at)
 
 
@@ -61,25 +61,25 @@ def _request(line: bytes, where: str, block_tokens: int) -> TraceRequest:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: a JSON object a line")
+        raise ConfigError(f"{where}: a JSON object expected")
     for key in ("timestamp", "hash_ids"):
         if key not in fields:
             raise ConfigError(f"{where}: no {key}")
     at, blocks, length = fields["timestamp"], fields["hash_ids"], fields.get("input_length")
     if isinstance(at, bool) or not isinstance(at, (int, float)) or not 0 <= at < float("inf"):
-        raise ConfigError(f"{where}: timestamp {at!r}: milliseconds, at least 0")
+        raise ConfigError(f"{where}: timestamp {at!r}: at least 0 milliseconds expected")
     if not isinstance(blocks, list) or not all(type(each) in (int, str) for each in blocks):
-        raise ConfigError(f"{where}: hash_ids: a list of numbers or texts")
+        raise ConfigError(f"{where}: hash_ids: a list of numbers or strings expected")
     if len(blocks) > MAX_HASHES:
         raise ConfigError(f"{where}: {len(blocks):,} hash_ids: at most {MAX_HASHES:,}")
     if len(set(blocks)) != len(blocks):
-        raise ConfigError(f"{where}: an id occurs twice in hash_ids: each names all that comes before it, too")
+        raise ConfigError(f"{where}: an id occurs twice in hash_ids, but each stands for its whole prefix")
     if length is not None:
         if type(length) is not int or length < 0:
-            raise ConfigError(f"{where}: input_length {length!r}: tokens, at least 0")
+            raise ConfigError(f"{where}: input_length {length!r}: at least 0 tokens expected")
         if len(blocks) > -(-length // block_tokens):
             raise ConfigError(
-                f"{where}: {len(blocks)} blocks of {block_tokens} tokens are more than {length} tokens: "
-                "--block-tokens says the trace's own size"
+                f"{where}: {len(blocks)} blocks of {block_tokens} tokens are more than {length} tokens: give the "
+                "trace's own block size with --block-tokens"
             )
     return TraceRequest(at / 1000, tuple(blocks), str(fields.get("engine", "")))

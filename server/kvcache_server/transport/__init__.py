@@ -1,4 +1,4 @@
 """Unix sockets and ZeroMQ's wire protocol, as the daemon serves them.
 
-It never looks into a message.
+It never looks into messages.
 """

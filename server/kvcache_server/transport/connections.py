@@ -1,8 +1,8 @@
-"""Connections that speak ZMTP in the daemon's loop, and whose messages are looked at when.
+"""Connections that speak ZMTP in the daemon's loop, served round-robin.
 
-A turn of messages is short, so that doors and timers have theirs. Whoever has more to say waits, on its own side, and
-those who wait are heard by turns. What a peer does not read piles up to a bound; until it reads, nothing is taken from
-it.
+The loop spends a short time slice on messages, so that handshakes and timers are not delayed. A connection with more
+messages than fit waits in a queue, and is not read meanwhile. Replies that a peer does not read are buffered up to a
+limit; beyond that, nothing is read from it until it reads again.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Any, Generic, TypeVar, cast
 
 from kvcache_server.transport.zmtp import GREETING, ROUTER, Receiver, Role, headers
 
-LINGER = 1.0  # seconds for which a closed connection waits for its peer to read
-LONG = 64 << 10  # bytes from which on a message is sent without copying it behind its header
+LINGER = 1.0  # seconds for which a closed connection waits for its peer to read the rest
+LONG = 64 << 10  # bytes; a message of that size or more is sent without being copied behind its header
 
 
 class ZmtpConnection(asyncio.Protocol):
-    """One peer of a socket of ours, which is `role`; `turns` hears it."""
+    """The connection of one peer to a socket of ours with the role `role`; `server` handles its messages."""
 
-    UNREAD = 1 << 20  # bytes that a peer leaves unread, before nothing more is taken from it
+    UNREAD = 1 << 20  # bytes that a peer may leave unread before we stop reading from it
 
-    __slots__ = ("_transport", "_turns", "cut", "paused", "receiver", "waiting")
+    __slots__ = ("_server", "_transport", "cut", "paused", "receiver", "waiting")
 
-    def __init__(self, turns: ZmtpServer[Any], role: Role = ROUTER) -> None:
+    def __init__(self, server: ZmtpServer[Any], role: Role = ROUTER) -> None:
         self.receiver = Receiver(role)
-        self.cut = False  # whether what it says is of no interest any more
-        self.paused = False  # whether what it is sent piles up
-        self.waiting = False  # whether it is in the queue of those that have more to say
-        self._turns = turns
+        self.cut = False  # whether its further messages are ignored
+        self.paused = False  # whether it leaves too much unread
+        self.waiting = False  # whether it is in the server's queue
+        self._server = server
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
         self._transport.set_write_buffer_limits(self.UNREAD)
         self._transport.write(GREETING)
-        self._turns.entered(self)
+        self._server.entered(self)
 
     def data_received(self, data: bytes) -> None:
         self.receiver.feed(data)
-        self._turns.heard(self)
+        self._server.heard(self)
 
     def pause_writing(self) -> None:
         self.paused = True
@@ -51,24 +51,24 @@ class ZmtpConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.paused = False
-        self._turns.go_on_with(self)
+        self._server.go_on_with(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._turns.left(self)
+        self._server.left(self)
 
     def listen(self, on: bool) -> None:
-        """Read what it sends, or let it wait."""
+        """Start or stop reading from the peer."""
         if self._transport is not None and not self.cut:
             (self._transport.resume_reading if on else self._transport.pause_reading)()
 
     @property
     def may_go_on(self) -> bool:
-        """Whether what it has said may be answered: it reads what it is sent."""
+        """Whether its messages may be answered: the peer reads the replies."""
         return not self.paused
 
     def send_parts(self, parts: Sequence[bytes]) -> None:
-        """Send a message of several parts, if the peer is still there."""
+        """Send a message of several parts, if the peer is still connected."""
         transport = self._transport
         if transport is None:
             return
@@ -80,63 +80,63 @@ class ZmtpConnection(asyncio.Protocol):
         transport.write(parts[-1])
 
     def send_answers(self) -> None:
-        """Send what the protocol wants to be sent."""
+        """Send the protocol's own answers, such as READY and PONG."""
         if self._transport is not None:
             self._transport.write(b"".join(self.receiver.answers))
         self.receiver.answers.clear()
 
     def close(self) -> None:
-        """Close it, once what is unsent has left, or soon; one that does not read, at once."""
+        """Close the connection once everything is sent, or after LINGER; at once if the peer does not read."""
         if self._transport is not None:
             transport = self._transport
             (transport.abort if self.paused else transport.close)()
             if transport.get_write_buffer_size():
-                self._turns.loop.call_later(LINGER, transport.abort)
+                self._server.loop.call_later(LINGER, transport.abort)
 
 
 C = TypeVar("C", bound=ZmtpConnection)
 
 
 class ZmtpServer(abc.ABC, Generic[C]):
-    """Hears connections by turns. Whoever derives from it says what a message is answered with."""
+    """Serves connections round-robin. Subclasses answer the messages."""
 
-    SECONDS = 0.01  # of messages, before doors and timers have their turn
+    SECONDS = 0.01  # of a time slice for messages
 
     def __init__(self, loop: asyncio.AbstractEventLoop, answered: Callable[[], None] = lambda: None) -> None:
-        """`answered()` follows each turn."""
+        """`answered()` is called after each time slice."""
         self.loop, self._answered = loop, answered
-        self._waiting: deque[C] = deque()  # with messages that had no time yet; each once
-        self._turn = self._until = 0.0  # the loop's time at which the turn began; when it is over
+        self._waiting: deque[C] = deque()  # connections with messages that did not fit in a slice; each once
+        self._slice = self._until = 0.0  # the loop's time at which the slice began; when it ends
 
     @abc.abstractmethod
     def entered(self, connection: C) -> None:
-        """It has connected."""
+        """The peer has connected."""
 
     @abc.abstractmethod
     def left(self, connection: C) -> None:
-        """It has gone."""
+        """The peer has disconnected."""
 
     @abc.abstractmethod
     def _take(self, connection: C, until: float) -> bool:
-        """Answer messages until that time, one at least. Returns whether there may be more."""
+        """Answer messages until `until`, at least one. Return whether there may be more."""
 
     def heard(self, connection: C) -> None:
-        """Answer what has come by it, now or when its turn comes."""
+        """Answer received messages, now or when it is the connection's turn."""
         if connection.waiting:
             return
         self._take_now(connection)
         self._answered()
 
     def _take_now(self, connection: C) -> None:
-        """Answer what it has said, or let it wait where this turn has had its time."""
-        now = self.loop.time()  # the same as long as the loop looks through what has come at one time
-        if now != self._turn:
-            self._turn, self._until = now, time.monotonic() + self.SECONDS
+        """Answer messages, or let the connection wait if the slice is used up."""
+        now = self.loop.time()  # constant during one iteration of the loop
+        if now != self._slice:
+            self._slice, self._until = now, time.monotonic() + self.SECONDS
         if self._waiting or self._take(connection, self._until):
             self._let_wait(connection)
 
     def go_on_with(self, connection: C) -> None:
-        """Go on with one that has read what it was sent."""
+        """Resume a connection whose peer has read its replies."""
         if not connection.waiting:
             self._let_wait(connection)
 
@@ -148,7 +148,7 @@ class ZmtpServer(abc.ABC, Generic[C]):
         self._waiting.append(connection)
 
     def _go_on(self) -> None:
-        """Take a message of each connection that waits, again and again, until the turn is over."""
+        """Answer one message of each waiting connection, over and over, until the slice is used up."""
         until = time.monotonic() + self.SECONDS
         try:
             while self._waiting:

@@ -1,7 +1,7 @@
-"""The daemon's sockets as files: whom the kernel lets through, and whether they still lie where they were put.
+"""The daemon's listening sockets: who may connect, at what rate, and whether their files are still in place.
 
-A socket is made for its owner alone, and only then opened to whom the configuration names: by an access control list,
-so that who is not named cannot even connect.
+A socket is created for its owner only, and then opened to the users and groups that the configuration names, by an
+access control list: nobody else can even connect.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _VERSION = struct.pack("<I", 2)
 _ENTRY = struct.Struct("<HHI")
 _OWNER, _USER, _OWNING_GROUP, _GROUP, _MASK, _OTHER = 1, 2, 4, 8, 16, 32
 _READ_WRITE = 6  # to connect is to write; ls shows both
-_NOBODY = 0xFFFFFFFF  # for entries that name no id
+_NOBODY = 0xFFFFFFFF  # in entries without an id
 
 
-MAX_ACCEPTS = 16  # connections between two looks at messages
-REFUSED_PAUSE = 0.005  # after a turn in which somebody was refused, who may come again and again
-RATE_PAUSE = 0.02  # where they come faster than they may
-ACCEPT_PAUSE = 0.5  # after the process ran out of descriptors
+MAX_ACCEPTS = 16  # connections accepted in one iteration of the loop
+REFUSED_PAUSE = 0.005  # seconds after a refused connection: its peer may retry at once
+RATE_PAUSE = 0.02  # seconds, when connections exceed the rate
+ACCEPT_PAUSE = 0.5  # seconds after the process ran out of descriptors
 BACKLOG = 1024
 _UCRED = struct.Struct("iII")
 _SO_PEERGROUPS = 59
 
 
 class Peer(NamedTuple):
-    """Who is on the other side, as the kernel says."""
+    """The process on the other side, as the kernel reports it."""
 
     pid: int
     uid: int
@@ -51,14 +51,14 @@ class Peer(NamedTuple):
 def peer_of(connection: socket.socket) -> Peer:
     pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     try:
-        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)  # Python asks for no more
-    except OSError:  # a kernel before 4.13, or more than 256 groups: then the first one alone counts
+        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)  # the most that Python asks for
+    except OSError:  # a kernel before 4.13, or more than 256 groups: then only the primary group counts
         packed = b""
     return Peer(pid, uid, frozenset((gid, *(group for (group,) in struct.iter_unpack("I", packed)))))
 
 
 class Acceptor:
-    """Accepts who connects to a listening socket, some at a time; who is not accepted yet waits in the kernel."""
+    """Accepts connections to a listening socket, a few at a time; the others wait in the kernel."""
 
     def __init__(
         self,
@@ -69,12 +69,13 @@ class Acceptor:
         count: Callable[[str], None],
         rate: Rate | None = None,
     ) -> None:
-        """Accept from now on; where there is a `rate`, so often, and one between two looks at messages.
+        """Start to accept; if `rate` is given, at that rate, and one connection per iteration of the loop.
 
-        `name` is what the log calls the socket.
-
-        `enter(connection, address)` takes one in, or closes it; it returns False where somebody had to leave for that.
-        `count(reason)` hears of connections that came to nothing: accept_failed, left.
+        Args:
+            name: of the socket, for the log.
+            enter: called with (connection, address); takes the connection in or closes it, and returns False if a
+                connection had to be refused.
+            count: called with the reason of each connection that failed: accept_failed, left.
         """
         self._loop, self._socket, self._name = loop, listener, name
         self._enter, self._count, self._rate = enter, count, rate
@@ -85,11 +86,11 @@ class Acceptor:
 
     @property
     def coming(self) -> bool:
-        """Whether somebody is accepted and not served yet."""
+        """Whether an accepted connection is not served yet."""
         return bool(self._coming)
 
     def connect(self, sock: socket.socket, protocol: Callable[[], asyncio.BaseProtocol]) -> None:
-        """Have what `protocol()` returns serve an accepted connection, soon."""
+        """Let `protocol()` serve an accepted connection, soon."""
         task = self._loop.create_task(self._connect(sock, protocol))
         self._coming.add(task)
         task.add_done_callback(self._coming.discard)
@@ -97,12 +98,12 @@ class Acceptor:
     async def _connect(self, sock: socket.socket, protocol: Callable[[], asyncio.BaseProtocol]) -> None:
         try:
             await self._loop.connect_accepted_socket(protocol, sock)
-        except OSError:  # it has gone already
+        except OSError:  # the peer has gone already
             self._count("left")
             sock.close()
 
     def close(self) -> None:
-        """Accept nobody any more. Calling it again does nothing."""
+        """Stop accepting. Calling it again does nothing."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
@@ -120,10 +121,10 @@ class Acceptor:
             except BlockingIOError:
                 break
             except OSError as error:
-                # Out of descriptors, most likely: the connection stays in the backlog, and to ask at once is to spin.
+                # Most likely out of descriptors: the connection stays in the backlog, and retrying at once would spin.
                 self._count("accept_failed")
                 if not self._failing:
-                    log.warning("%s: cannot accept for now: %s", self._name, error)
+                    log.warning("%s: cannot accept connections at the moment: %s", self._name, error)
                 self._failing = True
                 self._rest(ACCEPT_PAUSE)
                 return
@@ -143,7 +144,7 @@ class Acceptor:
 
 
 class Listener:
-    """A Unix socket of the daemon's, at a path: it accepts who connects, and knows who may."""
+    """A listening Unix socket at a path, and who may connect to it."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class Listener:
         count: Callable[[str], None],
         rate: Rate | None = None,
     ) -> None:
-        """Bind it, replacing a stale one. `enter(connection, peer)` and the others are as `Acceptor` has them.
+        """Bind it, replacing a stale one. `enter` is called with (connection, peer); the others are those of Acceptor.
 
         Raises EndpointTaken, ConfigError, NotPermitted, OSError.
         """
@@ -165,17 +166,17 @@ class Listener:
         self.connect = self._acceptor.connect
 
     def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
-        """Let these users and groups connect from now on besides our own, and nobody else. Raises OSError."""
+        """Let these users and groups connect from now on, besides our own, and nobody else. Raises OSError."""
         admit(self.place.path, uids, gids)
         self._uids = {os.geteuid(), *uids}
         self._gids = {os.stat(self.place.path).st_gid, *gids}
 
     def admits(self, peer: Peer) -> bool:
-        """Whether `peer` may: the file's modes say so to the kernel, but not every file system can hold them."""
+        """Return whether `peer` may connect. The kernel checks it, too, where there are access control lists."""
         return peer.uid in self._uids or not self._gids.isdisjoint(peer.groups)
 
     def close(self) -> None:
-        """Accept nobody any more, and remove the file. Calling it again does nothing."""
+        """Stop accepting and remove the file. Calling it again does nothing."""
         self._acceptor.close()
         self.place.remove()
 
@@ -184,7 +185,7 @@ Crowded = TypeVar("Crowded")
 
 
 def who_gives_way(crowd: Iterable[Crowded], whose: Callable[[Crowded], Hashable]) -> Crowded:
-    """Return the first one of whoever has most of them."""
+    """Return the first member of `crowd` that belongs to the owner of most members."""
     crowd = list(crowd)
     most, _ = Counter(map(whose, crowd)).most_common(1)[0]
     return next(each for each in crowd if whose(each) == most)
@@ -194,16 +195,16 @@ def _listen(path: str, endpoint: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         found = os.lstat(path)
         if not stat.S_ISSOCK(found.st_mode):
-            raise ConfigError(f"endpoint {endpoint}: {path} exists and is no socket: remove it, or choose another")
+            raise ConfigError(f"endpoint {endpoint}: {path} exists and is not a socket: remove it or choose another")
         try:
             _probe(path, endpoint)
             os.unlink(path)
         except PermissionError:
             raise NotPermitted(
-                f"endpoint {endpoint}: {path} is a socket of uid {found.st_uid}: remove it, or choose another"
+                f"endpoint {endpoint}: {path} is a socket of uid {found.st_uid}: remove it or choose another"
             ) from None
-        except (BlockingIOError, TimeoutError):  # who listens there does not accept
-            raise EndpointTaken(f"somebody serves {endpoint}: stop it, or choose another endpoint") from None
+        except (BlockingIOError, TimeoutError):  # a listener that does not accept
+            raise EndpointTaken(f"another process serves {endpoint}: stop it or choose another endpoint") from None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         with private():
@@ -219,20 +220,20 @@ def _listen(path: str, endpoint: str) -> socket.socket:
 
 
 def _probe(path: str, endpoint: str) -> None:
-    """Raise EndpointTaken where somebody listens at the socket.
+    """Raise EndpointTaken if a process listens at the socket.
 
-    The lock is ours, so nobody should be behind it; it may be another program's, or somebody may have deleted a living
-    daemon's lock.
+    We hold the endpoint's lock, so no daemon should; but the socket may be another program's, or the lock file of a
+    running daemon may have been deleted.
     """
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
         probe.settimeout(1.0)
         probe.connect(path)
-        raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint")
+        raise EndpointTaken(f"another daemon serves {endpoint}: stop it or choose another endpoint")
 
 
 @contextlib.contextmanager
 def private() -> Iterator[None]:
-    """Have what is made inside be its owner's alone."""
+    """Create files inside for their owner only."""
     umask = os.umask(0o177)
     try:
         yield
@@ -241,14 +242,14 @@ def private() -> Iterator[None]:
 
 
 def admit(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
-    """Let owner and group of the socket at `path` connect, and those users and groups.
+    """Let the owner and group of the socket at `path` connect, and these users and groups, and nobody else.
 
-    Nobody else, whoever was let in before. Where the file system has no access control lists, everybody may connect,
-    and is refused only then (`Listener.admits`); a warning says so.
+    If the file system has no access control lists, everybody can connect, and is refused only then, by
+    `Listener.admits`; a warning says so.
     """
     uids, gids = sorted(set(uids)), sorted(set(gids))
     if not uids and not gids:
-        with contextlib.suppress(OSError):  # there is none, as a rule
+        with contextlib.suppress(OSError):  # usually there is none
             os.removexattr(path, _ACL)
         os.chmod(path, 0o660)
         return
@@ -259,8 +260,8 @@ def admit(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
         os.setxattr(path, _ACL, _VERSION + b"".join(_ENTRY.pack(*entry) for entry in entries))
     except OSError as error:
         log.warning(
-            "%s takes no access control list (%s): every local user may connect, and only then be refused; to have "
-            "the kernel keep them away, name a folder on another file system, or let one group own the folder",
+            "%s does not support access control lists (%s): every local user can connect, and is refused only then; to "
+            "let the kernel refuse them, use a folder on another file system, or let one group own the folder",
             path,
             error.strerror,
         )
@@ -268,20 +269,20 @@ def admit(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
 
 
 class SocketFile:
-    """The file that a socket was bound to."""
+    """The file that a socket is bound to."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._found = os.lstat(path)
 
     def is_ours(self) -> bool:
-        """Whether the path still leads to this socket: somebody may have removed the file, or put another there."""
+        """Return whether the path still leads to this socket, and was neither removed nor replaced."""
         try:
             return os.path.samestat(self._found, os.lstat(self.path))
         except OSError:
             return False
 
     def remove(self) -> None:
-        """Remove the file, unless it is another's by now."""
+        """Remove the file, unless it was replaced."""
         if self.is_ours():
             os.unlink(self.path)

@@ -1,8 +1,8 @@
-"""ZMTP 3.0 as one of our sockets speaks it to one peer: bytes in; messages, and bytes to be sent back, out. Pure.
+"""ZMTP 3.0 between one of our sockets and one peer: bytes in; messages, and bytes to send back, out. Pure.
 
-Source: https://rfc.zeromq.org/spec/23. Our own, because libzmq bounds neither the connections of a socket nor the parts
-of a message, ends the process where descriptors run out, and costs a message two threads. Peers are greeted as version
-3.0, so that libzmq sends subscriptions as messages, as in spec/29, and not as the commands of 3.1.
+Source: https://rfc.zeromq.org/spec/23. An implementation of our own, because libzmq limits neither the connections of a
+socket nor the parts of a message, aborts the process when descriptors run out, and hands each message through two
+threads. We announce version 3.0, so that libzmq sends subscriptions as messages (spec/29), not as the commands of 3.1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
 from kvcache_proto.errors import BadFrame
 
-MAX_SKIPPED = 2 * MAX_FRAME  # up to here a sender is told that its frame is too long; beyond, it is cut off
-MAX_PARTS = 128  # likewise of a message; and commands between two messages
+MAX_SKIPPED = 2 * MAX_FRAME  # bytes; a frame that is too long but not longer than this is refused, else cut off
+MAX_PARTS = 128  # likewise for the parts of a message; also the most commands between two messages
 
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
 _GREETING_BYTES = 64
@@ -22,14 +22,14 @@ _NULL = b"NULL".ljust(20, b"\0")
 
 
 class Role(NamedTuple):
-    """What a socket of ours is, and what it takes from its peers.
+    """The type of a socket of ours, and what it accepts from its peers.
 
     Attributes:
-        kind: its type, as READY has it.
-        peers: types of sockets that may talk to it.
-        limit: bytes of the longest frame, at first.
-        skipped: up to so many bytes a longer frame is refused and left out; beyond, its sender is cut off.
-        parts: of a message, at most; a message of more is refused.
+        kind: its type, as in READY.
+        peers: socket types that may talk to it.
+        limit: bytes of the longest frame, until the receiver's own `limit` is raised.
+        skipped: bytes up to which a frame that is too long is refused and skipped; beyond, its sender is cut off.
+        parts: most parts of a message; one with more is refused.
     """
 
     kind: bytes
@@ -55,7 +55,7 @@ GREETING = b"\xff".ljust(9, b"\0") + b"\x7f\x03\x00" + _NULL + bytes(32)
 
 
 def ready(kind: bytes) -> bytes:
-    """Return what a socket of that type says when it is ready."""
+    """Return the READY command of a socket of type `kind`."""
     return _command(b"READY", _property(b"Socket-Type", kind) + _property(b"Identity", b""))
 
 
@@ -63,29 +63,29 @@ READY = ready(b"ROUTER")
 
 
 def header(size: int) -> bytes:
-    """Return what goes before a message of `size` bytes."""
+    """Return the header of a message of `size` bytes."""
     return bytes((0, size)) if size < 256 else b"\2" + size.to_bytes(8, "big")
 
 
 def headers(parts: Sequence[bytes]) -> list[bytes]:
-    """Return what goes before each part of a message."""
+    """Return the header of each part of a message."""
     last = len(parts) - 1
     before = [header(len(part)) for part in parts]
     return [bytes((each[0] | (_MORE if at < last else 0),)) + each[1:] for at, each in enumerate(before)]
 
 
 class CutOff(Exception):
-    """The peer speaks another protocol, or says more than it may: nothing that it says can be understood any more."""
+    """The peer speaks another protocol or exceeds a limit: its further bytes cannot be interpreted."""
 
 
 class Receiver:
-    """Takes in what one peer sends.
+    """Parses what one peer sends.
 
     Attributes:
-        ready: whether its messages may come.
-        routing_id: what its socket calls itself, once it is ready.
-        answers: bytes that the protocol has us send back; whoever sends them clears the list.
-        limit: bytes of its longest frame.
+        ready: whether the handshake is complete.
+        routing_id: the identity of the peer's socket, once it is ready.
+        answers: bytes to send back; the sender clears the list.
+        limit: bytes of the longest frame.
     """
 
     __slots__ = (
@@ -100,20 +100,20 @@ class Receiver:
         self.limit = role.limit
         self._role = role
         self._greeted = False
-        self._data, self._at = b"", 0  # what is to be looked at, and from where on
-        self._rest = bytearray()  # the beginning of a frame
-        self._need = 0  # bytes that it wants, before it is worth another look
-        self._skip = 0  # bytes of a frame that was refused, still to come
-        self._parts = self._commands = 0  # of the message that is coming; since the last bytes came
-        self._earlier: list[bytes] = []  # parts of a message before its last one, where there may be several
+        self._data, self._at = b"", 0  # received data, and the position of what is not parsed yet
+        self._rest = bytearray()  # an incomplete frame
+        self._need = 0  # bytes needed before it is worth parsing again
+        self._skip = 0  # bytes of a refused frame that are still to come
+        self._parts = self._commands = 0  # of the current message; since the last call of `feed`
+        self._earlier: list[bytes] = []  # parts of the current message before its last one
 
     @property
     def held(self) -> int:
-        """Bytes that wait for the rest of their frame."""
+        """Bytes of an incomplete frame."""
         return len(self._rest)
 
     def feed(self, data: bytes) -> None:
-        """Take in bytes, once `take` has returned None."""
+        """Add received bytes. Call it only after `take` has returned None."""
         self._commands = 0
         if self._rest:
             self._rest += data
@@ -123,11 +123,11 @@ class Receiver:
         self._data, self._at = data, 0
 
     def take(self) -> bytes | None:
-        """Return the next message, of several parts the last one; None where no whole one is left.
+        """Return the next message, or of several parts the last one; None if no complete one is left.
 
         Raises:
-            BadFrame: the next one is no message of ours. It is left out; go on.
-            CutOff: end the connection.
+            BadFrame: the next message is not valid and was skipped; call `take` again.
+            CutOff: close the connection.
         """
         data = self._data
         while True:
@@ -169,7 +169,7 @@ class Receiver:
         return None
 
     def take_parts(self) -> list[bytes] | None:
-        """Return the parts of the next message, None where no whole one is left. Raises as `take` does."""
+        """Return the parts of the next message, None if no complete one is left. Raises like `take`."""
         last = self.take()
         if last is None:
             return None
@@ -178,7 +178,7 @@ class Receiver:
 
     def _greet(self, greeting: bytes) -> None:
         if greeting[0] != 0xFF or not greeting[9] & 1 or greeting[10] < 3:
-            raise CutOff("no peer of ZMTP 3")
+            raise CutOff("not a ZMTP 3 peer")
         if greeting[12:32] != _NULL:
             raise CutOff("a mechanism other than NULL")
         self._greeted = True
@@ -190,7 +190,7 @@ class Receiver:
         raise BadFrame(f"frame of {size} bytes: at most {self.limit}")
 
     def _take_other(self, flags: int, body: bytes) -> bool:
-        """Take a command, or a part of a message of several. Returns whether that message is whole."""
+        """Take a command or one part of a message. Return whether a message is complete."""
         if flags & _COMMAND and not flags & _MORE:
             self._commands += 1
             if self._commands > MAX_PARTS:
@@ -211,24 +211,24 @@ class Receiver:
         if parts <= most:
             return True
         self._earlier = []
-        raise BadFrame("a message is one frame" if most == 1 else f"a message of {parts} parts: at most {most}")
+        raise BadFrame("a message must be one frame" if most == 1 else f"a message of {parts} parts: at most {most}")
 
     def _obey(self, body: bytes) -> None:
         name, data = body[1 : 1 + body[0]] if body else b"", body[1 + body[0] :] if body else b""
         if name == b"READY" and not self.ready:
             properties = _properties(data)
             if properties.get(b"socket-type") not in self._role.peers:
-                raise CutOff(f"no socket that talks to {self._role.kind.decode()}")
+                raise CutOff(f"a socket type that cannot talk to {self._role.kind.decode()}")
             self.routing_id = properties.get(b"identity", b"")
             self.ready = True
         elif name == b"PING" and self.ready:
-            self.answers.append(_command(b"PONG", data[2:18]))  # behind the time to live, its context
+            self.answers.append(_command(b"PONG", data[2:18]))  # the ping's context, which follows the time to live
         elif name in (b"READY", b"ERROR", b""):
             raise CutOff("a command out of place")
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """Return the metadata of a READY, names in small letters. Raises CutOff."""
+    """Return the metadata of a READY command, names in lower case. Raises CutOff."""
     found = {}
     at = 0
     while at < len(data):

@@ -1,4 +1,4 @@
-"""`kvcache-server dashboard`: a web page over the daemon's HTTP API, by a process of its own."""
+"""`kvcache-server dashboard`: a web page over the daemon's HTTP API, served by a process of its own."""
 
 from __future__ import annotations
 
@@ -22,27 +22,31 @@ from kvcache_server.http.dashboard.relay import Relay
 from kvcache_server.http.dashboard.units import Units
 from kvcache_server.rates import Rate
 
-SECONDS = 60.0  # of one connection: what it asks of the daemon and of systemd takes 10 each at most
+SECONDS = 60.0  # that a connection may last: the daemon and systemd take up to 10 s per request
 
 
 @click.command()
 @click.option("--api", default="http://127.0.0.1:9464", show_default=True, help="The daemon's `http` address.")
-@click.option("--listen", default="127.0.0.1:9465", show_default=True, help="Address and port of the page; loopback.")
+@click.option(
+    "--listen", default="127.0.0.1:9465", show_default=True, help="Address and port of the page, on loopback."
+)
 @click.option(
     "--token-file",
     default="",
     metavar="FILE",
-    help="Compare visitors' tokens with this file, so that engines can be managed while the daemon is away; else the "
-    "daemon is asked.",
+    help="Check visitors' tokens against this file, so that engines can be managed while the daemon is down; by "
+    "default, the daemon checks them.",
 )
-@click.option("--manage", metavar="PATTERN", help="systemd units of engines, as in 'vllm@*', to list, start and edit.")
-@click.option("--env-folder", default="/etc/vllm", show_default=True, help="Where their environment files lie.")
-@click.option("--user", "of_user", is_flag=True, help="The units are those of the user's own systemd.")
+@click.option("--manage", metavar="PATTERN", help="systemd units of engines to list, start and edit, as in 'vllm@*'.")
+@click.option("--env-folder", default="/etc/vllm", show_default=True, help="Folder of their environment files.")
+@click.option("--user", "of_user", is_flag=True, help="Manage units of the user's own systemd.")
 def command(api: str, listen: str, token_file: str, manage: str | None, env_folder: str, of_user: bool) -> None:
-    """Show the cache in a web page, live and over the last hour; with the daemon's token, act on it there."""
+    """Show the cache on a web page, live and over the last hour, with actions for those who have the daemon's token."""
     address, port = parse_address(listen)
     if not address.is_loopback:
-        raise ConfigError(f"--listen {listen}: loopback alone; from elsewhere: ssh -L 9465:127.0.0.1:{port} HOST")
+        raise ConfigError(
+            f"--listen {listen}: only loopback addresses; from elsewhere, use ssh -L 9465:127.0.0.1:{port} HOST"
+        )
     if token_file and not os.access(token_file, os.R_OK):
         raise ConfigError(f"--token-file {token_file}: cannot be read")
     folder = EnvFolder(env_folder)
@@ -67,13 +71,13 @@ async def _serve(app: web.Application, listener: socket.socket) -> None:
     )
     await runner.setup()
     assert runner.server is not None
-    entrance = connection_limiter.ConnectionLimiter(loop, listener, runner.server, SECONDS)
+    limiter = connection_limiter.ConnectionLimiter(loop, listener, runner.server, SECONDS)
     try:
         click.echo(f"dashboard at {connection_limiter.where(listener)}")
-        over = asyncio.Event()
+        stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, over.set)
-        await over.wait()
+            loop.add_signal_handler(number, stopped.set)
+        await stopped.wait()
     finally:
-        entrance.close()
+        limiter.close()
         await runner.cleanup()

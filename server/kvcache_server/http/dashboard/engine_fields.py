@@ -1,4 +1,4 @@
-"""What of an engine can be edited, where it stands in its EnvironmentFile, and what may be written there. Pure."""
+"""The fields of an engine that can be edited, where they are in its EnvironmentFile, and their valid values. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvcache_proto.errors import BadArgument
 from kvcache_server.http.dashboard import envfile
 
 CONNECTOR, TRANSFER, EXTRA = "KVCacheServerConnector", "KV_TRANSFER_CONFIG", "kv_connector_extra_config"
-# A name on the hub, or a path. It must not begin with a hyphen: it stands on a command line.
+# A name on the hub, or a path. It must not begin with a hyphen, since it is used on a command line.
 _MODEL = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_.+@:/-]{0,254}")
 
 
 class Field(NamedTuple):
-    """One thing to edit: a variable, or a key within the connector's settings."""
+    """One field: a variable, or a key in the connector's settings."""
 
     name: str
     label: str
@@ -28,7 +28,7 @@ class Field(NamedTuple):
     default: str = ""
 
     def check(self, text: str) -> str:
-        """Return `text` as it may be written. Raises BadArgument."""
+        """Return `text` in the form to be written. Raises BadArgument."""
         text = text.strip()
         if self.kind == "int":
             if not (re.fullmatch("[0-9]{1,10}", text) and self.least <= int(text) <= self.most):
@@ -39,40 +39,61 @@ class Field(NamedTuple):
                 raise BadArgument(f"{self.label} {text!r}: one of {', '.join(self.choices)}")
             return text
         if not _MODEL.fullmatch(text) or ".." in text.split("/") or "//" in text:
-            raise BadArgument(f"{self.label} {text!r}: a name as in Qwen/Qwen3-8B, or an absolute path")
+            raise BadArgument(f"{self.label} {text!r}: a name as in Qwen/Qwen3-8B, or an absolute path expected")
         return text
 
 
 VARIABLES = (
     Field("MODEL", "Model", "A name on the hub, or an absolute path.", "text"),
-    Field("MAX_MODEL_LEN", "Context length", "Tokens, prompt and answer together.", "int", 1, 100_000_000),
+    Field("MAX_MODEL_LEN", "Context length", "Tokens of prompt and answer together.", "int", 1, 100_000_000),
 )
-# The connector's own settings; empty leaves a key out, and its default holds.
+# The connector's own settings; an empty value removes the key, so that its default applies.
 CACHE = (
     Field(
-        *("block_size", "Block size", "Tokens a cached block: a multiple of the engine's own.", "int", 1, 65536),
+        *("block_size", "Block size", "Tokens per cached block: a multiple of the engine's own.", "int", 1, 65536),
         default="128 or so",
     ),
     Field(
-        *("num_cpu_blocks", "Most cached blocks", "That this engine may store; 0 is no bound.", "int", 0, 1 << 31),
+        *(
+            "num_cpu_blocks",
+            "Most cached blocks",
+            "That this engine may store; 0 means no limit.",
+            "int",
+            0,
+            1 << 31,
+        ),
         default="0",
     ),
-    Field("deadline_ms", "Deadline (ms)", "Milliseconds that a lookup may take.", "int", 1, 10_000, default="50"),
-    Field("save", "Save", "All full blocks, or the prompt's.", "choice", choices=("all", "prompt"), default="all"),
+    Field("deadline_ms", "Deadline (ms)", "Most milliseconds that a lookup may take.", "int", 1, 10_000, default="50"),
     Field(
-        *("verify", "Verify", "Blocks whose checksum is compared after a load.", "choice"),
+        "save",
+        "Save",
+        "All full blocks, or only those of prompts.",
+        "choice",
+        choices=("all", "prompt"),
+        default="all",
+    ),
+    Field(
+        *("verify", "Verify", "Which blocks are checked against their checksum after a load.", "choice"),
         choices=("off", "sample", "all"),
         default="off",
     ),
     Field(
-        *("canary_every", "Canary", "One hit in so many is computed all the same; 0 is none.", "int", 0, 1 << 31),
+        *(
+            "canary_every",
+            "Canary",
+            "One hit in this many is computed and compared; 0: none.",
+            "int",
+            0,
+            1 << 31,
+        ),
         default="10000",
     ),
 )
 
 
 def read(text: str) -> list[dict[str, Any]]:
-    """Return the fields that this file can have, with their values. Raises BadArgument for a file that is not plain."""
+    """Return the fields that apply to this file, with their values. Raises BadArgument for a file that is ambiguous."""
     found = {each.key: each.value for each in envfile.parse(text)}
     fields = [field._asdict() | {"value": found[field.name]} for field in VARIABLES if field.name in found]
     extra = _extra(found)
@@ -82,7 +103,7 @@ def read(text: str) -> list[dict[str, Any]]:
 
 
 def change(text: str, values: Mapping[str, str]) -> str:
-    """Return `text` with these values of fields. Raises BadArgument, naming the field, and then nothing is changed."""
+    """Return `text` with these values of fields. Raises BadArgument, naming the field."""
     found = {each.key: each.value for each in envfile.parse(text)}
     written: dict[str, str] = {}
     left = dict(values)
@@ -97,13 +118,13 @@ def change(text: str, values: Mapping[str, str]) -> str:
         if field.name in left and extra is not None:
             value = left.pop(field.name).strip()
             if value == _text(extra.get(field.name)):
-                continue  # also one that these bounds would not let in: it was there
+                continue  # an unchanged value is kept even if it is out of these bounds
             if not value:
                 extra.pop(field.name, None)
             else:
                 extra[field.name] = int(field.check(value)) if field.kind == "int" else field.check(value)
     if left:
-        raise BadArgument(f"{', '.join(sorted(left))}: nothing that can be edited here")
+        raise BadArgument(f"{', '.join(sorted(left))}: not an editable field")
     if extra is not None and extra != _extra(found):
         written[TRANSFER] = json.dumps(config | {EXTRA: extra})
     return envfile.edit(text, written) if written else text
@@ -118,7 +139,7 @@ def _config(found: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _extra(found: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the connector's settings; None where the engine has another connector, or none that can be read."""
+    """Return the connector's settings; None if the engine has another connector, or none that can be parsed."""
     config = _config(found)
     if config.get("kv_connector") != CONNECTOR:
         return None

@@ -1,4 +1,4 @@
-"""The folder of engines' environment files: read and replaced there alone, whole or not at all."""
+"""The folder of engines' environment files, which are read and atomically replaced only there."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ BACKUP = ".before"  # what the last change replaced
 
 
 class Changed(KVCacheError):
-    """The file is not what it was when somebody looked at it."""
+    """The file has changed since it was read."""
 
     code = "changed"
 
 
 class EnvFolder:
-    """A folder, by its name; links in it are not followed, and what is no regular file is refused."""
+    """A folder. Links in it are not followed, and only regular files are accepted."""
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError where that is no absolute path."""
+        """Raises ConfigError unless `path` is absolute."""
         if not os.path.isabs(path):
-            raise ConfigError(f"--env-folder {path}: an absolute path")
+            raise ConfigError(f"--env-folder {path}: an absolute path expected")
         self.path = Path(path)
-        self._changing = threading.Lock()  # of two at once, the second finds what the first wrote
+        self._changing = threading.Lock()  # of two concurrent changes, the second sees the first
 
     def names(self) -> list[str]:
-        """Return the names of engines that have a file here."""
+        """Return the names of the engines that have a file."""
         try:
             return sorted(path.name.removesuffix(".env") for path in self.path.glob("[!.]*.env"))
         except OSError:
             return []
 
     def name_of(self, path: str) -> str:
-        """Return the name in this folder that `path` means, "" where it lies elsewhere."""
+        """Return the file name of `path` if it lies in this folder, else ""."""
         folder, _, name = path.rpartition("/")
         return name if folder == str(self.path) and name else ""
 
     def read(self, name: str) -> tuple[str, str]:
-        """Return text and version of that file. Raises BadArgument, NotPermitted."""
+        """Return the text and the version of a file. Raises BadArgument, NotPermitted."""
         with _plainly(self.path / name), self._open() as folder:
             text, _ = _read(folder, name)
         return text, _version(text)
 
     def change(self, name: str, version: str, values: dict[str, str]) -> str:
-        """Write these values of fields, and keep a backup; return the new version.
+        """Write these values of fields, keep a backup, and return the new version.
 
-        Raises Changed where the file has another version by now, BadArgument, NotPermitted: then it is as it was.
+        Raises Changed if the file has another version by now, BadArgument or NotPermitted; the file is then unchanged.
         """
         with _plainly(self.path / name), self._changing, self._open() as folder:
             before, found = _read(folder, name)
             if _version(before) != version:
-                raise Changed(f"{self.path / name} has changed meanwhile: look at it again")
+                raise Changed(f"{self.path / name} has changed in the meantime: reload it")
             after = engine_fields.change(before, values)
             if after != before:
                 _replace(folder, name + BACKUP, before, found)
@@ -96,12 +96,12 @@ def _read(folder: int, name: str) -> tuple[str, os.stat_result]:
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size > MOST:
-            raise BadArgument(f"{name}: no file of at most {MOST} bytes")
+            raise BadArgument(f"{name}: not a regular file of at most {MOST} bytes")
         return file.read(MOST).decode(), found
 
 
 def _replace(folder: int, name: str, text: str, like: os.stat_result) -> None:
-    """Put a file of `text` at `name`, with the owner and mode of `like`, at once."""
+    """Atomically replace the file `name` with `text`; it gets the owner and mode of `like`."""
     new = f".{name}.{secrets.token_hex(8)}"
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:

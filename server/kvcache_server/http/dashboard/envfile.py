@@ -1,4 +1,4 @@
-"""systemd's EnvironmentFile, read as systemd reads it, and edited so that all else stays byte for byte. Pure."""
+"""systemd's EnvironmentFile, parsed as systemd does, and edited such that everything else stays unchanged. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ESCAPED_IN_DOUBLE = '"\\`$'
 
 
 class Assignment(NamedTuple):
-    """One `KEY=value`, and where it stands in the text: from its first letter up to the end of the line."""
+    """One `KEY=value` and its position in the text, from its first letter to the end of the line."""
 
     key: str
     value: str
@@ -21,9 +21,9 @@ class Assignment(NamedTuple):
 
 
 def parse(text: str) -> list[Assignment]:
-    """Return all assignments; the last one of a key counts.
+    """Return all assignments; of several with the same key, the last one counts.
 
-    Raises BadArgument for a comment that ends in a backslash: versions of systemd differ in what comes next.
+    Raises BadArgument for a comment that ends in a backslash: versions of systemd disagree on the next line.
     """
     found, at = [], 0
     while at < len(text):
@@ -33,12 +33,14 @@ def parse(text: str) -> list[Assignment]:
             end = _line_end(text, at)
             if text[at:end].endswith("\\"):
                 line = text.count("\n", 0, at) + 1
-                raise BadArgument(f"line {line}: a comment that ends in a backslash, which systemds read apart")
+                raise BadArgument(
+                    f"line {line}: a comment ends in a backslash, which versions of systemd read differently"
+                )
             at = end
         else:
             equals, end = text.find("=", at + 1), _line_end(text, at)
             if equals < 0 or equals > end:
-                at = end  # no assignment: systemd passes over it, too
+                at = end  # not an assignment: systemd ignores it, too
                 continue
             value, end = _value(text, equals + 1)
             found.append(Assignment(text[at:equals].rstrip(), value, at, end))
@@ -51,8 +53,8 @@ def _line_end(text: str, at: int) -> int:
 
 
 def _value(text: str, at: int) -> tuple[str, int]:
-    """Return the value that begins at `at`, and where its line ends."""
-    value, kept, quote, bare = "", 0, "", False  # `kept`: up to there, white space is not the line's end
+    """Return the value that begins at `at`, and the position of the end of its line."""
+    value, kept, quote, bare = "", 0, "", False  # `kept`: length of the value without trailing white space
     while at < len(text):
         letter = text[at]
         following = text[at + 1 : at + 2]
@@ -83,9 +85,9 @@ def _value(text: str, at: int) -> tuple[str, int]:
 
 
 def write(value: str) -> str:
-    """Return what systemd reads as `value`. Raises BadArgument for a value that has no place on one line."""
+    """Return `value` quoted for systemd. Raises BadArgument for a value that does not fit on one line."""
     if not value.isprintable():
-        raise BadArgument(f"{value!r}: printable characters, on one line")
+        raise BadArgument(f"{value!r}: only printable characters, on one line")
     if value == value.strip() and "\\" not in value and not value.startswith(("'", '"')):
         return value
     if "'" not in value:
@@ -94,7 +96,7 @@ def write(value: str) -> str:
 
 
 def edit(text: str, values: Mapping[str, str]) -> str:
-    """Return `text` with these values, each in place of the last one of its key. Raises BadArgument."""
+    """Return `text` with these values, each replacing the last assignment of its key. Raises BadArgument."""
     last = {each.key: each for each in parse(text)}
     missing = values.keys() - last.keys()
     if missing:
@@ -102,5 +104,7 @@ def edit(text: str, values: Mapping[str, str]) -> str:
     for found in sorted((last[key] for key in values), key=lambda each: -each.start):
         text = f"{text[: found.start]}{found.key}={write(values[found.key])}{text[found.end :]}"
     after = {each.key: each.value for each in parse(text)}
-    assert after == {key: each.value for key, each in last.items()} | dict(values), "an edit that reads back otherwise"
+    assert after == {key: each.value for key, each in last.items()} | dict(values), (
+        "the edited file does not parse as intended"
+    )
     return text

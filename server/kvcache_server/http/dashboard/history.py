@@ -1,4 +1,4 @@
-"""What has happened lately: a bounded ring of what lies between two reports of the daemon. Pure."""
+"""The recent past: a bounded list of the differences between consecutive reports of the daemon. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import deque
 from typing import Any, NamedTuple
 
 SECONDS = 3600  # of history
-EVERY = 2.0  # seconds between two looks
+EVERY = 2.0  # seconds between two reports
 
 
 class Point(NamedTuple):
-    """What happened in the `seconds` before `at` (seconds since 1970), and what was used then.
+    """What happened in the `seconds` before `at` (seconds since 1970), and how much memory was used then.
 
-    `loaded_bytes` are what ranks have copied, as far as they have told.
+    `loaded_bytes` is what ranks have copied, as far as they have reported it.
     """
 
     at: float
@@ -27,7 +27,7 @@ class Point(NamedTuple):
 
 
 class History:
-    """The points of the last hour; each has a number, and the next one's is one more."""
+    """The points of the last hour, which are numbered consecutively."""
 
     def __init__(self, most: int = round(SECONDS / EVERY)) -> None:
         self._points: deque[Point] = deque(maxlen=most)
@@ -35,9 +35,9 @@ class History:
         self._last: tuple[float, dict[str, Any]] | None = None
 
     def add(self, at: float, report: dict[str, Any]) -> None:
-        """Take a report that came at `at`. The first one of a daemon makes no point: there is nothing before it."""
+        """Add a report received at `at`. The first one of a daemon makes no point: there is nothing to compare with."""
         before, self._last = self._last, (at, report)
-        if before is None or at <= before[0] or _life(before[1]) != _life(report):
+        if before is None or at <= before[0] or _process(before[1]) != _process(report):
             return
         counters, earlier = report["counters"], before[1]["counters"]
 
@@ -61,7 +61,7 @@ class History:
         self._made += 1
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return the points from `number` on that are still here, and the number that comes next."""
+        """Return the points from `number` on, as far as they are kept, and the number of the next one."""
         first = self._made - len(self._points)
         if not first <= number <= self._made:
             number = first
@@ -69,8 +69,8 @@ class History:
         return {"fields": Point._fields, "points": points, "next": self._made}
 
 
-def _life(report: dict[str, Any]) -> tuple[Any, ...]:
-    """Counters begin anew with the process."""
+def _process(report: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what identifies the daemon's process: counters restart from 0 with it."""
     return report["daemon"]["pid"], report["life"], report["pool"]["region_id"]
 
 

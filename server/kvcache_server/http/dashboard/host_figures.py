@@ -9,21 +9,21 @@ from kvcache_proto.errors import ConfigError
 
 
 class HostFigures:
-    """Looks at this host. `figures` may block for some milliseconds: call it in a thread, one at a time."""
+    """Reads this host's figures. `figures` may block for some milliseconds: call it in a thread, one call at a time."""
 
     def __init__(self) -> None:
-        """Raises ConfigError where psutil is not installed."""
+        """Raises ConfigError if psutil is not installed."""
         try:
             import psutil
         except ImportError:
-            raise ConfigError("the dashboard wants psutil: pip install 'kvcache-server[dashboard]'") from None
+            raise ConfigError("the dashboard needs psutil: pip install 'kvcache-server[dashboard]'") from None
         self._psutil = psutil
         self._devices: list[tuple[str, Any]] | None = None
         self._why_none = ""
-        psutil.cpu_percent()  # the next call tells what lies between
+        psutil.cpu_percent()  # the next call reports the time since this one
 
     def figures(self, region: str) -> dict[str, Any]:
-        """Return what is used and what there is, in bytes; `region` is the path of the daemon's, "" where unknown."""
+        """Return used and total amounts, in bytes. `region` is the path of the daemon's region, "" if unknown."""
         memory, swap = self._psutil.virtual_memory(), self._psutil.swap_memory()
         return {
             "cpu": {
@@ -43,7 +43,7 @@ class HostFigures:
         for name, path in (("region", os.path.dirname(region)), ("root", "/")):
             try:
                 usage = self._psutil.disk_usage(path) if path else None
-            except OSError:  # the daemon sees another mount than we do
+            except OSError:  # the daemon may have other mounts than this process
                 usage = None
             if usage is not None:
                 found.append({"name": name, "path": path, "used": usage.used, "total": usage.total})
@@ -66,7 +66,7 @@ class HostFigures:
         return {"devices": found, "no_devices": ""}
 
     def _find(self) -> list[tuple[str, Any]]:
-        """Ask NVIDIA's driver once: a host does not gain one while it runs."""
+        """Find NVIDIA devices. This is done once: a running host does not gain any."""
         try:
             import pynvml
         except ImportError:

@@ -1,4 +1,4 @@
-"""The daemon's HTTP API, as the dashboard asks it."""
+"""The dashboard's client of the daemon's HTTP API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Space(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """What the dashboard itself reads of a report; the page reads more, and shows a dash where there is none."""
+    """The part of a report that the dashboard itself reads; the page reads more, as far as it is there."""
 
     daemon: _Daemon
     life: int
@@ -45,10 +45,10 @@ class _Report(msgspec.Struct):
 
 
 class Relay:
-    """Asks one daemon. Between `open` and `close`, within one loop."""
+    """A client of one daemon, to be used between `open` and `close`, in one loop."""
 
     def __init__(self, api: str) -> None:
-        """Raises ConfigError where `api` is no URL, or one to which a token must not be sent in the clear."""
+        """Raises ConfigError if `api` is not a URL, or one to which the token would be sent unencrypted."""
         self.api = api.rstrip("/")
         try:
             parts = urlsplit(self.api)
@@ -63,9 +63,9 @@ class Relay:
             or parts.username
             or port == 0
         ):
-            raise ConfigError(f"--api {api}: a URL, as in http://127.0.0.1:9464")
+            raise ConfigError(f"--api {api}: a URL expected, as in http://127.0.0.1:9464")
         if parts.scheme == "http" and not _is_loopback(host):
-            raise ConfigError(f"--api {api}: the token would travel in the clear: loopback, or https")
+            raise ConfigError(f"--api {api}: the token would be sent unencrypted: use loopback or https")
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -79,16 +79,16 @@ class Relay:
         """Return all figures. Raises Unavailable."""
         code, body = await self._ask("GET", "/api/v1/status", b"", {})
         if code != 200:
-            raise Unavailable(f"it answers {code} to /api/v1/status")
+            raise Unavailable(f"it answers /api/v1/status with {code}")
         try:
             found = msgspec.json.decode(body, type=dict[str, Any])
             msgspec.convert(found, _Report)
-        except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets without end
-            raise Unavailable(f"what answers is no kvcache-server, or another version's: {error}") from None
+        except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets nested without end
+            raise Unavailable(f"not the answer of a kvcache-server of this version: {error}") from None
         return found
 
     async def post(self, path: str, body: bytes, authorization: str) -> tuple[int, bytes]:
-        """Have it do something in the name of who has that authorization. Raises Unavailable."""
+        """Forward an action with the visitor's `Authorization` header; return status and body. Raises Unavailable."""
         return await self._ask("POST", path, body, {"Authorization": authorization} if authorization else {})
 
     async def _ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
@@ -102,7 +102,7 @@ class Relay:
                     answer += await response.content.read(MOST - len(answer))
                 return response.status, answer
         except asyncio.TimeoutError:
-            raise Unavailable(f"no answer within {SECONDS:.0f} s from {self.api}") from None
+            raise Unavailable(f"{self.api} did not answer within {SECONDS:.0f} s") from None
         except (aiohttp.ClientError, OSError) as error:
             why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
             raise Unavailable(f"{self.api}: {why}") from None

@@ -1,4 +1,4 @@
-"""Engines as systemd units: those of one pattern, asked about and started by `systemctl`, and nothing else."""
+"""Engines as systemd units: `systemctl` lists, starts and stops those that match one pattern, and no others."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvcache_server.http.dashboard.env_folder import EnvFolder
 
 VERBS = ("start", "stop", "restart")
 SUFFIX = ".service"
-SECONDS = 10.0  # for systemctl to answer: jobs are queued, not waited for
+SECONDS = 10.0  # for systemctl to answer: it queues jobs and does not wait for them
 MOST = 200  # units
-# Letters of a unit's name, and a literal beginning, so that a pattern cannot be everything.
+# Characters of a unit's name, with a literal beginning, so that no pattern matches everything.
 _PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_.@-]*[A-Za-z0-9:_.@*?-]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_.@\\-]{0,200}\.service")
 _SHOWN = (
@@ -26,13 +26,13 @@ _SHOWN = (
 
 
 class NoSystemd(ServerError):
-    """systemctl is missing, or does not answer."""
+    """systemctl is missing or does not answer."""
 
     code = "no_systemd"
 
 
 class Unit(NamedTuple):
-    """An engine; `since` is in seconds since 1970, 0 where it never ran. `file` is its environment's in the folder."""
+    """An engine. `since` is in seconds since 1970, 0 if it never ran; `file` is its environment file in the folder."""
 
     name: str
     description: str
@@ -51,9 +51,9 @@ class Units:
     """The units whose names match one pattern."""
 
     def __init__(self, pattern: str, folder: EnvFolder, of_user: bool) -> None:
-        """Raises ConfigError for a pattern that is no unit's, or every unit's."""
+        """Raises ConfigError for a pattern that is not one of unit names, or matches every unit."""
         if not _PATTERN.fullmatch(pattern):
-            raise ConfigError(f"--manage {pattern!r}: a pattern that begins with letters of its units, as in 'vllm@*'")
+            raise ConfigError(f"--manage {pattern!r}: a pattern with a literal beginning expected, as in 'vllm@*'")
         self.pattern = pattern if pattern.endswith(SUFFIX) else pattern + SUFFIX
         self._folder = folder
         self._command = ["systemctl", *(["--user"] if of_user else []), "--no-pager", "--no-ask-password"]
@@ -62,9 +62,9 @@ class Units:
         return bool(_NAME.fullmatch(name)) and fnmatch.fnmatchcase(name, self.pattern)
 
     async def all(self) -> list[Unit]:
-        """Return all that systemd has loaded, and those of a template that have a file in the folder.
+        """Return the units that systemd has loaded, and instances of a template that have a file in the folder.
 
-        Raises NoSystemd where systemd does not answer.
+        Raises NoSystemd if systemd does not answer.
         """
         listed = await self._ask("list-units", "--all", "--full", "--plain", "--no-legend", "--", self.pattern)
         names = {line.split(maxsplit=1)[0] for line in listed.splitlines() if line.strip()}
@@ -79,24 +79,24 @@ class Units:
         return [unit for unit in units if self.matches(unit.name)]
 
     async def get(self, name: str) -> Unit:
-        """Return that unit. Raises ClientError where it is none of ours."""
+        """Return the unit `name`. Raises ClientError if it does not match the pattern or does not exist."""
         found = [unit for unit in await self.all() if unit.name == name] if self.matches(name) else []
         if not found:
-            raise ClientError(f"{name!r}: no unit of {self.pattern}")
+            raise ClientError(f"{name!r}: no unit of that name matches {self.pattern}")
         return found[0]
 
     async def order(self, name: str, verb: str) -> None:
-        """Queue that job: one of VERBS. Raises ClientError where the unit is none of ours, or systemd refuses."""
+        """Queue a job; `verb` is one of VERBS. Raises ClientError as `get` does, NoSystemd if systemd refuses."""
         if verb not in VERBS:
             raise ClientError(f"{verb!r}: one of {', '.join(VERBS)}")
         unit = await self.get(name)
         await self._ask(verb, "--no-block", "--", unit.name)
 
     async def _ask(self, *arguments: str) -> str:
-        """Return what systemctl prints. There is no shell, and every argument is ours or a checked name."""
+        """Return what systemctl prints. No shell is involved, and every argument is a constant or a checked name."""
         command = shutil.which(self._command[0])
         if command is None:
-            raise NoSystemd("there is no systemctl here: engines are managed on a host with systemd")
+            raise NoSystemd("systemctl not found: engines can only be managed on a host with systemd")
         process = await asyncio.create_subprocess_exec(
             *(command, *self._command[1:], *arguments),
             stdin=asyncio.subprocess.DEVNULL,
@@ -121,7 +121,7 @@ class Units:
         for line in block.splitlines():
             key, _, value = line.partition("=")
             found[key] = value
-            if key == "EnvironmentFiles":  # once for each file: "/etc/vllm/a.env (ignore_errors=no)"
+            if key == "EnvironmentFiles":  # one line per file: "/etc/vllm/a.env (ignore_errors=no)"
                 files += [self._folder.name_of(part.split(" (", 1)[0].strip()) for part in value.split(") ")]
         active = found.get("ActiveState", "")
         stamp = "ActiveEnter" if active == "active" else "InactiveEnter"
@@ -141,7 +141,7 @@ class Units:
 
 
 def _number(text: str) -> int:
-    """Return the number that systemctl prints, 0 for "[not set]" and for the largest one, which means the same."""
+    """Return the number that systemctl prints; 0 for "[not set]" and for the largest number, which means the same."""
     return int(text) if text.isascii() and text.isdigit() and int(text) < 1 << 63 else 0
 
 
