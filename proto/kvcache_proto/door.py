@@ -65,7 +65,7 @@ def missing(received: bytes | bytearray) -> int:
         return LENGTH.size - len(received)
     (size,) = LENGTH.unpack_from(received)
     if not 0 < size <= MAX_DOOR_FRAME:
-        raise BadFrame(f"door frame of {size} bytes: 1 to {MAX_DOOR_FRAME}")
+        raise BadFrame(f"door frame of {size} bytes: at least 1, at most {MAX_DOOR_FRAME}")
     return LENGTH.size + int(size) - len(received)
 
 

@@ -332,7 +332,8 @@ def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"{source}: unknown setting {key!r}{_close(key, known)}")
+            similar = _similar(key.lower().replace("-", "_"), known) or f"; there are: {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown setting {key!r}{similar}")
         try:
             if known[key].is_size:
                 checked[key] = parse_size(value)
@@ -345,10 +346,9 @@ def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return checked
 
 
-def _close(key: str, known: Iterable[str]) -> str:
-    names = list(known)
-    match = difflib.get_close_matches(key.lower().replace("-", "_"), names, n=1)
-    return f"; did you mean {match[0]!r}?" if match else f"; there are: {', '.join(names)}"
+def _similar(key: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(key, list(known), n=1)
+    return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def read_file(path: str) -> bytes:
@@ -388,11 +388,6 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:
         if not value:  # compose files pass unset variables as empty ones
             continue
         if key not in names:
-            raise ConfigError(f"environment: unknown setting {key!r}{_close_env(key, names)}")
+            raise ConfigError(f"environment: unknown setting {key!r}{_similar(key, names)}")
         values[names[key]] = value
     return values
-
-
-def _close_env(key: str, names: Iterable[str]) -> str:
-    match = difflib.get_close_matches(key, list(names), n=1)
-    return f"; did you mean {match[0]!r}?" if match else ""

@@ -194,7 +194,7 @@ def test_it_goes_on_looking_where_another_program_answers(start_dashboard: Any, 
         wait(lambda: len(asked) > 2, "another look")
         found = ask(url, "GET", "/data")[1]
         server.shutdown()
-    assert found["status"] is None and "what answers is no kvcache-server" in found["away"]["why"]
+    assert found["status"] is None and "not the answer of a kvcache-server" in found["away"]["why"]
     assert found["host"]["memory"]["total"] > 0
 
 

@@ -165,19 +165,19 @@ def test_actions_want_the_right_token_and_a_confirmation(scene: Scene, start_das
     cleared = {space["model"]: space["blocks"] for space in scene.status()["namespaces"]}
     assert cleared[ODD] == 0 < cleared["Qwen/Qwen3-8B"]
 
-    page.get_by_role("button", name="Make smaller…").click()
+    page.get_by_role("button", name="Shrink…").click()
     page.get_by_label("New size").fill("lots")
-    page.get_by_role("button", name="Make smaller", exact=True).click()
-    page.get_by_text("A size, as in 12GiB or 512MiB.").wait_for()
+    page.get_by_role("button", name="Shrink", exact=True).click()
+    page.get_by_text("Enter a size, as in 12GiB or 512MiB.").wait_for()
     page.get_by_label("New size").fill("9MiB")
-    page.get_by_role("button", name="Make smaller", exact=True).click()
+    page.get_by_role("button", name="Shrink", exact=True).click()
     page.get_by_text("The pool shrinks to 8.0 MiB.").wait_for()
     wait(lambda: scene.status()["pool"]["bytes"] == 8 * MIB, "the smaller pool")
     wait(lambda: page.locator("#tile-used-more").inner_text().endswith("of 8.0 MiB"), "the smaller pool on the page")
 
     page.locator("#level").select_option("debug")
     page.get_by_role("button", name="Change", exact=True).click()
-    page.get_by_text("The log begins at debug, instead of info.").wait_for()
+    page.get_by_text("The log level is now debug, was info.").wait_for()
     assert scene.status()["daemon"]["log_level"] == "debug"
     wait(lambda: page.locator("#level").input_value() == "debug", "the level on the page")
 
@@ -185,7 +185,7 @@ def test_actions_want_the_right_token_and_a_confirmation(scene: Scene, start_das
     page.get_by_role("button", name="Clear", exact=True).click()
     wait(lambda: scene.status()["pool"]["blocks"] == 0, "the clearing")
     page.get_by_role("button", name="Forget token").click()
-    page.get_by_role("button", name="Give token").wait_for()
+    page.get_by_role("button", name="Enter token").wait_for()
     assert "localStorage" not in "".join(
         page.evaluate("[...Object.keys(localStorage), ...Object.keys(sessionStorage)]")
     )
@@ -205,7 +205,7 @@ def test_a_daemon_that_goes_and_comes_back_with_a_session_to_fence_off(
         daemon.kill()
         page.get_by_text("daemon away").wait_for()
         banner = page.locator("#banner").inner_text()
-        assert banner.startswith("The daemon has not answered since") and "What is shown is from" in banner
+        assert banner.startswith("The daemon has not answered since") and "The page shows data from" in banner
         assert "Connection refused" in banner
         assert "stuck" in page.locator("#sessions").inner_text(), "the last values stay"
         assert page.get_by_role("button", name="Clear all…").is_disabled()
@@ -281,7 +281,7 @@ def test_engines_are_listed_ordered_and_edited(
     open_page.expected += ["status of 400", "status of 409", "status of 503"]
     flags = ("--api", scene.api, "--manage", "vllm@*", "--env-folder", str(tmp_path / "vllm"))
     page = loaded(open_page(start_dashboard(*flags, path=f"{systemctl}:/usr/bin:/bin").url))
-    page.get_by_text("Engines are shown to who has the token.").wait_for()
+    page.get_by_text("Engines are shown once you have entered the token.").wait_for()
     give_token(page, scene.token)
     page.locator(".engine").first.wait_for()
     assert texts(page, ".engine .name") == ["vllm@llama.service", "vllm@locked.service", "vllm@qwen.service"]
@@ -343,7 +343,7 @@ def test_engines_are_listed_ordered_and_edited(
     qwen.get_by_role("button", name="Save…").click()
     file.write_text(ENV)
     page.locator("#dialog-yes").click()
-    page.get_by_text("has changed meanwhile").wait_for()
+    page.get_by_text("has changed in the meantime").wait_for()
     assert file.read_text() == ENV
 
 
@@ -353,7 +353,7 @@ def test_without_systemd_it_says_so(scene: Scene, start_dashboard: Any, open_pag
         open_page(start_dashboard("--api", scene.api, "--manage", "vllm@*", path=str(tmp_path / "empty")).url)
     )
     give_token(page, scene.token)
-    page.get_by_text("there is no systemctl here").wait_for()
+    page.get_by_text("systemctl not found").wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -369,7 +369,7 @@ def test_nothing_scrolls_sideways_on_a_small_phone(
         .filter((each) => each.getBoundingClientRect().right > 360.5 && each.offsetParent !== null)
         .map((each) => each.id || each.className || each.tagName)]"""
     assert page.evaluate(wide) == [360]
-    page.get_by_role("button", name="Make smaller…").tap()
+    page.get_by_role("button", name="Shrink…").tap()
     page.get_by_label("New size").wait_for()
     assert page.evaluate(wide) == [360]
     backs = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")

@@ -135,8 +135,8 @@ def test_for_a_user(tmp_path: Path, program: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "told"),
     [
-        (["--instance", "a/b"], 2, "instance 'a/b': letters"),
-        (["--instance", "kvcache"], 2, "and not kvcache"),
+        (["--instance", "a/b"], 2, "instance 'a/b': at most 32 letters"),
+        (["--instance", "kvcache"], 2, "and not `kvcache`"),
         (["--user", "--instance", "a"], 2, "--user excludes"),
         (["--size", "many"], 2, "size 'many': a number of bytes"),
         (["--size", "0"], 2, "size 0: at least 1 byte"),

@@ -330,7 +330,7 @@ def test_a_daemon_that_is_gone_or_stands_still(daemon: Any) -> None:
     [
         ({"KVCACHE_SIZE": "900TiB"}, "choose a smaller size"),
         ({"KVCACHE_SIZE": "1KiB"}, "at least"),
-        ({"KVCACHE_REGION_DIR": "/nowhere"}, "no such folder; name another with --region-dir"),
+        ({"KVCACHE_REGION_DIR": "/nowhere"}, "no such folder; choose another --region-dir"),
     ],
 )
 def test_where_no_daemon_is_its_region_must_fit(short_folder: Path, environ: dict[str, str], told: str) -> None:

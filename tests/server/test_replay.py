@@ -262,11 +262,11 @@ def test_a_file_without_requests_is_refused(tmp_path: Path, content: bytes) -> N
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--capacity", "10GiB"], "what does a block take"),
+        (["--capacity", "10GiB"], "give the size of a block"),
         (["--capacity", "0x"], "a factor above 0"),
         (["--capacity", "ax"], "a factor above 0"),
-        (["--capacity", ","], "sizes, or factors"),
-        (["--capacity", "64MiB", "--block-bytes", "16MiB"], "too few for 8 private caches"),
+        (["--capacity", ","], "sizes or factors"),
+        (["--capacity", "64MiB", "--block-bytes", "16MiB"], "not enough for 8 private caches"),
     ],
 )
 def test_capacities_that_make_no_sense_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:

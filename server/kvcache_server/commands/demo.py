@@ -19,6 +19,7 @@ import click
 
 from kvcache_server import signals
 from kvcache_server.admin_client import AdminClient
+from kvcache_server.commands import describe
 from kvcache_server.commands.daemon_process import Failed, finish, running_daemon, tail
 from kvcache_server.config import format_size, parse_size
 
@@ -253,22 +254,20 @@ def table(rows: list[Row]) -> str:
         *("engine", "prompt tokens", "cold", "second pass", "other engine's first pass"),
         *("hits", "tokens equal", "speed-up"),
     )
-    lines = [head]
-    for row in rows:
-        lines.append(
-            (
-                row.engine,
-                f"{len(row.prompts)} x {len(row.prompts[0]):,}",
-                f"{row.cold.seconds:.2f} s",
-                f"{row.again.seconds:.2f} s",
-                f"{row.elsewhere.seconds:.2f} s ({row.other})",
-                f"{row.hits} of {row.expected} blocks",
-                "yes" if row.equal else "NO",
-                f"{row.cold.seconds / row.again.seconds:.1f}x, {row.cold.seconds / row.elsewhere.seconds:.1f}x",
-            )
+    cells = [
+        (
+            row.engine,
+            f"{len(row.prompts)} x {len(row.prompts[0]):,}",
+            f"{row.cold.seconds:.2f} s",
+            f"{row.again.seconds:.2f} s",
+            f"{row.elsewhere.seconds:.2f} s ({row.other})",
+            f"{row.hits} of {row.expected} blocks",
+            "yes" if row.equal else "NO",
+            f"{row.cold.seconds / row.again.seconds:.1f}x, {row.cold.seconds / row.elsewhere.seconds:.1f}x",
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        for row in rows
+    ]
+    return "\n".join(describe.table(head, cells, left=len(head)))
 
 
 @click.command(name="demo", help=__doc__, short_help="Let two vLLM engines on this machine share one cache.")

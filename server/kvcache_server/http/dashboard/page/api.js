@@ -1,8 +1,8 @@
-// What is asked of the dashboard, the token, and the dialog in front of every action.
+// Requests to the dashboard, the token, and the dialog before every action.
 
 import { id, make, tell } from "./format.js";
 
-let token = ""; // in this page's memory alone: a reload forgets it
+let token = ""; // only in this page's memory: a reload forgets it
 const heard = [];
 
 export const hasToken = () => token !== "";
@@ -10,7 +10,7 @@ export const onToken = (listener) => heard.push(listener);
 
 function setToken(text) {
   token = text;
-  tell(id("token"), token ? "Forget token" : "Give token");
+  tell(id("token"), token ? "Forget token" : "Enter token");
   heard.forEach((listener) => listener());
 }
 
@@ -21,7 +21,7 @@ export class Refused extends Error {
   }
 }
 
-// Returns the answer; throws Refused with what the daemon or the dashboard says. A token that is wrong is forgotten.
+// Returns the answer; throws Refused with the message of the daemon or the dashboard. A wrong token is forgotten.
 export async function ask(method, path, body, as = token) {
   const headers = { "X-KVCache-Dashboard": "1" };
   if (as) headers.Authorization = `Bearer ${as}`;
@@ -47,7 +47,7 @@ export function toast(text) {
   hiding = setTimeout(() => element.classList.remove("shown"), 6000);
 }
 
-// Shows `body` under `title`; `act()` is done on `yes`, and the dialog stays open with what it throws.
+// Shows `body` under `title`; `yes` calls `act()`, and the dialog stays open if that throws.
 export function dialog({ title, body, yes, danger = false, act }) {
   const box = id("dialog"), form = id("dialog-form"), button = id("dialog-yes");
   tell(id("dialog-title"), title);
@@ -77,11 +77,11 @@ export const say = (text) => make("p", { text });
 export function askToken(then = () => {}) {
   const input = make("input", { type: "password", name: "token", required: true, autocomplete: "off", spellcheck: "false" });
   dialog({
-    title: "Give the token",
+    title: "Enter the token",
     body: [
-      say("Actions want the daemon's token. It is in the file beside the daemon's endpoint that ends in .token, which the daemon's user can read."),
+      say("Actions need the daemon's token. It is in the file that ends in .token, beside the daemon's endpoint, and can be read by the daemon's user."),
       make("label", { text: "Token" }, input),
-      say("This page keeps it until it is closed or loaded again, and stores it nowhere."),
+      say("This page keeps it in memory until it is closed or reloaded."),
     ],
     yes: "Use it",
     act: async () => {
@@ -93,7 +93,7 @@ export function askToken(then = () => {}) {
   });
 }
 
-// Asks for the token first, where there is none yet.
+// Asks for the token first, if there is none yet.
 export function confirm(what) {
   if (hasToken()) dialog(what);
   else askToken(() => dialog(what));

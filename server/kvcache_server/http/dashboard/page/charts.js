@@ -4,7 +4,7 @@ import { clock, id, make, tell } from "./format.js";
 
 const HEIGHT = 170, LEFT = 72, RIGHT = 8, TOP = 10, BOTTOM = 24, BUCKETS = 150;
 
-// Sums the points of each bucket; buckets stand on round times, so that a chart moves and does not shimmer.
+// Sums the points of each bucket; buckets are aligned to multiples of their width, so that a chart does not shimmer as it moves.
 export function buckets(points, now, span) {
   const step = Math.max(2, span / BUCKETS);
   const first = Math.floor((now - span) / step) + 1;
@@ -12,14 +12,11 @@ export function buckets(points, now, span) {
   for (const point of points) {
     const at = Math.floor(point.at / step) - first;
     if (at < 0) continue;
-    const sum = (found[at] ??= { at: (first + at + 0.5) * step, seconds: 0, requested_blocks: 0, hit_blocks: 0, lost_blocks: 0,
-      loaded_bytes: 0, saved_bytes: 0, evicted_blocks: 0, used_bytes: 0 });
-    for (const name of ["seconds", "requested_blocks", "hit_blocks", "lost_blocks", "loaded_bytes", "saved_bytes", "evicted_blocks"]) {
-      sum[name] += point[name];
-    }
-    sum.used_bytes = point.used_bytes;
+    const sum = (found[at] ??= {});
+    for (const name in point) sum[name] = (sum[name] ?? 0) + point[name];
+    Object.assign(sum, { at: (first + at + 0.5) * step, used_bytes: point.used_bytes });
   }
-  // A look that came late leaves a bucket empty that is none; only a longer silence is a gap.
+  // A late report leaves an empty bucket; only a longer silence is a gap.
   return { first: now - span, last: now, step, list: found.filter(Boolean), gap: Math.max(4 * step, 10) };
 }
 
@@ -31,7 +28,7 @@ function ceiling(most, powers) {
 }
 
 export class Chart {
-  // `lines` are {name, style, value(bucket) -> number or null}; `most`: the axis' end where it is fixed, else of `powers`.
+  // `lines` are {name, style, value(bucket) -> number or null}; `most`: the end of the axis if it is fixed; otherwise a round number to the base `powers`.
   constructor(name, { title, lines, label, read = label, most, powers = 10 }) {
     Object.assign(this, { title, lines, label, read, most, powers });
     this.box = id(`chart-${name}`);
@@ -83,7 +80,7 @@ export class Chart {
         const value = values[line][at];
         if (value === null) return;
         const joined = before !== null && bucket.at - before < data.gap;
-        // A lone point is a short stroke, so that it is seen.
+        // A single point is a short stroke, so that it is visible.
         path += `${joined ? "L" : "M"}${x(bucket.at).toFixed(1)},${y(value).toFixed(1)}${joined ? "" : "h.5"}`;
         before = bucket.at;
       });
@@ -93,7 +90,7 @@ export class Chart {
     this.tellKeys();
   }
 
-  // What the keys say: the bucket under the pointer, else the last one.
+  // The values in the legend: those of the bucket under the pointer, else of the last one.
   tellKeys() {
     const { list } = this.data;
     let bucket = list.at(-1), when = "now";

@@ -1,4 +1,4 @@
-// Engines: their systemd units, orders to them, and what can be edited of their environment files.
+// Engines: their systemd units, jobs for them, and the editable fields of their environment files.
 
 import { ask, askToken, confirm, hasToken, onToken, say, toast } from "./api.js";
 import { duration, id, keep, make, size, tell } from "./format.js";
@@ -22,9 +22,9 @@ async function refresh() {
   if (!pattern || asking || document.hidden) return;
   if (!hasToken()) {
     id("engines").replaceChildren();
-    const button = make("button", { type: "button", text: "Give token" });
+    const button = make("button", { type: "button", text: "Enter token" });
     button.addEventListener("click", () => askToken());
-    note("Engines are shown to who has the token.", button);
+    note("Engines are shown once you have entered the token.", button);
     return;
   }
   asking = true;
@@ -40,8 +40,8 @@ async function refresh() {
 
 const DOES = {
   start: "The engine is started: it loads its model, and takes device memory.",
-  stop: "The engine is stopped: requests that it is serving fail, and it takes no more. What it cached stays.",
-  restart: "The engine is stopped and started again: requests that it is serving fail, and it answers again once its model is loaded. What it cached stays.",
+  stop: "The engine is stopped: requests in progress fail, and it accepts no more. What it cached stays.",
+  restart: "The engine is stopped and started again: requests in progress fail, and it answers again once its model is loaded. What it cached stays.",
 };
 
 function fresh() {
@@ -55,7 +55,7 @@ function fresh() {
   const fields = make("div", { class: "fields" }), problem = make("p", { class: "quiet" });
   const save = make("button", { type: "button", text: "Save…", disabled: true });
   save.addEventListener("click", () => edit(element));
-  const bottom = make("div", { class: "save" }, save, make("span", { class: "quiet", text: "What is saved counts from the engine's next start." }));
+  const bottom = make("div", { class: "save" }, save, make("span", { class: "quiet", text: "Changes take effect when the engine is started again." }));
   element.append(make("div", { class: "head" }, name, state, make("div", { class: "orders" }, ...orders)), more, fields, problem, bottom);
   Object.assign(element, { parts: { name, state, more, orders, fields, problem, save, bottom }, shown: "" });
   return element;
@@ -63,7 +63,7 @@ function fresh() {
 
 function fill(element, unit) {
   const { parts } = element;
-  const other = element.shown !== unit.version; // the file has changed: what somebody is typing stays, beside new values
+  const other = element.shown !== unit.version; // the file has changed: keep what is being typed
   const typed = new Set(other && element.unit ? differences(element).map((field) => field.name) : []);
   element.unit = unit;
   tell(parts.name, unit.name);
@@ -99,7 +99,7 @@ function labelled(element, field) {
   return make("label", { text: field.label }, input);
 }
 
-// The input stays the same one, for somebody may be about to type into it; what has been `typed` stays, too.
+// The input element is reused, and its value is kept if it was `typed`: somebody may be typing.
 function put(input, field, typed) {
   const value = typed ? input.value : field.value, unset = field.default && `default: ${field.default}`;
   if (field.kind === "choice") {
@@ -145,13 +145,13 @@ function edit(element) {
     title: `Change ${unit.file}?`,
     body: [
       make("ul", {}, ...found.map((field) => make("li", { text: `${field.label}: ${old(field)} → ${wanted(field)}` }))),
-      say("The rest of the file stays as it is, and a copy of it is kept beside it. The engine goes on with the old values until it is restarted."),
+      say("The rest of the file is unchanged, and a backup is kept beside it. The engine uses the old values until it is restarted."),
     ],
     yes: "Change",
     act: async () => {
       const values = Object.fromEntries(found.map((field) => [field.name, field.wanted]));
       await ask("PUT", `/engines/${encodeURIComponent(unit.name)}`, { version: unit.version, values });
-      toast(`${unit.file} is changed. Restart ${unit.name} for it to count.`);
+      toast(`${unit.file} is changed. Restart ${unit.name} to apply it.`);
       refresh();
     },
   });

@@ -1,4 +1,4 @@
-// Numbers and times as people read them, and elements without markup.
+// Formats numbers and times, and creates elements without parsing markup.
 
 export function size(bytes) {
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
@@ -40,7 +40,7 @@ export const words = (name) => name.replaceAll("_", " ");
 
 export const id = (name) => document.getElementById(name);
 
-// Makes an element; `what` are attributes, but for `text`. Nothing here is ever read as markup.
+// Creates an element; `what` has its attributes, and its text as `text`. Nothing is ever parsed as markup.
 export function make(name, what = {}, ...children) {
   const svg = ["svg", "path", "line", "text", "title", "desc", "g"].includes(name);
   const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
@@ -53,13 +53,13 @@ export function make(name, what = {}, ...children) {
   return element;
 }
 
-// Sets text only where it differs: what somebody has selected stays selected.
+// Sets the text only if it differs, to preserve a selection.
 export function tell(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Makes the children of `parent` those of `items`: `fresh(item)` makes one, `fill(element, item)` brings it up to date.
-// Elements are kept by key, so that a button under the pointer stays the same one.
+// Makes the children of `parent` match `items`: `fresh(item)` creates one, `fill(element, item)` updates it.
+// Elements are reused by key, so that a button under the pointer stays the same one.
 export function keep(parent, items, key, fresh, fill) {
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   let at = null;

@@ -1,4 +1,4 @@
-// What the page shows: asked of the dashboard every other second, and put where it has changed.
+// The page: polls the dashboard every two seconds, and updates what has changed.
 
 import { ask, confirm, say, toast } from "./api.js";
 import { Chart, buckets } from "./charts.js";
@@ -25,13 +25,13 @@ const CHARTS = [
     { name: "loaded", style: "a", value: rate("loaded_bytes") },
     { name: "saved", style: "b", value: rate("saved_bytes") },
   ] }),
-  new Chart("evicted", { title: "Evicted blocks a second", label: short, lines: [{ name: "", style: "e", value: rate("evicted_blocks") }] }),
+  new Chart("evicted", { title: "Evicted blocks per second", label: short, lines: [{ name: "", style: "e", value: rate("evicted_blocks") }] }),
   new Chart("used", { title: "Pool used over time", label: (value) => size(value).replace(/\.0 /, " "), read: size, lines: [
     { name: "", style: "c", value: (bucket) => bucket.used_bytes },
   ] }),
 ];
 
-let asking = null; // one at a time: each asks for what comes after the last one
+let asking = null; // one request at a time: each asks for the points after the last one
 const refresh = () => (asking ??= look().finally(() => (asking = null)));
 
 async function look() {
@@ -51,7 +51,7 @@ async function look() {
 }
 
 function take({ history, now, ...rest }) {
-  if (rest.began !== began) { // another dashboard: its history is another one
+  if (rest.began !== began) { // another dashboard process, with another history
     points = [];
     if (began && next) {
       next = 0;
@@ -71,15 +71,15 @@ function tellState() {
   let kind = "good", text = "answering", told = "";
   if (failed) {
     [kind, text] = ["bad", "no dashboard"];
-    told = `The dashboard itself has not answered since ${clock(failed, true)}.${data ? ` What is shown is from ${clock(heard, true)}.` : ""}`;
+    told = `The dashboard has not answered since ${clock(failed, true)}.${data ? ` The page shows data from ${clock(heard, true)}.` : ""}`;
   } else if (data?.away) {
     [kind, text] = ["bad", "daemon away"];
     told = `The daemon has not answered since ${clock(data.away.since, true)} (${duration(data.now - data.away.since)}): ${data.away.why}.`;
-    told += data.status ? ` What is shown is from ${clock(data.answered, true)}.` : " Nothing is known of it yet.";
+    told += data.status ? ` The page shows data from ${clock(data.answered, true)}.` : " No data has been received yet.";
   } else if (!data) [kind, text] = ["", "loading"];
   else if (data.status.grace) {
     [kind, text] = ["warn", "in grace"];
-    told = "The daemon has been restarted: sessions of the last one are awaited, and nothing is evicted or cleared meanwhile.";
+    told = "The daemon has been restarted: sessions of the previous one are reconnecting, and nothing is evicted or cleared meanwhile.";
   }
   tell(pill, text);
   pill.className = `pill ${kind}`;
@@ -117,22 +117,22 @@ function show({ status, now, host }) {
   facts("pool-facts", [
     ["pinned by leases", size(pool.pinned_bytes)], ["largest free extent", size(pool.largest_free_bytes)],
     ["blocks", `${count(pool.blocks)} found, ${count(pool.blocks_writing)} being written, ${count(pool.blocks_hidden)} waiting for a parent`],
-    ["given back to the host", size(pool.given_back_bytes) + (pool.wanted_bytes < pool.bytes ? `, on the way to ${size(pool.wanted_bytes)}` : "")],
+    ["returned to the host", size(pool.given_back_bytes) + (pool.wanted_bytes < pool.bytes ? `, shrinking to ${size(pool.wanted_bytes)}` : "")],
   ]);
   const evicted = { ...status.evictions };
   const total = Object.values(evicted).reduce((one, other) => one + other, 0);
-  bars("evictions", [...named(evicted, total, "e"), ...(total ? [{ name: "never read, of all", share: status.evicted_unread / total, value: `${count(status.evicted_unread)} (${ratio(status.evicted_unread, total)})`, style: "f" }] : [])], "Nothing has been evicted.");
+  bars("evictions", [...named(evicted, total, "e"), ...(total ? [{ name: "never read", share: status.evicted_unread / total, value: `${count(status.evicted_unread)} (${ratio(status.evicted_unread, total)})`, style: "f" }] : [])], "Nothing has been evicted.");
   const refused = Object.values(status.refusals).reduce((one, other) => one + other, 0);
   bars("refusals", named(status.refusals, refused, "b"), "Nothing has been refused.");
-  table("namespaces", spaces, (space) => space.id, namespaceCells, "Clear…", clearOf, "No engine has been here yet.");
+  table("namespaces", spaces, (space) => space.id, namespaceCells, "Clear…", clearOf, "No namespace yet.");
   const away = status.away.map((each) => ({ ...each, away: true }));
-  table("sessions", [...away, ...status.sessions], (session) => session.id, sessionCells, "Fence off…", (session) => session.away && fenceOff(session), "Nobody is attached.");
+  table("sessions", [...away, ...status.sessions], (session) => session.id, sessionCells, "Fence off…", (session) => session.away && fenceOff(session), "No session is attached.");
   showHost(host);
   facts("daemon", [
     ["process", `pid ${daemon.pid}, up ${duration(daemon.uptime_s)}`], ["region", `${daemon.region}, ${size(daemon.region_bytes)}`],
     ["locked into memory", daemon.locked ? "yes" : "no"], ["messages", count(daemon.messages)],
-    ["answered to engines", counts(daemon.errors, "no errors")], ["answers undelivered", counts(daemon.drops, "none")],
-    ["refused at the door", counts(daemon.door_refused, "none")],
+    ["errors answered", counts(daemon.errors, "none")], ["replies not delivered", counts(daemon.drops, "none")],
+    ["handshakes refused", counts(daemon.door_refused, "none")],
     ["integrity", `${count(daemon.integrity.checks)} checks, ${count(daemon.integrity.failures)} failures`], ["API", data.api],
   ]);
   const level = id("level");
@@ -191,7 +191,7 @@ function bars(name, items, none = "") {
   });
 }
 
-// A table's rows: `cells(item)` are [heading, text, more]; `act(item)` is what its button does, or nothing.
+// A table's rows: `cells(item)` returns [heading, text, class] each; `act(item)` returns the action of its button, or nothing.
 function table(name, items, key, cells, label, act, none) {
   const rows = items.length ? items : [{ none }];
   keep(id(name), rows, (item) => (item.none ? "none" : key(item)), () => make("tr"), (row, item) => {
@@ -216,14 +216,14 @@ function table(name, items, key, cells, label, act, none) {
 
 const namespaceCells = (space) => [
   ["Model", space.model], ["Id", space.id], ["Blocks", count(space.blocks), "n"], ["Size", size(space.bytes), "n"],
-  ["Saved", count(space.saved_blocks), "n"], ["Asked for", count(space.requested_blocks), "n"], ["Hit", ratio(space.hit_blocks, space.requested_blocks), "n"],
+  ["Saved", count(space.saved_blocks), "n"], ["Requested", count(space.requested_blocks), "n"], ["Hit", ratio(space.hit_blocks, space.requested_blocks), "n"],
   ["Unlimited", ratio(Math.min(space.hit_blocks + space.lost_blocks, space.requested_blocks), space.requested_blocks), "n"],
 ];
 
 const sessionCells = (session) => [
-  ["Engine", session.engine], ["Process", session.away ? "away: its door is closed, and it lives" : session.label || "–"],
+  ["Engine", session.engine], ["Process", session.away ? "away: disconnected, process alive" : session.label || "–"],
   ["Session", String(session.id), "n"], ["For", session.away ? "–" : duration(session.age_s), "n"],
-  ["Leases", session.away ? "–" : count(session.leases), "n"], ["Saves open", count(session.reservations), "n"],
+  ["Leases", session.away ? "–" : count(session.leases), "n"], ["Open saves", count(session.reservations), "n"],
   ["Breaker", session.away ? "–" : words(session.breaker)],
 ];
 
@@ -239,15 +239,15 @@ function showHost(host) {
   tell(id("host-more"), host.no_devices ? `Device memory: ${host.no_devices}.` : "");
 }
 
-// Actions. Each says what it does before it does it.
+// Actions. Each explains what it does before it is done.
 
 function clearOf(space) {
   return () => confirm({
     title: space ? `Clear ${space.model}?` : "Clear every namespace?",
     body: [
-      say(space ? `The ${count(space.blocks)} blocks (${size(space.bytes)}) of namespace ${space.id} are forgotten, but for those that an engine is reading or writing right now.`
-        : `All ${count(data.status.pool.blocks)} blocks of ${plural(data.status.namespaces.length, "namespace")} are forgotten, but for those that an engine is reading or writing right now.`),
-      say("No request fails; prompts that would have been hits are computed anew. There is no way back."),
+      say(space ? `The ${count(space.blocks)} blocks (${size(space.bytes)}) of namespace ${space.id} are forgotten, except those that an engine is reading or writing right now.`
+        : `All ${count(data.status.pool.blocks)} blocks of ${plural(data.status.namespaces.length, "namespace")} are forgotten, except those that an engine is reading or writing right now.`),
+      say("No request fails; prompts that would have been hits are computed again. This cannot be undone."),
     ],
     yes: "Clear",
     danger: true,
@@ -267,18 +267,18 @@ function resize() {
   const { pool } = data.status;
   const input = make("input", { name: "size", required: true, value: size(pool.bytes).replace(" ", ""), spellcheck: "false" });
   confirm({
-    title: "Make the pool smaller?",
+    title: "Shrink the pool?",
     body: [
-      say(`It has ${size(pool.bytes)} now, in extents of ${size(pool.extent_bytes)}; what is over whole extents is left out.`),
+      say(`It has ${size(pool.bytes)}, in extents of ${size(pool.extent_bytes)}; the new size is rounded down to whole extents.`),
       make("label", { text: "New size" }, input),
-      say("The coldest blocks go first, little by little, and none that is being read or written; the memory goes back to the host. The pool never grows again while this region lives: a restart keeps the smaller size, and only serve --fresh, which forgets all that is cached, begins with all of it."),
+      say("The coldest blocks are evicted first, in steps, and none that is being read or written; the memory is returned to the host. The pool cannot grow again while this region exists: a restart keeps the smaller size, and only serve --fresh, which discards the cache, restores the full size."),
     ],
-    yes: "Make smaller",
+    yes: "Shrink",
     danger: true,
     act: async () => {
       const bytes = parseSize(input.value);
-      if (!bytes) throw new Error("A size, as in 12GiB or 512MiB.");
-      if (bytes >= pool.bytes) throw new Error(`Less than ${size(pool.bytes)}, what there is.`);
+      if (!bytes) throw new Error("Enter a size, as in 12GiB or 512MiB.");
+      if (bytes >= pool.bytes) throw new Error(`Enter less than the current ${size(pool.bytes)}.`);
       const answer = await ask("POST", "/api/v1/resize", { bytes });
       toast(`The pool shrinks to ${size(answer.bytes)}.`);
     },
@@ -287,15 +287,15 @@ function resize() {
 
 function setLevel() {
   const level = id("level").value, now = data.status.daemon.log_level;
-  id("level").value = now; // until it is so
+  id("level").value = now; // until it is changed
   if (level === now) return;
   confirm({
-    title: `Log from ${level} on?`,
-    body: [say(`The daemon logs from ${now} on now; from then on, from ${level} on, until its next start.${level === "debug" ? " That is much more, and takes time of the loop that serves engines." : ""}`)],
+    title: `Set the log level to ${level}?`,
+    body: [say(`The log level is ${now}; it will be ${level} until the daemon's next start.${level === "debug" ? " That logs much more, and takes time from the loop that serves engines." : ""}`)],
     yes: "Change",
     act: async () => {
       const answer = await ask("POST", "/api/v1/log-level", { level });
-      toast(`The log begins at ${answer.level}, instead of ${answer.before}.`);
+      toast(`The log level is now ${answer.level}, was ${answer.before}.`);
     },
   });
 }
@@ -304,8 +304,8 @@ function fenceOff(session) {
   return () => confirm({
     title: `Fence off session ${session.id}?`,
     body: [
-      say(`Session ${session.id} of ${session.engine} is away, and keeps the slots of ${plural(session.reservations, "save")} that its process may still be writing. They are taken back.`),
-      say("Only for a process that is stuck and will never write again: what it writes after this, it writes into others' blocks, and engines compute wrong answers."),
+      say(`Session ${session.id} of ${session.engine} is away, and keeps the slots of ${plural(session.reservations, "save")} that its process may still be writing. These slots are released.`),
+      say("Only for a process that is stuck and will never write again: anything it still writes corrupts others' blocks, and engines compute wrong answers."),
     ],
     yes: "Fence off",
     danger: true,
@@ -326,7 +326,7 @@ document.querySelectorAll("[data-span]").forEach((button) => button.addEventList
 }));
 new ResizeObserver(drawCharts).observe(id("main"));
 
-// The next one is asked for once this one is answered; nothing is asked while nobody looks.
+// The next request follows the answer to this one; there are none while the page is hidden.
 async function run() {
   if (!document.hidden) await refresh();
   setTimeout(run, EVERY);
