@@ -1,4 +1,4 @@
-"""What the command line does besides `serve`, a module a command.
+"""The commands besides `serve`, one module per command.
 
-It never touches the region: a command asks the daemon, as any client does.
+They never touch the region: a command asks the daemon, as any client does.
 """

@@ -104,7 +104,7 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
         row("refused", (refused - until, refused), None, describe.counts(refusals) if refused else ""),
     ]
     hits = f"hits  now {describe.ratio(found[0], asked[0])}, overall {describe.ratio(found[1], asked[1])}"
-    head = ("blocks", "a second", "", "in all", "", "")
+    head = ("blocks", "per second", "", "total", "", "")
     return [Line(hits, True), *_headed(describe.table(head, rows, left=1))]
 
 

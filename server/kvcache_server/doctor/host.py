@@ -26,14 +26,14 @@ _CAP_IPC_LOCK = 14
 _HUGE = 2 << 20
 _ENTRY = 8  # bytes of a page's entry in the page tables
 _LARGE_TABLES = 128 << 20
-_SWEET_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
+_FAST_POPULATE = (5, 14)  # MADV_POPULATE_WRITE
 
 
 def system(config: Config) -> Iterator[CheckResult]:
     release = platform.release()
     figure = f"{platform.system()} {release}, {platform.machine()}, Python {platform.python_version()}"
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
-    if platform.system() == "Linux" and numbers < _SWEET_KERNEL:
+    if platform.system() == "Linux" and numbers < _FAST_POPULATE:
         yield CheckResult("system", "slow", figure, "Linux 5.14 and later pre-fault the region faster")
     else:
         yield CheckResult("system", "ok", figure)
@@ -148,7 +148,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # not mounted, as in a container: shown as unknown
+        return ""  # not mounted, as in a container
 
 
 CHECKS = (system, cores, memory, pages, locked_memory, shared_memory)

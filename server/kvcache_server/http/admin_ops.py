@@ -111,7 +111,7 @@ class AdminOps:
             return
         writers = sorted({f"engine {engine} (session {number})" for engine, number in reply.writers if engine})
         log.error(
-            "shard %d of cached blocks is wrong (%s), found by %s: stored by %s; with those below, %d are forgotten",
+            "shard %d of cached blocks is wrong (%s), found by %s, stored by %s; with descendants, %d are forgotten",
             *(request.shard, Finding(request.finding).name.lower(), who, ", ".join(writers), reply.blocks),
             extra={"fields": {"event": "distrust", "session": session, "writers": writers, "blocks": reply.blocks}},
         )

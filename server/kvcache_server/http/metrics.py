@@ -66,7 +66,7 @@ def _daemon(stats: Mapping[str, Any], daemon: Mapping[str, Any]) -> Iterator[Met
     recovered = stats["counters"].get("blocks_recovered", 0)
     yield _gauge("recovered_blocks", "Blocks of the previous daemon that this one found", recovered)
     yield _gauge("grace", "1 while engines reconnect after a restart and nothing is evicted", int(stats["grace"]))
-    yield _gauge("region_locked", "1 where the region is locked into memory", int(daemon["locked"]))
+    yield _gauge("region_locked", "1 if the region is locked into memory", int(daemon["locked"]))
     yield _counter("messages", "Messages received", daemon["messages"])
     yield _counter("errors", "Requests answered with an error, by code", {"internal": 0} | daemon["errors"], "code")
     drops = dict.fromkeys(_DROPS, 0) | daemon["drops"]

@@ -131,7 +131,7 @@ def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
     whole = f", {format_size(found['distinct_blocks'] * found['block_bytes'])}" if sized else ""
     yield (
         f"{name}: {found['requests']:,} requests of {engines} engines, {found['blocks']:,} blocks of "
-        f"{found['block_tokens']} tokens, {found['distinct_blocks']:,} of them different{whole}"
+        f"{found['block_tokens']} tokens, {found['distinct_blocks']:,} of them distinct{whole}"
     )
     yield (
         f"unlimited memory: {found['unlimited']:.1%} of the blocks hit; the busiest engine requests "

@@ -75,11 +75,11 @@ def _process(report: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _told(report: dict[str, Any], name: str) -> int:
-    told: int = report.get("told", {}).get(name, 0)  # a daemon of 0.1 has no such key
+    told: int = report.get("told", {}).get(name, 0)  # not in 0.1
     return told
 
 
 def _gained(before: dict[str, Any], report: dict[str, Any], name: str) -> int:
-    """Sum over namespaces: those that have gone since take nothing away; one that came is all new."""
+    """Return the increase summed over namespaces: those that are gone count as 0, new ones in full."""
     earlier = {space["id"]: space[name] for space in before["namespaces"]}
     return sum(max(0, space[name] - earlier.get(space["id"], 0)) for space in report["namespaces"])
