@@ -37,8 +37,14 @@ def last_life() -> tuple[bytes, bytes, int]:
         file += journal.pack(record)
 
     buffer = bytearray(GEOMETRY.region_bytes)
-    cache = Cache(memoryview(buffer), GEOMETRY, Limits(), 11, note)
+    cache = Cache(memoryview(buffer), GEOMETRY, Limits(), 11)
+
+    def deliver() -> None:
+        for record in cache.effects.take()[0]:
+            note(record)
+
     session = cache.open_session("engine", "", 0.0)
+    deliver()
     note(journal.SessionOpened(session, "engine", "", b"", ""))
     namespace = cache.handle(session, m.Attach(1, b"", SPEC, (0, 1)), 0.0).namespace  # type: ignore[union-attr]
     for chain in range(3):
@@ -48,6 +54,7 @@ def last_life() -> tuple[bytes, bytes, int]:
         for shards, positions in (((0, 1), range(5 - 2 * chain)), ((0,), range(6)), ((0, 1), [7])):
             settle = m.Settle(1, b"", GEOMETRY.region_id, reserved.reservation, shards, Outcome.COMMITTED, [*positions])
             cache.handle(session, settle, 0.0)
+    deliver()
     used = next(index for index in range(GEOMETRY.extents) if cache.rows.extent_row(index)[0])
     return bytes(buffer), bytes(file), cache.rows.row_offset(used, 0)
 

@@ -34,6 +34,23 @@ class Report:
         O(namespaces, accounts, sessions, grants, extents), in slices: each part is reported as it is when its turn
         comes.
         """
+        # Sessions go first: whoever sees that one has ended also sees what its end has freed.
+        sessions, away = (yield from self._sessions(now)), (yield from self._away())
+        return {
+            "pool": (yield from self._pool()),
+            "namespaces": (yield from self._namespaces()),
+            "sessions": sessions,
+            "away": away,
+            "life": self._cache.epoch,
+            "grace": self._cache.eviction.frozen,
+            "evictions": dict(self._cache.eviction.evictions),
+            "evicted_unread": self._cache.eviction.evicted_unread,
+            "refusals": dict(self._cache.refusals),
+            "told": dict(self._telemetry.total),
+            "counters": {**self._cache.counters, "blocks_evicted": self._cache.eviction.evictions.total()},
+        }
+
+    def _pool(self) -> Steps[dict[str, Any]]:
         survey, quarantined = (yield from self._cache.pool.surveying()), self._cache.pool.quarantine.bytes
         groups = [group for namespace in self._cache.namespaces.values() for group in namespace.groups]
         writing = hidden = 0
@@ -44,7 +61,7 @@ class Report:
                 hidden += ready
                 writing += len(pending[at : at + LOOK]) - ready
                 yield
-        pool = {
+        return {
             "region_id": self._cache.geometry.region_id.hex(),
             "bytes": self._cache.pool.capacity,
             "wanted_bytes": self._cache.resizing.wanted or self._cache.pool.capacity,
@@ -68,19 +85,6 @@ class Report:
             "leases": sum(len(session.leases) for session in self._cache.sessions.values()),
             "reservations": sum(len(engine.reservations) for engine in self._cache.engines.values()),
             "residence": self._residency.residence.figures(),
-        }
-        return {
-            "pool": pool,
-            "namespaces": (yield from self._namespaces()),
-            "sessions": (yield from self._sessions(now)),
-            "away": (yield from self._away()),
-            "life": self._cache.epoch,
-            "grace": self._cache.eviction.frozen,
-            "evictions": dict(self._cache.eviction.evictions),
-            "evicted_unread": self._cache.eviction.evicted_unread,
-            "refusals": dict(self._cache.refusals),
-            "told": dict(self._telemetry.total),
-            "counters": {**self._cache.counters, "blocks_evicted": self._cache.eviction.evictions.total()},
         }
 
     def _namespaces(self) -> Steps[list[dict[str, Any]]]:
