@@ -16,7 +16,7 @@ from kvcache_proto.errors import ClientError, Unavailable
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.core.checksums import Checksums
-from kvcache_server.core.effects import Actor, Effects, NamespaceEmptied
+from kvcache_server.core.effects import Actor, Effects, NamespaceEmptied, SessionGone
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import Holds
 from kvcache_server.core.invalidation import Invalidation
@@ -171,6 +171,7 @@ class Cache:
         engine = self.registry.forget(session)
         self.reservations.forget_writer(session)
         self.effects.records.append(SessionEnded(session))
+        self.effects.changes.append(SessionGone(session))
         self.chores.do(self.effects.on_behalf(Actor(now, engine.name), self._end(engine, session, now)))
 
     def _end(self, engine: Engine, session: int, now: float) -> Steps[None]:

@@ -72,9 +72,15 @@ class NamespaceEmptied(msgspec.Struct, gc=False):
     namespace: Namespace
 
 
+class SessionGone(msgspec.Struct, gc=False):
+    """The session with that number has ended, and its process with it."""
+
+    session: int
+
+
 NO_LOT = -1  # of a block that is in no sample
 
-Change = Shown | Gone | Refused | NamespaceOpened | NamespaceClosed | NamespaceEmptied
+Change = Shown | Gone | Refused | NamespaceOpened | NamespaceClosed | NamespaceEmptied | SessionGone
 
 
 class Effects:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcache_proto import messages as m
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.effects import NO_LOT, Change, Gone, NamespaceClosed, NamespaceOpened, Refused
+from kvcache_server.core.effects import NO_LOT, Change, Gone, NamespaceClosed, NamespaceOpened, Refused, SessionGone
 from kvcache_server.core.sampling import sampled_every
 from kvcache_server.core.slices import Steps, begin, finish
 from kvcache_server.insight.explanations import Explanations, kept_back
@@ -62,6 +62,8 @@ class Insight:
                 case NamespaceClosed():
                     for group in change.namespace.groups:
                         self._infinite.pop(group.tag, None)
+                case SessionGone():
+                    self.telemetry.forget(change.session)
                 case _:
                     pass  # what is shown is of no interest here
 
@@ -117,7 +119,7 @@ class Insight:
             case m.Remark():
                 return begin(self._explanations.remark(asker, request, now))
             case m.Tell():
-                self.telemetry.tell(asker, request, self._cache.registry)
+                self.telemetry.tell(asker, request)
                 return None
         raise TypeError(f"a {type(request).__name__} is the cache's")
 

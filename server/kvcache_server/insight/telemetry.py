@@ -8,10 +8,7 @@ from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, 
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.messages import Tell
 from kvcache_proto.types import Breaker
-from kvcache_server.core.registry import Registry
 from kvcache_server.core.sessions import Session
-
-_SPARE = 64  # sessions that are gone, whose counts are kept until there are so many
 
 
 class Client:
@@ -37,7 +34,7 @@ class Telemetry:
     def of(self, session: int) -> Client:
         return self._clients.get(session, _SILENT)
 
-    def tell(self, session: Session, request: Tell, registry: Registry) -> None:
+    def tell(self, session: Session, request: Tell) -> None:
         """Note what a session's client says, and add it to the total. Raises BadArgument; nothing has changed then."""
         counts = request.counts
         if request.breaker not in list(Breaker):
@@ -46,7 +43,6 @@ class Telemetry:
             raise BadArgument(f"{len(counts)} counts: at most {MAX_NAMES}, each 0 to {MAX_GAIN}")
         client = self._clients.get(session.id)
         if client is None:
-            self._forget_the_gone(registry)
             client = self._clients[session.id] = Client()
         client.breaker = Breaker(request.breaker)
         for name, count in counts.items():
@@ -54,7 +50,6 @@ class Telemetry:
             for told in (client.counts, self.total):
                 told[known] = min(told[known] + count, MAX_COUNT)
 
-    def _forget_the_gone(self, registry: Registry) -> None:
-        if len(self._clients) > len(registry.sessions) + len(registry.absent) + _SPARE:
-            there = registry.sessions.keys() | registry.absent.keys()
-            self._clients = {number: client for number, client in self._clients.items() if number in there}
+    def forget(self, session: int) -> None:
+        """Drop what a session's client has said; the total keeps it."""
+        self._clients.pop(session, None)
