@@ -1,10 +1,11 @@
-"""Attackers of two kinds beside an honest engine, on a real daemon that is killed and started again now and then.
+"""Attackers of two kinds beside an honest engine, on a real daemon that is killed and restarted from time to time.
 
     python tests/attack/run.py --seconds 3600 --seed 1
 
-One kind is a user who may not attach, the other one may. What must hold: no block is wrong, the daemon lives, its
-memory and descriptors do not grow, nothing outside of its folders is touched, and its log has no traceback, and no line
-that somebody else has written. How long the honest engine waits is printed. Needs root, who alone can be others.
+One kind is a user who may not attach, the other one may. These must hold: no block is wrong; the daemon stays alive;
+its memory and descriptors do not grow; nothing outside of its folders is touched; its log has no traceback, and no line
+that somebody else has written. The waiting times of the honest engine are printed. It must run as root to use other
+users.
 """
 
 from __future__ import annotations

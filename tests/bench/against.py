@@ -1,12 +1,12 @@
-"""What `kvcache-server bench` measures, of this tree's daemon against another checkout's, by turns in one run.
+"""Compare the daemon of this tree with that of another checkout, with the requests of `kvcache-server bench`.
 
     python tests/bench/against.py TREE [--blocks 200000] [--turns 30] [--starts 6]
 
-Both daemons run at the same time with the same blocks; one client asks them in short bursts by turns. One process is
-faster than another of the same code by some per cent, as long as it lives: so both are started again and again. For
-each row it prints the medians of both in microseconds, and the median over all starts of the median over all pairs of
-bursts of ours / theirs: of what the client waits for, and of the CPU time that the daemon takes, which says more on a
-busy host; in brackets the least and the most of any start. Give TREE `.` to see the noise.
+Both daemons run at the same time with the same blocks, and one client alternates between them in short bursts. Two
+processes of the same code differ by some per cent for as long as they live, so both are started several times. Each row
+has the medians of both in microseconds, and the ratio (this tree / TREE): the median over all starts of the median over
+all pairs of bursts, for the client's latency and for the daemon's CPU time, which is more reliable on a busy host. The
+brackets have the least and the greatest ratio of a start. Use `.` as TREE to see the noise.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Copies between an engine's CPU tensors and the region, against a plain memcpy of the same bytes, by turns in one run.
+"""Compare copies between an engine's CPU tensors and the region with a plain memcpy of the same bytes, alternating.
 
     python tests/bench/copies.py [--fragment 65536] [--mib 512] [--rounds 9] [--json]
 
-The tensors are those of an engine with as many layers as it takes for 2 MiB a block: keys and values apart, a fragment
-of each in each block. The plain copy moves as many bytes between the same two memories in one piece, on one thread, as
-the device does a direction.
+The engine has as many layers as 2 MiB per block need; keys and values are separate, and each block has one fragment in
+each of them. The plain copy moves as many bytes between the same memories in one piece, on one thread per direction, as
+the device does.
 """
 
 from __future__ import annotations

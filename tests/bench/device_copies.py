@@ -1,12 +1,12 @@
-"""Copies between a device's KV cache and the region, against one contiguous copy of pinned memory, by turns in one run.
+"""Compare copies between a device's KV cache and the region with one contiguous copy of pinned memory, alternating.
 
     python tests/bench/device_copies.py [--device cuda|npu] [--fragments 16,32,64,512] [--layers 32,64] [--mib 1024]
                                         [--json FILE]
 
-Blocks are scattered over the cache and slots over the region; a layer is one tensor with keys and values apart. Rates
-are those of the device, from the first byte to the last; `told` is what the engine sees beyond that, from submission to
-the end that it is told. Beside them: a decode step of 8 sequences (an 8B model's
-matrices, in a graph) while copies go on without a pause; what a GiB costs the engine's thread; the ring; registration.
+The blocks are scattered over the cache, and the slots over the region. A layer is one tensor with separate keys and
+values. Rates are those of the device, from the first byte to the last; `told` is the time from the submission until the
+engine is told that the copy has ended. Also measured: a decode step of 8 sequences (with the matrices of an 8B model,
+in a graph) beside continuous copies, the time that a GiB costs the engine's thread, the ring, and page-locking.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What engines.py compares: a vLLM engine without offload, with each peer, and with ours; and the servers they need."""
+"""The cases of engines.py: vLLM without offload, with each alternative, and with our connector; and their servers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One vLLM engine behind a pipe, for engines.py: a JSON object a line in, a JSON object a line out.
+"""One vLLM engine behind a pipe, for engines.py: one JSON object per line in both directions.
 
-Requests are timed where a client of the engine's server would see them: from the call until each token is there.
+Requests are timed as a client of the engine's server would see them: from the call until each token arrives.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Real vLLM on a GPU: without offload, with each peer that is installed, and with ours, in turn in one run.
+"""Compare real vLLM engines on a GPU: without offload, with each installed alternative, and with our connector.
 
     python tests/bench/engines.py [--cases none,native,simple,lmcache,ours] [--parts small,large,start,two]
 
-A Llama of 8 billion random weights in bfloat16. `small`: an engine whose KV cache is smaller than the prompts together,
-so that what comes back comes from the tier. `large`: one with all the memory of the GPU; decodes beside long prompts,
-and an open loop. `start`: ours alone; what an engine meets that starts beside a large region. `two`: ours alone; two
-engines on one GPU, in float32, so that equal means equal.
+The model is a Llama with 8 billion random weights in bfloat16. The parts:
+
+small   an engine whose KV cache is smaller than the prompts together, so that hits come from host memory
+large   an engine with all memory of the GPU: decoding beside long prompts, and requests at a fixed rate
+start   only our connector: an engine that starts beside a large region
+two     only our connector: two engines on one GPU, in float32, so that their answers can be compared for equality
 """
 
 from __future__ import annotations

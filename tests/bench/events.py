@@ -1,8 +1,8 @@
-"""What KV events cost the daemon: the same requests to caches without them and with them, by turns, in one process.
+"""Measure what KV events cost: the same requests to caches with and without them, alternating, in one process.
 
     python tests/bench/events.py [--rounds 4000]
 
-The caches are full, so that each block that is stored removes another one.
+The caches are full, so that each block that is stored evicts another one.
 """
 
 from __future__ import annotations

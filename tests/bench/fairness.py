@@ -1,10 +1,11 @@
-"""What an engine that streams never-reused prompts costs another one's hit ratio, on a real daemon.
+"""Measure what an engine that streams prompts used only once costs the hit ratio of another engine, on a real daemon.
 
     python tests/bench/fairness.py [--trace mooncake.jsonl] [--blocks 20000] [--json]
 
-Engine A replays conversations: turns of zipf-popular system prompts, or a trace in Mooncake's format (`hash_ids`).
-Engine B stores as many new blocks as A asks for and never comes back to one. A's hits are counted over the second half
-of its requests, alone and beside B; a plain LRU cache of the same size, simulated, is there for comparison.
+Engine A replays conversations: turns with Zipf-distributed system prompts, or a trace in Mooncake's format
+(`hash_ids`). Engine B stores as many new blocks as A requests, and never requests one again. The hits of A are counted
+over the second half of its requests, alone and beside B. A simulated plain LRU cache of the same size is shown for
+comparison.
 """
 
 from __future__ import annotations

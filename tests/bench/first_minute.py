@@ -1,13 +1,13 @@
-"""What an engine meets in its first minute beside a region that it has yet to page-lock, on a GPU host.
+"""Measure the first minute of an engine beside a region that is not page-locked yet, on a GPU host.
 
     python tests/bench/first_minute.py [--cases none,ours] [--turns 2] [--gib 32] [--pages small,huge] [--tp 1]
                                        [--weights dummy]
 
-An eager engine (each kernel is launched by itself: what holds the driver shows) with a Llama of 8 billion random
-weights, started anew for each case and turn, the cases by turns in one run. From its first request on: a decode of 32,
-eight new prompts of 8,192 tokens at once, new prompts in a row, and the same from the device; every other turn in
-another order. `ours` is measured with small and with huge pages. With `--weights disk` random weights are written
-first, 16 GB, and each engine reads them.
+The engine has a Llama with 8 billion random weights. It runs in eager mode, which launches each kernel separately, so
+that delays in the driver become visible. It is started again for each case and turn; the cases alternate within one
+run. From its first request on: decoding 32 sequences, eight new prompts of 8,192 tokens at once, new prompts one after
+the other, and prompts from device memory; every other turn has another order. `ours` is measured with small and with
+huge pages. With `--weights disk`, random weights (16 GB) are written first, and each engine reads them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""kill -9 of an engine whose saves are queued on the device: when the last byte of the region changes.
+"""kill -9 an engine whose saves are queued on the device, and find when the last byte of the region changes.
 
     python tests/bench/kill_instant.py [--device cuda|cpu] [--repeats 5] [--mib 1024] [--delay 1.0] [--json FILE]
 
-A real daemon; a victim (kill_victim.py) with a real session and device, whose saves wait behind a kernel of `delay`
-seconds; an observer (kill_observer.py) that fills the slots with a pattern and looks at a word of each fragment, over
-and over. The victim is killed while the kernel runs; amid the copy, as soon as a word has changed; and so amid the
-first of several jobs. Against the kill: the end of a socket that the victim opened right behind the door's; the
-daemon's line that the session has ended, from which on the quarantine counts; the end of the session file's lock; the
-end of the process. Each instant lies between two looks, and the later is given; what is said to be after another is so
-for certain. On a CPU, copies to other memory stand for the kernel.
+There is a real daemon, a victim (kill_victim.py) with a real session and device, whose saves wait behind a kernel of
+`delay` seconds, and an observer (kill_observer.py) that fills the slots with a pattern and reads one word per fragment
+again and again. The victim is killed in three situations: while the kernel runs; during the copy, as soon as a word has
+changed; and the same during the first of several jobs.
+
+Reported relative to the kill: the end of a socket that the victim opened immediately after its handshake connection;
+the daemon's log line that the session has ended, when the quarantine begins; the end of the session file's lock; and
+the end of the process. Each event lies between two observations, and the later one is reported; if one event is
+reported after another, it was certainly later. On a CPU, copies to other memory replace the kernel.
 """
 
 from __future__ import annotations

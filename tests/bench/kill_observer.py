@@ -1,7 +1,7 @@
-"""What kill_instant.py watches the region with, in a process of its own; the slots that it and the victim agree on.
+"""The process that observes the region for kill_instant.py, and the slots on which it agrees with the victim.
 
-For each order, a JSON line: fill the slots with a pattern, look at one word a fragment over and over until told to
-stop, and say what was seen.
+For each order, a line of JSON, it fills the slots with a pattern, reads one word per fragment again and again until it
+is told to stop, and reports what it saw.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What kill_instant.py kills: a process with a real session and device, whose saves wait behind work on the device.
+"""The process that kill_instant.py kills. It has a real session and device; its saves wait behind work on the device.
 
     python kill_victim.py cuda|cpu
 
-It says JSON lines: that it has imported all it needs; once it has read its order, that it is ready; once it has read
-another line, that everything is queued. It settles nothing.
+It prints lines of JSON: when it has imported everything; when it has read its order and is ready; and, after it has
+read another line, when everything is queued. It settles nothing.
 """
 
 from __future__ import annotations

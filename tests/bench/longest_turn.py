@@ -1,11 +1,11 @@
-"""How long an honest engine waits for a lookup of 64 while another client sends the longest legal requests.
+"""Measure how long a lookup of 64 hashes waits while another client sends the longest legal requests.
 
     python tests/bench/longest_turn.py [--blocks 1000000] [--tree DIRECTORY]
 
-A daemon is filled with so many blocks, of 64 bytes. One process looks 64 of them up, again and again, in pairs of
-acquire and release; this one sends one request after the other, and prints for each how long it took to be answered,
-and the longest that the other one has waited meanwhile. `--tree` is another checkout whose daemon is measured, for the
-comparison of two commits. Each wait includes that for a core: a quiet host has more cores than the three processes.
+The daemon is filled with this number of blocks of 64 bytes. One process looks up 64 of them again and again, in pairs
+of acquire and release. This process sends one long request after the other, and prints for each how long its answer
+took and how long the other process waited at most. `--tree` measures the daemon of another checkout, to compare two
+commits. The waiting time includes that for a core: on a quiet host there are more cores than the three processes.
 """
 
 from __future__ import annotations

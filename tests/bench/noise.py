@@ -1,9 +1,9 @@
-"""How far KV is off when the same tokens are computed in other pieces or beside others, next to what the canary allows.
+"""Measure how much KV depends on chunks and batches, next to the canary's tolerance.
 
-    python tests/bench/tolerance.py [--layers 32] [--tokens 512] [--device cuda]
+    python tests/bench/noise.py [--layers 32] [--tokens 512] [--device cuda]
 
-A Llama with random weights, a MoE (Mixtral) with `--experts`; each prompt once as a whole, then in chunks, then in a
-batch. Per dtype: the largest relative error of a block's norm, over all blocks, and the largest of a piece.
+The model is a Llama with random weights, or a mixture of experts (Mixtral) with `--experts`. Each prompt is computed as
+a whole, in chunks, and in a batch. For each dtype: the largest relative error of a block's norm, and of a piece's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A connector that does nothing: what it costs is vLLM's own price for having any."""
+"""A connector that does nothing: its cost is what vLLM itself spends for having a connector."""
 
 from __future__ import annotations
 

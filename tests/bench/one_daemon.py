@@ -1,4 +1,4 @@
-"""A daemon for a measurement."""
+"""A daemon for a benchmark."""
 
 from __future__ import annotations
 

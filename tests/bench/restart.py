@@ -1,11 +1,11 @@
-"""How long a killed daemon's cache is away: from the start of the next one to its first answer.
+"""Measure how long the cache of a killed daemon is away: from the start of the next daemon to its first answer.
 
     python tests/bench/restart.py [--blocks 100000,1000000] [--rounds 3] [--extents 24,4000] [--json]
 
-Beside it, by turns: a daemon that begins with an empty region of the same size.
+It alternates with a daemon that begins with an empty region of the same size.
 
-With --extents, instead: how long the rows of as many blocks take to be read back from so many extents of 258 MiB. The
-region is a sparse file, in this process, so that 4,000 extents, 1 TiB, take 1 GiB of memory.
+With --extents, it measures instead how long it takes to read the rows of as many blocks from this number of extents of
+258 MiB. The region is a sparse file in this process: 4,000 extents, 1 TiB, need 1 GiB of memory.
 """
 
 from __future__ import annotations

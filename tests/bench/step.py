@@ -1,9 +1,9 @@
-"""What the connector costs an engine's step, inside a real vLLM engine on CPU.
+"""Measure what the connector costs in a step of a real vLLM engine on CPU.
 
     python tests/bench/step.py [--json]
 
-`empty` calls every hook of a step that schedules nothing, scheduler's and rank's side, with a daemon and without one.
-`decode` is the sum of the hooks in the steps of a real batch that decodes; hardly one in sixty-four fills a block.
+`empty` calls every hook of a step that schedules nothing, on the scheduler's and the rank's side, with and without a
+daemon. `decode` is the sum of the hooks in the steps of a real batch that decodes; about one step in 64 fills a block.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""An engine's throughput without a connector, with one that does nothing, and with ours, by turns in one run.
+"""Compare the throughput of an engine without a connector, with one that does nothing, and with ours, alternating.
 
     python tests/bench/throughput.py [--rounds 7] [--json]
 
-Each variant is a real vLLM engine on CPU in a process of its own; all live at once and answer the same batches, one
-engine at a time. No prompt comes twice, so that nothing is ever loaded: what remains is what the connector costs.
+Each variant is a real vLLM engine on CPU in a separate process. All of them run at the same time and answer the same
+batches, one engine at a time. No prompt is repeated, so nothing is ever loaded: the difference is the connector's cost.
 """
 
 from __future__ import annotations

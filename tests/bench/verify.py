@@ -1,9 +1,9 @@
-"""What checksums cost: save and load rates of a rank, and a lookup, by `verify`.
+"""Measure what checksums cost: the rates of saves and loads of a rank, and a lookup, for each value of `verify`.
 
     python tests/bench/verify.py [--mib 512] [--block-kib 2048] [--rounds 7]
 
-A rank of the connector with KV in host memory, and a daemon. A rate counts from the plan to the settlement of the last
-block, or to the report of the load; the modes take turns. A lookup is acquire and release of 64 hashes.
+The rank has its KV in host memory, and a real daemon. A rate counts from the plan to the settlement of the last block,
+or to the report of the load; the modes alternate. A lookup is acquire and release of 64 hashes.
 """
 
 from __future__ import annotations

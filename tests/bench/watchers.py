@@ -1,11 +1,11 @@
-"""What it costs an engine that somebody looks: its acquire alone, and beside watchers, by turns in one run.
+"""Measure what watchers cost an engine: its lookups alone and beside them, alternating in one run.
 
     python tests/bench/watchers.py [--cases tops,all,slow,flood] [--rounds 10] [--blocks 200000]
 
-`none` is nobody: what it shows is the host's noise. `tops` are ten `kvcache-server top`, `scrape` reads /metrics once a
-second, `all` is both; `slow` holds 200 connections that never finish a request, `flood` asks for /metrics as fast as it
-is let. Watchers are stopped (SIGSTOP) between their turns, so that each turn beside them has one without right before
-it. They are processes: where they want more cores than there are, what they take from the daemon is the host's doing,
+`none` has no watchers: it shows the noise of the host. `tops` are ten `kvcache-server top`, `scrape` reads /metrics
+once per second, `all` is both. `slow` holds 200 connections that never finish a request, `flood` requests /metrics as
+fast as possible. The watchers are suspended (SIGSTOP) between their turns, so each turn with them has one without them
+directly before it. They are processes: if there are fewer cores than they need, the host takes time from the daemon,
 and both figures of a pair show it.
 """
 

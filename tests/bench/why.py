@@ -1,10 +1,10 @@
-"""What it costs an acquire that misses are remembered for `kvcache-server why`.
+"""Measure what it costs a lookup that misses are remembered for `kvcache-server why`.
 
     python tests/bench/why.py [--rounds 60] [--seconds 1] [--blocks 200000]
 
-One daemon, which forgets and remembers by turns: two processes would differ by more than is asked for, by where their
-memory happens to lie. While it forgets, lookups do not name their requests either. `--same` lets it remember in both
-turns: what that shows is the host's noise.
+A single daemon alternates between remembering and forgetting. Two processes would differ by more than the cost, only
+because of where their memory is. While it forgets, lookups do not contain names of requests either. With `--same` it
+remembers in both turns, which shows the noise of the host.
 """
 
 from __future__ import annotations

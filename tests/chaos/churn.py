@@ -1,14 +1,14 @@
-"""Everything that comes and goes at a daemon, over and over: `python tests/chaos/churn.py --rounds 1000`.
+"""Everything that comes and goes at a daemon, again and again: `python tests/chaos/churn.py --rounds 1000`.
 
-A round: engines with new names attach new namespaces, move to other weights, save, look up, hold leases, say what they
-could not use, distrust, and leave or die; ranks fail and die; blocks are superseded; sizes of blocks take each other's
-extents; somebody watches, asks why, follows the events and asks for a replay; HTTP is asked and cut off; the pool is
-resized; nonsense is sent; the configuration is read again. Then all is let go and cleared, so that every round ends in
-the same state.
+In each round, engines with new names attach new namespaces, change their weights, save, look up, hold leases, report
+what they could not use, distrust blocks, and leave or die; ranks fail and die; blocks are superseded; block sizes take
+each other's extents; operators watch, ask why, follow the events and request a replay; HTTP requests are sent and cut
+off; the pool is resized; invalid messages are sent; the configuration is read again. Then everything is released and
+cleared, so that every round ends in the same state.
 
-One line of JSON a period: what the daemon's memory has gained since the first one, a round. The last line says which
-types of objects have grown, and what was left to the garbage collector: it looks at new objects only, so what survives
-its first look and then becomes a cycle is never freed.
+There is one line of JSON per period: what the daemon's memory has gained per round since the first period. The last
+line names the types of objects that have grown, and those that were left to the garbage collector: it only looks at new
+objects, so an object that survives its first look and becomes part of a cycle later is never freed.
 """
 
 from __future__ import annotations

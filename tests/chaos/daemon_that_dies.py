@@ -1,9 +1,10 @@
 """The daemon, killed at an instruction: `python daemon_that_dies.py --point store:137 serve ...`.
 
-It runs the product as it is and watches it from outside, by `sys.settrace`. A point is a name of POINTS and a count: at
-the arrival of that number the process sends itself SIGKILL. `store` arrives after each single store to a row of the
-region, `before-reply` and `after-reply` around each reply, the others before each line of the functions that they name.
-At `clock` it does not die: its wall clock leaps by up to a day, to and fro, each time that anybody reads it.
+It runs the unchanged product and observes it from outside, with `sys.settrace`. A point is a name of POINTS and a
+number: when it is reached for that time, the process sends itself SIGKILL. `store` is reached after each single store
+to a row of the region, `before-reply` and `after-reply` around each reply, and the others before each line of the
+functions that they name. At `clock` the process does not die: its wall clock jumps by up to a day, back and forth, each
+time that it is read.
 """
 
 from __future__ import annotations

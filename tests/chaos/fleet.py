@@ -1,4 +1,4 @@
-"""The processes of a run: the daemon in its lives, the clients, the proxies. All are started and ended here."""
+"""The processes of a run: the daemon and its successors, the clients, the proxies. All are started and ended here."""
 
 from __future__ import annotations
 

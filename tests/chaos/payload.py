@@ -1,7 +1,7 @@
-"""What every block must hold: its bytes follow from its namespace, its hash and the shard. Pure.
+"""The bytes that every block must hold: they follow from its namespace, its hash and the shard. Pure.
 
-A shard begins with 64 bytes that say whose it is, so that a wrong block can be named; a stream of words follows that is
-another one for each key, so that no byte of it is right by chance for long.
+A shard begins with 64 bytes that identify it, so that a wrong block can be named. After them comes a stream of words
+that differs for each key, so that a wrong block differs soon in every part.
 """
 
 from __future__ import annotations

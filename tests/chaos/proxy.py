@@ -1,7 +1,8 @@
-"""Between one client and the daemon: `python proxy.py FRONT BACK SEED`, two endpoints. Its door hands on descriptors.
+"""A proxy between a client and the daemon: `python proxy.py FRONT BACK SEED`, two endpoints. It passes descriptors.
 
-It forwards until it is told otherwise, by a line on standard input: `delay PART SECONDS`, `drop PART`, `twice PART` (of
-the messages, both ways), `cut` (every door), `still` (nothing passes until the next line), `clear`.
+It forwards everything until a line on standard input says otherwise: `delay PART SECONDS`, `drop PART`, `twice PART` (a
+part of the messages, in both directions), `cut` (every handshake connection), `still` (nothing passes until the next
+line), `clear`.
 """
 
 from __future__ import annotations

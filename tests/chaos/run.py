@@ -1,14 +1,14 @@
-"""Runs seeds: `python tests/chaos/run.py --seeds 0..199`. One line of JSON a seed; exit code 1 where something broke.
+"""Run seeds: `python tests/chaos/run.py --seeds 0..199`. One line of JSON per seed; exit code 1 if one of them failed.
 
-A seed fixes what goes wrong and when; what the processes make of it depends on the machine, too. What must hold:
+A seed determines what goes wrong and when; the result also depends on the machine. These must hold:
 
-* no wrong byte in a block whose generations were current after it was copied, so none that was half written;
-* no slot under a lease of a living session is given away;
-* what was acknowledged as visible and did not have to be evicted is found, with the right bytes: in one life of the
-  region, which is one of the daemon where it begins empty (`--no-survivors`);
-* the daemon finds its own state sound, after each start and at the end, and its counters add up;
-* no client's call takes longer than its deadline. Breaches of more than SLACK are counted, for a busy machine is no
-  defect; `hung` are those of more than HUNG.
+* No byte is wrong in a block whose generations were current after it was copied, so no block was half written.
+* No slot under a lease of a living session is given to another block.
+* A block that was acknowledged as visible, and did not have to be evicted, is found with the right bytes, as long as
+  the region exists: that is only one daemon if each begins empty (`--no-survivors`).
+* The daemon finds its own state consistent, after each start and at the end, and its counters add up.
+* No call of a client takes longer than its deadline. Only delays of more than SLACK are counted, because a busy machine
+  is not a defect; `hung` are those of more than HUNG.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes wrong in one run, and when: all of it follows from the seed. Pure."""
+"""What goes wrong in one run, and when. All of it follows from the seed. Pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Clients at full speed on a pool that is always full: `python tests/chaos/soak.py --minutes 30 --clients 8`.
 
-One line of JSON a period: the daemon's own memory (the region is shared, and not among it), the clients' calls (median
-and 99th percentile, to a fifth of an octave), what was evicted and verified. The last line has the slope of the memory
-over the second half, and whether the counters add up.
+There is one line of JSON per period: the daemon's own memory (without the region, which is shared), the duration of the
+clients' calls (median and 99th percentile, to a fifth of an octave), and what was evicted and verified. The last line
+has the slope of the memory over the second half, and says whether the counters add up.
 """
 
 from __future__ import annotations

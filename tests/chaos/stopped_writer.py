@@ -1,11 +1,11 @@
-"""The writer of a shared prefix is stopped in the middle of a block: `python stopped_writer.py --seconds 300`.
+"""The writer of a shared prefix is suspended in the middle of a block: `python stopped_writer.py --seconds 300`.
 
-A second engine, which wants the same prefix, is never kept waiting for longer than a call's deadline; it writes the
-blocks itself once it may. A third one hits them. The first one's slots stay its own: meanwhile the pool is filled many
-times over, and when the writer goes on, it spoils nothing, and is told that it was superseded.
+A second engine needs the same prefix. It never waits for longer than the deadline of a call, and writes the blocks
+itself as soon as it may; a third engine hits them. The first engine keeps its slots: the pool is filled many times
+meanwhile, and when the writer continues, it damages nothing, and is told that it was superseded.
 
-With `--cut` the writer's door is closed while it is stopped. It lives, so its slots stay its own all the same, whatever
-the quarantine is.
+With `--cut` the writer's handshake connection is closed while it is suspended. Its process is alive, so it keeps its
+slots all the same, whatever the quarantine is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts of one process that outlive its kill: words of a mapped file, read by the driver whenever it likes."""
+"""Counters of one process that survive its kill: words of a mapped file, which the driver can read at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short run of each kind of fault; `run.py`, `soak.py`, `churn.py`, `stopped_writer.py` take longer ones by flags."""
+"""A short run of each kind of fault. `run.py`, `soak.py`, `churn.py` and `stopped_writer.py` run longer, with flags."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Nearly right frames and handshakes on a real daemon, an honest client beside them.
+"""Almost valid frames and handshakes on a real daemon, beside an honest client.
 
     python tests/fuzz/run.py --frames 1000000 --handshakes 10000 --seed 1
 
-While it runs: the daemon lives, answers every frame that has an answer, and none with an error of its own; its memory
-and descriptors do not grow; the honest client is served as before, measured by turns in one run, alone and beside. What
-breaks a rule is written to the folder given by `--keep`; put it into `corpus/` under a name that says what it found.
+During the run, the daemon must stay alive, and answer every frame that has an answer, none of them with an internal
+error; its memory and descriptors must not grow; and the honest client must be served as before, which is measured by
+alternating between turns with and without the frames. What violates a rule is written to the folder given by `--keep`.
+Put it into `corpus/` under a name that says what it found.
 """
 
 from __future__ import annotations
