@@ -167,7 +167,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=3600)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--life", type=float, default=60, help="seconds until the daemon is killed")
-    options.add_argument("--dir", default="/tmp", help="where the endpoint's folder is made")
+    options.add_argument("--dir", default="/tmp", help="where to create the endpoint's folder")
     given = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv", dir=given.dir) as folder:
         print(describe(attack(Path(folder), given.seconds, given.seed, given.life)))

@@ -92,7 +92,7 @@ def measure(fragment: int, total: int, rounds: int) -> dict[str, dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fragment", type=int, default=65536, help="bytes")
+    parser.add_argument("--fragment", type=int, default=65536, help="bytes per fragment")
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")

@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "npu"], default="cuda")
     parser.add_argument("--fragments", default="16,32,64,512", help="KiB")
     parser.add_argument("--layers", default="32,64")
-    parser.add_argument("--mib", type=int, default=1024, help="of one job")
+    parser.add_argument("--mib", type=int, default=1024, help="MiB per job")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-decode", action="store_true")
     parser.add_argument("--json", type=Path, help="file for all figures")

@@ -112,12 +112,12 @@ def main() -> None:
     parser.add_argument("--cases", type=lambda text: text.split(","), default=["none", "ours"])
     parser.add_argument("--pages", type=lambda text: text.split(","), default=["small", "huge"])
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--gib", type=int, default=32, help="of the region")
+    parser.add_argument("--gib", type=int, default=32, help="size of the region")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--weights", choices=("dummy", "disk"), default="dummy")
     parser.add_argument("--extra", type=json.loads, default={}, help="JSON: settings of our connector")
-    parser.add_argument("--toy", action="store_true", help="a toy model, on CPU: whether this script works")
-    parser.add_argument("--logs", type=Path, help="folder that logs are kept in")
+    parser.add_argument("--toy", action="store_true", help="a toy model on CPU, to try this script")
+    parser.add_argument("--logs", type=Path, help="folder for the logs")
     options = parser.parse_args()
     found: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as name:

@@ -119,7 +119,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--large", action="store_true", help="the demo's model, whose steps take as long as a GPU's do")
+    parser.add_argument("--large", action="store_true", help="use the demo's model: steps as long as on a GPU")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.large:

@@ -157,7 +157,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     options.add_argument("--cases", default="none,tops,scrape,all,slow,flood")
     options.add_argument("--rounds", type=int, default=10)
-    options.add_argument("--seconds", type=float, default=3.0, help="of each turn")
+    options.add_argument("--seconds", type=float, default=3.0, help="seconds per turn")
     options.add_argument("--blocks", type=int, default=200_000)
     options.add_argument("--json", action="store_true")
     given = options.parse_args()

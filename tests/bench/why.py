@@ -48,7 +48,7 @@ signal.signal(signal.SIGUSR2, switch)
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     options.add_argument("--rounds", type=int, default=60)
-    options.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    options.add_argument("--seconds", type=float, default=1.0, help="seconds per turn")
     options.add_argument("--blocks", type=int, default=200_000)
     options.add_argument("--same", action="store_true", help="remember in both turns")
     options.add_argument("--json", action="store_true")

@@ -350,6 +350,6 @@ def a_round(before: dict[str, Any], after: dict[str, Any], rounds: int) -> dict[
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--period", type=int, default=100, help="rounds")
+    parser.add_argument("--period", type=int, default=100, help="rounds per line of output")
     options = parser.parse_args()
     print(json.dumps(churn(options.rounds, options.period)))

@@ -323,15 +323,15 @@ def one(plan: schedule.Schedule, survivors: bool, deadline: float, keep: bool = 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0..17", help="FIRST..LAST, or one")
-    parser.add_argument("--minutes", type=float, default=0, help="stop after that; 0: after the last seed")
+    parser.add_argument("--seeds", default="0..17", help="FIRST..LAST, or a single seed")
+    parser.add_argument("--minutes", type=float, default=0, help="stop after this time; 0: after the last seed")
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--themes", default=",".join(schedule.THEMES), help="those that seeds take turns at")
-    parser.add_argument("--deadline", type=float, default=0.25, help="of a client's lookups and reservations, seconds")
-    parser.add_argument("--pace", type=float, default=1.0, help="how long the daemon's lives are, as a factor")
-    parser.add_argument("--lives", type=int, default=0, help="of the daemon, a seed; 0: 2 or 3")
+    parser.add_argument("--themes", default=",".join(schedule.THEMES), help="the faults; seeds take turns at them")
+    parser.add_argument("--deadline", type=float, default=0.25, help="deadline of lookups and reservations, in seconds")
+    parser.add_argument("--pace", type=float, default=1.0, help="factor for the time until the daemon is killed")
+    parser.add_argument("--lives", type=int, default=0, help="daemons per seed; 0: 2 or 3")
     parser.add_argument("--no-survivors", action="store_true", help="for a daemon that begins empty")
-    parser.add_argument("--keep", action="store_true", help="keep the folder of a seed that broke")
+    parser.add_argument("--keep", action="store_true", help="keep the folder of a seed that failed")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # mounts and processes are tidied up on the way out
     first, _, last = options.seeds.partition("..")

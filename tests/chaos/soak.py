@@ -92,6 +92,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--period", type=float, default=60.0, help="seconds")
+    parser.add_argument("--period", type=float, default=60.0, help="seconds per line of output")
     options = parser.parse_args()
     print(json.dumps(soak(options.minutes, options.clients, options.period)))

@@ -177,7 +177,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--supersede-after", type=float, default=2.0)
     parser.add_argument("--write", metavar="ENDPOINT", help=argparse.SUPPRESS)
-    parser.add_argument("--cut", action="store_true", help="close the writer's door meanwhile")
+    parser.add_argument("--cut", action="store_true", help="close the writer's handshake connection meanwhile")
     options = parser.parse_args()
     if options.write:
         write(options.write)
