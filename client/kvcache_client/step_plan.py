@@ -96,55 +96,6 @@ class Heard:
     verdicts: list[int]
 
 
-def slot_hashes(hashes: Sequence[bytes], blocks_per_slot: int) -> Sequence[bytes]:
-    """Return the hashes of the cached blocks: a chained hash of the last engine block covers those before it."""
-    return hashes if blocks_per_slot == 1 else hashes[blocks_per_slot - 1 :: blocks_per_slot]
-
-
-def hit_limit(num_tokens: int, slot_tokens: int) -> int:
-    """Return how many cached blocks a request of `num_tokens` may load: one token at least is left to compute."""
-    return max(num_tokens - 1, 0) // slot_tokens
-
-
-def full_slots(hashed_blocks: int, computed_tokens: int, engine_block: int, blocks_per_slot: int) -> int:
-    """Return how many cached blocks are full and hashed once `computed_tokens` tokens are computed.
-
-    A hash exists for known tokens only, so that placeholders of tokens still being sampled do not count, even where
-    `computed_tokens` has them.
-    """
-    return min(hashed_blocks, computed_tokens // engine_block) // blocks_per_slot
-
-
-def cut_load(
-    request: str,
-    region: bytes,
-    packed: bytes,
-    blocks: Sequence[int],
-    first: int,
-    count: int,
-    blocks_per_slot: int,
-    sums: bytes = b"",
-) -> LoadJob:
-    """Return the job that fills `count` of a request's device blocks from `first` on.
-
-    Args:
-        packed: references of the chain's slots, from the chain's root on.
-        blocks: all device blocks of the request.
-        sums: checksums of the chain's slots, alike; b"" for none.
-    """
-    slot = first // blocks_per_slot
-    end = -(-(first + count) // blocks_per_slot)
-    width = len(sums) // (len(packed) // REF_BYTES) if sums else 0
-    return LoadJob(
-        request,
-        region,
-        packed[slot * REF_BYTES : end * REF_BYTES],
-        list(blocks[first : first + count]),
-        first - slot * blocks_per_slot,
-        sums[slot * width : end * width],
-    )
-
-
 def pick_refs(packed: bytes, positions: Sequence[int]) -> bytes:
     """Return the references at `positions`."""
     return b"".join(packed[p * REF_BYTES : (p + 1) * REF_BYTES] for p in positions)

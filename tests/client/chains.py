@@ -9,11 +9,12 @@ import time
 from typing import Any
 
 import numpy as np
-from steps import LAYERS, PAGE, PATIENCE, Rig
+from steps import BLOCK, LAYERS, PAGE, PATIENCE, Rig
 
 from kvcache_client import Lease, Namespace, Session
+from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.session.checksums import pick_sums
-from kvcache_client.step_plan import SaveJob, StepPlan, cut_load
+from kvcache_client.step_plan import SaveJob, StepPlan
 from kvcache_proto.types import unpack_refs
 
 SIZE = LAYERS * PAGE
@@ -78,7 +79,7 @@ class Chain:
         """Load what is leased to the device's `blocks`; return those that failed."""
         sums = pick_sums("all", self.hashes, lease.sums, 1, lease.region_id)
         assert sums.count(b"\0" * 8) == 0 and len(sums) == 8 * lease.hits, "a block without a sum"
-        job = cut_load("r", lease.region_id, lease.packed, blocks, 0, lease.hits, 1, sums)
+        job = FullAttention(BLOCK, 1).cut_load("r", lease.region_id, lease.packed, blocks, 0, lease.hits, sums)
         self.rig.worker.load(StepPlan(self.number(), loads=[job]))
         end = time.monotonic() + PATIENCE
         while not self.rig.worker.received():

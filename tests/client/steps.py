@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_client.engines.vllm.views import request_view, step_view
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.settings import Settings
 from kvcache_client.step_plan import StepPlan
@@ -30,6 +31,7 @@ class Request(SimpleNamespace):
     __hash__ = object.__hash__
 
     def __init__(self, name: str, tokens: int, hashes: list[bytes] | None = None, **facts: Any) -> None:
+        facts.setdefault("all_token_ids", list(range(tokens)))
         super().__init__(
             request_id=name,
             num_tokens=tokens,
@@ -38,6 +40,22 @@ class Request(SimpleNamespace):
             block_hashes=hashes or [secrets.token_bytes(32) for _ in range(tokens // BLOCK)],
             **facts,
         )
+
+
+class VllmScheduler(Scheduler):
+    """Called with vLLM's objects, as the connector has them."""
+
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        return super().matched_tokens(request_view(request), computed)
+
+    def allocated(self, request: Any, blocks: list[int], external: int) -> None:
+        super().allocated(request_view(request), blocks, external)
+
+    def plan(self, step: Any) -> StepPlan:
+        return super().plan(step_view(step))
+
+    def finished(self, request: Any) -> None:
+        super().finished(request.request_id, request.num_computed_tokens)
 
 
 def new(name: str, blocks: list[int], computed: int) -> SimpleNamespace:
@@ -58,7 +76,9 @@ class Rig:
         self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, LAYERS * PAGE, 1, tell=tell)
         self.worker.register({str(layer): tensor for layer, tensor in enumerate(self.tensors)}, BLOCKS)
         self.session = sessions[1]
-        self.scheduler = Scheduler(self.session, SPEC, options, BLOCK, 1, tell=tell, checkpoint=lambda: self.checkpoint)
+        self.scheduler = VllmScheduler(
+            self.session, SPEC, options, BLOCK, 1, tell=tell, checkpoint=lambda: self.checkpoint
+        )
         self.seen: set[str] = set()
 
     def block(self, number: int) -> bytes:

@@ -7,10 +7,13 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcache_client.scheduler import events as module
-from kvcache_client.scheduler.events import Events, Removed, Stored
+from kvcache_client.scheduler.events import EngineEvents, Removed, Stored
+from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.views import RequestView
 from kvcache_client.step_plan import Heard
 from kvcache_proto.types import Verdict
 from kvcache_server.admin_client import AdminClient
@@ -22,56 +25,56 @@ VISIBLE, HIDDEN, PARTIAL, FAILED = Verdict.VISIBLE, Verdict.HIDDEN, Verdict.PART
 def a_request(name: str, blocks: int) -> Any:
     """With blocks of four tokens."""
     hashes = [f"{name}{number}".encode().rjust(32, b".") for number in range(blocks)]
-    return SimpleNamespace(block_hashes=hashes, all_token_ids=list(range(4 * blocks)))
+    return RequestView(name, 4 * blocks, 4 * blocks, hashes, list(range(4 * blocks)))
 
 
-def ship(events: Events, request: Any, slots: range, reservation: int = 1) -> None:
+def ship(events: EngineEvents, request: Any, slots: range, reservation: int = 1) -> None:
     for position, slot in enumerate(slots):
         events.shipped(REGION, reservation, position, request, slot)
 
 
 def test_a_save_is_told_with_all_blocks_of_the_engine_and_their_tokens() -> None:
-    events, request = Events(4, 2), a_request("a", 7)
+    events, request = EngineEvents(FullAttention(4, 2)), a_request("a", 7)
     ship(events, request, range(1, 3))
     assert events.take() == []
     events.settled(Heard(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))
-    assert events.take() == [Stored(request.block_hashes[1], request.block_hashes[2:6], list(range(8, 24)))]
+    assert events.take() == [Stored(request.hashes[1], request.hashes[2:6], list(range(8, 24)))]
     assert events.take() == []
 
 
 def test_runs_that_do_not_follow_each_other_stay_apart() -> None:
-    events, one, two = Events(4, 1), a_request("a", 2), a_request("b", 1)
+    events, one, two = EngineEvents(FullAttention(4, 1)), a_request("a", 2), a_request("b", 1)
     events.looked_up(one, 2, 2)
     events.looked_up(two, 1, 1)
     assert events.take() == [
-        Stored(None, one.block_hashes, list(range(8))),
-        Stored(None, two.block_hashes, list(range(4))),
+        Stored(None, one.hashes, list(range(8))),
+        Stored(None, two.hashes, list(range(4))),
     ]
 
 
 def test_of_several_ranks_the_last_one_tells_and_what_fails_is_not_told() -> None:
-    events, request = Events(4, 1), a_request("a", 3)
+    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3)
     ship(events, request, range(3))
     events.settled(Heard(REGION, 1, [0, 1, 2], [PARTIAL, PARTIAL, FAILED]))
     assert events.take() == []
     events.settled(Heard(REGION, 1, [0, 1, 2], [VISIBLE, FAILED, FAILED]))
-    assert events.take() == [Stored(None, request.block_hashes[:1], [0, 1, 2, 3])]
+    assert events.take() == [Stored(None, request.hashes[:1], [0, 1, 2, 3])]
     events.settled(Heard(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))  # told and done
     assert events.take() == []
 
 
 def test_what_waits_for_its_parent_is_told_with_it() -> None:
-    events, request = Events(4, 1), a_request("a", 3)
+    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3)
     ship(events, request, range(3))
     events.settled(Heard(REGION, 1, [2, 1], [HIDDEN, HIDDEN]))
     assert events.take() == []
     events.settled(Heard(REGION, 1, [0], [VISIBLE]))
-    assert events.take() == [Stored(None, request.block_hashes, list(range(12)))]
+    assert events.take() == [Stored(None, request.hashes, list(range(12)))]
 
 
 def test_a_lookup_tells_what_it_found_and_what_it_found_no_more() -> None:
-    events, request = Events(4, 2), a_request("a", 9)
-    names = request.block_hashes
+    events, request = EngineEvents(FullAttention(4, 2)), a_request("a", 9)
+    names = request.hashes
     events.looked_up(request, 3, 4)  # another engine's
     events.looked_up(request, 3, 4)
     assert events.take() == [Stored(None, names[:6], list(range(24)))]
@@ -82,18 +85,18 @@ def test_a_lookup_tells_what_it_found_and_what_it_found_no_more() -> None:
 
 
 def test_after_a_reset_nothing_is_there_and_late_verdicts_are_of_the_past() -> None:
-    events, request = Events(4, 1), a_request("a", 4)
+    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 4)
     events.looked_up(request, 2, 2)
     ship(events, request, range(2, 4))
     events.take()
     events.reset()
     events.settled(Heard(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))
-    assert events.take() == [Removed(request.block_hashes[:2])]
+    assert events.take() == [Removed(request.hashes[:2])]
 
 
 def test_no_more_is_claimed_than_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMEMBERED", 3)
-    events, request = Events(4, 1), a_request("a", 5)
+    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 5)
     events.looked_up(request, 5, 5)
     known: list[bytes] = []
     for event in events.take():
@@ -101,7 +104,7 @@ def test_no_more_is_claimed_than_is_remembered(monkeypatch: pytest.MonkeyPatch) 
             known += event.hashes
         else:
             known = [name for name in known if name not in event.hashes]
-    assert known == request.block_hashes[2:]
+    assert known == request.hashes[2:]
     monkeypatch.setattr(module, "SHIPPED", 3)
     ship(events, request, range(5), reservation=2)  # and never settled
     assert len(events._shipped) == 3
@@ -146,21 +149,21 @@ def test_a_real_rank_and_a_real_daemon(daemon: Any) -> None:
 
 def test_what_waits_in_vain_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITING", 3)
-    events, requests = Events(4, 1), [a_request(name, 3) for name in "abcd"]
+    events, requests = EngineEvents(FullAttention(4, 1)), [a_request(name, 3) for name in "abcd"]
     for number, request in enumerate(requests):
         ship(events, request, range(1, 2), reservation=number)
         events.settled(Heard(REGION, number, [0], [HIDDEN]))
     for request in requests:
         events.looked_up(request, 1, 1)
     told = [event for event in events.take() if isinstance(event, Stored)]
-    assert [event.hashes for event in told] == [r.block_hashes[: 1 + (r is not requests[0])] for r in requests]
+    assert [event.hashes for event in told] == [r.hashes[: 1 + (r is not requests[0])] for r in requests]
 
 
 def test_nothing_is_kept_of_a_request_but_what_is_told() -> None:
     class Request(SimpleNamespace):
         pass
 
-    events, request = Events(4, 1), Request(**vars(a_request("a", 3)))
+    events, request = EngineEvents(FullAttention(4, 1)), Request(**msgspec.structs.asdict(a_request("a", 3)))
     ship(events, request, range(3))
     events.settled(Heard(REGION, 1, [2], [HIDDEN]))
     kept = weakref.ref(request)
@@ -169,9 +172,9 @@ def test_nothing_is_kept_of_a_request_but_what_is_told() -> None:
 
 
 def test_a_long_chain_that_waited_for_its_root_is_told_as_one() -> None:
-    events, request = Events(4, 1), a_request("a", 3000)
+    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3000)
     ship(events, request, range(1, 3000))
     events.settled(Heard(REGION, 1, list(range(2999)), [HIDDEN] * 2999))
     assert events.take() == []
     events.looked_up(request, 1, 1)  # somebody else has written the root
-    assert events.take() == [Stored(None, request.block_hashes, request.all_token_ids)]
+    assert events.take() == [Stored(None, request.hashes, request.token_ids)]

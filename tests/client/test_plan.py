@@ -6,18 +6,20 @@ import pickle
 
 import pytest
 
+from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.views import RequestView
 from kvcache_client.step_plan import (
     NOTHING,
     LoadJob,
     SaveJob,
     StepPlan,
-    cut_load,
-    full_slots,
-    hit_limit,
     pick_refs,
-    slot_hashes,
 )
 from kvcache_proto.types import GroupSpec, NamespaceSpec, SlotRef, unpack_refs
+
+
+def request(tokens: int, hashed: int, prompt: int = 0) -> RequestView:
+    return RequestView("r", tokens, prompt or tokens, [b"%d" % at for at in range(hashed)])
 
 
 def packed(count: int) -> bytes:
@@ -28,7 +30,12 @@ def packed(count: int) -> bytes:
     ("tokens", "limit"), [(0, 0), (1, 0), (15, 0), (16, 0), (17, 1), (32, 1), (33, 2), (1024, 63), (1025, 64)]
 )
 def test_one_token_is_left_to_compute(tokens: int, limit: int) -> None:
-    assert hit_limit(tokens, 16) == limit
+    assert FullAttention(16, 1).loadable(request(tokens, 100)) == limit
+
+
+def test_what_has_no_hash_cannot_be_loaded() -> None:
+    assert FullAttention(16, 1).loadable(request(1025, 60)) == 60
+    assert FullAttention(16, 4).loadable(request(1025, 63)) == 15
 
 
 @pytest.mark.parametrize(
@@ -46,17 +53,24 @@ def test_one_token_is_left_to_compute(tokens: int, limit: int) -> None:
 def test_a_slot_is_full_once_its_blocks_are_computed_and_hashed(
     hashed: int, computed: int, per_slot: int, full: int
 ) -> None:
-    assert full_slots(hashed, computed, 16, per_slot) == full
+    assert FullAttention(16, per_slot).full(request(computed, hashed), computed) == full
+
+
+def test_of_prompts_nothing_generated_is_saved_and_what_is_left_out_is_known() -> None:
+    group, long = FullAttention(16, 1, prompt_only=True), request(80, 5, prompt=40)
+    assert (group.full(long, 80), FullAttention(16, 1).full(long, 80)) == (2, 5)
+    assert group.unsaved(long, 2, 80) == [b"2", b"3", b"4"]
+    assert group.unsaved(long, 5, 80) == ()
 
 
 def test_a_larger_slot_goes_by_the_hash_of_its_last_block() -> None:
     hashes = [b"%d" % at for at in range(7)]
-    assert slot_hashes(hashes, 1) is hashes
-    assert slot_hashes(hashes, 3) == [b"2", b"5"]
+    assert FullAttention(16, 1).keys(hashes) is hashes
+    assert FullAttention(16, 3).keys(hashes) == [b"2", b"5"]
 
 
 def test_a_load_takes_the_blocks_beyond_those_that_the_engine_has() -> None:
-    job = cut_load("r", b"id", packed(6), list(range(100, 106)), 2, 4, 1)
+    job = FullAttention(16, 1).cut_load("r", b"id", packed(6), list(range(100, 106)), 2, 4)
     assert (job.blocks, job.skip) == ([102, 103, 104, 105], 0)
     assert [ref.generation for ref in unpack_refs(job.refs)] == [2, 3, 4, 5]
 
@@ -66,7 +80,7 @@ def test_a_load_takes_the_blocks_beyond_those_that_the_engine_has() -> None:
     [(0, 6, [0, 1, 2], 0), (1, 5, [0, 1, 2], 1), (2, 2, [1], 0), (3, 1, [1], 1), (3, 2, [1, 2], 1)],
 )
 def test_a_load_may_begin_inside_a_slot(first: int, count: int, slots: list[int], skip: int) -> None:
-    job = cut_load("r", b"id", packed(3), list(range(100, 106)), first, count, 2)
+    job = FullAttention(16, 2).cut_load("r", b"id", packed(3), list(range(100, 106)), first, count)
     assert job.blocks == list(range(100 + first, 100 + first + count))
     assert [ref.generation for ref in unpack_refs(job.refs)] == slots
     assert job.skip == skip

@@ -91,7 +91,7 @@ def test_while_the_checkpoint_is_looked_at_requests_wait_a_little_and_nothing_is
 ) -> None:
     monkeypatch.setattr("kvcache_client.scheduler.checkpoint.PATIENCE", 0.01)
     rig, look = rigs("one", on_reset="keep"), threading.Event()
-    rig.scheduler._checkpoint = lambda: look.wait(PATIENCE) and "files 1"
+    rig.scheduler._membership._read_checkpoint = lambda: look.wait(PATIENCE) and "files 1"
     request = Request("r", 4 * BLOCK)
     rig.run(request, [0, 1, 2, 3])
     idle(daemon, 4)

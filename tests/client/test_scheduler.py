@@ -272,7 +272,7 @@ def test_a_load_that_fails_or_brings_nothing_is_waited_for_no_longer(rigs: Any, 
     rig.admit(third, [20, 21, 22, 23], 0, 3 * BLOCK)
     assert rig.scheduler.matched_tokens(fourth, 0) == (3 * BLOCK, True), "as long as loads fail"
     rig.step()
-    while rig.scheduler._loads:
+    while len(rig.scheduler._loads):
         rig.await_loads()
 
 
@@ -295,7 +295,7 @@ def test_what_running_loads_leave_no_quota_for_is_waited_for(
     start_daemon: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kvcache_client.scheduler.scheduler.QUOTA_WAIT", PATIENCE
+        "kvcache_client.scheduler.lookups.QUOTA_WAIT", PATIENCE
     )  # a busy machine may take long for the load
     daemon = start_daemon(pin_quota=6.5 * SPEC.groups[0].block_bytes / (64 << 20))
     rig = Rig(daemon.endpoint, "one")

@@ -14,6 +14,7 @@ from steps import BLOCK, PATIENCE, SPEC, Request, idle
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.scheduler.notes import HASHES, NOTES, Notes
+from kvcache_client.session.counters import Counters
 from kvcache_proto import messages as m
 from kvcache_proto.region import slot_size, slots_per_extent
 from kvcache_server.admin_client import AdminClient
@@ -155,7 +156,7 @@ def test_what_was_computed_while_the_daemon_was_away(rigs: Any, start_daemon: An
     rig.run(request, [0, 1])
     again = start_daemon(endpoint=daemon.endpoint)
     again.wait_status(lambda s: len([n for each in s["sessions"] for n in each["namespaces"]]) >= 2, "both attached")
-    while not (rig.session.up and rig.scheduler._namespace.attached):
+    while not (rig.session.up and rig.scheduler._membership.namespace.attached):
         rig.session.daemon.pump()
     rig.step()
     rig.session.ping()
@@ -256,11 +257,16 @@ def test_a_request_that_is_asked_for_again_and_again_is_named_now_and_then(rigs:
 
 
 def test_a_notebook_is_bounded_and_says_what_it_dropped() -> None:
-    notes = Notes()
-    assert sum(notes.add(str(number), "down", float(number)) for number in range(NOTES + 5)) == 5
+    counts = Counters()
+    notes = Notes(counts)
+    for number in range(NOTES + 5):
+        notes.add(str(number), "down", float(number))
+    assert counts.snapshot() == {"notes_dropped": 5}
     assert [note.request for note in notes.take(300.0)] == [str(number) for number in range(5, NOTES + 5)]
-    assert notes.add("long", "down", 0.0, [b"h" * 32] * (HASHES + 5)) == 0
-    assert notes.add("short", "down", 1.0, [b"h" * 32]) == 1
+    notes.add("long", "down", 0.0, [b"h" * 32] * (HASHES + 5))
+    assert counts.snapshot() == {"notes_dropped": 5}
+    notes.add("short", "down", 1.0, [b"h" * 32])
+    assert counts.snapshot() == {"notes_dropped": 6}
     (left,) = notes.take(2.0)
     assert (left.request, left.age_ms, len(left.hashes)) == ("short", 1000, 1)
     assert notes.take(3.0) == []

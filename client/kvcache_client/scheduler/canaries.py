@@ -1,17 +1,19 @@
-"""One hit in many is computed all the same, and compared with what the cache has.
+"""One hit in many is computed all the same, and compared with what the cache has. Pure.
 
 The scheduler's side: it answers "no hit" for the chosen request, waits until the engine has computed the blocks, and
 has the ranks compare some of them in the next step, before anything of that step touches device memory. The slots are
-not leased meanwhile. They were touched last of all; and where one is evicted all the same, its generation says so after
-the comparison, which then says nothing. So whatever becomes of the request or the engine, nothing is left behind.
+not leased meanwhile: the lookup has just touched them, and where one is evicted all the same, its generation says so
+after the comparison, which then counts for nothing. So whatever becomes of the request or the engine, nothing is left
+behind.
 """
 
 from __future__ import annotations
 
 import random
 
-from kvcache_client.scheduler.request_state import Canary, Tracked
-from kvcache_client.session.lease import Lease
+from kvcache_client.scheduler.cache import CacheLease
+from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.request_state import Canary, RequestState
 from kvcache_client.step_plan import CheckJob, pick_refs
 
 BLOCKS = 4  # of one request that are compared
@@ -19,20 +21,17 @@ BYTES = 64 << 20  # but no more than that, one block excepted
 
 
 class Canaries:
-    def __init__(self, every: int, block_bytes: int, blocks_per_slot: int) -> None:
+    """Of one engine. `due` are the comparisons that no plan has yet."""
+
+    def __init__(self, group: FullAttention, every: int, block_bytes: int) -> None:
         """Choose one request with a hit in `every`, 0 for none; `block_bytes` are those of a cached block."""
-        self._every, self._per_slot = every, blocks_per_slot
+        self.due: list[CheckJob] = []
+        self._group, self._every = group, every
         self._most = max(1, min(BLOCKS, BYTES // block_bytes))
         # Not all engines of a fleet at the same request after their start.
         self._left = random.randrange(every) if every else -1
-        self._due: list[CheckJob] = []
 
-    @property
-    def waiting(self) -> bool:
-        """Whether comparisons are to be sent."""
-        return bool(self._due)
-
-    def choose(self, state: Tracked, lease: Lease, hits: int, start: int) -> bool:
+    def choose(self, state: RequestState, lease: CacheLease, hits: int, start: int) -> bool:
         """Return whether `state`, which has `hits` cached blocks and computes from device block `start` on, is chosen.
 
         A request is counted once, however often it is asked for.
@@ -47,33 +46,33 @@ class Canaries:
         state.canary = Canary(lease.region_id, lease.packed, hits, 0)
         return self.again(state, start)
 
-    def again(self, state: Tracked, start: int) -> bool:
+    def again(self, state: RequestState, start: int) -> bool:
         """Note that the request of a canary begins at device block `start` now; return whether it still is one."""
         canary = state.canary
         if canary is None:
             return False
-        canary.first = -(-start // self._per_slot)
+        canary.first = -(-start // self._group.blocks_per_slot)
         if canary.first >= canary.hits:
             state.canary = None
         return state.canary is not None
 
-    def computed(self, state: Tracked, tokens: int, slot_tokens: int) -> None:
+    def computed(self, state: RequestState, tokens: int) -> None:
         """Note that `tokens` of the request are computed when the running step ends."""
         canary = state.canary
-        if canary is None or tokens < canary.hits * slot_tokens:
+        if canary is None or tokens < canary.hits * self._group.slot_tokens:
             return
         state.canary = None
-        per_slot, choice = self._per_slot, range(canary.first, canary.hits)
+        per_slot, choice = self._group.blocks_per_slot, range(canary.first, canary.hits)
         slots = sorted(random.sample(choice, min(self._most, len(choice))))
         blocks = [block for slot in slots for block in state.blocks[slot * per_slot : (slot + 1) * per_slot]]
         if len(blocks) == len(slots) * per_slot:
-            self._due.append(CheckJob(state.id, canary.region, pick_refs(canary.packed, slots), blocks))
+            self.due.append(CheckJob(state.id, canary.region, pick_refs(canary.packed, slots), blocks))
 
     def take(self) -> list[CheckJob]:
         """Return what the ranks compare before this step begins."""
-        due, self._due = self._due, []
+        due, self.due = self.due, []
         return due
 
     def forget(self) -> None:
         """Drop what is to be sent: the weights have changed."""
-        self._due.clear()
+        self.due.clear()

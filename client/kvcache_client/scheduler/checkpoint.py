@@ -12,7 +12,7 @@ logger = logging.getLogger("vllm.kvcache.scheduler")
 PATIENCE = 1.0  # seconds that requests wait for the answer; then they are served without the cache until it is there
 
 
-class Check:
+class CheckpointReading:
     """One question. The files are read when the engine has requests again, not at the reset itself: an engine is reset
     before it sleeps, and may wake up with other files."""
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from kvcache_client.step_plan import Heard, slot_hashes
+from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.views import RequestView
+from kvcache_client.step_plan import Heard
 from kvcache_proto.types import Verdict
 
 REMEMBERED = 1 << 16  # cached blocks; what is beyond is taken back, though the daemon may have it yet
@@ -34,11 +35,11 @@ class Removed:
     hashes: list[bytes]
 
 
-class Events:
-    """The scheduler's side; `take` hands out what is new."""
+class EngineEvents:
+    """What has changed; `take` hands it out."""
 
-    def __init__(self, engine_block: int, blocks_per_slot: int) -> None:
-        self._block, self._per_slot = engine_block, blocks_per_slot
+    def __init__(self, group: FullAttention) -> None:
+        self._group = group
         self._new: list[Stored | Removed] = []
         self._there: dict[bytes, bytes] = {}  # a cached block's hash -> those of the engine's blocks in it, joined
         self._shipped: dict[tuple[bytes, int, int], Stored] = {}  # being saved, each one cached block
@@ -50,7 +51,7 @@ class Events:
         new, self._new = self._new, []
         return new
 
-    def shipped(self, region: bytes, reservation: int, position: int, request: Any, slot: int) -> None:
+    def shipped(self, region: bytes, reservation: int, position: int, request: RequestView, slot: int) -> None:
         """Note that ranks were told to save the cached block `slot` of the request."""
         self._shipped[region, reservation, position] = self._piece(request, slot)
         if len(self._shipped) > SHIPPED:
@@ -72,9 +73,9 @@ class Events:
                 while self._waiting > WAITING:  # the parent's writer died, perhaps
                     self._awaited(next(iter(self._hidden)))
 
-    def looked_up(self, request: Any, hits: int, asked: int) -> None:
+    def looked_up(self, request: RequestView, hits: int, asked: int) -> None:
         """Note that of the first `asked` cached blocks of the request, the first `hits` are there, and no others."""
-        for slot, name in enumerate(slot_hashes(request.block_hashes, self._per_slot)[:asked]):
+        for slot, name in enumerate(self._group.keys(request.hashes)[:asked]):
             if slot < hits:
                 if name not in self._there:
                     self._stored(self._piece(request, slot))
@@ -88,12 +89,13 @@ class Events:
         self._waiting = 0
         self._remove(list(self._there))
 
-    def _piece(self, request: Any, slot: int) -> Stored:
-        first, end = slot * self._per_slot, (slot + 1) * self._per_slot
+    def _piece(self, request: RequestView, slot: int) -> Stored:
+        first, end = slot * self._group.blocks_per_slot, (slot + 1) * self._group.blocks_per_slot
+        tokens = self._group.block_tokens
         return Stored(
-            request.block_hashes[first - 1] if first else None,
-            list(request.block_hashes[first:end]),
-            list(request.all_token_ids[first * self._block : end * self._block]),
+            request.hashes[first - 1] if first else None,
+            list(request.hashes[first:end]),
+            list(request.token_ids[first * tokens : end * tokens]),
         )
 
     def _awaited(self, parent: bytes) -> list[Stored]:

@@ -7,57 +7,83 @@ engine caches what a load brought in the schedule after its end, before or after
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcache_client.scheduler.request_state import Tracked
-from kvcache_client.session.lease import Lease
+from kvcache_client.scheduler.cache import CacheLease, Counts
+from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.request_state import RequestState
+from kvcache_client.step_plan import LoadJob
 
 PATIENCE = 1.0  # seconds that a request waits for others' loads, all together
+FAILED_LOADS = 3  # in a row, and no hit is offered for PAUSE seconds
+PAUSE = 10.0
 
 
 @dataclass(slots=True)
 class Load:
     """`hashes` are those of the cached blocks that it brings whole."""
 
-    lease: Lease | None
+    lease: CacheLease | None
     blocks: set[int]
     hashes: frozenset[bytes]
     failed: bool = False
 
 
 class Loads:
-    """`ended` counts the loads that have ended."""
+    """`ended` counts the loads that have ended; `jobs` are those that no plan has yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: FullAttention, counters: Counts) -> None:
+        self._group = group
         self.ended = 0
+        self.jobs: list[LoadJob] = []
+        self._counters = counters
         self._running: dict[str, Load] = {}
         self._landed: dict[str, Load] = {}  # ended well, and perhaps not yet in the device's own cache
+        self._failures = 0  # in a row
+        self._paused_until = 0.0
 
-    def __bool__(self) -> bool:
-        return bool(self._running)
+    def __len__(self) -> int:
+        """Return how many run."""
+        return len(self._running)
 
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to wait for."""
-        return not (self._running or self._landed)
+    def begin(self, job: LoadJob, lease: CacheLease | None, hashes: Iterable[bytes]) -> None:
+        """Note a load, for the next plan. Without a lease it is one that fails."""
+        self.jobs.append(job)
+        self._running[job.request] = Load(lease, set(job.blocks), frozenset(hashes if lease is not None else ()))
 
-    def begin(self, request: str, lease: Lease | None, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
-        self._running[request] = Load(lease, set(blocks), frozenset(hashes if lease is not None else ()))
+    def take_jobs(self) -> list[LoadJob]:
+        """Return the loads that no plan has yet."""
+        jobs, self.jobs = self.jobs, []
+        return jobs
 
     def fail(self, invalid: set[int]) -> None:
         """Note that the device blocks `invalid` did not arrive."""
         for load in self._running.values():
             load.failed |= not invalid.isdisjoint(load.blocks)
 
-    def end(self, request: str) -> Load | None:
-        """Return the load of a request, which has ended on every rank; None where it has none."""
+    def end(self, request: str, now: float) -> Load | None:
+        """Return the load of a request, which has ended on every rank, its lease given back; None where it has none."""
         load = self._running.pop(request, None)
-        if load is not None:
-            self.ended += 1
-            if not load.failed:
-                self._landed[request] = load
+        if load is None:
+            return None
+        self.ended += 1
+        if load.lease is not None:
+            load.lease.release()
+        self._failures = self._failures + 1 if load.failed else 0
+        if load.failed:
+            self._counters.add("loads_failed")
+        else:
+            self._landed[request] = load
+        if self._failures >= FAILED_LOADS:
+            self._paused_until = now + PAUSE
+            self._failures = 0
+            self._counters.warn("loads_fail", f"{FAILED_LOADS} loads in a row failed: no hits for {PAUSE:.0f} s")
         return load
+
+    def paused(self, now: float) -> bool:
+        """Whether so many have failed that no hit is to be offered for a while."""
+        return now < self._paused_until
 
     def scheduled(self) -> None:
         """A schedule is over: what had landed before it is in the device's own cache by now."""
@@ -69,13 +95,17 @@ class Loads:
         for load in self._running.values():
             load.hashes = frozenset()
 
-    def follow(self, state: Tracked, start: int, hashes: Sequence[bytes], now: float) -> bool:
-        """Return whether `state` is to wait for another's load rather than load `hashes` from block `start` on itself.
+    def follow(self, state: RequestState, start: int, hits: int, now: float) -> bool:
+        """Return whether `state` is to wait for another's load, rather than load what it has not of `hits` itself.
 
-        Only where one load brings the first of them and half of all at least, and never longer than PATIENCE in all.
+        It has `start` device blocks. Only where one load brings the first of the cached blocks after those, and at
+        least half of all, and never longer than PATIENCE in all. While loads fail, each request has its own.
         """
+        if self._failures or not (self._running or self._landed):
+            return False
         if state.follow_until and now >= state.follow_until:
             return False
+        hashes = self._group.keys(state.request.hashes)[start // self._group.blocks_per_slot : hits]
         for request, load in (*self._running.items(), *self._landed.items()):
             if hashes[0] in load.hashes and request != state.id:
                 brought = next((at for at, name in enumerate(hashes) if name not in load.hashes), len(hashes))
@@ -85,7 +115,7 @@ class Loads:
                     return True
         return False
 
-    def following(self, state: Tracked, start: int, now: float) -> bool:
+    def following(self, state: RequestState, start: int, now: float) -> bool:
         """Return whether `state`, which begins at device block `start` now, goes on waiting."""
         if not state.follows:
             return False

@@ -1,7 +1,7 @@
-"""What the daemon cannot know of a request and is told, for who asks there why there was no hit. Pure.
+"""What the daemon cannot know of a request and is told, for operators who ask it why there was no hit. Pure.
 
-Out of the ordinary alone: a lookup that was not made, a load that failed, blocks that were not saved. What cannot be
-told now, because the daemon is away, is kept for later, and not too much of it.
+Only what is out of the ordinary: a lookup that was not made, a load that failed, blocks that were not saved. What
+cannot be sent now, because the daemon is away, is kept for later, within bounds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from kvcache_client.scheduler.cache import CacheNamespace, Counts
+from kvcache_client.scheduler.request_state import RequestState
 from kvcache_proto.messages import Note
 from kvcache_proto.types import MAX_NAME
 
@@ -17,25 +19,36 @@ HASHES = 8192
 
 
 class Notes:
-    """The latest notes, oldest first."""
+    """The latest notes; `entries` has them oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Counts) -> None:
         self.entries: deque[tuple[float, str, str, list[bytes]]] = deque()
+        self._counters = counters
         self._hashes = 0
 
-    def add(self, request: str, cause: str, now: float, hashes: Sequence[bytes] = ()) -> int:
-        """Note what became of `request`, or of its blocks `hashes`. Returns how many older notes had to go untold."""
-        dropped = 0
+    def note(self, state: RequestState, cause: str, now: float) -> None:
+        """Note why a request is not served from the cache; a cause that is met again and again is noted once."""
+        if state.noted != cause:
+            state.noted = cause
+            self.add(state.id, cause, now)
+
+    def add(self, request: str, cause: str, now: float, hashes: Sequence[bytes] = ()) -> None:
+        """Note what became of `request`, or of its blocks `hashes`. The oldest notes give way, counted."""
         self.entries.append((now, request[:MAX_NAME], cause, list(hashes[:HASHES])))
         self._hashes += len(self.entries[-1][3])
         while len(self.entries) > NOTES or self._hashes > HASHES:
             self._hashes -= len(self.entries.popleft()[3])
-            dropped += 1
-        return dropped
+            self._counters.add("notes_dropped")
 
     def take(self, now: float) -> list[Note]:
-        """Return all that there is, and forget it."""
+        """Return all notes, and forget them."""
         taken = [Note(request, cause, int((now - at) * 1000), hashes) for at, request, cause, hashes in self.entries]
         self.entries.clear()
         self._hashes = 0
         return taken
+
+    def send(self, namespace: CacheNamespace, now: float) -> None:
+        """Send all notes to the daemon; where they cannot be sent, they are lost, and counted."""
+        notes = self.take(now)
+        if not namespace.remark(notes):
+            self._counters.add("notes_unsaid", len(notes))

@@ -19,6 +19,11 @@ class Pace:
         self._a_token = 0.0  # to compute one; 0 while that is not known
         self._tokens, self._began = 0, 0.0
 
+    @property
+    def computing(self) -> bool:
+        """Whether the last step had tokens to compute."""
+        return self._tokens > 0
+
     def step(self, tokens: int, now: float) -> None:
         """Note that a step of so many `tokens` begins, and with it that the one before has ended."""
         if self._tokens >= LEAST_TOKENS and now > self._began:

@@ -1,4 +1,4 @@
-"""The way out of a block, on the scheduler's side.
+"""How blocks are saved, on the scheduler's side: reservations, and the jobs that ranks get.
 
 Full by the end of step N, its `Reserve` is sent while step N is planned, the answer is picked up while step N + 1 is
 planned, and the ranks copy it at the start of step N + 1, before anything of that step touches device memory. So no
@@ -7,18 +7,17 @@ step waits for the daemon, and no block is kept from the engine for our sake.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcache_client.scheduler.events import Events
-from kvcache_client.scheduler.request_state import PAUSE, Tracked
+from kvcache_client.scheduler.cache import CacheNamespace, CacheReservation, CacheTicket, Counts
+from kvcache_client.scheduler.events import EngineEvents
+from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.notes import Notes
+from kvcache_client.scheduler.request_state import PAUSE, RequestState
 from kvcache_client.session.breaker import Backoff
 from kvcache_client.session.checksums import chosen
-from kvcache_client.session.counters import LoggedCounters
-from kvcache_client.session.namespace import Namespace
-from kvcache_client.session.reservation import Reservation, Ticket
-from kvcache_client.step_plan import SHIPPED, SaveJob, full_slots, pick_refs, slot_hashes
+from kvcache_client.step_plan import SHIPPED, SaveJob, pick_refs
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.messages import Run
 from kvcache_proto.types import MAX_HASHES, Outcome
@@ -33,7 +32,7 @@ _OPERATORS = {"no_space", "quota"}  # refusals that somebody can do something ab
 class _Asked:
     """A run of blocks to be reserved. `whole` is how many of them still hold what was to be saved."""
 
-    state: Tracked
+    state: RequestState
     first: int
     run: Run
     blocks: list[int]
@@ -44,9 +43,9 @@ class _Asked:
 class _Sent:
     """What one step asks for, in one `Reserve`."""
 
-    namespace: Namespace
+    namespace: CacheNamespace
     asked: list[_Asked]
-    ticket: Ticket | None = None  # None: not asked yet, or refused as a whole
+    ticket: CacheTicket | None = None  # None: not asked yet, or refused as a whole
 
 
 class _Refusals:
@@ -89,65 +88,55 @@ class _Refusals:
 
 
 class Saves:
-    """Reservations asked for, and device blocks that were saved from."""
+    """Reservations asked for, and jobs that ranks have. `waiting` are reservations without an answer."""
 
     def __init__(
         self,
-        engine_block: int,
-        blocks_per_slot: int,
-        prompt_only: bool,
-        tally: LoggedCounters,
-        verify: str = "off",
-        events: Events | None = None,
-        lost: Callable[[str, Sequence[bytes]], None] = lambda request, hashes: None,
+        group: FullAttention,
+        verify: str,
+        counters: Counts,
+        notes: Notes,
+        events: EngineEvents | None,
+        clock: Callable[[], float],
     ) -> None:
-        """`verify` says of which blocks the ranks take a checksum; `events` hears of what they are told to save, `lost`
-        of what others got too early."""
-        self._block, self._per_slot, self._prompt_only, self._tally = engine_block, blocks_per_slot, prompt_only, tally
-        self._verify, self._events, self._lost = verify, events, lost
+        """`verify` says of which blocks the ranks take a checksum; `events` hears what they are told to save."""
+        self.waiting: list[_Sent] = []
+        self._group, self._verify = group, verify
+        self._counters, self._notes, self._events, self._clock = counters, notes, events, clock
         self._next: list[_Asked] = []
         self._shipped: dict[tuple[int, int], tuple[str, list[bytes]]] = {}  # by reservation and first position
-        self._sent: list[_Sent] = []
         self._refusals = _Refusals()
 
-    @property
-    def waiting(self) -> bool:
-        """Whether answers are out, or blocks wait to be asked for."""
-        return bool(self._sent)
-
-    def ask(self, state: Tracked, computed: int) -> None:
+    def ask(self, state: RequestState, computed: int) -> None:
         """Note the blocks of `state` that are full once `computed` tokens are computed, for the next `send`."""
-        request = state.request
-        full = full_slots(len(request.block_hashes), computed, self._block, self._per_slot)
-        if self._prompt_only:
-            full = min(full, request.num_prompt_tokens // (self._block * self._per_slot))
-        first = state.saved
-        if full <= first or state.excluded or state.barred or state.loading:
+        request, group, first = state.request, self._group, state.saved
+        full = group.full(request, computed)
+        if full <= first or request.uncacheable or state.barred or state.loading:
             return
-        blocks = state.blocks[first * self._per_slot : full * self._per_slot]
-        if len(blocks) < (full - first) * self._per_slot or (state.retry_at and time.monotonic() < state.retry_at):
+        blocks = state.blocks[first * group.blocks_per_slot : full * group.blocks_per_slot]
+        if len(blocks) < (full - first) * group.blocks_per_slot or (state.retry_at and self._clock() < state.retry_at):
             return
-        hashes = slot_hashes(request.block_hashes, self._per_slot)
-        run = Run(list(hashes[first:full]), hashes[first - 1] if first else None)
+        keys = group.keys(request.hashes)
+        run = Run(list(keys[first:full]), keys[first - 1] if first else None)
         self._next.append(_Asked(state, first, run, blocks, full - first))
         state.saved = full
 
-    def unsaved(self, state: Tracked, computed: int, up: bool, now: float) -> tuple[str, Sequence[bytes]]:
+    def unsaved(self, state: RequestState, computed: int, up: bool) -> tuple[str, Sequence[bytes]]:
         """Return why blocks of a request that ends were not asked for, and their hashes; "" where all were."""
-        request = state.request
-        full = full_slots(len(request.block_hashes), computed, self._block, self._per_slot)
-        if full <= state.saved or state.excluded or state.loading:
+        if state.request.uncacheable or state.loading:
             return "", ()
-        hashes = slot_hashes(request.block_hashes, self._per_slot)[state.saved : full]
+        hashes = self._group.unsaved(state.request, state.saved, computed)
+        if not hashes:
+            return "", ()
         if state.barred:
             return "weights", hashes
-        if state.retry_at and now < state.retry_at:
+        if state.retry_at and self._clock() < state.retry_at:
             return "paused", hashes
         if not up:
             return "down", hashes
-        return ("save_prompt" if self._prompt_only else ""), hashes
+        return ("save_prompt" if self._group.prompt_only else ""), hashes
 
-    def send(self, namespace: Namespace) -> None:
+    def send(self, namespace: CacheNamespace) -> None:
         """Send one `Reserve` for all that was noted: a batch that fills its blocks in one step asks once."""
         while self._next:
             count = hashes = 0
@@ -155,27 +144,27 @@ class Saves:
                 hashes += self._next[count].whole
                 count += 1
             asked, self._next = self._next[:count], self._next[count:]
-            self._sent.append(_Sent(namespace, asked))
-            self._send(self._sent[-1], time.monotonic())
+            self.waiting.append(_Sent(namespace, asked))
+            self._send(self.waiting[-1], self._clock())
 
     def _send(self, sent: _Sent, now: float) -> None:
         if self._refusals.may_send(now):
             sent.ticket = sent.namespace.reserve_runs_later([each.run for each in sent.asked])
 
     def answers(self, given: list[int], wait: float | None) -> list[SaveJob]:
-        """Turn the answers that have come, or come within `wait` seconds, into jobs; with `wait`, want no others.
+        """Turn the answers that have come, or come within `wait` seconds, into jobs; with `wait`, cancel all others.
 
-        Blocks of `given` that are unanswered then are lost: somebody else has them. Those that are answered are not,
-        for the ranks save before the step begins.
+        Blocks of `given` that are unanswered then are lost: other requests have them. Those that are answered are not,
+        because the ranks save before the step begins.
         """
         jobs: list[SaveJob] = []
         unanswered = []
-        until = time.monotonic() + wait if wait is not None else None
+        until = self._clock() + wait if wait is not None else None
         gone = set(given)
-        for sent in self._sent:
+        for sent in self.waiting:
             reservation = self._answer(sent, until)
             if reservation is None:
-                if sent.ticket is None and self._refusals.hopeless(time.monotonic()):
+                if sent.ticket is None and self._refusals.hopeless(self._clock()):
                     self._refuse(sent)
                     continue
                 for asked in sent.asked:
@@ -193,39 +182,39 @@ class Saves:
                     jobs.append(job)
                 self._judge(asked, reservation, at)
                 at, granted = end, granted + len(places)
-        self._sent = unanswered
+        self.waiting = unanswered
         return jobs
 
     def given_away(self, jobs: Iterable[tuple[int, int]]) -> None:
-        """Note jobs that a rank has not begun, for their blocks were others' by then; other ranks report them, too."""
+        """Note jobs that a rank has not begun, because their blocks were given away; other ranks report them, too."""
         for job in jobs:
             if (shipped := self._shipped.pop(job, None)) is not None:
-                self._lost(*shipped)
+                self._notes.add(shipped[0], "given_away", self._clock(), shipped[1])
 
     def concerned(self) -> set[str]:
-        """Return the requests whose answers are out."""
-        return {asked.state.id for sent in self._sent for asked in sent.asked}
+        """Return the requests whose saves are not answered."""
+        return {asked.state.id for sent in self.waiting for asked in sent.asked}
 
     def drop(self) -> None:
         """Give back what no rank has heard of."""
-        for sent in self._sent:
+        for sent in self.waiting:
             if sent.ticket is not None:
                 sent.ticket.cancel()
-            self._tally.add("saves_dropped", sum(asked.whole for asked in sent.asked))
-        self._sent.clear()
+            self._counters.add("saves_dropped", sum(asked.whole for asked in sent.asked))
+        self.waiting.clear()
 
     def _job(
-        self, namespace: Namespace, asked: _Asked, reservation: Reservation, first: int, places: list[int]
+        self, namespace: CacheNamespace, asked: _Asked, reservation: CacheReservation, first: int, places: list[int]
     ) -> SaveJob | None:
         """Return the job for what was granted of a run and is still whole; give the rest back.
 
         `places` in the run were granted, as the reservation's blocks from `first` on.
         """
-        slot = self._per_slot
+        slot = self._group.blocks_per_slot
         kept = [first + at for at, place in enumerate(places) if place < asked.whole]
         dropped = list(range(first + len(kept), first + len(places)))
         if dropped:
-            self._tally.add("saves_dropped", len(dropped))
+            self._counters.add("saves_dropped", len(dropped))
             every = range(namespace.spec.shards)
             namespace.settle(reservation.id, Outcome.NEVER_STARTED, dropped, every, reservation.region_id)
         if not kept:
@@ -243,9 +232,9 @@ class Saves:
         summed = chosen(self._verify, hashes, reservation.region_id)
         return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed)
 
-    def _answer(self, sent: _Sent, until: float | None) -> Reservation | None:
+    def _answer(self, sent: _Sent, until: float | None) -> CacheReservation | None:
         """Return the answer if it has come, or comes until then; where it is a refusal as a whole, `ticket` is None."""
-        now = time.monotonic()
+        now = self._clock()
         if sent.ticket is None:
             self._send(sent, now)
         if sent.ticket is None:
@@ -256,32 +245,34 @@ class Saves:
                 reservation = sent.ticket.wait(max(0.0, until - now))
         except KVCacheError as error:
             sent.ticket = None
-            self._refusals.add(str(error), time.monotonic())
+            self._refusals.add(str(error), self._clock())
             return None
         return reservation
 
     def _refuse(self, sent: _Sent) -> None:
-        self._tally.warn("saves_refused", f"saves are refused: {self._refusals.why}")
+        self._counters.warn("saves_refused", f"saves are refused: {self._refusals.why}")
         for asked in sent.asked:
-            asked.state.refuse(asked.first, "refused", time.monotonic())
+            asked.state.refuse(asked.first, "refused", self._clock())
 
-    def _judge(self, asked: _Asked, reservation: Reservation, begin: int) -> None:
+    def _judge(self, asked: _Asked, reservation: CacheReservation, begin: int) -> None:
         for at in range(len(asked.run.hashes)):
             why = reservation.refused.get(begin + at, "present")
             if why not in _ADVANCES:
                 if why in _OPERATORS:
-                    self._tally.warn(f"saves_{why}", f"blocks are not saved: {why} (see `kvcache-server status`)")
+                    self._counters.warn(f"saves_{why}", f"blocks are not saved: {why} (see `kvcache-server status`)")
                 else:
-                    self._tally.add(f"saves_{why}")
-                asked.state.refuse(asked.first + at, why, time.monotonic())
+                    self._counters.add(f"saves_{why}")
+                asked.state.refuse(asked.first + at, why, self._clock())
                 return
         asked.state.pause = PAUSE
 
     def _lose(self, asked: _Asked, gone: set[int]) -> None:
-        """Cut `asked` before the first block that somebody else has got: those after it would hang in the air."""
-        for at, block in enumerate(asked.blocks[: asked.whole * self._per_slot] if gone else ()):
+        """Cut `asked` before the first block that was given to others: those after it could not be reached."""
+        per_slot = self._group.blocks_per_slot
+        for at, block in enumerate(asked.blocks[: asked.whole * per_slot] if gone else ()):
             if block in gone:
-                self._lost(asked.state.id, asked.run.hashes[at // self._per_slot : asked.whole])
-                asked.whole = at // self._per_slot
+                lost = asked.run.hashes[at // per_slot : asked.whole]
+                self._notes.add(asked.state.id, "given_away", self._clock(), lost)
+                asked.whole = at // per_slot
                 asked.state.saved = min(asked.state.saved, asked.first + asked.whole)
                 return

@@ -44,6 +44,7 @@ from kvcache_client.engines.vllm.identity import (
 )
 from kvcache_client.engines.vllm.sleep import before_sleep
 from kvcache_client.engines.vllm.stats import CacheMetrics, CacheStats, Feed
+from kvcache_client.engines.vllm.views import request_view, step_view
 from kvcache_client.scheduler.events import Removed, Stored
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.session import Session
@@ -264,7 +265,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        return self._scheduler.matched_tokens(request_view(request), num_computed_tokens)
 
     @guard()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -272,7 +273,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens > 0:
             self._awaited[request.request_id] = list(table)
         if self._scheduler is not None:
-            self._scheduler.allocated(request, table, num_external_tokens)
+            self._scheduler.allocated(request_view(request), table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._plan(scheduler_output)
@@ -286,7 +287,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def _plan(self, scheduler_output: Any) -> StepPlan:
         if self._scheduler is None:
             return self._fail_awaited()
-        plan = self._scheduler.plan(scheduler_output)
+        plan = self._scheduler.plan(step_view(scheduler_output))
         for load in plan.loads:
             self._awaited.pop(load.request, None)
         return plan
@@ -330,7 +331,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     @guard(lambda *_: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
-            self._scheduler.finished(request)
+            self._scheduler.finished(request.request_id, request.num_computed_tokens)
         return False, None
 
     def request_finished_all_groups(

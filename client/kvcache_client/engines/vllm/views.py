@@ -1,0 +1,45 @@
+"""vLLM's requests and steps as plain values: the only place that reads them for the scheduler's side. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcache_client.scheduler.views import IDLE, NewTable, RequestView, StepView
+
+
+def request_view(request: Any) -> RequestView:
+    """Return what is known of a request now."""
+    return RequestView(
+        request.request_id,
+        request.num_tokens,
+        request.num_prompt_tokens,
+        request.block_hashes,
+        request.all_token_ids,
+        bool(getattr(request, "cache_salt", None)),
+        _uncacheable(request),
+        bool(getattr(request, "skip_reading_prefix_cache", False)),
+    )
+
+
+def _uncacheable(request: Any) -> str:
+    """Say why its hashes do not name content. A cache salt is content: it is in the hashes of all that use it alike."""
+    if getattr(request, "prompt_embeds", None) is not None:
+        return "prompt_embeds"
+    if getattr(request, "mm_features", None):
+        return "multimodal"
+    return "lora" if getattr(request, "lora_request", None) else ""
+
+
+def step_view(output: Any) -> StepView:
+    """Return what a SchedulerOutput says. Called in every step: it copies nothing of running requests."""
+    tokens = output.total_num_scheduled_tokens
+    if not tokens:
+        return IDLE
+    cached, fresh = output.scheduled_cached_reqs, output.scheduled_new_reqs
+    running, computed, added = cached.req_ids, cached.num_computed_tokens, cached.new_block_ids
+    started = [NewTable(new.req_id, new.block_ids, new.num_computed_tokens) for new in fresh] if fresh else []
+    if resumed := cached.resumed_req_ids:  # preempted, and scheduled again: `added` is their whole table
+        rows = [(row, row[0] in resumed and row[2]) for row in zip(running, computed, added, strict=True)]
+        started += [NewTable(request, blocks, before) for (request, before, blocks), whole in rows if whole]
+        running, computed, added = ([row[column] for row, whole in rows if not whole] for column in range(3))
+    return StepView(tokens, output.num_scheduled_tokens, started, running, computed, added)

@@ -1,0 +1,132 @@
+"""Lookups of requests, what they found, and the leases on it until a load takes them. Pure: the time is an argument.
+
+A lookup is repeated where it found less than all and is not recent. All lookups of one schedule together have one
+deadline.
+"""
+
+from __future__ import annotations
+
+from kvcache_client.scheduler.cache import CacheNamespace, Counts
+from kvcache_client.scheduler.events import EngineEvents
+from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.notes import Notes
+from kvcache_client.scheduler.request_state import LookupResult, RequestState
+from kvcache_client.session.checksums import pick_sums
+from kvcache_proto.errors import KVCacheError
+
+PENDING_WAIT = 0.05  # seconds that a request waits, once, for blocks that are being written
+QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give back what the engine may pin
+MAX_AGE = 0.1  # seconds after which a lookup that found less than all is repeated
+NAME_EVERY = 1.0  # seconds between two lookups of a request that bear its name
+IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is given back
+
+
+class Lookups:
+    """Of one engine.
+
+    Attributes:
+        spent: seconds of this schedule that they took.
+        holding: requests whose lookup holds a lease, by name.
+    """
+
+    def __init__(
+        self,
+        group: FullAttention,
+        shards: int,
+        verify: str,
+        counters: Counts,
+        notes: Notes,
+        events: EngineEvents | None = None,
+    ) -> None:
+        """`verify` says which blocks of a hit are to be verified, each of `shards` shards."""
+        self.spent = 0.0
+        self._group, self._shards, self._verify = group, shards, verify
+        self._counters, self._notes, self._events = counters, notes, events
+        self.holding: dict[str, RequestState] = {}
+
+    def known(self, state: RequestState, limit: int, now: float) -> LookupResult | None:
+        """Return what the last lookup found, None where `limit` cached blocks have to be looked up."""
+        lookup = state.lookup
+        if lookup is None or (lookup.hits and not lookup.lease.id):  # its lease was given back
+            return None
+        return None if lookup.hits < min(limit, lookup.wanted) and now - lookup.at > MAX_AGE else lookup
+
+    def ask(self, state: RequestState, namespace: CacheNamespace, limit: int, now: float) -> LookupResult:
+        """Look the first `limit` cached blocks of a request up; whatever the daemon does, there is an answer."""
+        request, waited, state.waited = state.request, state.waited, False
+        # A request that waits to be scheduled is looked up again and again: the daemon hears its name now and then.
+        named = waited or not state.named_at or now - state.named_at > NAME_EVERY
+        self.forget(state)
+        keys = self._group.keys(request.hashes)[:limit]
+        try:
+            lease = namespace.acquire(
+                keys,
+                verify=self._verify != "off",
+                request=request.id if named else "",
+                tokens=request.prompt_tokens,
+                salted=request.salted,
+            )
+        except KVCacheError as error:
+            self._counters.warn("lookups_refused", f"lookups are refused: {error}")
+            self._notes.note(state, "refused", now)
+            lease = namespace.acquire(())
+        if named:
+            state.named_at = now
+        if lease.failed:
+            self._notes.note(state, "deadline" if namespace.attached else "down", now)
+        else:
+            state.saved = lease.hits + lease.pending
+            if self._events is not None and not lease.withheld:
+                self._events.looked_up(request, lease.hits, limit)
+            if waited and lease.hits == len(keys):
+                self._notes.note(state, "came", now)
+        sums = pick_sums(self._verify, keys, lease.sums, self._shards, lease.region_id)
+        state.lookup = LookupResult(lease, limit, self._group.usable(lease.hits), now, sums=sums)
+        if lease.id:
+            self.holding[state.id] = state
+        return state.lookup
+
+    def worth_waiting(
+        self, state: RequestState, lookup: LookupResult, start: int, running_loads: int, ended_loads: int, now: float
+    ) -> bool:
+        """Return whether a request that computes from device block `start` on is to wait and be looked up again.
+
+        For running loads to give back what the engine may pin, or for blocks that are being written.
+        """
+        lease = lookup.lease
+        if lease.withheld and running_loads:
+            # What is loading now gives its slots back soon; to compute what is cached takes longer.
+            state.quota_until = state.quota_until or now + QUOTA_WAIT
+            if now < state.quota_until:
+                state.loads_to_end = ended_loads + 1
+                self._counters.add("lookups_waited_for_quota")
+                return True
+        if not lease.pending or (lease.hits + lease.pending) * self._group.blocks_per_slot <= start:
+            return False
+        if not state.pending_until:
+            state.pending_until = now + PENDING_WAIT
+        return now < state.pending_until
+
+    def take(self, state: RequestState) -> LookupResult | None:
+        """Hand over what was found, with its lease, to a load; None where no lease is held."""
+        lookup, state.lookup = state.lookup, None
+        self.holding.pop(state.id, None)
+        return lookup if lookup is not None and lookup.lease.id else None
+
+    def forget(self, state: RequestState) -> None:
+        """Give the lease back, and forget what was found."""
+        self.release(state)
+        state.lookup = None
+
+    def release(self, state: RequestState) -> None:
+        """Give the lease back."""
+        if state.lookup is not None and state.lookup.lease.id:
+            state.lookup.lease.release()
+            self.holding.pop(state.id, None)
+
+    def give_back_idle(self, step: int) -> None:
+        """Give back leases that were not offered to the engine in the last schedules before `step`."""
+        for state in list(self.holding.values()):
+            if state.lookup is None or step - state.lookup.offered > IDLE_SCHEDULES:
+                self._counters.add("leases_given_back")
+                self.forget(state)

@@ -1,0 +1,93 @@
+"""The namespace in which one engine shares its blocks, and what a reset of the engine's cache does about that.
+
+The weights may have changed with a reset, and a namespace names the weights. Others stay where they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+
+from kvcache_client.scheduler.cache import CacheNamespace, CacheSession
+from kvcache_client.scheduler.checkpoint import CheckpointReading
+from kvcache_client.scheduler.events import EngineEvents
+from kvcache_client.settings import Settings
+from kvcache_proto.errors import KVCacheError
+from kvcache_proto.types import NamespaceSpec
+
+logger = logging.getLogger("vllm.kvcache.scheduler")
+
+
+class Membership:
+    """Of one engine.
+
+    Attributes:
+        namespace: the present one.
+        announced: what the ranks are to join with the next plan; None where they know it.
+        unsettled: whether it is open, after a reset, which weights the engine has.
+        lost: whether the engine could not join a namespace after a reset, and shares nothing any more.
+    """
+
+    def __init__(
+        self,
+        session: CacheSession,
+        spec: NamespaceSpec,
+        settings: Settings,
+        checkpoint: Callable[[], str],
+        events: EngineEvents | None,
+    ) -> None:
+        """`checkpoint` returns what `spec` calls so, as it is now; "" where that is not known."""
+        self._session, self._on_reset, self._events = session, settings.on_reset, events
+        self._ceiling = settings.num_cpu_blocks * spec.groups[0].block_bytes
+        self.namespace: CacheNamespace = session.attach(spec, (), self._ceiling)
+        self.announced: NamespaceSpec | None = spec
+        self.unsettled = self.lost = False
+        self._read_checkpoint, self._weights_of = checkpoint, spec.identity.get("checkpoint", "")
+        self._reading: CheckpointReading | None = None
+        self._resets = 0
+
+    def waits(self, now: float) -> bool:
+        """Return whether requests are to wait a little until it is known which weights the engine has."""
+        return self._reading is not None and self._reading.waits(now) and not self.settle()
+
+    def settle(self) -> bool:
+        """Return whether it is known which weights the engine has; where it has just become known, act on it."""
+        if self._reading is None:
+            return True
+        found = self._reading.found
+        if found is None:
+            return False
+        self._reading, self.unsettled = None, False
+        if found and found == self._weights_of:
+            logger.info("cache reset: the checkpoint is what it was, namespace %s is kept", self.namespace.id)
+            return True
+        self._weights_of = found
+        return self._move(uuid.uuid4().hex)
+
+    def reset(self) -> bool:
+        """Go on as `on_reset` says; return whether the engine shares blocks after this."""
+        self._resets += 1
+        if self._on_reset == "keep":
+            self._reading, self.unsettled = CheckpointReading(self._read_checkpoint), True
+            return True
+        # A version names one state of the weights, and the engine leaves that with its next reset.
+        named = self._on_reset != "new" and self._resets == 1
+        return self._move(self._on_reset if named else uuid.uuid4().hex)
+
+    def _move(self, weights: str) -> bool:
+        """Leave the namespace for that of other weights."""
+        spec = self.namespace.spec.with_weights(weights)
+        try:
+            # The engine's steps wait for this call: a daemon that is slow to answer is joined later.
+            left, self.namespace = self.namespace, self._session.attach(spec, (), self._ceiling, wait=False)
+            self._session.detach(left)
+        except KVCacheError as error:
+            logger.error("the cache could not be reset, saves and loads stop: %s", error)
+            self.lost = True
+            return False
+        self.announced = spec
+        if self._events is not None:
+            self._events.reset()
+        logger.info("cache reset: this engine goes on in namespace %s, weights %s", spec.id, weights)
+        return True

@@ -1,0 +1,70 @@
+"""What an engine tells its scheduler's side: plain values, made by the engine's package. Pure.
+
+Nothing that grows is copied: `hashes`, `token_ids` and a step's lists are the engine's own, to be read and not kept
+beyond the request or the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+BlockTables = Sequence[Sequence[int]]  # device blocks, one table per KV cache group
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """A request as it is now.
+
+    Attributes:
+        id: its name. A request that has the name of an earlier one has another list of hashes.
+        tokens: how many it has, generated ones included.
+        prompt_tokens: how many of them are its prompt's.
+        hashes: chained hashes of the engine's full blocks; the list grows while the request runs.
+        token_ids: its tokens; the list grows, too.
+        salted: whether the hashes have a salt in them.
+        uncacheable: why the hashes do not name the content of the blocks ("lora", ...); "" where they do.
+        skips_cache: whether it asked not to be served from a cache.
+    """
+
+    id: str
+    tokens: int
+    prompt_tokens: int
+    hashes: Sequence[bytes]
+    token_ids: Sequence[int] = ()
+    salted: bool = False
+    uncacheable: str = ""
+    skips_cache: bool = False
+
+
+class NewTable(msgspec.Struct, frozen=True):
+    """The block tables of a request that a step schedules for the first time, or again after a preemption.
+
+    `computed` tokens of it are computed before the step, or loaded.
+    """
+
+    request: str
+    blocks: BlockTables
+    computed: int
+
+
+class StepView(msgspec.Struct, frozen=True):
+    """What one step of the engine schedules.
+
+    Attributes:
+        tokens: scheduled tokens of all requests; 0 where the step computes nothing.
+        scheduled: tokens by request.
+        started: requests whose tables are new.
+        running: the others, by name, with `computed` tokens before the step and the blocks that they get `added`, None
+            for none; three lists of one length.
+    """
+
+    tokens: int = 0
+    scheduled: Mapping[str, int] = {}
+    started: Sequence[NewTable] = ()
+    running: Sequence[str] = ()
+    computed: Sequence[int] = ()
+    added: Sequence[BlockTables | None] = ()
+
+
+IDLE = StepView()
