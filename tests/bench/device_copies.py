@@ -6,7 +6,7 @@
 The blocks are scattered over the cache, and the slots over the region. A layer is one tensor with separate keys and
 values. Rates are those of the device, from the first byte to the last; `told` is the time from the submission until the
 engine is told that the copy has ended. Also measured: a decode step of 8 sequences (with the matrices of an 8B model,
-in a graph) beside continuous copies, the time that a GiB costs the engine's thread, the ring, and page-locking.
+in a graph) beside continuous copies, the time that a GiB costs the engine's thread, bounce buffers, and page-locking.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def measure(machine: Machine, fragments: list[int], layers: list[int], total: in
         if not number:
             costs = {"open_seconds": case.opened, "canary_seconds": case.checked}
             for name, saves in (("ring_save_gbs", True), ("ring_load_gbs", False)):
-                # Not registered yet: the ring. The second job finds its buffers there.
+                # Not registered yet: bounce buffers. The second job finds them allocated.
                 case.copy(saves)
                 costs[name] = case.total / case.copy(saves)[1] / 1e9
             free = on.mem_get_info()[0]

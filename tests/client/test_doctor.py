@@ -15,7 +15,7 @@ import pytest
 
 from kvcache_client.devices import Job
 from kvcache_client.devices.cpu import CpuDevice
-from kvcache_client.devices.layout import Run
+from kvcache_client.devices.layout import FragmentRun
 from kvcache_client.doctor import conformance, copies
 from kvcache_proto.check_result import CheckResult
 
@@ -30,7 +30,7 @@ class Kit(copies.HostKit):
 class Elsewhere(CpuDevice):
     """Copies from and to one block's room further on."""
 
-    def __init__(self, runs: Sequence[Run], num_blocks: int, keep: Sequence[Any] = ()) -> None:
+    def __init__(self, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = ()) -> None:
         super().__init__([run._replace(pointer=run.pointer + 64) for run in runs], num_blocks - 1, keep)
 
 
@@ -63,7 +63,7 @@ class Unregistered(CpuDevice):
 
     def register(self, region: Any) -> None:
         super().register(region)
-        logging.getLogger("vllm.kvcache.device").warning("all cannot be page-locked: error 207001")
+        logging.getLogger("kvcache_client.devices").warning("all cannot be page-locked: error 207001")
 
 
 def examine(monkeypatch: pytest.MonkeyPatch, device: type[CpuDevice]) -> dict[str, CheckResult]:
@@ -73,20 +73,20 @@ def examine(monkeypatch: pytest.MonkeyPatch, device: type[CpuDevice]) -> dict[st
 
 def test_a_device_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine(monkeypatch, CpuDevice)
-    assert list(found) == ["toy:0 canary", "toy:0 registration", "toy:0 copies"]
-    assert found["toy:0 canary"].verdict == found["toy:0 registration"].verdict == "ok"
+    assert list(found) == ["toy:0 self-test", "toy:0 registration", "toy:0 copies"]
+    assert found["toy:0 self-test"].verdict == found["toy:0 registration"].verdict == "ok"
     assert found["toy:0 registration"].values["direct_bytes"] == 4 * copies.SLOT
     assert all(finding.how == "measured" for finding in found.values())
 
 
-def test_a_device_that_copies_elsewhere_fails_its_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_copies_elsewhere_fails_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = examine(monkeypatch, Elsewhere).values()
-    assert (finding.name, finding.verdict) == ("toy:0 canary", "failed")
-    assert "canary" in finding.figure
+    assert (finding.name, finding.verdict) == ("toy:0 self-test", "failed")
+    assert "self-test" in finding.figure
     assert "uncached" in finding.cure
 
 
-def test_bytes_that_the_canary_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_the_self_test_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = examine(monkeypatch, Tired)["toy:0 copies"]
     assert finding.verdict == "failed"
     assert "came back wrong" in finding.figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_client.devices.layout import Fragment, Run, Tensor, block_fragments, runs
+from kvcache_client.devices.layout import Fragment, FragmentRun, Tensor, block_fragments, runs
 from kvcache_proto.errors import ConfigError
 
 
@@ -94,7 +94,7 @@ def test_a_sum_that_differs_is_an_error() -> None:
 
 def test_runs_join_what_is_evenly_spaced() -> None:
     layers = [Fragment(1000 * layer, 64, 64) for layer in range(5)]
-    assert runs(layers) == [Run(0, 64, 64, 5, 1000, 0)]
+    assert runs(layers) == [FragmentRun(0, 64, 64, 5, 1000, 0)]
 
 
 def test_runs_break_where_spacing_size_or_direction_change() -> None:
@@ -105,10 +105,10 @@ def test_runs_break_where_spacing_size_or_direction_change() -> None:
     ]
     found = runs(fragments)
     assert found == [
-        Run(0, 64, 64, 3, 1000, 0),
-        Run(2500, 64, 64, 1, 0, 192),
-        Run(4000, 32, 32, 1, 0, 256),
-        Run(9000, 64, 64, 1, 0, 288),
-        Run(8000, 64, 64, 1, 0, 352),
+        FragmentRun(0, 64, 64, 3, 1000, 0),
+        FragmentRun(2500, 64, 64, 1, 0, 192),
+        FragmentRun(4000, 32, 32, 1, 0, 256),
+        FragmentRun(9000, 64, 64, 1, 0, 288),
+        FragmentRun(8000, 64, 64, 1, 0, 352),
     ]
     assert sum(run.bytes * run.number for run in found) == sum(fragment.bytes for fragment in fragments)

@@ -21,7 +21,7 @@ def test_a_whole_report(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {finding["name"]: finding for section in sections.values() for finding in section}
     failed = [finding for finding in found.values() if finding["verdict"] == "failed"]
     assert done.returncode == 0, (failed, done.stderr)
-    for name in ("daemon", "mapping", "cpu canary", "cpu suite", "common suite"):
+    for name in ("daemon", "mapping", "cpu self-test", "cpu suite", "common suite"):
         assert found[name]["verdict"] == "ok"
     assert found["cpu suite"]["values"]["passed"] >= 60
     assert found["cpu suite"]["values"]["failed"] == 0

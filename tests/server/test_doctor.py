@@ -395,7 +395,7 @@ def test_a_process_that_dies_takes_no_other_answer_along(path_with: Any) -> None
     assert found.code == 1
     assert found.verdict("device-copies") == "failed"
     assert found.findings["device-copies"]["figure"] == "ended by SIGKILL"
-    assert found.verdict("cpu canary") == "ok"
+    assert found.verdict("cpu self-test") == "ok"
     copies = found.findings["cpu copies"]
     assert copies["verdict"] in ("ok", "slow")
     assert copies["how"] == "measured"

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices.layout import Run
+from kvcache_client.devices.layout import FragmentRun
 from kvcache_proto.errors import ServerError
 
 
@@ -138,7 +138,7 @@ class Device(Protocol):
         """Stop. Jobs that had not begun end with an error; the one being copied is waited for."""
 
 
-def open_device(kind: str, runs: Sequence[Run], num_blocks: int, keep: Sequence[Any] = ()) -> Device:
+def open_device(kind: str, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = ()) -> Device:
     """Return the device for tensors on `kind`, such as "cpu". `keep` is held as long as the device is: the tensors.
 
     Raises Unsupported for a kind that this version cannot copy from, CopyError where the device is of a kind

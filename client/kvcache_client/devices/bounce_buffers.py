@@ -16,7 +16,7 @@ from kvcache_client.devices.runtime import Addresses, Handle, Runtime
 from kvcache_client.devices.spans import Spans
 
 
-class Ring:
+class BounceBuffers:
     """Of one direction; used by one thread at a time."""
 
     def __init__(self, runtime: Runtime, path: Path, slot: int, size: int) -> None:

@@ -1,9 +1,9 @@
 """One direction of copies: its jobs in their order, from the engine's thread to their end.
 
-A job is queued on the device where it is submitted, on the engine's thread, which takes about a millisecond a GiB and
-needs no other thread to run. Where its bytes are not page-locked, a thread takes it through the ring, and all that come
-behind it until it has caught up. Whoever looks first sees the end of a job: the engine's `poll`, or a thread that
-sleeps until the device says so.
+A job is queued on the device where it is submitted, on the engine's thread, which takes about a millisecond per GiB
+and needs no other thread to run. Where its bytes are not page-locked, a thread copies it through bounce buffers, and
+all jobs behind it until the thread has caught up. The end of a job is seen by whichever looks first: the engine's
+`poll`, or a thread that sleeps until the device reports it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.devices import CopyError, Job
-from kvcache_client.devices.bounce_buffers import Ring
+from kvcache_client.devices.bounce_buffers import BounceBuffers
 from kvcache_client.devices.paths import Path
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.runtime import Handle, Runtime
 from kvcache_client.devices.spans import Spans, cut
 
-logger = logging.getLogger("vllm.kvcache.device")
+logger = logging.getLogger("kvcache_client.devices")
 
 
 class _Events(NamedTuple):
-    """Of one job: what it waits for; its begin and end; after `off` it touches the engine's blocks no more; at `near`
+    """Of one job: what it waits for; its begin and end; after `off` it no longer touches the engine's blocks; at `near`
     its last part begins."""
 
     ready: Handle
@@ -44,8 +44,13 @@ class _Events(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A job in a lane. `begun`: the ring's thread is at it; `queued`: all of it is queued on the device; `done`: it has
-    ended without the device's word."""
+    """A job that has not ended.
+
+    Attributes:
+        begun: the thread copies it through bounce buffers.
+        queued: all of it is queued on the device.
+        done: it has ended, and the device need not be asked.
+    """
 
     number: int
     job: Job
@@ -56,7 +61,7 @@ class Entry:
     borrowed: object | None = None
 
 
-class Lane:
+class CopyQueue:
     """Saves, or loads."""
 
     def __init__(
@@ -64,30 +69,30 @@ class Lane:
         runtime: Runtime,
         path: Path,
         registration: Registration,
-        make_ring: Callable[[Path], Ring],
+        make_buffers: Callable[[Path], BounceBuffers],
         slot: int,
         saves: bool,
         room: int | None = None,
     ) -> None:
-        """`slot` is the bytes of a block; `make_ring` is called when the ring is first needed.
+        """`slot` is the bytes of a block; `make_buffers` is called when bounce buffers are first needed.
 
-        `room` is for a device that makes whoever queues too much wait: the blocks of all jobs that the engine's thread
-        may have queued at one time. What is beyond goes by the thread, too.
+        `room` is for a device that makes a thread wait that has queued too much: the blocks of all jobs that the
+        engine's thread may have queued at one time. What is beyond that is queued by the other thread.
         """
         self.path = path
-        self._runtime, self._registration, self._make_ring = runtime, registration, make_ring
+        self._runtime, self._registration, self._make_buffers = runtime, registration, make_buffers
         self._slot, self._saves = slot, saves
         self._changed = threading.Condition()
         self._entries: deque[Entry] = deque()  # all that have not ended, in order
-        self._by_ring: deque[Entry] = deque()  # the last of them: those that the ring's thread has before it
+        self._bounced: deque[Entry] = deque()  # the last of them: those that the thread has still to copy
         self._unended = 0  # those that are being reported, too
         self._number = 0
         self._room = sys.maxsize if room is None else room
         self._spare: list[_Events] = []
         self._stopping = False
         self._name = "kvcache-save" if saves else "kvcache-load"
-        self._ring: Ring | None = None
-        self._ring_thread: threading.Thread | None = None
+        self._buffers: BounceBuffers | None = None
+        self._bounce_thread: threading.Thread | None = None
         self._watcher = threading.Thread(target=self._watch, name=self._name, daemon=True)
         self._watcher.start()
 
@@ -101,9 +106,9 @@ class Lane:
                 self._entries.append(entry)
                 self._unended += 1
                 self._room -= len(job.blocks)
-                if self._by_ring or self._room < 0 or not self._queue(entry):
-                    self._by_ring.append(entry)
-                    self._start_ring_thread()
+                if self._bounced or self._room < 0 or not self._queue(entry):
+                    self._bounced.append(entry)
+                    self._start_bounce_thread()
                 self._changed.notify_all()
                 return entry.number
         job.ended(job)
@@ -124,15 +129,15 @@ class Lane:
 
         One that the thread is at ends with its present part, a few milliseconds at most, and is waited for.
         """
-        if not self._by_ring:
+        if not self._bounced:
             return
         with self._changed:
-            touching = [entry for entry in self._by_ring if blocks[entry.job.blocks].any()]
+            touching = [entry for entry in self._bounced if blocks[entry.job.blocks].any()]
             for entry in touching:
                 entry.job.cancel()
                 if not entry.begun:
                     entry.done = True
-                    self._by_ring.remove(entry)
+                    self._bounced.remove(entry)
             self._changed.notify_all()
             self._changed.wait_for(lambda: all(entry.queued or entry.done for entry in touching))
 
@@ -159,15 +164,15 @@ class Lane:
             return self._changed.wait_for(lambda: not self._unended, seconds)
 
     def close(self) -> None:
-        """End jobs that only wait for the ring with an error, wait for the others, and free what the lane holds."""
+        """End jobs that no thread has begun with an error, wait for the others, and free what the queue holds."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._ring_thread is not None:
-            self._ring_thread.join()
+        if self._bounce_thread is not None:
+            self._bounce_thread.join()
         self._watcher.join()
-        if self._ring is not None:
-            self._ring.close()
+        if self._buffers is not None:
+            self._buffers.close()
         for events in self._spare:
             for event in events:
                 self._runtime.destroy_event(event)
@@ -286,53 +291,53 @@ class Lane:
             return self._stopping
         return self._entries[0].queued or self._entries[0].done
 
-    def _start_ring_thread(self) -> None:
-        if self._ring_thread is None:
-            self._ring_thread = threading.Thread(target=self._go_by_ring, name=f"{self._name}-ring", daemon=True)
-            self._ring_thread.start()
+    def _start_bounce_thread(self) -> None:
+        if self._bounce_thread is None:
+            self._bounce_thread = threading.Thread(target=self._bounce_all, name=f"{self._name}-bounce", daemon=True)
+            self._bounce_thread.start()
 
-    def _go_by_ring(self) -> None:
+    def _bounce_all(self) -> None:
         self._runtime.enter_thread()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._by_ring or self._stopping)
+                self._changed.wait_for(lambda: self._bounced or self._stopping)
                 if self._stopping:
-                    for entry in self._by_ring:
+                    for entry in self._bounced:
                         entry.job.error = "the device was closed before the copy began"
                         entry.done = True
-                    self._by_ring.clear()
+                    self._bounced.clear()
                     self._changed.notify_all()
                     return
-                entry = self._by_ring[0]
+                entry = self._bounced[0]
                 entry.begun = True
             try:
                 if not self._queue(entry):  # without the lock: the device may make this thread wait
-                    self._copy_by_ring(entry)
+                    self._bounce(entry)
             except Exception as error:  # whoever waits for this job must not wait for ever, nor those behind it
                 logger.exception("a copy has failed")
                 entry.job.error, entry.done = f"{type(error).__name__}: {error}", True
             with self._changed:
-                self._by_ring.popleft()
+                self._bounced.popleft()
                 self._changed.notify_all()
 
-    def _copy_by_ring(self, entry: Entry) -> None:
+    def _bounce(self, entry: Entry) -> None:
         job = entry.job
         job.direct = False
         try:
-            ring = self._ring = self._ring or self._make_ring(self.path)
+            buffers = self._buffers = self._buffers or self._make_buffers(self.path)
         except CopyError as error:
             job.error, entry.done = str(error), True
             return
         if not self._saves:
             self._runtime.record(entry.events.near, self.path.cache)
-            self._enclose(entry, lambda: ring.load(job))
+            self._enclose(entry, lambda: buffers.load(job))
             return
         begin = time.perf_counter()
         try:
             self.path.begin(entry.events.ready, entry.events.begin)
             self._runtime.wait_host(entry.events.ready)
             begin = time.perf_counter()
-            ring.save(job)
+            buffers.save(job)
         except CopyError as error:
             job.error = str(error)
         job.seconds = time.perf_counter() - begin

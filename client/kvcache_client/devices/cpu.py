@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.devices import Job, Memory, check_job
-from kvcache_client.devices.layout import Run
+from kvcache_client.devices.layout import FragmentRun
 
-logger = logging.getLogger("vllm.kvcache.devices")
+logger = logging.getLogger("kvcache_client.devices")
 
 Bytes = npt.NDArray[np.uint8]
 _SHARE = 4 << 20  # bytes from which on a job is worth a second thread
@@ -33,7 +33,7 @@ _SHARE = 4 << 20  # bytes from which on a job is worth a second thread
 class CpuDevice:
     """The naive device that keeps the others honest."""
 
-    def __init__(self, runs: Sequence[Run], num_blocks: int, keep: Sequence[Any] = ()) -> None:
+    def __init__(self, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = ()) -> None:
         """`keep` are the tensors that the runs are in; torch's, or numpy's."""
         self._keep, self._blocks = keep, num_blocks
         even, self._single = _sort(runs, num_blocks, keep)
@@ -202,7 +202,9 @@ class _Thread:
             self._changed.notify_all()
 
 
-def _sort(runs: Sequence[Run], num_blocks: int, tensors: Sequence[Any]) -> tuple[list[Run], list[Run]]:
+def _sort(
+    runs: Sequence[FragmentRun], num_blocks: int, tensors: Sequence[Any]
+) -> tuple[list[FragmentRun], list[FragmentRun]]:
     """Return the runs that numpy may copy, each inside one allocation, and the fragments of the others one by one.
 
     numpy takes two arrays for overlapping where one begins before the other ends. Between fragments of two allocations
@@ -218,7 +220,7 @@ def _sort(runs: Sequence[Run], num_blocks: int, tensors: Sequence[Any]) -> tuple
             continue
         for number in range(run.number):
             offset = run.offset + number * run.bytes
-            single.append(Run(run.pointer + number * run.step, run.stride, run.bytes, 1, 0, offset))
+            single.append(FragmentRun(run.pointer + number * run.step, run.stride, run.bytes, 1, 0, offset))
     return even, single
 
 
@@ -229,11 +231,11 @@ def _allocation(tensor: Any) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-def _span(run: Run, num_blocks: int) -> int:
+def _span(run: FragmentRun, num_blocks: int) -> int:
     return (num_blocks - 1) * run.stride + (run.number - 1) * run.step + run.bytes
 
 
-def _view(run: Run, num_blocks: int) -> Bytes:
+def _view(run: FragmentRun, num_blocks: int) -> Bytes:
     """Return the run's memory as (blocks, fragments, bytes)."""
     memory = (ctypes.c_uint8 * _span(run, num_blocks)).from_address(run.pointer)
     return np.ndarray(

@@ -14,18 +14,18 @@ import torch
 from kvcache_client.devices import CopyError, Unsupported
 from kvcache_client.devices.cuda_driver import Driver
 from kvcache_client.devices.cuda_kernels import CudaPacker, find_compiler
-from kvcache_client.devices.layout import Fragment, Run
+from kvcache_client.devices.layout import Fragment, FragmentRun
 from kvcache_client.devices.paths import Path, Staged, Straight
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import StreamDevice
 from kvcache_client.devices.tuning import Tuning, read_tuning
 
-logger = logging.getLogger("vllm.kvcache.device")
+logger = logging.getLogger("kvcache_client.devices")
 
 _SMALLEST_STAGE = 1 << 20
 
 
-def open_cuda(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> StreamDevice:
+def open_cuda(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any]) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises as `open_device` does."""
     if torch.version.hip is not None:
         raise Unsupported("KV cache on ROCm: this version copies from 'cpu' and NVIDIA's 'cuda' alone")

@@ -30,7 +30,7 @@ class Fragment(NamedTuple):
     bytes: int
 
 
-class Run(NamedTuple):
+class FragmentRun(NamedTuple):
     """`number` fragments of one size, `step` bytes apart, that follow each other in the slot from `offset` on."""
 
     pointer: int
@@ -103,9 +103,9 @@ def _merge(fragments: Sequence[Fragment]) -> list[Fragment]:
     return merged
 
 
-def runs(fragments: Sequence[Fragment]) -> list[Run]:
+def runs(fragments: Sequence[Fragment]) -> list[FragmentRun]:
     """Return the fragments as few evenly spaced runs: one copy call does a run."""
-    found: list[Run] = []
+    found: list[FragmentRun] = []
     offset = 0
     for fragment in fragments:
         last = found[-1] if found else None
@@ -115,6 +115,6 @@ def runs(fragments: Sequence[Fragment]) -> list[Run]:
                 found[-1] = last._replace(number=last.number + 1, step=step)
                 offset += fragment.bytes
                 continue
-        found.append(Run(fragment.pointer, fragment.stride, fragment.bytes, 1, 0, offset))
+        found.append(FragmentRun(fragment.pointer, fragment.stride, fragment.bytes, 1, 0, offset))
         offset += fragment.bytes
     return found

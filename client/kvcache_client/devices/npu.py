@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from kvcache_client.devices import CopyError, Unsupported
-from kvcache_client.devices.layout import Fragment, Run
+from kvcache_client.devices.layout import Fragment, FragmentRun
 from kvcache_client.devices.npu_runtime import HostRegister, NpuRuntime
 from kvcache_client.devices.paths import Path, Straight
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import StreamDevice
 from kvcache_client.devices.tuning import Tuning, read_tuning
 
-logger = logging.getLogger("vllm.kvcache.device")
+logger = logging.getLogger("kvcache_client.devices")
 
 # A stream of a 910B takes 2,048 tasks less 35, and whoever queues more waits for the device; half is left to events.
 _TASKS = 1024
@@ -28,7 +28,7 @@ _NORMAL = Tuning(register_chunk=1 << 30)
 _PRIVATE = {3, 4, 29, 32, 33}
 
 
-def open_npu(runs: Sequence[Run], num_blocks: int, keep: Sequence[Any]) -> StreamDevice:
+def open_npu(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any]) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises as `open_device` does."""
     try:
         import torch_npu  # gives torch its `npu`

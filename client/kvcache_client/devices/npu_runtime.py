@@ -27,9 +27,9 @@ from kvcache_client.devices.acl import (
     PointerAttributes,
 )
 from kvcache_client.devices.runtime import Addresses, Handle
-from kvcache_client.devices.stream_pool import Line, Turn, is_recorded
+from kvcache_client.devices.stream_pool import StreamPool, StreamTurn, is_recorded
 
-logger = logging.getLogger("vllm.kvcache.device")
+logger = logging.getLogger("kvcache_client.devices")
 
 _MOST = 4096  # pieces of a batch: DEVMM_MEMCPY_BATCH_MAX_COUNT of the driver, which refuses more
 _NONE = c_size_t(-1).value  # no piece in particular has failed
@@ -48,7 +48,7 @@ class NpuRuntime:
 
     Events are made by aclrtCreateEventExWithFlag: those may be recorded again and again, a wait means the record before
     it whatever follows, and aclrtResetEvent must not be called for them (CANN's reference, aclrtRecordEvent and that
-    call). Recording and asking on different threads must be ordered (aclrtQueryEventStatus): a lane does that.
+    call). Recording and asking on different threads must be ordered (aclrtQueryEventStatus): a copy queue does that.
     """
 
     def __init__(self, device: int, tensor: int, torch_register: HostRegister | None, refused: str = "") -> None:
@@ -60,8 +60,8 @@ class NpuRuntime:
         self._call, self._made = self._acl.call, self._acl.made
         self._device, self._refused = device, refused
         self._torch_register = torch_register if self._acl.has("aclrtHostRegisterV2") else None  # calls that very one
-        self._lines: dict[Handle, Line] = {}
-        self._turns: dict[Handle, Turn] = {}  # by the event that ends a job
+        self._pools: dict[Handle, StreamPool] = {}
+        self._turns: dict[Handle, StreamTurn] = {}  # by the event that ends a job
         self._timed: set[Handle] = set()
         self._flags = MAPPED | PINNED
         self._batches = self._acl.has("aclrtMemcpyBatchAsync")
@@ -132,18 +132,18 @@ class NpuRuntime:
     def free_host(self, address: int) -> None:
         self._call("aclrtFreeHost", address)
 
-    # Streams and events. What the lanes hold for a stream is a line of several; the engine's is one.
+    # Streams and events. What the copy queues take for a stream is a pool of several; the engine's is one.
 
     def create_stream(self) -> Handle:
-        line = Line(self._acl)
-        self._lines[line.handle] = line
-        return line.handle
+        pool = StreamPool(self._acl)
+        self._pools[pool.handle] = pool
+        return pool.handle
 
     def destroy_stream(self, stream: Handle) -> None:
-        self._lines.pop(stream).close()
+        self._pools.pop(stream).close()
 
     def synchronize(self, stream: Handle) -> None:
-        self._lines[stream].synchronize()
+        self._pools[stream].synchronize()
 
     def create_event(self, timed: bool = False) -> Handle:
         event = self._made("aclrtCreateEventExWithFlag", EVENT_SYNC | EVENT_TIME_LINE if timed else EVENT_SYNC)
@@ -158,19 +158,19 @@ class NpuRuntime:
 
     def record(self, event: Handle, stream: Handle) -> None:
         self._turns.pop(event, None)
-        line = self._lines.get(stream)
-        if line is not None:
-            line.record(event)
+        pool = self._pools.get(stream)
+        if pool is not None:
+            pool.record(event)
         else:
             self._call("aclrtRecordEvent", event, stream)
 
     def finish(self, event: Handle, stream: Handle) -> None:
-        self._turns[event] = self._lines[stream].finish(event)
+        self._turns[event] = self._pools[stream].finish(event)
 
     def wait(self, stream: Handle, event: Handle) -> None:
-        line = self._lines.get(stream)
-        if line is not None:
-            line.wait(event)
+        pool = self._pools.get(stream)
+        if pool is not None:
+            pool.wait(event)
         else:
             self._call("aclrtStreamWaitEvent", stream, event)
 
@@ -178,7 +178,7 @@ class NpuRuntime:
         turn = self._turns.get(event)
         if turn is None:
             return is_recorded(self._acl, event)
-        if not turn.line.settle(turn):
+        if not turn.pool.settle(turn):
             return False
         _raise_failed(turn)
         return True
@@ -192,7 +192,7 @@ class NpuRuntime:
         if turn is None:
             self._call("aclrtSynchronizeEvent", event)
             return
-        turn.line.wait_settled(turn)
+        turn.pool.wait_settled(turn)
         _raise_failed(turn)
 
     def seconds(self, begin: Handle, end: Handle) -> float:
@@ -211,7 +211,7 @@ class NpuRuntime:
         self._call("aclrtMemcpy", address, len(data), data, len(data), HOST_TO_DEVICE)
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, saves: bool, stream: Handle) -> None:
-        real = self._lines[stream].begin()
+        real = self._pools[stream].begin()
         for first in range(0, len(sizes), _MOST):
             part = slice(first, first + _MOST)
             if not (self._batches and self._copy_together(targets[part], sources[part], sizes[part], saves, real)):
@@ -267,6 +267,6 @@ class NpuRuntime:
         return self._device
 
 
-def _raise_failed(turn: Turn) -> None:
+def _raise_failed(turn: StreamTurn) -> None:
     if turn.error:
         raise CopyError(f"a copy failed on the device, or one queued beside it: {turn.error}")

@@ -3,8 +3,8 @@
 A driver does nothing else while it locks pages: a model's step beside it takes as long as the call, and a thousand
 small calls slow a thousand steps. In large calls, before there is a step, 32 GiB take a second. What is not locked by
 then (a region that came later, or one too large) is locked piece by piece, where a copy has asked for it and the engine
-computes nothing. Copies from and to other pieces take the ring. A region that another one replaces is let go of once
-the copies that use it have ended.
+computes nothing. Copies from and to other pieces go through bounce buffers. A region that another one replaces is
+unlocked once the copies that use it have ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvcache_client.devices import CopyError, Memory
 from kvcache_client.devices.runtime import Runtime
 
-logger = logging.getLogger("vllm.kvcache.device")
+logger = logging.getLogger("kvcache_client.devices")
 
 CALL = 1 << 30  # bytes of one call before the engine serves: 19 to 33 ms on an H200's host
 _GLANCE = 0.001  # seconds between two looks whether the device is idle: nothing tells when it becomes so
@@ -174,7 +174,7 @@ class Registration:
             self._runtime.enter_thread()
             while self._work():
                 pass
-        except Exception:  # the copies can do without this thread, by the ring
+        except Exception:  # copies do without this thread: they go through bounce buffers
             logger.exception("page-locking has ended by an error: what is not locked stays so")
             with self._changed:
                 if self._now is not None:

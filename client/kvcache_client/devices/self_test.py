@@ -1,4 +1,4 @@
-"""Before the first block: bytes that go out and come back through a device as every block will."""
+"""Before the first block: known bytes make the round trip through a device, as every block will."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvcache_client.devices import CopyError, Device, Job, Scratch
-from kvcache_client.devices.layout import Run
+from kvcache_client.devices.layout import FragmentRun
 
 _GUARD = 4096  # bytes before and behind each slot that a copy must leave alone
 _SECONDS = 30.0
 
 
-def check_copies(device: Device, runs: Sequence[Run], num_blocks: int) -> None:
+def check_copies(device: Device, runs: Sequence[FragmentRun], num_blocks: int) -> None:
     """Save two blocks of known bytes and load two others, before the engine uses its cache. What they held is put back.
 
     Raises CopyError, saying what went wrong, unless every byte arrives and none beside it changes.
@@ -39,14 +39,14 @@ def check_copies(device: Device, runs: Sequence[Run], num_blocks: int) -> None:
             expected[offset : offset + slot] = np.frombuffer(data, np.uint8)
         _copy(device, True, scratch, blocks, offsets)
         if not np.array_equal(scratch.words, expected):
-            raise CopyError(f"the canary: {int((scratch.words != expected).sum())} wrong bytes after a save")
+            raise CopyError(f"self-test: {int((scratch.words != expected).sum())} wrong bytes after a save")
         back = [os.urandom(slot) for _ in blocks]
         for offset, data in zip(offsets, back, strict=True):
             scratch.words[offset : offset + slot] = np.frombuffer(data, np.uint8)
         _copy(device, False, scratch, blocks, offsets)
         for block, data in zip(blocks, back, strict=True):
             if _read(device, runs, block) != data:
-                raise CopyError(f"the canary: block {block} has wrong bytes after a load")
+                raise CopyError(f"self-test: block {block} has wrong bytes after a load")
 
 
 def _copy(device: Device, saves: bool, scratch: Scratch, blocks: list[int], offsets: list[int]) -> None:
@@ -54,9 +54,9 @@ def _copy(device: Device, saves: bool, scratch: Scratch, blocks: list[int], offs
     job = Job(scratch, np.array(blocks, np.int64), np.array(offsets, np.int64), lambda job: ended.set())
     (device.save if saves else device.load)(job)
     if not ended.wait(_SECONDS):
-        raise CopyError(f"the canary: a {'save' if saves else 'load'} has not ended after {_SECONDS:.0f} s")
+        raise CopyError(f"self-test: a {'save' if saves else 'load'} has not ended after {_SECONDS:.0f} s")
     if job.error:
-        raise CopyError(f"the canary: a {'save' if saves else 'load'} failed: {job.error}")
+        raise CopyError(f"self-test: a {'save' if saves else 'load'} failed: {job.error}")
 
 
 def _wait_registered(device: Device) -> None:
@@ -69,7 +69,7 @@ def _wait_registered(device: Device) -> None:
 
 
 @contextmanager
-def _kept(device: Device, runs: Sequence[Run], blocks: Sequence[int]) -> Iterator[None]:
+def _kept(device: Device, runs: Sequence[FragmentRun], blocks: Sequence[int]) -> Iterator[None]:
     before = [_read(device, runs, block) for block in blocks]
     try:
         yield
@@ -78,18 +78,18 @@ def _kept(device: Device, runs: Sequence[Run], blocks: Sequence[int]) -> Iterato
             _write(device, runs, block, data)
 
 
-def _read(device: Device, runs: Sequence[Run], block: int) -> bytes:
+def _read(device: Device, runs: Sequence[FragmentRun], block: int) -> bytes:
     return b"".join(device.peek(address, size) for address, size in _places(runs, block))
 
 
-def _write(device: Device, runs: Sequence[Run], block: int, data: bytes) -> None:
+def _write(device: Device, runs: Sequence[FragmentRun], block: int, data: bytes) -> None:
     at = 0
     for address, size in _places(runs, block):
         device.poke(address, data[at : at + size])
         at += size
 
 
-def _places(runs: Sequence[Run], block: int) -> Iterator[tuple[int, int]]:
+def _places(runs: Sequence[FragmentRun], block: int) -> Iterator[tuple[int, int]]:
     for run in runs:
         for number in range(run.number):
             yield run.pointer + block * run.stride + number * run.step, run.bytes

@@ -1,4 +1,4 @@
-"""Streams in turn, so that the outcome of each job is known when it ends.
+"""Streams used in turn, so that the outcome of each job is known when it ends.
 
 CANN tells of a copy that failed on the device only where its stream is synchronised: the event behind it completes as
 if nothing were wrong, and the stream goes on (ACL_CONTINUE_ON_FAILURE, the default; the other mode would stop the
@@ -23,17 +23,17 @@ _PAUSE = 0.0005  # between looks at a turn that another job keeps open: CANN has
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class StreamTurn:
     """Jobs one after the other on one stream. `last` is the end of the last one, `error` "" where none has failed."""
 
-    line: Line
+    pool: StreamPool
     stream: Handle
     last: Handle | None = None
     error: str | None = None
 
 
-class Line:
-    """What the rest takes for one stream. Copies are queued by one thread at a time; anybody may wait or ask."""
+class StreamPool:
+    """Several streams that the rest takes for one. One thread at a time queues copies; any may wait or ask."""
 
     def __init__(self, acl: Acl) -> None:
         self._acl = acl
@@ -41,8 +41,8 @@ class Line:
         self.handle = self._streams[0]
         self._lock = threading.Lock()
         self._free = self._streams[1:]
-        self._now = Turn(self, self._streams[0])
-        self._before: list[Turn] = []  # those whose outcome is not known
+        self._now = StreamTurn(self, self._streams[0])
+        self._before: list[StreamTurn] = []  # those whose outcome is not known
         self._begun = False  # a job of which not all is queued
 
     def begin(self) -> Handle:
@@ -59,7 +59,7 @@ class Line:
         with self._lock:
             self._acl.call("aclrtStreamWaitEvent", self._now.stream, event)
 
-    def finish(self, event: Handle) -> Turn:
+    def finish(self, event: Handle) -> StreamTurn:
         """Record the end of a job, and let the next one take another stream where one is free."""
         with self._lock:
             turn = self._now
@@ -68,10 +68,10 @@ class Line:
             if self._free:
                 self._acl.call("aclrtStreamWaitEvent", self._free[0], event)
                 self._before.append(turn)
-                self._now = Turn(self, self._free.pop(0))
+                self._now = StreamTurn(self, self._free.pop(0))
             return turn
 
-    def settle(self, turn: Turn) -> bool:
+    def settle(self, turn: StreamTurn) -> bool:
         """Return whether the outcome of `turn` is known. Never waits. Raises CopyError where the device is gone."""
         if not self._lock.acquire(blocking=False):
             return False  # whoever has it may be waiting for room in a stream
@@ -87,7 +87,7 @@ class Line:
         finally:
             self._lock.release()
 
-    def wait_settled(self, turn: Turn) -> None:
+    def wait_settled(self, turn: StreamTurn) -> None:
         """The same, on a thread that may sleep."""
         while True:
             last = turn.last
@@ -114,7 +114,7 @@ class Line:
         for stream in self._streams:
             self._acl.call("aclrtDestroyStream", stream)
 
-    def _settle_idle(self, turn: Turn) -> bool:
+    def _settle_idle(self, turn: StreamTurn) -> bool:
         with self._lock:
             if turn.error is not None:
                 return True
@@ -128,12 +128,12 @@ class Line:
         self._acl.call("aclrtStreamQuery", stream, byref(status))
         return status.value == COMPLETE
 
-    def _synchronize(self, turn: Turn) -> None:
+    def _synchronize(self, turn: StreamTurn) -> None:
         """Ask for the outcome of what an idle stream has done, which makes CANN forget it."""
         result = self._acl.result("aclrtSynchronizeStream", turn.stream)
         turn.error = str(self._acl.error("aclrtSynchronizeStream", result)) if result else ""
         if turn is self._now:
-            self._now = Turn(self, turn.stream)
+            self._now = StreamTurn(self, turn.stream)
         else:
             self._before.remove(turn)
             self._free.append(turn.stream)

@@ -1,4 +1,4 @@
-"""A device with streams: a lane a direction, on streams of our own, beside the stream on which the engine computes.
+"""A device with streams: a copy queue per direction, on streams of our own beside that on which the engine computes.
 
 A save waits for what was queued on the engine's stream before it; so does a load, since the running step may still read
 a block that was freed. Neither makes the engine's thread wait.
@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.devices import CopyError, Job, Memory, check_job
-from kvcache_client.devices.bounce_buffers import Ring
-from kvcache_client.devices.copy_queue import Lane
+from kvcache_client.devices.bounce_buffers import BounceBuffers
+from kvcache_client.devices.copy_queue import CopyQueue
 from kvcache_client.devices.paths import Path
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.runtime import Handle, Runtime
 from kvcache_client.devices.tuning import Tuning
 
-logger = logging.getLogger("vllm.kvcache.device")
+logger = logging.getLogger("kvcache_client.devices")
 
 _SETTLED = 0.003  # seconds without work after which a device counts as idle: between two steps there is less
 
@@ -46,18 +46,19 @@ class StreamDevice:
         """`compute` returns the stream on which the engine computes now, `synchronize` waits for the whole device.
 
         `make_path` makes the path of saves or of loads; `close` frees what the paths share, and `keep` they read.
-        `room` is as in `Lane`.
+        `room` is as in `CopyQueue`.
         """
         self._runtime, self._now, self._synchronize = runtime, compute, synchronize
         self._keep, self._close = keep, close
         self._slot, self._blocks = slot, num_blocks
         self._registration = Registration(runtime, tuning.register_chunk)
 
-        def make_ring(path: Path) -> Ring:
-            return Ring(runtime, path, slot, tuning.stage_bytes)
+        def make_buffers(path: Path) -> BounceBuffers:
+            return BounceBuffers(runtime, path, slot, tuning.stage_bytes)
 
         self._saves, self._loads = (
-            Lane(runtime, make_path(saves), self._registration, make_ring, slot, saves, room) for saves in (True, False)
+            CopyQueue(runtime, make_path(saves), self._registration, make_buffers, slot, saves, room)
+            for saves in (True, False)
         )
         self._saved_last: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # a block's last save, by number
         self._serving = self._stepping = False
@@ -84,8 +85,8 @@ class StreamDevice:
     def adopt(self, registration: Registration) -> None:
         """Go on with what has been page-locked before this was made. No job may be running."""
         before, self._registration = self._registration, registration
-        for lane in (self._saves, self._loads):
-            lane.use(registration)
+        for queue in (self._saves, self._loads):
+            queue.use(registration)
         before.close()
 
     def enter_step(self) -> None:
@@ -154,7 +155,7 @@ class StreamDevice:
 
     def drain(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
-        return all(lane.drain(max(0.0, until - time.monotonic())) for lane in (self._saves, self._loads))
+        return all(queue.drain(max(0.0, until - time.monotonic())) for queue in (self._saves, self._loads))
 
     def close(self) -> None:
         if self._closed:
@@ -170,11 +171,11 @@ class StreamDevice:
         self._runtime.use()
         return self._now()
 
-    def _start(self, lane: Lane, job: Job) -> int:
-        """Return the job's number in its lane, 0 where it has ended with an error already."""
+    def _start(self, queue: CopyQueue, job: Job) -> int:
+        """Return the job's number in its queue, 0 where it has ended with an error already."""
         try:
             check_job(job, self._blocks, self._slot)
-            return lane.put(job, self._compute())
+            return queue.put(job, self._compute())
         except ValueError as error:
             job.error = f"ValueError: {error}"
         except CopyError as error:

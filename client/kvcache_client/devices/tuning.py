@@ -15,7 +15,7 @@ class Tuning:
 
     Attributes:
         stage_bytes: KVCACHE_COPY_STAGE_MIB, device memory of each of the four staging buffers, and page-locked memory
-            of each of the ring's. 16 MiB lose 0.4 % of the rate, 8 MiB 1.2 %.
+            of each bounce buffer. 16 MiB lose 0.4 % of the rate, 8 MiB 1.2 %.
         staged_below: KVCACHE_COPY_STAGED_BELOW_KIB, fragments from this size on go straight: of 2 MiB they lose
             1 to 2 % of the rate. 0 stages nothing.
         bursts: KVCACHE_COPY_BURST, thread blocks a multiprocessor that gather and scatter use.

@@ -1,4 +1,4 @@
-"""Copies on each device of this host: a canary, then the rate against a plain copy of as many bytes in the same run."""
+"""Copies on each device of this host: a self-test, then the rate beside that of a plain copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvcache_client.devices import CopyError, Device, Job, Scratch, Unsupported, open_device
-from kvcache_client.devices.layout import Run, Tensor, block_fragments, runs
+from kvcache_client.devices.layout import FragmentRun, Tensor, block_fragments, runs
 from kvcache_client.devices.self_test import check_copies
 from kvcache_proto.check_result import CheckResult, How
 from kvcache_proto.errors import ConfigError
@@ -156,7 +156,7 @@ def on_devices() -> Iterator[CheckResult]:
 
 
 def examine(kit: Kit) -> Iterator[CheckResult]:
-    """Open a small cache on the device and copy both ways. The canary comes first: a rate of wrong bytes is none."""
+    """Open a small cache on the device and copy both ways. The self-test comes first."""
     print(f"copies on {kit.name}, {kit.label}", file=sys.stderr, flush=True)  # the last words, should the process die
     reasons = _Reasons()
     try:
@@ -170,14 +170,14 @@ def examine(kit: Kit) -> Iterator[CheckResult]:
             check_copies(device, places, kit.blocks)
             seconds = time.perf_counter() - begin
             figure = f"{kit.label}: two blocks of {SLOT >> 20} MiB out and back, every byte as it was"
-            yield CheckResult(f"{kit.name} canary", "ok", figure, how=kit.how, values={"seconds": seconds})
+            yield CheckResult(f"{kit.name} self-test", "ok", figure, how=kit.how, values={"seconds": seconds})
             region = noisy(kit.blocks * SLOT)
             yield from _registration(kit, device, region, reasons)
             yield _copies(kit, device, region)
     except Unsupported as error:
         yield CheckResult(kit.name, "untested", str(error), _UNCACHED)
     except (CopyError, ConfigError) as error:
-        yield CheckResult(f"{kit.name} canary", "failed", str(error), _UNCACHED, kit.how)
+        yield CheckResult(f"{kit.name} self-test", "failed", str(error), _UNCACHED, kit.how)
 
 
 _IN_ENGINE = "run this in the environment of an engine: `python -m kvcache_server doctor`"
@@ -219,7 +219,7 @@ def _on(torch: Any, kind: str, index: int) -> Iterator[CheckResult]:
     getattr(torch, kind).empty_cache()
 
 
-def _places(address: int, blocks: int) -> list[Run]:
+def _places(address: int, blocks: int) -> list[FragmentRun]:
     layer = 2 * blocks * FRAGMENT
     shape, strides = (2, blocks, FRAGMENT), (blocks * FRAGMENT, FRAGMENT, 1)
     tensors = (Tensor(address + number * layer, shape, strides, 1) for number in range(LAYERS))
@@ -242,7 +242,7 @@ def _registration(kit: Kit, device: Device, region: Scratch, reasons: _Reasons) 
         return
     why = reasons.last or f"{direct:,} of {region.bytes:,} bytes direct after {seconds:.0f} s"
     cure = "raise the limit on locked memory (ulimit -l); else see what the device's driver logs"
-    yield CheckResult(name, "slow", f"ring: {why}", cure, kit.how, values)
+    yield CheckResult(name, "slow", f"bounce buffers: {why}", cure, kit.how, values)
 
 
 def _copies(kit: Kit, device: Device, region: Scratch) -> CheckResult:
@@ -266,7 +266,7 @@ def _copies(kit: Kit, device: Device, region: Scratch) -> CheckResult:
     wrong = int((region.words != kept).sum())
     name = f"{kit.name} copies"
     if wrong:
-        cure = f"{_UNCACHED}; the canary did not see this: please report it"
+        cure = f"{_UNCACHED}; the self-test did not see this: please report it"
         return CheckResult(name, "failed", f"{wrong:,} of {region.bytes:,} bytes came back wrong", cure, kit.how)
     del kept
     plain = kit.plain(region.bytes)
@@ -307,10 +307,10 @@ class _Reasons(logging.Handler):
         self.last = record.getMessage()
 
     def __enter__(self) -> None:
-        logging.getLogger("vllm.kvcache").addHandler(self)
+        logging.getLogger("kvcache_client").addHandler(self)
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger("vllm.kvcache").removeHandler(self)
+        logging.getLogger("kvcache_client").removeHandler(self)
 
 
 def _first_line(error: BaseException) -> str:

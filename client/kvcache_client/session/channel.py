@@ -28,7 +28,7 @@ from kvcache_proto.endpoint import routing_id
 from kvcache_proto.errors import BadFrame, BadToken
 from kvcache_proto.messages import Error, Pong, Reply, Reserved
 
-logger = logging.getLogger("kvcache_client")
+logger = logging.getLogger("kvcache_client.session")
 
 Handler = Callable[[Reply | None], object]  # None: the channel ended without an answer
 

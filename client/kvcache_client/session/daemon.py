@@ -21,7 +21,7 @@ from kvcache_client.session.counters import Counters
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadToken, ServerError, Unavailable, from_wire
 
-logger = logging.getLogger("kvcache_client")
+logger = logging.getLogger("kvcache_client.session")
 
 LOST = "an answer was lost, and only the session's end gives back what it granted"
 

@@ -33,7 +33,7 @@ from kvcache_proto.messages import (
 )
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, Finding, GroupSpec, NamespaceSpec, Outcome, Verdict
 
-logger = logging.getLogger("kvcache_client")
+logger = logging.getLogger("kvcache_client.session")
 
 _NOTHING = Reserved(0, 0, b"", b"")
 

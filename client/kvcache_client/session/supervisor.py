@@ -25,7 +25,7 @@ from kvcache_client.session.telemetry import Telemetry
 from kvcache_proto.errors import ClientError, KVCacheError, Unavailable
 from kvcache_proto.messages import Restate, Restated
 
-logger = logging.getLogger("kvcache_client")
+logger = logging.getLogger("kvcache_client.session")
 
 GLIMPSE = 0.02  # seconds
 STEADY = 1.0  # seconds that a connection must have held for the next knock to come soon after its end

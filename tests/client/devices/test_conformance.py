@@ -315,7 +315,7 @@ def test_two_processes_on_one_region(rig: Rig) -> None:
         bench.close()
 
 
-def test_the_canary_leaves_everything_as_it_was(each_bench: Bench) -> None:
+def test_the_self_test_leaves_everything_as_it_was(each_bench: Bench) -> None:
     around = each_bench.around()
     check_copies(each_bench.device, each_bench.runs, BLOCKS)
     assert each_bench.around() == around
@@ -325,7 +325,7 @@ def test_the_canary_leaves_everything_as_it_was(each_bench: Bench) -> None:
     assert each_bench.slot(2) == each_bench.block(1)
 
 
-def test_the_canary_notices_a_device_that_copies_elsewhere(bench: Bench) -> None:
+def test_the_self_test_notices_a_device_that_copies_elsewhere(bench: Bench) -> None:
     wrong = [run._replace(pointer=run.pointer + 64) for run in bench.runs]
     device = open_device(bench.rig.kind, wrong, BLOCKS - 1, bench.tensors)
     try:
@@ -335,7 +335,7 @@ def test_the_canary_notices_a_device_that_copies_elsewhere(bench: Bench) -> None
         device.close()
 
 
-def test_the_canary_notices_a_device_that_fails(bench: Bench) -> None:
+def test_the_self_test_notices_a_device_that_fails(bench: Bench) -> None:
     bench.device.close()
     with pytest.raises(CopyError, match="failed: the device is closed"):
         check_copies(bench.device, bench.runs, BLOCKS)

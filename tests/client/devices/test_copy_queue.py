@@ -1,4 +1,4 @@
-"""A lane and its registration where the device does what the test says: who waits, who comes first, who survives."""
+"""A queue and its registration where the device does what the test says: who waits, who comes first, who survives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvcache_client.devices import CopyError, Job, registration
-from kvcache_client.devices.copy_queue import Lane
+from kvcache_client.devices.copy_queue import CopyQueue
 from kvcache_client.devices.layout import Fragment
 from kvcache_client.devices.paths import Straight
 from kvcache_client.devices.registration import Registration
@@ -85,30 +85,30 @@ def device() -> Device:
     return Device()
 
 
-def make_lane(device: Device, locked: Registration, make_ring: Any = None) -> Lane:
+def make_queue(device: Device, locked: Registration, make_buffers: Any = None) -> CopyQueue:
     path = Straight(device, [Fragment(0, SLOT, SLOT)], saves=False)  # type: ignore[arg-type]
-    return Lane(device, path, locked, make_ring, SLOT, saves=False)  # type: ignore[arg-type]
+    return CopyQueue(device, path, locked, make_buffers, SLOT, saves=False)  # type: ignore[arg-type]
 
 
 def test_only_for_a_load_about_to_end_does_an_idle_step_wait(device: Device) -> None:
     locked, memory, ended = Registration(device, CHUNK), region(1), threading.Event()  # type: ignore[arg-type]
     locked.register(memory)
     wait_until(lambda: locked.progress()[0])
-    lane = make_lane(device, locked)
-    number = lane.put(Job(memory, np.arange(2), np.array([0, SLOT]), lambda job: ended.set()), 0)
-    entry = lane.find(number)
+    queue = make_queue(device, locked)
+    number = queue.put(Job(memory, np.arange(2), np.array([0, SLOT]), lambda job: ended.set()), 0)
+    entry = queue.find(number)
     assert entry is not None
-    lane.linger(SECONDS)  # its last part has not begun: this returns at once
+    queue.linger(SECONDS)  # its last part has not begun: this returns at once
     assert not ended.is_set()
     device.let(entry.events.near)
-    lingering = threading.Thread(target=lane.linger, args=(SECONDS,))
+    lingering = threading.Thread(target=queue.linger, args=(SECONDS,))
     lingering.start()
     lingering.join(0.1)
     assert lingering.is_alive()
     device.let(entry.events.end)
     lingering.join(SECONDS)
     assert not lingering.is_alive() and ended.is_set()
-    lane.close()
+    queue.close()
     locked.close()
 
 
@@ -116,16 +116,16 @@ def test_a_copy_that_breaks_its_thread_fails_alone(device: Device, caplog: pytes
     """Else whoever waits for it, or for one behind it, waits for ever."""
     ended: list[Job] = []
 
-    def make_ring(path: Any) -> Any:
+    def make_buffers(path: Any) -> Any:
         raise MemoryError("no room")
 
-    lane = make_lane(device, Registration(device, CHUNK), make_ring)  # type: ignore[arg-type]
+    queue = make_queue(device, Registration(device, CHUNK), make_buffers)  # type: ignore[arg-type]
     for _ in range(3):
-        lane.put(Job(region(1), np.arange(1), np.array([0]), ended.append), 0)
-    assert lane.drain(SECONDS)
+        queue.put(Job(region(1), np.arange(1), np.array([0]), ended.append), 0)
+    assert queue.drain(SECONDS)
     assert [job.error for job in ended] == ["MemoryError: no room"] * 3
     assert "a copy has failed" in caplog.text
-    lane.close()
+    queue.close()
 
 
 def test_what_the_daemon_has_given_back_is_not_locked(device: Device) -> None:
@@ -189,10 +189,10 @@ def test_an_engine_that_serves_has_locked_what_copies_ask_for_while_it_is_idle(d
 
 
 def test_a_save_that_has_not_begun_is_cancelled_when_its_block_is_given_away(device: Device) -> None:
-    """The one that the ring is at ends with its present part; nobody waits for the others."""
+    """The one that the bounce buffers is at ends with its present part; nobody waits for the others."""
     at_it, go_on, ended = threading.Event(), threading.Event(), []
 
-    class SlowRing:
+    class SlowBuffers:
         def load(self, job: Job) -> None:
             at_it.set()
             assert go_on.wait(SECONDS)
@@ -200,21 +200,21 @@ def test_a_save_that_has_not_begun_is_cancelled_when_its_block_is_given_away(dev
         def close(self) -> None:
             pass
 
-    lane = make_lane(device, Registration(device, CHUNK), lambda path: SlowRing())  # type: ignore[arg-type]
+    queue = make_queue(device, Registration(device, CHUNK), lambda path: SlowBuffers())  # type: ignore[arg-type]
     jobs = [Job(region(1), np.array([number]), np.array([0]), ended.append) for number in range(4)]
     for job in jobs:
-        lane.put(job, 0)
+        queue.put(job, 0)
     assert at_it.wait(SECONDS)
     given = np.zeros(8, np.bool_)
     given[[1, 3]] = True
-    lane.cancel(given)
+    queue.cancel(given)
     assert [job.cancelled for job in jobs] == [False, True, False, True]
     go_on.set()
-    wait_until(lambda: (entry := lane.find(3)) is None or entry.queued)
+    wait_until(lambda: (entry := queue.find(3)) is None or entry.queued)
     for number in (1, 3):
-        entry = lane.find(number)
+        entry = queue.find(number)
         if entry is not None:
             device.let(entry.events.end)
-    assert lane.drain(SECONDS)
+    assert queue.drain(SECONDS)
     assert len(ended) == 4 and [bool(job.error) for job in jobs] == [False, True, False, True]
-    lane.close()
+    queue.close()

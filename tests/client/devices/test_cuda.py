@@ -31,7 +31,7 @@ def test_where_registration_is_refused_copies_take_the_ring(
     layout: str, chunk: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What somebody has page-locked already cannot be locked again."""
-    caplog.set_level(logging.INFO, "vllm.kvcache.device")
+    caplog.set_level(logging.INFO, "kvcache_client.devices")
     bench = Bench(RIGS["cuda"], LAYOUTS[layout])
     driver = Driver()
     driver.register(bench.region.address + chunk * CHUNK, 4096)
@@ -131,7 +131,7 @@ def test_a_driver_without_batches_copies_one_by_one() -> None:
 def test_where_device_memory_is_short_the_stage_is_smaller_or_none(
     spare: int, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "vllm.kvcache.device")
+    caplog.set_level(logging.INFO, "kvcache_client.devices")
     bench = Bench(RIGS["cuda"], LAYOUTS["blocks first"])
     bench.device.close()
     torch.cuda.empty_cache()

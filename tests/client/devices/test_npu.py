@@ -21,7 +21,7 @@ from rigs import BLOCKS, LAYOUTS, RIGS, SECONDS, SLOTS, Bench, Npu
 from kvcache_client.devices import Job, Unsupported, open_device
 from kvcache_client.devices.acl import EVENT_SYNC, Acl
 from kvcache_client.devices.npu_runtime import NpuRuntime
-from kvcache_client.devices.stream_pool import Line
+from kvcache_client.devices.stream_pool import StreamPool
 
 CHUNK = 1 << 20
 LATER = "aclrtHostRegisterV2"
@@ -73,7 +73,7 @@ def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
 def test_the_region_is_page_locked_and_the_log_says_how(
     now: Npu, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "vllm.kvcache.device")
+    caplog.set_level(logging.INFO, "kvcache_client.devices")
     if way == "aclrtHostRegisterV2":
         monkeypatch.delattr(torch.npu, "npurt")  # as in a torch_npu from before it had one
     bench = Bench(now, LAYOUTS["tuples"])
@@ -132,7 +132,7 @@ def test_an_engine_that_serves_has_locked_what_copies_ask_for(now: Npu) -> None:
     try:
         bench.device.enter_step()
         bench.device.register(bench.region)
-        bench.save([3], [0])  # by the ring: nothing is locked, nor may be while the step runs
+        bench.save([3], [0])  # through the bounce buffers: nothing is locked, nor may be while the step runs
         bench.finish()
         assert bench.slot(0) == bench.block(3)
         assert bench.device.registered() == (False, 0)
@@ -372,24 +372,24 @@ def test_a_failed_copy_among_more_jobs_than_streams(now: Npu, bench: Bench) -> N
 def test_a_stream_that_jobs_share_is_not_asked_while_it_has_more_to_do(npu: Npu, bench: Bench) -> None:
     """Asking would make the engine wait, and take away the failure of the job that is being queued."""
     acl = Acl()
-    line = Line(acl)
+    pool = StreamPool(acl)
     *ends, other = [acl.made("aclrtCreateEventExWithFlag", EVENT_SYNC) for _ in range(6)]
-    turns = [line.finish(end) for end in ends[:4]]
+    turns = [pool.finish(end) for end in ends[:4]]
     assert len({turn.stream for turn in turns}) == 4  # there are no more
-    line.begin()
+    pool.begin()
     acl.call("aclrtSynchronizeStream", turns[3].stream)
-    assert not line.settle(turns[3])
-    assert line.finish(ends[4]) is turns[3]
+    assert not pool.settle(turns[3])
+    assert pool.finish(ends[4]) is turns[3]
     npu.simulation.fake_acl_hold(npu.stream())
     acl.call("aclrtRecordEvent", other, npu.stream())
-    line.wait(other)
+    pool.wait(other)
     acl.call("aclrtSynchronizeEvent", ends[4])
-    assert not line.settle(turns[3])
+    assert not pool.settle(turns[3])
     npu.simulation.fake_acl_release()
-    line.wait_settled(turns[3])
+    pool.wait_settled(turns[3])
     assert turns[3].error == ""
-    assert all(line.settle(turn) for turn in turns)
-    line.close()
+    assert all(pool.settle(turn) for turn in turns)
+    pool.close()
 
 
 def test_a_device_that_is_gone_ends_every_job_and_says_so(

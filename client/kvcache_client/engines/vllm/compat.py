@@ -66,12 +66,13 @@ def _instance(vllm_config: Any) -> str:
 
 
 def join_logs(quiet: bool) -> None:
-    """Have what the session logs (the daemon gone, and back) come out in vLLM's log.
+    """Have what sessions and devices log come out in vLLM's log.
 
-    One process of an engine says it; the others are `quiet`.
+    One process of an engine reports that the daemon is gone, and back; the others are `quiet`.
     """
     ours, theirs = logging.getLogger("kvcache_client"), logging.getLogger("vllm")
-    ours.setLevel(logging.ERROR if quiet else theirs.getEffectiveLevel())
+    ours.setLevel(theirs.getEffectiveLevel())
+    logging.getLogger("kvcache_client.session").setLevel(logging.ERROR if quiet else logging.NOTSET)
     if not ours.handlers:
         for handler in theirs.handlers:
             ours.addHandler(handler)

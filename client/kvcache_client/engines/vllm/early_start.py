@@ -21,11 +21,11 @@ from kvcache_client.devices import Memory
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.runtime import Runtime
 from kvcache_client.devices.tuning import read_tuning
-from kvcache_client.engines.vllm.compat import engine_name
+from kvcache_client.engines.vllm.compat import engine_name, join_logs
 from kvcache_client.session.session import Session
 from kvcache_client.settings import CONNECTOR, Settings, parse_settings
 
-logger = logging.getLogger("vllm.kvcache.device")
+logger = logging.getLogger("vllm.kvcache")
 
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fills this process's page tables; the pages are there
 _PART = 64 << 20
@@ -178,6 +178,7 @@ def _begin(wrapper: Any) -> Preparation | None:
         found = list(_ours(config.kv_transfer_config))
         if not found or current_platform.device_type not in ("cuda", "npu"):
             return None
+        join_logs(quiet=True)
         extra, engine_id = found[0]
         settings, _ = parse_settings(extra)
         engine = engine_name(config, engine_id)
