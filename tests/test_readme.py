@@ -35,13 +35,13 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-def test_the_daemon_s_settings() -> None:
+def test_the_settings_of_the_daemon() -> None:
     table = re.search(r"<!-- settings:[^\n]*\n(.*?)<!-- end of settings -->", SERVER, re.DOTALL)
     assert table is not None
     assert table[1] == reference()
 
 
-def test_the_daemon_s_commands() -> None:
+def test_the_commands_of_the_daemon() -> None:
     listed = {re.match(r"`([\w-]+)", row[0])[1] for row in rows(section("server/README.md", "Commands"))[1:]}  # type: ignore[index]
     asked = [sys.executable, "-m", "kvcache_server", "--help"]
     shown = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -49,17 +49,17 @@ def test_the_daemon_s_commands() -> None:
     assert listed == set(there)
 
 
-def test_the_doctor_s_sections() -> None:
+def test_the_sections_of_doctor() -> None:
     assert [row[0].strip("`") for row in rows(section("server/README.md", "Doctor"))[1:]] == list(SECTIONS)
 
 
-def test_the_daemon_s_exit_codes() -> None:
+def test_the_exit_codes_of_the_daemon() -> None:
     listed = {int(row[0]): row[1] for row in rows(section("server/README.md", "Exit codes"))[1:]}
     assert set(listed) == {0, 1} | {code for _, code, _ in EXIT_CODES}
     assert all(listed[code].startswith(why) for _, code, why in EXIT_CODES)
 
 
-def test_the_daemon_s_files(start_daemon: Any) -> None:
+def test_the_files_of_the_daemon(start_daemon: Any) -> None:
     """A daemon's folder holds what the page lists, and keeps what the page says outlives it."""
     listed = rows(section("server/README.md", "Files"))[1:]
     names = {row[0].strip("`").rstrip("/"): row[3] for row in listed}
@@ -75,7 +75,7 @@ def test_the_daemon_s_files(start_daemon: Any) -> None:
 
 
 @pytest.mark.parametrize("key", Settings.__struct_fields__)
-def test_the_connector_s_settings(key: str) -> None:
+def test_the_settings_of_the_connector(key: str) -> None:
     table = {row[0].strip("`"): row[1:] for row in rows(section("client/README.md", "Settings of the connector"))[1:]}
     assert list(table) == list(Settings.__struct_fields__)
     default, what = table[key]
@@ -89,14 +89,14 @@ def test_the_connector_s_settings(key: str) -> None:
     assert all(f"`{choice}`" in what for choice in choices.get(key, ()))
 
 
-def test_every_command_is_one() -> None:
+def test_every_command_that_is_named_exists() -> None:
     known = set(commands.list_commands(None))  # type: ignore[arg-type]
     for page in PAGES.values():
         assert set(re.findall(r"(?:[`$/] ?|^  )kvcache-server ([a-z][\w-]*)", page, re.MULTILINE)) <= known
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_file_that_is_named_is_there(name: str) -> None:
+def test_every_file_that_is_named_exists(name: str) -> None:
     folder, page = (ROOT / name).parent, PAGES[name]
     for target, heading in re.findall(r"\]\(([\w/.]*)(?:#([\w-]+))?\)", page):
         file = folder / target if target else ROOT / name
@@ -108,7 +108,7 @@ def test_every_file_that_is_named_is_there(name: str) -> None:
     assert all((ROOT / script).exists() for script in scripts), scripts
 
 
-def test_the_figures_of_the_readme_are_among_those_that_were_measured() -> None:
+def test_the_figures_of_readme_are_in_the_list_of_measurements() -> None:
     measured = rows(PAGES["tests/bench/README.md"])
     shown = rows(section("README.md", "Figures"))
     assert shown and all(row in measured for row in shown)

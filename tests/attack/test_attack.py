@@ -28,7 +28,7 @@ def test_attackers_beside_an_honest_engine(short_folder: Path, capsys: pytest.Ca
 
 
 @pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare here")
-def test_attackers_where_the_file_system_has_no_access_control_lists(short_folder: Path) -> None:
+def test_attackers_on_a_file_system_without_access_control_lists(short_folder: Path) -> None:
     """On ramfs everybody can connect: door and wire refuse alone."""
     command = [sys.executable, str(RUN), "--seconds", "10", "--dir", str(short_folder)]
     mounted = [

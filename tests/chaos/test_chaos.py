@@ -49,7 +49,7 @@ def test_nothing_is_lost_and_no_byte_is_wrong(themes: tuple[str, ...], must_have
     pytest.fail(f"{ROUNDS} rounds have not brought {wanted}: {total}")
 
 
-def test_the_points_are_in_the_code_yet() -> None:
+def test_the_points_still_exist_in_the_code() -> None:
     for point, places in runpy.run_path(str(HERE / "daemon_that_dies.py"))["POINTS"].items():
         for where in places:
             (file,) = HERE.parents[1].glob(f"*/{where.module}.py")
@@ -57,14 +57,14 @@ def test_the_points_are_in_the_code_yet() -> None:
             assert where.functions <= defined, f"{point}: {file} has no {sorted(where.functions - defined)}"
 
 
-def test_a_stopped_writer_holds_up_nobody_and_spoils_nothing() -> None:
+def test_a_suspended_writer_delays_nobody_and_damages_nothing() -> None:
     (line,) = play("stopped_writer.py", "--seconds", 1, "--supersede-after", 0.5)
     assert set(line["writer_is_told"]) == {"SUPERSEDED"}
     assert line["evicted_meanwhile"] > 300  # more than one round of the pool
     assert line["second_engine_steps_until_cached"] > 1
 
 
-def test_a_stopped_writer_whose_door_has_closed_keeps_its_slots_too() -> None:
+def test_a_suspended_writer_keeps_its_slots_after_its_connection_has_closed() -> None:
     (line,) = play("stopped_writer.py", "--seconds", 1, "--supersede-after", 0.1, "--cut")
     assert line["evicted_meanwhile"] > 300
     assert line["verified"] > 300
@@ -76,7 +76,7 @@ def test_a_full_pool_in_which_the_counters_add_up() -> None:
     assert total["verified"] > 1000
 
 
-def test_what_comes_and_goes_leaves_nothing_in_the_daemon() -> None:
+def test_objects_that_come_and_go_leave_nothing_in_the_daemon() -> None:
     rounds = 20
     *_, total = play("churn.py", "--rounds", rounds, "--period", rounds)
     assert total["grown"] == {}

@@ -48,7 +48,7 @@ def ask(url: str, method: str, path: str, body: Any = None, headers: dict[str, s
     return response.status, json.loads(text) if response.headers["Content-Type"] == "application/json" else text
 
 
-def test_a_crowd_that_says_nothing_shuts_nobody_out(start_dashboard: Any) -> None:
+def test_many_silent_connections_lock_nobody_out(start_dashboard: Any) -> None:
     dashboard = start_dashboard("--api", "http://127.0.0.1:9")
     address = urlsplit(dashboard.url)
     open_files = lambda: len(os.listdir(f"/proc/{dashboard.process.pid}/fd"))  # noqa: E731
@@ -61,7 +61,7 @@ def test_a_crowd_that_says_nothing_shuts_nobody_out(start_dashboard: Any) -> Non
     wait(lambda: open_files() <= before + 2, "the end of them")
 
 
-def test_it_ends_though_something_was_done_just_then(tmp_path: Path) -> None:
+def test_it_stops_in_the_middle_of_a_poll(tmp_path: Path) -> None:
     async def begin_and_end(trial: int) -> None:
         serving = Serving(Relay("http://127.0.0.1:9"), HostFigures(), "", None, EnvFolder(str(tmp_path)))
         app = serving.app()
@@ -78,7 +78,7 @@ def test_it_ends_though_something_was_done_just_then(tmp_path: Path) -> None:
         asyncio.run(begin_and_end(trial))
 
 
-def test_who_may_ask_what(start_daemon: Any, start_dashboard: Any) -> None:
+def test_who_may_request_what(start_daemon: Any, start_dashboard: Any) -> None:
     daemon = start_daemon(http="127.0.0.1:0")
     url = start_dashboard("--api", daemon.status()["daemon"]["http"]["address"]).url
     token = {"Authorization": f"Bearer {(daemon.folder / 'kv.token').read_text().strip()}"}
@@ -97,7 +97,7 @@ def test_who_may_ask_what(start_daemon: Any, start_dashboard: Any) -> None:
     assert "http" not in page.replace("https://", "http") and "style=" not in page and "<script>" not in page
 
 
-def test_the_token_s_file_serves_where_the_daemon_is_away(
+def test_the_token_file_is_enough_while_the_daemon_is_away(
     start_dashboard: Any, tmp_path: Path, systemctl: Path
 ) -> None:
     (systemctl / "units.json").write_text(json.dumps({"vllm@a.service": {}, "sshd.service": {}}))
@@ -135,7 +135,7 @@ def test_the_token_s_file_serves_where_the_daemon_is_away(
     nobody.close()
 
 
-def test_heads_that_are_too_long_are_refused_in_few_lines(start_dashboard: Any, capfd: Any) -> None:
+def test_headers_that_are_too_long_are_refused_without_a_traceback(start_dashboard: Any, capfd: Any) -> None:
     dashboard = start_dashboard("--api", "http://127.0.0.1:9")
     address = urlsplit(dashboard.url)
     heads = (
@@ -156,7 +156,7 @@ def test_heads_that_are_too_long_are_refused_in_few_lines(start_dashboard: Any, 
     assert 1 <= len(said.splitlines()) < 40, said
 
 
-def test_brackets_without_end_in_a_body(start_dashboard: Any, start_daemon: Any, capfd: Any) -> None:
+def test_deeply_nested_brackets_in_a_body(start_dashboard: Any, start_daemon: Any, capfd: Any) -> None:
     """In the dashboard's own, and in those that it passes on to the daemon."""
     daemon = start_daemon(http="127.0.0.1:0")
     api = daemon.status()["daemon"]["http"]["address"]
@@ -175,7 +175,7 @@ def test_brackets_without_end_in_a_body(start_dashboard: Any, start_daemon: Any,
 @pytest.mark.parametrize(
     "odd", [{}, [], {"daemon": {"region": 7}}, {"daemon": {"region": "/x", "pid": 1}, "counters": 3, "pool": None}]
 )
-def test_it_goes_on_looking_where_another_program_answers(start_dashboard: Any, odd: Any) -> None:
+def test_it_keeps_polling_when_another_program_answers(start_dashboard: Any, odd: Any) -> None:
     asked = []
 
     class Another(http.server.BaseHTTPRequestHandler):
@@ -210,7 +210,7 @@ def test_it_goes_on_looking_where_another_program_answers(start_dashboard: Any, 
         ("--manage", "vllm@*", "--env-folder", "here"),
     ],
 )
-def test_what_it_does_not_start_with(flags: tuple[str, ...]) -> None:
+def test_options_with_which_it_does_not_start(flags: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "kvcache_server", "dashboard", *flags]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ran.returncode == 2, ran.stderr
@@ -245,7 +245,7 @@ def test_an_edit_changes_one_value_and_nothing_else(value: str, before: str, aft
     assert {each.key: each.value for each in envfile.parse(edited)} == {"A": before, "K": value, "Z": after}
 
 
-def test_what_may_not_be_written() -> None:
+def test_values_that_may_not_be_written() -> None:
     for text, key, value in (("A=1", "A", "x\ny"), ("A=1", "B", "2"), ("# trap \\\nA=1", "A", "2")):
         with pytest.raises(BadArgument):
             envfile.edit(text, {key: value})
@@ -278,7 +278,7 @@ def test_values_that_are_refused(field: str, value: str) -> None:
         engine_fields.change(ENV, {field: value})
 
 
-def test_fields_of_the_cache_are_the_connector_s_own_and_empty_takes_one_out() -> None:
+def test_settings_of_the_connector_are_edited_and_removed() -> None:
     values = {
         field.name: str(field.least or 7) if field.kind == "int" else field.choices[-1] for field in engine_fields.CACHE
     }
@@ -295,7 +295,7 @@ def test_fields_of_the_cache_are_the_connector_s_own_and_empty_takes_one_out() -
     assert {name: str(getattr(defaults, name)).removesuffix(".0") for name in told} == told
 
 
-def test_another_connector_s_settings_are_left_alone() -> None:
+def test_settings_of_another_connector_are_unchanged() -> None:
     other = ENV.replace("KVCacheServerConnector", "LMCacheConnector")
     assert [field["name"] for field in engine_fields.read(other)] == ["MODEL", "MAX_MODEL_LEN"]
     with pytest.raises(BadArgument):
@@ -339,7 +339,7 @@ def report(asked: int, saved: dict[str, int], pid: int = 1) -> dict[str, Any]:
     }
 
 
-def test_a_point_is_what_lies_between_two_reports_of_one_daemon() -> None:
+def test_a_point_is_the_difference_of_two_reports_of_one_daemon() -> None:
     history = History()
     history.add(10.0, report(100, {"a": 50}))
     history.add(12.0, report(130, {"a": 60, "b": 5}))

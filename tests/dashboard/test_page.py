@@ -77,7 +77,7 @@ def ratio(part: int, whole: int) -> str:
     return f"{math.floor(1000 * part / whole + 0.5) / 10:.1f} %" if whole else "–"
 
 
-def test_what_is_shown_is_what_the_api_says(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+def test_the_page_shows_what_the_api_returns(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
     page = loaded(open_page(start_dashboard("--api", scene.api).url))
     status = scene.status()
     pool, spaces = status["pool"], sorted(status["namespaces"], key=lambda space: -space["bytes"])
@@ -124,7 +124,7 @@ def test_what_is_shown_is_what_the_api_says(scene: Scene, start_dashboard: Any, 
     assert "NVIDIA" in texts(page, "#host-more")[0] or "device" in texts(page, "#host")[0]
 
 
-def test_a_reload_shows_what_was_before_it(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+def test_a_reload_keeps_the_history(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
     dashboard = start_dashboard("--api", scene.api)
     page = loaded(open_page(dashboard.url))
     with Session.connect(scene.daemon.endpoint, engine="third", deadline=5.0) as session:
@@ -145,7 +145,7 @@ def test_a_reload_shows_what_was_before_it(scene: Scene, start_dashboard: Any, o
     assert page.locator("#chart-ratio text").all_text_contents()[:3] == ["0 %", "50 %", "100 %"]
 
 
-def test_actions_want_the_right_token_and_a_confirmation(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+def test_actions_need_the_right_token_and_a_confirmation(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
     open_page.expected.append("status of 403")
     page = loaded(open_page(start_dashboard("--api", scene.api).url))
     before = scene.status()
@@ -222,7 +222,7 @@ def test_a_daemon_that_goes_and_comes_back_with_a_session_to_fence_off(
         assert page.locator("#banner").is_hidden()
 
 
-def test_a_dashboard_that_goes(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+def test_a_dashboard_that_stops(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
     open_page.expected.append("ERR_CONNECTION_REFUSED")
     dashboard = start_dashboard("--api", scene.api)
     page = loaded(open_page(dashboard.url))
@@ -357,7 +357,7 @@ def test_without_systemd_it_says_so(scene: Scene, start_dashboard: Any, open_pag
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_scrolls_sideways_on_a_small_phone(
+def test_no_horizontal_scrolling_on_a_small_phone(
     scene: Scene, start_dashboard: Any, open_page: Any, engines: Any, systemctl: Path, tmp_path: Path, scheme: str
 ) -> None:
     flags = ("--api", scene.api, "--manage", "vllm@*", "--env-folder", str(tmp_path / "vllm"))
@@ -376,7 +376,7 @@ def test_nothing_scrolls_sideways_on_a_small_phone(
     assert backs == {"light": "rgb(246, 247, 248)", "dark": "rgb(20, 24, 27)"}[scheme]
 
 
-def test_a_refresh_moves_nothing(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+def test_a_refresh_does_not_move_the_layout(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
     page = loaded(open_page(start_dashboard("--api", scene.api).url))
     where = """() => JSON.stringify([...document.querySelectorAll("section, h2, table, .chart")]
         .map((each) => each.getBoundingClientRect()))"""

@@ -137,7 +137,7 @@ def test_hung_and_aborted_by_the_watchdog(systemd: Systemd, engine: subprocess.P
     assert found(engine) == "found 8"
 
 
-def test_codes_that_no_restart_cures(systemd: Systemd, short_folder: Path) -> None:
+def test_exit_codes_that_a_restart_does_not_cure(systemd: Systemd, short_folder: Path) -> None:
     line = re.search(r"^RestartPreventExitStatus=(.*)$", UNIT, re.MULTILINE)
     assert line is not None
     assert systemd.stop() == 0

@@ -53,16 +53,16 @@ def compose() -> dict[str, Any]:
     return found
 
 
-def test_the_dockerfile_has_no_fault() -> None:
+def test_hadolint_accepts_the_dockerfile() -> None:
     assert checked("hadolint", "--strict-labels", DOCKER / "Dockerfile") == ""
     assert f"USER {GROUP}:{GROUP}" in instructions("daemon")
 
 
-def test_the_compose_file_has_no_fault() -> None:
+def test_the_compose_file_is_valid() -> None:
     checked("check-jsonschema", "--builtin-schema", "vendor.compose-spec", DOCKER / "compose.yaml")
 
 
-def test_the_build_has_all_that_the_wheel_takes_and_little_more() -> None:
+def test_the_build_context_has_what_the_wheel_needs_and_little_more() -> None:
     patterns = (ROOT / ".dockerignore").read_text().splitlines()
     assert patterns[0] == "*"
     allowed = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
@@ -80,7 +80,7 @@ def test_the_build_has_all_that_the_wheel_takes_and_little_more() -> None:
     assert not any(fnmatch.fnmatch(".git/config", each) or each.startswith("tests/e2e") for each in allowed)
 
 
-def test_the_image_s_healthcheck(start_daemon: Any, short_folder: Path) -> None:
+def test_the_healthcheck_of_the_image(start_daemon: Any, short_folder: Path) -> None:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHE_")}
     environ["KVCACHE_ENDPOINT"] = environment_of_image()["KVCACHE_ENDPOINT"].replace(FOLDER, str(short_folder))
     (line,) = (line for line in instructions("daemon") if line.startswith("HEALTHCHECK"))
@@ -92,7 +92,7 @@ def test_the_image_s_healthcheck(start_daemon: Any, short_folder: Path) -> None:
     assert subprocess.run(check, env=environ, capture_output=True).returncode == 0
 
 
-def test_the_daemon_as_compose_starts_it(start_daemon: Any, short_folder: Path) -> None:
+def test_the_daemon_as_started_by_compose(start_daemon: Any, short_folder: Path) -> None:
     told = compose()["services"]["daemon"]["environment"]
     environ = environment_of_image() | {key: re.sub(r"\$\{\w+:-(.*)\}", r"\1", value) for key, value in told.items()}
     config = load(None, environ)
@@ -108,7 +108,7 @@ def test_the_daemon_as_compose_starts_it(start_daemon: Any, short_folder: Path) 
             assert answer.status == 200
 
 
-def test_engines_and_daemon_share_one_folder_and_need_not_each_other() -> None:
+def test_engines_and_daemon_share_one_folder_and_start_independently() -> None:
     services = compose()["services"]
     engines = [services[name] for name in services if name.startswith("engine")]
     assert len(engines) == 2
@@ -137,14 +137,14 @@ def manifests() -> dict[str, dict[str, Any]]:
     }
 
 
-def test_the_manifests_have_no_fault() -> None:
+def test_the_manifests_are_valid() -> None:
     for file in K8S.glob("*.yaml"):
         if file.name not in ("kustomization.yaml", "podmonitor.yaml"):  # which are no kinds of Kubernetes' own
             assert " passed for resource " in checked("kubernetes-validate", "--strict", file)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which has kustomize in it, is not here")
-def test_they_fit_together(tmp_path: Path) -> None:
+def test_the_manifests_agree_with_each_other(tmp_path: Path) -> None:
     done = subprocess.run(["kubectl", "kustomize", K8S], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     built = [each for each in yaml.safe_load_all(done.stdout) if each["kind"] != "PodMonitor"]
@@ -156,7 +156,7 @@ def test_they_fit_together(tmp_path: Path) -> None:
     assert {each["metadata"].get("namespace", "kvcache") for each in built} == {"kvcache"}
 
 
-def test_the_daemon_s_memory_holds_its_region(manifests: dict[str, Any]) -> None:
+def test_the_memory_limit_of_the_daemon_includes_its_region(manifests: dict[str, Any]) -> None:
     config = load(str(K8S / "kvcache.toml"), environment_of_image())
     (daemon,) = manifests["DaemonSet"]["spec"]["template"]["spec"]["containers"]
     resources = daemon["resources"]
@@ -164,7 +164,7 @@ def test_the_daemon_s_memory_holds_its_region(manifests: dict[str, Any]) -> None
     assert parse_size(resources["limits"]["memory"] + "B") >= config.size + (1 << 30)
 
 
-def test_whom_selectors_and_probes_mean(manifests: dict[str, Any]) -> None:
+def test_selectors_and_probes_match_their_pods(manifests: dict[str, Any]) -> None:
     daemons = manifests["DaemonSet"]["spec"]
     labels = daemons["template"]["metadata"]["labels"]
     assert daemons["selector"]["matchLabels"] == labels
@@ -182,7 +182,7 @@ def test_whom_selectors_and_probes_mean(manifests: dict[str, Any]) -> None:
     assert endpoint["path"] == "/metrics" and endpoint["port"] == "http"
 
 
-def test_engines_see_the_folder_of_their_node_and_its_group(manifests: dict[str, Any]) -> None:
+def test_engines_mount_the_folder_of_their_node_and_have_its_group(manifests: dict[str, Any]) -> None:
     daemon, engine = (manifests[kind]["spec"]["template"]["spec"] for kind in ("DaemonSet", "Deployment"))
     (ours,) = (volume["hostPath"]["path"] for volume in daemon["volumes"] if volume["name"] == "sockets")
     (its,) = (volume["hostPath"]["path"] for volume in engine["volumes"] if "hostPath" in volume)
@@ -195,7 +195,7 @@ def test_engines_see_the_folder_of_their_node_and_its_group(manifests: dict[str,
     assert json.loads(transfer.partition("=")[2])["kv_connector"] == "KVCacheServerConnector"
 
 
-def test_the_init_container_makes_what_the_daemon_wants(manifests: dict[str, Any]) -> None:
+def test_the_init_container_creates_what_the_daemon_needs(manifests: dict[str, Any]) -> None:
     (init,) = manifests["DaemonSet"]["spec"]["template"]["spec"]["initContainers"]
     service = compose()["services"]["folders"]
     assert init["command"] == service["entrypoint"]

@@ -77,7 +77,7 @@ def test_into_a_root(tmp_path: Path, program: Path) -> None:
 
 @needs_systemd
 @needs_root
-def test_what_an_operator_has_changed(tmp_path: Path, program: Path) -> None:
+def test_changes_by_an_operator_are_kept(tmp_path: Path, program: Path) -> None:
     install(tmp_path, program, "--no-enable")
     assert not os.path.lexists(tmp_path / "etc/systemd/system/multi-user.target.wants")
     changed = dict.fromkeys(
@@ -142,7 +142,7 @@ def test_for_a_user(tmp_path: Path, program: Path) -> None:
         (["--size", "0"], 2, "size 0: at least 1 byte"),
     ],
 )
-def test_what_cannot_be(tmp_path: Path, program: Path, flags: list[str], code: int, told: str) -> None:
+def test_wrong_options_are_refused(tmp_path: Path, program: Path, flags: list[str], code: int, told: str) -> None:
     assert told in install(tmp_path, program, *flags, code=code)
     assert files(tmp_path) == set()
 
@@ -155,7 +155,7 @@ def test_a_masked_unit_stays_masked(tmp_path: Path, program: Path) -> None:
     assert os.readlink(unit) == "/dev/null" and files(tmp_path) == set()
 
 
-def test_what_else_is_masked_is_left_alone(tmp_path: Path, program: Path) -> None:
+def test_other_masked_units_are_left_unchanged(tmp_path: Path, program: Path) -> None:
     masked = [tmp_path / "etc" / name for name in ("systemd/system/run-kvregion.mount", "tmpfiles.d/kvcache.conf")]
     for path in masked:
         path.parent.mkdir(parents=True)
@@ -165,14 +165,14 @@ def test_what_else_is_masked_is_left_alone(tmp_path: Path, program: Path) -> Non
     assert all(os.readlink(path) == "/dev/null" for path in masked)
 
 
-def test_what_is_in_the_way_is_named(tmp_path: Path, program: Path) -> None:
+def test_an_obstacle_is_named(tmp_path: Path, program: Path) -> None:
     (tmp_path / "etc").write_text("a file")
     said = install(tmp_path, program, code=2)
     assert f"{tmp_path}/etc/systemd/system/run-kvregion.mount: Not a directory" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("odd", ["/opt/a b/kvcache-server", "/opt/%n/kvcache-server", "kvcache-server", "/opt/$X"])
-def test_a_path_that_systemd_would_read_another_way(tmp_path: Path, odd: str) -> None:
+def test_a_path_that_systemd_would_misread(tmp_path: Path, odd: str) -> None:
     for flags in ([], ["--user"]):
         assert f"program {odd}: an absolute path" in install(tmp_path, odd, *flags, code=2)
     assert files(tmp_path) == set()
@@ -201,7 +201,7 @@ def test_an_interpreter_below_a_home_is_not_hidden_from_the_daemon(tmp_path: Pat
 
 
 @needs_root
-def test_a_program_that_the_daemon_s_user_cannot_reach(tmp_path: Path) -> None:
+def test_a_program_that_the_user_of_the_daemon_cannot_reach(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(0o700)
     (closed / "kvcache-server").write_text("#!/bin/sh\n")
@@ -219,7 +219,7 @@ def test_a_program_that_the_daemon_s_user_cannot_reach(tmp_path: Path) -> None:
 
 
 @needs_systemd
-def test_systemd_finds_no_fault(tmp_path: Path, program: Path) -> None:
+def test_systemd_accepts_the_units(tmp_path: Path, program: Path) -> None:
     units = Path(FOLDERS[1])
     for name in ("kvcache-server.service", "kvcache-server@.service", "run-kvregion.mount", "vllm@.service"):
         text = (units / name).read_text().replace("/usr/local/bin/kvcache-server", str(program))
@@ -242,7 +242,7 @@ def test_systemd_finds_no_fault(tmp_path: Path, program: Path) -> None:
             assert done.returncode == 0, done.stdout
 
 
-def test_the_template_is_the_unit() -> None:
+def test_the_template_equals_the_unit() -> None:
     unit, template = ((Path(FOLDERS[1]) / f"kvcache-server{at}.service").read_text().splitlines() for at in ("", "@"))
     differing = [(ours, its) for ours, its in zip(unit, template, strict=True) if ours != its]
     assert [line.split("=")[0] for line, _ in differing] == ["Description", "ExecStart", "RuntimeDirectory"]
@@ -253,7 +253,7 @@ def test_the_template_is_the_unit() -> None:
     assert differing[2] == ("RuntimeDirectory=kvcache", "RuntimeDirectory=kvcache-%i")
 
 
-def test_an_engine_wants_the_daemon_and_does_not_need_it() -> None:
+def test_the_unit_of_an_engine_wants_but_does_not_require_the_daemon() -> None:
     text = (Path(FOLDERS[1]) / "vllm@.service").read_text()
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
@@ -262,7 +262,7 @@ def test_an_engine_wants_the_daemon_and_does_not_need_it() -> None:
     assert not {"Requires", "BindsTo", "PartOf", "Requisite"} & set(unit["Unit"])
 
 
-def test_the_wheel_has_the_units() -> None:
+def test_the_wheel_contains_the_units() -> None:
     assert (FOLDERS[1] / "kvcache-server.service").exists()
     project = (FOLDERS[1].parents[1] / "pyproject.toml").read_text()
     assert '"deploy/systemd" = "kvcache_server/systemd"' in project

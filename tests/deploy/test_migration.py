@@ -16,7 +16,7 @@ VLLM = importlib.util.find_spec("vllm")
 
 
 @pytest.mark.skipif(VLLM is None, reason="vLLM is not here")
-def test_every_key_of_vllm_s_is_on_the_page_and_told_of_by_the_connector() -> None:
+def test_every_key_of_vllm_is_on_the_page_and_known_to_the_connector() -> None:
     assert VLLM is not None and VLLM.origin is not None
     root = Path(VLLM.origin).parent
     files = [
@@ -33,7 +33,7 @@ def test_every_key_of_vllm_s_is_on_the_page_and_told_of_by_the_connector() -> No
     assert all(f"`{name}`" in PAGE for name in ("--kv-offloading-size", "--kv-offloading-backend"))
 
 
-def test_what_it_names_of_ours_is_there() -> None:
+def test_settings_of_ours_that_the_page_names_exist() -> None:
     ours = {row.name for row in settings()} | set(Settings.__struct_fields__)
     answers = re.findall(r"^\|.*\| ([^|]*) \|$", PAGE.split("**Not supported**")[0], re.MULTILINE)
     named = {name for answer in answers for name in re.findall(r"^`(\w+)`", answer)}

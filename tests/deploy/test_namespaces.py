@@ -200,19 +200,19 @@ def needs_idmap(heard: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", SERVED)
-def test_engines_save_load_and_go_on(heard: dict[str, list[str]], kind: str) -> None:
+def test_engines_save_load_and_survive_a_restart(heard: dict[str, list[str]], kind: str) -> None:
     needs_idmap(heard[kind])
     assert heard[kind] == ["saved 8", "found 0", "found 8", "found 8", "held 2, restated, lost 0"]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_who_is_refused_reads_the_cure(heard: dict[str, list[str]], kind: str) -> None:
+def test_a_refused_engine_is_told_the_remedy(heard: dict[str, list[str]], kind: str) -> None:
     needs_idmap(heard[kind])
     (line,) = heard[kind]
     assert line.startswith("NotPermitted: ") and re.search(REFUSED[kind][1], line), line
 
 
-def test_an_engine_that_comes_before_the_daemon_and_is_killed(host: Host) -> None:
+def test_an_engine_that_starts_before_the_daemon_and_is_killed(host: Host) -> None:
     """As where kubelet makes a hostPath, root's: the daemon's pod has it owned, and it stays the same folder."""
     host.folder.mkdir(mode=0o755)
     engine = host.engine("early", "patient")
@@ -224,7 +224,7 @@ def test_an_engine_that_comes_before_the_daemon_and_is_killed(host: Host) -> Non
     host.wait(lambda: " ended: engine early" in host.log, "the end of a session in a pid namespace of its own")
 
 
-def test_a_folder_that_was_removed_and_made_again(host: Host) -> None:
+def test_a_folder_that_was_removed_and_created_again(host: Host) -> None:
     """A mount goes on showing the removed one: only a restart of the container helps, and the engine says so."""
     host.make_folders()
     host.start()
@@ -262,7 +262,7 @@ with Session.connect(sys.argv[1], engine="parent", deadline=20.0, connect_timeou
 """
 
 
-def test_a_fork_where_there_is_no_proc(daemon: Any) -> None:
+def test_a_fork_without_proc(daemon: Any) -> None:
     inside = 'mount --make-rprivate / && mount -t tmpfs tmpfs /proc && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", inside, "sh", sys.executable, "-c", FORK, daemon.endpoint]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)

@@ -87,7 +87,7 @@ def queries() -> list[tuple[str, str]]:
     return asked
 
 
-def test_the_scrape_configuration_is_sound() -> None:
+def test_the_scrape_configuration_is_valid() -> None:
     said = promtool("check", "config", DEPLOY / "prometheus" / "prometheus.yml")
     assert "1 rule files found" in said
     assert f"{len(alerts())} rules found" in said
@@ -97,11 +97,11 @@ def test_alerts_fire_when_they_should() -> None:
     assert "SUCCESS" in promtool("test", "rules", DEPLOY / "prometheus" / "kvcache.rules.test.yml")
 
 
-def test_what_the_daemon_exports_follows_the_conventions(exported: Any) -> None:
+def test_exported_metrics_follow_the_conventions(exported: Any) -> None:
     assert promtool("check", "metrics", text=exported[0]) == ""
 
 
-def test_panels_ask_what_prometheus_understands(tmp_path: Path) -> None:
+def test_prometheus_understands_the_queries_of_the_panels(tmp_path: Path) -> None:
     rules = []
     for number, panel in enumerate(panels()):
         for target in panel["targets"]:
@@ -117,7 +117,7 @@ def test_panels_ask_what_prometheus_understands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("where", "expression"), queries(), ids=[f"{at} {q[0]}" for at, q in enumerate(queries())])
-def test_every_metric_asked_for_is_one_that_the_daemon_exports(exported: Any, where: str, expression: str) -> None:
+def test_every_queried_metric_is_exported(exported: Any, where: str, expression: str) -> None:
     asked = list(series(expression))
     assert asked or "up{" in expression, f"{where} asks for nothing of ours"
     for name, labels in asked:
@@ -126,7 +126,7 @@ def test_every_metric_asked_for_is_one_that_the_daemon_exports(exported: Any, wh
         )
 
 
-def test_every_alert_says_what_to_do() -> None:
+def test_every_alert_has_a_runbook() -> None:
     names = [alert["alert"] for alert in alerts()]
     assert len(set(names)) == len(names) >= 10
     for alert in alerts():
@@ -135,7 +135,7 @@ def test_every_alert_says_what_to_do() -> None:
         assert len(alert["annotations"]["runbook"]) > 60, alert["alert"]
 
 
-def test_the_dashboard_is_one_that_grafana_takes() -> None:
+def test_grafana_accepts_the_dashboard() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     assert (dashboard["uid"], dashboard["title"]) == ("kvcache", "KV cache")
     every = dashboard["panels"]

@@ -88,7 +88,7 @@ def engine(service: Nest) -> Iterator[Engine]:
     engine.close()
 
 
-def test_it_is_ready_when_systemd_says_so(machine: Nest) -> None:
+def test_the_daemon_is_ready_when_systemd_reports_it(machine: Nest) -> None:
     assert machine.show(UNIT, "ActiveState") == "active"
     assert machine.show(UNIT, "StatusText") == "0 B of 64.0 MiB used, 0 sessions"
     assert machine.show(UNIT, "UnitFileState") == "enabled"
@@ -103,14 +103,14 @@ def test_it_is_ready_when_systemd_says_so(machine: Nest) -> None:
     assert (status["NoNewPrivs"], status["Seccomp"], status["CapBnd"].strip("0")) == ("1", "2", "")
 
 
-def test_its_http_answers_this_host(machine: Nest) -> None:
+def test_http_answers_this_host(machine: Nest) -> None:
     ask = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
     python = machine.run("sed", "s/-m kvcache_server/-c/", PROGRAM)
     write(machine, "/run/nest/bin/ask", python)
     assert "kvcache_" in machine.run("sh", "/run/nest/bin/ask", ask)
 
 
-def test_to_install_again_changes_nothing(machine: Nest) -> None:
+def test_installing_again_changes_nothing(machine: Nest) -> None:
     said = machine.run(*INSTALL)
     done = dict(line.split()[1::-1] for line in said.splitlines() if line.split()[1].startswith("/"))
     assert {path for path, what in done.items() if what != "unchanged"} == {CONFIG}
@@ -119,7 +119,7 @@ def test_to_install_again_changes_nothing(machine: Nest) -> None:
 
 
 @pytest.mark.parametrize(("group", "code"), [("kvcache", 0), ("nogroup", 6)])
-def test_the_group_may_attach_and_nobody_else(machine: Nest, group: str, code: int) -> None:
+def test_only_the_group_may_attach(machine: Nest, group: str, code: int) -> None:
     who = (*AS, "games", "--regid", group)
     done = subprocess.run(
         machine.command("env", "KVCACHE_ENDPOINT=ipc:///run/kvcache/kvcache.sock", *who, PROGRAM, "status"),
@@ -138,7 +138,7 @@ def test_reload(service: Nest) -> None:
         write(service, CONFIG, config.replace('["root"]', '["root", "games"]') + "max_sessions = 7\n")
         service.run("systemctl", "reload", UNIT)
         service.wait_log("max_sessions 1024 -> 7")
-        test_the_group_may_attach_and_nobody_else(service, "nogroup", 0)  # an access control list, in the sandbox
+        test_only_the_group_may_attach(service, "nogroup", 0)  # an access control list, in the sandbox
     finally:
         write(service, CONFIG, config)
         service.run("systemctl", "reload", UNIT)
@@ -173,7 +173,7 @@ def test_a_daemon_that_hangs_is_restarted(service: Nest, engine: Engine) -> None
         service.run("systemctl", "daemon-reload")
 
 
-def test_a_broken_configuration_is_not_tried_again(service: Nest) -> None:
+def test_an_invalid_configuration_is_not_retried(service: Nest) -> None:
     config = service.run("cat", CONFIG)
     try:
         write(service, CONFIG, config + "max_sesions = 7\n")
@@ -304,7 +304,7 @@ def engine_unit(service: Nest) -> Iterator[Callable[[str, str], EngineUnit]]:
         each.close()
 
 
-def test_hardened_engines_go_on_after_restarts(service: Nest, engine_unit: Callable[[str, str], EngineUnit]) -> None:
+def test_hardened_engines_continue_after_restarts(service: Nest, engine_unit: Callable[[str, str], EngineUnit]) -> None:
     engines = [engine_unit("hardened", HARDENED), engine_unit("users", HARDENED + USERS + NAMED)]
     unnamed = engine_unit("unnamed", HARDENED + USERS)
     assert [engine.said() for engine in engines] == ["saved 8"] * 2
@@ -360,7 +360,7 @@ def ann(machine: Nest) -> Iterator[tuple[str, ...]]:
     machine.run("systemctl", "stop", "ann.service")
 
 
-def test_a_user_s_own(machine: Nest, ann: tuple[str, ...]) -> None:
+def test_a_service_of_one_user(machine: Nest, ann: tuple[str, ...]) -> None:
     machine.run(*ann, *INSTALL, "--user", "--size", "64MiB")
     machine.run("rm", "/var/lib/systemd/linger/ann")
     machine.run(*ann, "systemctl", "--user", "start", UNIT, check=False)

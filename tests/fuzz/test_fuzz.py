@@ -61,7 +61,7 @@ def test_a_short_run(start_daemon: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert {"Welcome", "bad_frame", "version_mismatch"} <= set(result.knocks)
 
 
-def test_every_kind_of_message_is_made() -> None:
+def test_every_kind_of_message_is_generated() -> None:
     """What the union of requests gains, the maker makes: well formed, by the decoder's word."""
     maker, made = Maker(m.Request, random.Random(7), {"token": [TOKEN]}), set()
     for _ in range(3000):

@@ -28,7 +28,7 @@ def answers(address: str) -> Counter[str]:
 
 @pytest.mark.timeout(300 + 3 * EXAMPLES)
 @pytest.mark.parametrize("with_token", [True, False], ids=["with the token", "without"])
-def test_every_answer_is_as_described(start_daemon: Any, tmp_path: Path, with_token: bool) -> None:
+def test_every_answer_matches_the_description(start_daemon: Any, tmp_path: Path, with_token: bool) -> None:
     daemon = start_daemon(http="127.0.0.1:0")
     address = daemon.status()["daemon"]["http"]["address"]
     token = ["--header", f"Authorization: Bearer {(daemon.folder / 'kv.token').read_text().strip()}"]

@@ -86,7 +86,7 @@ def check_places(buffer: memoryview, refs: list[SlotRef]) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), WORD), min_size=1, max_size=6), st.randoms())
-def test_extent_rows_that_were_spoilt(file: File, changes: list[tuple[int, int, int]], draw: random.Random) -> None:
+def test_damaged_extent_rows(file: File, changes: list[tuple[int, int, int]], draw: random.Random) -> None:
     descriptor, buffer, was, refs = file
     rows = slice(EXTENT_ROWS, EXTENT_ROWS + GEOMETRY.extents * EXTENT_ROW)
     try:
@@ -104,7 +104,7 @@ def test_extent_rows_that_were_spoilt(file: File, changes: list[tuple[int, int, 
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, SLOT_ROW * SLOTS - 1), st.integers(0, 255)), min_size=1, max_size=30))
-def test_slot_rows_that_were_spoilt(file: File, changes: list[tuple[int, int]]) -> None:
+def test_damaged_slot_rows(file: File, changes: list[tuple[int, int]]) -> None:
     """What was not touched is read as before; what was is FREE, or says what its checksum covers as before."""
     buffer, rows = file.buffer, RegionRows(file.buffer, GEOMETRY)
     first = rows.row_offset(0, 0)
@@ -124,7 +124,7 @@ def test_slot_rows_that_were_spoilt(file: File, changes: list[tuple[int, int]]) 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 71), st.integers(1, 255)), min_size=1, max_size=8))
-def test_a_header_that_was_spoilt_is_refused(file: File, changes: list[tuple[int, int]]) -> None:
+def test_a_damaged_header_is_refused(file: File, changes: list[tuple[int, int]]) -> None:
     descriptor, buffer, was, _ = file
     try:
         for at, flip in changes:
@@ -149,7 +149,7 @@ def test_a_header_that_was_spoilt_is_refused(file: File, changes: list[tuple[int
 @example(GEOMETRY.region_id, 1 << 63, GEOMETRY.extent_bytes, 3, GEOMETRY.data_offset)
 @example(GEOMETRY.region_id, GEOMETRY.region_bytes, 0, 3, GEOMETRY.data_offset)
 @example(GEOMETRY.region_id, 4096, 0, -1, 0)
-def test_a_geometry_that_is_not_the_header_s_is_refused(
+def test_a_geometry_that_differs_from_the_header_is_refused(
     file: File, name: bytes, size: int, extent: int, count: int, data: int
 ) -> None:
     """As a daemon gone mad might announce it."""

@@ -23,7 +23,7 @@ def test_the_default(environ: dict[str, str], uid: int, endpoint: str) -> None:
     assert default_endpoint(environ, uid) == endpoint
 
 
-def test_the_door_lies_beside_the_socket() -> None:
+def test_the_handshake_socket_is_beside_the_request_socket() -> None:
     assert socket_path("ipc:///run/kv/kv.sock") == "/run/kv/kv.sock"
     assert door_path("ipc:///run/kv/kv.sock") == "/run/kv/kv.door"
     assert door_path("ipc:///run/kv/other") == "/run/kv/other.door"
@@ -32,12 +32,12 @@ def test_the_door_lies_beside_the_socket() -> None:
 @pytest.mark.parametrize(
     "endpoint", ["", "/run/kv.sock", "tcp://host:1", "ipc://kv.sock", "ipc:///run/", "ipc:///a\0b"]
 )
-def test_what_is_no_endpoint_is_named(endpoint: str) -> None:
+def test_an_invalid_endpoint_is_named(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
         check_endpoint(endpoint)
 
 
-def test_both_paths_fit_the_kernel() -> None:
+def test_both_paths_fit_the_limit_of_the_kernel() -> None:
     longest = "/" + "x" * (MAX_PATH - 6)
     assert len(door_path(f"ipc://{longest}")) == MAX_PATH
     with pytest.raises(ConfigError, match="at most"):

@@ -85,7 +85,7 @@ def test_an_extent_row_and_a_slot_row_byte_by_byte() -> None:
 # The header.
 
 
-def test_another_format_another_id_another_cut_are_told_apart() -> None:
+def test_another_format_id_and_geometry_are_distinguished() -> None:
     for word, value, named in [(0, 0, "magic"), (1, 2, "format 2"), (4, 1, "checksum"), (8, 1, "checksum")]:
         buffer, rows = fresh()
         struct.pack_into("<Q", buffer, 8 * word, value)
@@ -115,7 +115,7 @@ def test_formatting_again_forgets_everything() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 1 << 42), st.sampled_from([0, 2 * MIB, 4 * MIB, 6 * MIB, 256 * MIB]))
-def test_extents_take_the_size_and_the_header_comes_on_top(size: int, extent_bytes: int) -> None:
+def test_extents_fill_the_size_and_the_header_is_extra(size: int, extent_bytes: int) -> None:
     try:
         g = plan_geometry(ID, size, extent_bytes)
     except RegionError:
@@ -152,7 +152,7 @@ def test_common_blocks_fill_a_region_of_any_size(mib: int) -> None:
 
 
 @given(st.integers(1, 4 * MIB))
-def test_slots_and_their_rows_never_meet(block_bytes: int) -> None:
+def test_slots_and_their_rows_do_not_overlap(block_bytes: int) -> None:
     slot_bytes = slot_size(block_bytes)
     assert block_bytes <= slot_bytes < block_bytes + region.SLOT_ALIGN
     assert slot_bytes % region.SLOT_ALIGN == 0
@@ -170,9 +170,7 @@ U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 32, 64))
     *(U64, U64, U64, U64),
     st.builds(RowBody, U32, U16, st.binary(min_size=8, max_size=32), U64, U64, U32, U32, U32),
 )
-def test_a_row_comes_back_as_it_was_written(
-    generation: int, tick: int, settled: int, parent: int, body: RowBody
-) -> None:
+def test_a_row_is_read_as_it_was_written(generation: int, tick: int, settled: int, parent: int, body: RowBody) -> None:
     _, rows = fresh(6 * MIB)
     rows.cut(0, 1 << 16, 1)
     row = rows.row_offset(0, 5)
@@ -201,7 +199,7 @@ def test_a_torn_row_is_free(at: int, flip: int) -> None:
     assert (rows.read_row(row) is None) == (at not in alone)
 
 
-def test_a_state_that_is_none_is_free() -> None:
+def test_an_invalid_state_is_free() -> None:
     buffer, rows = fresh()
     rows.cut(0, 4096, 1)
     row = rows.row_offset(0, 0)
@@ -227,7 +225,7 @@ def test_the_fields_named_for_bulk_readers_are_those_of_the_row() -> None:
     assert found["check"] == zlib.crc32(checked)
 
 
-def test_what_a_daemon_finds_says_how_it_is_cut() -> None:
+def test_the_header_gives_the_geometry() -> None:
     buffer, rows = fresh()
     assert region.found_geometry(memoryview(buffer)) == rows.geometry
     assert region.found_geometry(memoryview(bytearray(4096))) is None
@@ -241,7 +239,7 @@ def test_what_a_daemon_finds_says_how_it_is_cut() -> None:
 # What a reader does.
 
 
-def test_a_reference_is_current_until_its_slot_or_its_extent_moves_on() -> None:
+def test_a_reference_is_current_until_its_slot_or_extent_is_reused() -> None:
     _, rows = fresh()
     rows.cut(0, 4096, 21)
     row = rows.row_offset(0, 3)
@@ -257,7 +255,7 @@ def test_a_reference_is_current_until_its_slot_or_its_extent_moves_on() -> None:
     assert not rows.is_current(ref._replace(generation=32))
 
 
-def test_a_view_is_the_bytes_of_its_slot() -> None:
+def test_a_view_has_the_bytes_of_its_slot() -> None:
     buffer, rows = fresh()
     rows.cut(0, 4096, 21)
     open_at(rows, rows.row_offset(0, 3), generation=31)
@@ -292,6 +290,6 @@ def test_a_view_never_leaves_its_slot(ref: SlotRef, begin: int, size: int, named
 
 
 @given(st.integers(0, 1 << 64), st.integers(0, 1 << 64), st.integers(0, 1 << 64))
-def test_any_three_numbers_can_be_asked_about(offset: int, generation: int, extent_generation: int) -> None:
+def test_any_three_numbers_are_accepted_as_a_reference(offset: int, generation: int, extent_generation: int) -> None:
     _, rows = fresh(6 * MIB)
     assert not rows.is_current(SlotRef(offset, generation, extent_generation))

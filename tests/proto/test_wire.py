@@ -142,14 +142,14 @@ each_line = pytest.mark.parametrize(
 
 
 @each_line
-def test_both_ways(decode: Decode, message: Any, frame: str) -> None:
+def test_messages_survive_encoding_and_decoding(decode: Decode, message: Any, frame: str) -> None:
     assert codec.encode(message).hex() == bytes.fromhex(frame).hex()
     assert decode(bytes.fromhex(frame)) == message
     assert decode(memoryview(bytes.fromhex(frame))) == message
 
 
 @each_line
-def test_fields_of_a_newer_peer_are_passed_over(decode: Decode, message: Any, frame: str) -> None:
+def test_fields_of_a_newer_peer_are_ignored(decode: Decode, message: Any, frame: str) -> None:
     longer = msgspec.msgpack.encode([*msgspec.msgpack.decode(bytes.fromhex(frame)), {"from": "a newer version"}])
     assert decode(longer) == message
 
@@ -164,7 +164,7 @@ def test_a_cut_frame_is_a_bad_frame(decode: Decode, message: Any, frame: str) ->
         decode(whole + b"\x00")
 
 
-def test_every_message_stands_in_the_table() -> None:
+def test_every_message_is_in_the_table() -> None:
     kinds = {*msgspec_union(messages.Request), *msgspec_union(messages.Reply), *msgspec_union(messages.DoorMessage)}
     assert {type(message) for _, message, _ in TABLE} == kinds
 
@@ -174,7 +174,7 @@ def msgspec_union(union: Any) -> tuple[type, ...]:
     return members
 
 
-def test_an_older_peer_leaves_out_what_has_a_default() -> None:
+def test_an_older_peer_omits_fields_with_a_default() -> None:
     shorter = bytes.fromhex(f"95 a761637175697265 03 {T} 01 91 {H1x}")
     assert codec.decode_request(shorter) == messages.Acquire(3, TOKEN, 1, [H1], group=0, pin=True)
 
@@ -200,12 +200,12 @@ NO_MESSAGE = [
 
 
 @pytest.mark.parametrize("frame", [line[0] for line in NO_MESSAGE], ids=[line[1] for line in NO_MESSAGE])
-def test_what_is_no_request_is_a_bad_frame(frame: str) -> None:
+def test_a_frame_that_is_not_a_request_is_a_bad_frame(frame: str) -> None:
     with pytest.raises(BadFrame):
         codec.decode_request(bytes.fromhex(frame))
 
 
-def test_frames_have_a_size() -> None:
+def test_frames_have_a_maximum_size() -> None:
     with pytest.raises(BadFrame, match="at most"):
         codec.decode_request(bytes(codec.MAX_FRAME + 1))
     with pytest.raises(BadFrame, match="at most"):
@@ -220,14 +220,14 @@ def test_the_largest_request_fits_a_frame() -> None:
 
 
 @given(st.binary(max_size=256))
-def test_noise_is_an_error_of_ours_or_a_message(frame: bytes) -> None:
+def test_random_bytes_are_an_error_or_a_message(frame: bytes) -> None:
     for decode in (codec.decode_request, codec.decode_reply, codec.decode_door):
         with contextlib.suppress(BadFrame, BadArgument):
             decode(frame)
 
 
 @given(st.sampled_from(TABLE), st.data())
-def test_a_flipped_byte_is_an_error_of_ours_or_a_message(line: tuple[Decode, Any, str], data: st.DataObject) -> None:
+def test_a_flipped_byte_is_an_error_or_a_message(line: tuple[Decode, Any, str], data: st.DataObject) -> None:
     frame = bytearray.fromhex(line[2])
     at = data.draw(st.integers(0, len(frame) - 1))
     frame[at] ^= data.draw(st.integers(1, 255))
@@ -273,7 +273,7 @@ def test_the_id_of_a_namespace_is_frozen() -> None:
     assert LLAMA.id == "0f3820adcd3cf066"
 
 
-def test_the_id_of_a_namespace_follows_what_it_is_and_not_how_it_is_cut() -> None:
+def test_the_id_of_a_namespace_depends_on_identity_not_on_geometry() -> None:
     plain = NamespaceSpec("m", (GroupSpec(16, 64),), {"a": "1", "b": "2"})
     assert plain.id == NamespaceSpec("m", (GroupSpec(32, 128),), {"b": "2", "a": "1"}).id
     assert plain.id != NamespaceSpec("m", (GroupSpec(16, 64),), {"a": "1", "b": "3"}).id
@@ -294,11 +294,11 @@ def test_another_geometry_names_its_first_difference(other: NamespaceSpec, named
         NamespaceSpec("m", (GroupSpec(16, 64),)).check_same_geometry(other)
 
 
-def test_one_shard_is_written_as_a_number_or_as_a_list() -> None:
+def test_a_single_shard_can_be_a_number_or_a_list() -> None:
     NamespaceSpec("m", (GroupSpec(16, 64),)).check_same_geometry(NamespaceSpec("m", (GroupSpec(16, (64,)),)))
 
 
-def test_shards_lie_one_after_the_other() -> None:
+def test_shards_are_contiguous() -> None:
     group = GroupSpec(16, (100, 30, 7))
     assert [group.shard_offset(n) for n in range(3)] == [0, 100, 130]
     assert group.block_bytes == 137
@@ -317,11 +317,11 @@ word = st.integers(0, (1 << 64) - 1)
 
 
 @given(st.lists(st.builds(SlotRef, word, word, word), max_size=8))
-def test_references_are_three_words_each(refs: list[SlotRef]) -> None:
+def test_a_reference_is_three_words(refs: list[SlotRef]) -> None:
     assert unpack_refs(b"".join(ref.pack() for ref in refs)) == refs
 
 
-def test_an_error_comes_back_as_the_class_that_was_meant() -> None:
+def test_an_error_is_decoded_as_its_class() -> None:
     def family(cls: type[KVCacheError]) -> list[type[KVCacheError]]:
         return [cls, *(c for child in cls.__subclasses__() for c in family(child))]
 

@@ -68,14 +68,14 @@ def test_a_client_reads_these_words_and_no_others() -> None:
         {"row": struct.pack("<QQQQ", 0, 77, ROWS, 63)},
     ],
 )
-def test_each_of_them_counts(changed: dict[str, Any]) -> None:
+def test_each_frozen_word_matters(changed: dict[str, Any]) -> None:
     region, ref = a_region(**changed), SlotRef(START_1 + 3 * SLOT, 5, 77)
     assert region.current(ref.pack()).tolist() == [False]
     assert not region.rows.is_current(ref)
 
 
 @pytest.mark.parametrize("at", [0, 8, 16, 31, 32, 40, 48, 56])
-def test_a_header_that_differs_is_no_region(at: int) -> None:
+def test_a_different_header_is_refused(at: int) -> None:
     torn = bytearray(HEADER)
     torn[at] ^= 1
     with pytest.raises(RegionError):

@@ -128,7 +128,7 @@ def test_the_wheel_is_another_version(versions: dict[str, str]) -> None:
 
 
 @pairs
-def test_what_one_version_saves_the_other_one_loads(
+def test_one_version_loads_what_the_other_one_saved(
     start: Callable[..., Any], peer: Callable[..., Peer], daemons: str, clients: str
 ) -> None:
     daemon = start(daemons, quarantine=0.5)
@@ -231,7 +231,7 @@ def patched(source: list[Path] | Path, folder: Path, version: str, protocol: int
 
 @pytest.mark.parametrize("older", ["old", "new"])
 @pytest.mark.parametrize("ahead", ["client", "daemon"])
-def test_versions_that_do_not_meet_are_named_in_one_line(
+def test_incompatible_versions_are_named_in_one_line(
     start: Callable[..., Any],
     peer: Callable[..., Peer],
     versions: dict[str, str],
