@@ -1,4 +1,4 @@
-"""The dashboard without a browser: who may ask what, what is written to an engine's file, and what is kept."""
+"""The dashboard without a browser: access, edits of engines' files, and the history."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_headers_that_are_too_long_are_refused_without_a_traceback(start_dashboa
 
 
 def test_deeply_nested_brackets_in_a_body(start_dashboard: Any, start_daemon: Any, capfd: Any) -> None:
-    """In the dashboard's own, and in those that it passes on to the daemon."""
+    """In the dashboard's own requests, and in those that it forwards to the daemon."""
     daemon = start_daemon(http="127.0.0.1:0")
     api = daemon.status()["daemon"]["http"]["address"]
     token = Path(daemon.endpoint.removeprefix("ipc://")).with_suffix(".token").read_text().strip()
@@ -233,7 +233,7 @@ def test_options_with_which_it_does_not_start(flags: tuple[str, ...]) -> None:
         ("A=x \\", {"A": "x "}),
     ],
 )
-def test_a_file_is_read_as_systemd_reads_it(text: str, values: dict[str, str]) -> None:
+def test_a_file_is_parsed_as_by_systemd(text: str, values: dict[str, str]) -> None:
     assert {each.key: each.value for each in envfile.parse(text)} == values
 
 
@@ -273,7 +273,7 @@ X=1
         ),
     ],
 )
-def test_values_that_are_refused(field: str, value: str) -> None:
+def test_invalid_values_are_refused(field: str, value: str) -> None:
     with pytest.raises(BadArgument):
         engine_fields.change(ENV, {field: value})
 
@@ -302,7 +302,7 @@ def test_settings_of_another_connector_are_unchanged() -> None:
         engine_fields.change(other, {"save": "all"})
 
 
-def test_a_file_is_replaced_whole_with_its_mode_and_a_backup(tmp_path: Path) -> None:
+def test_a_file_is_replaced_atomically_with_its_mode_and_a_backup(tmp_path: Path) -> None:
     (tmp_path / "a.env").write_text(ENV)
     (tmp_path / "a.env").chmod(0o640)
     (tmp_path / "link.env").symlink_to(tmp_path / "a.env")

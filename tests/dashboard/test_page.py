@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 class Scene(NamedTuple):
-    """A daemon that has something to show; nothing changes in it but by the test's own doing."""
+    """A daemon with content, which only the test itself changes."""
 
     daemon: Any
     api: str
@@ -192,7 +192,7 @@ def test_actions_need_the_right_token_and_a_confirmation(scene: Scene, start_das
     assert page.context.cookies() == []
 
 
-def test_a_daemon_that_goes_and_comes_back_with_a_session_to_fence_off(
+def test_a_restarted_daemon_with_a_session_to_fence_off(
     start_daemon: Any, start_dashboard: Any, open_page: Any
 ) -> None:
     flags = {"keep": "true", "quarantine": 0.5, "grace": 3600}
@@ -255,7 +255,7 @@ ARGS=--tensor-parallel-size 2
 
 @pytest.fixture
 def engines(tmp_path: Path, systemctl: Path) -> Callable[[], list[list[str]]]:
-    """Units and their environment files; call it for what systemctl was told to change."""
+    """Units and their environment files; call it for the changes that systemctl was asked for."""
     folder = tmp_path / "vllm"
     folder.mkdir()
     units = {name: dict(unit) for name, unit in UNITS.items()}
@@ -275,7 +275,7 @@ def engines(tmp_path: Path, systemctl: Path) -> Callable[[], list[list[str]]]:
     return lambda: [call for call in orders() if "show" not in call and "list-units" not in call]
 
 
-def test_engines_are_listed_ordered_and_edited(
+def test_engines_are_listed_controlled_and_edited(
     scene: Scene, start_dashboard: Any, open_page: Any, engines: Any, systemctl: Path, tmp_path: Path
 ) -> None:
     open_page.expected += ["status of 400", "status of 409", "status of 503"]
@@ -347,7 +347,7 @@ def test_engines_are_listed_ordered_and_edited(
     assert file.read_text() == ENV
 
 
-def test_without_systemd_it_says_so(scene: Scene, start_dashboard: Any, open_page: Any, tmp_path: Path) -> None:
+def test_without_systemd(scene: Scene, start_dashboard: Any, open_page: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     page = loaded(
         open_page(start_dashboard("--api", scene.api, "--manage", "vllm@*", path=str(tmp_path / "empty")).url)

@@ -1,4 +1,4 @@
-"""`install-service` into a test root, and what systemd's own tools say of the result."""
+"""`install-service` into a test root, checked with systemd's own tools."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXPOSURE = 12  # of 100: what systemd-analyze calls OK ends at 50
 
 @pytest.fixture
 def program(short_folder: Path) -> Path:
-    """A kvcache-server that everybody may run."""
+    """A kvcache-server that everyone may run."""
     short_folder.chmod(0o755)
     program = short_folder / "kvcache-server"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvcache_server "$@"\n')
@@ -57,7 +57,7 @@ def files(root: Path) -> set[str]:
 
 @needs_systemd
 @needs_root
-def test_into_a_root(tmp_path: Path, program: Path) -> None:
+def test_installation_into_a_root(tmp_path: Path, program: Path) -> None:
     said = install(tmp_path, program, "--size", "30GiB")
     assert files(tmp_path) >= ETC
     unit = (tmp_path / "etc/systemd/system/kvcache-server.service").read_text()

@@ -1,4 +1,4 @@
-"""`kvcache-server bench` runs, and its figures are those of what it says it measures."""
+"""`kvcache-server bench` runs and measures what it claims."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_small_bench() -> None:
 
 @pytest.mark.parametrize("command", ["bench", "demo"])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_who_is_ended_leaves_nothing(command: str, signum: signal.Signals, short_folder: Path) -> None:
-    """Neither processes nor files: a service manager, a `timeout` and a closed terminal end it so."""
+def test_terminated_commands_leave_nothing_behind(command: str, signum: signal.Signals, short_folder: Path) -> None:
+    """Neither processes nor files, when a service manager, `timeout` or a closed terminal ends them."""
     environment = os.environ | {"TMPDIR": str(short_folder)}
     with subprocess.Popen(
         # Whoever runs the tests under nohup has their processes ignore SIGHUP.

@@ -1,4 +1,4 @@
-"""What a daemon tells its service manager, on a real socket: when it is ready, how it goes, that its loop turns."""
+"""Notifications to the service manager, on a real socket: readiness, status, keep-alives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ear(short_folder: Path, request: pytest.FixtureRequest) -> Iterator[Ear]:
 
 
 @pytest.mark.parametrize("ear", ["path", "abstract"], indirect=True)
-def test_a_life(start_daemon: Any, ear: Ear) -> None:
+def test_notifications_from_start_to_stop(start_daemon: Any, ear: Ear) -> None:
     daemon = start_daemon(wait=False, env=ear.environ(WATCHDOG))
     preparing = ear.hear()
     assert preparing["STATUS"].startswith("preparing memory: ")
@@ -60,7 +60,7 @@ def test_a_life(start_daemon: Any, ear: Ear) -> None:
     assert order == ["READY", "RELOADING", "READY", "STOPPING"]
 
 
-def test_how_it_goes(start_daemon: Any, ear: Ear) -> None:
+def test_status_notifications(start_daemon: Any, ear: Ear) -> None:
     daemon = start_daemon(wait=False, env=ear.environ())
     ear.wait_ready()
     with Session.connect(daemon.endpoint, engine="writer", deadline=20.0) as session:
@@ -70,14 +70,14 @@ def test_how_it_goes(start_daemon: Any, ear: Ear) -> None:
     assert not any("WATCHDOG" in message for message in ear.heard)  # nobody asked for it
 
 
-def test_a_daemon_that_cannot_start_says_why(start_daemon: Any, ear: Ear) -> None:
+def test_a_daemon_that_cannot_start_reports_why(start_daemon: Any, ear: Ear) -> None:
     daemon = start_daemon(wait=False, env=ear.environ(), size="8TiB")
     assert daemon.process.wait(30) == 5
     assert "the region needs 8.0 TiB" in ear.wait(lambda message: "needs" in message.get("STATUS", ""))["STATUS"]
     assert not any("READY" in message for message in ear.heard)
 
 
-def test_a_stopped_daemon_is_not_petted(start_daemon: Any, ear: Ear) -> None:
+def test_a_stopped_daemon_sends_no_keep_alives(start_daemon: Any, ear: Ear) -> None:
     daemon = start_daemon(wait=False, env=ear.environ(WATCHDOG))
     ear.wait_ready()
     assert not ear.starves(30.0)
@@ -91,7 +91,7 @@ def test_a_stopped_daemon_is_not_petted(start_daemon: Any, ear: Ear) -> None:
 
 @pytest.fixture
 def talker(short_folder: Path, ear: Ear) -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon whose log goes to a pipe that nobody empties: one page of it, and the write blocks."""
+    """A daemon whose log goes to a pipe that nobody reads: a write blocks when the pipe has one page."""
     endpoint = f"ipc://{short_folder}/kv.sock"
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
@@ -113,7 +113,7 @@ def talker(short_folder: Path, ear: Ear) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def hang(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Make the daemon's loop hang: it logs who comes until it cannot write any more."""
+    """Make the daemon's loop hang: it logs each visitor until the pipe is full."""
     frame = encode(Hello(PROTOCOL_VERSION, "e" * 200, "l" * 200))
     while not Path(f"/proc/{process.pid}/syscall").read_text().startswith("1 0x2 "):  # write(2, ...)
         with socket.socket(socket.AF_UNIX) as door:
@@ -126,7 +126,7 @@ def hang(process: subprocess.Popen[bytes], folder: Path) -> None:
                 continue
 
 
-def test_a_hung_loop_is_not_petted(talker: subprocess.Popen[bytes], ear: Ear, short_folder: Path) -> None:
+def test_a_hung_loop_sends_no_keep_alives(talker: subprocess.Popen[bytes], ear: Ear, short_folder: Path) -> None:
     ear.wait_ready()
     assert not ear.starves(30.0)
     hang(talker, short_folder)
@@ -138,7 +138,7 @@ def test_a_hung_loop_is_not_petted(talker: subprocess.Popen[bytes], ear: Ear, sh
     assert not ear.starves(30.0)
 
 
-def test_the_watchdog_s_signal_says_where_the_loop_hung(
+def test_the_watchdog_s_signal_logs_where_the_loop_hung(
     talker: subprocess.Popen[bytes], ear: Ear, short_folder: Path
 ) -> None:
     ear.wait_ready()
@@ -163,7 +163,7 @@ def manager_of() -> Iterator[Callable[[dict[str, str]], ServiceManager]]:
 
 
 def petted(manager: ServiceManager, ear: Ear, seconds: float) -> list[float]:
-    """The times at which a loop of four ticks a second pets within so many seconds."""
+    """Return when a loop with four ticks per second sends keep-alives, within `seconds`."""
     times = []
     for tick in range(int(seconds * 4)):
         now = 1000 + tick / 4
@@ -177,30 +177,30 @@ def petted(manager: ServiceManager, ear: Ear, seconds: float) -> list[float]:
 
 
 @pytest.mark.parametrize("interval", [0.5, 1.0, 3.0, 30.0])
-def test_it_is_petted_in_time_and_not_at_each_tick(ear: Ear, manager_of: Any, interval: float) -> None:
+def test_keep_alives_are_sent_in_time_but_not_at_each_tick(ear: Ear, manager_of: Any, interval: float) -> None:
     times = petted(manager_of(ear.environ(interval)), ear, 4 * interval)
     apart = [after - before for before, after in itertools.pairwise(times)]
     assert apart and set(apart) == {interval / 2}
 
 
-def test_the_watchdog_of_another_process_is_not_petted(ear: Ear, manager_of: Any) -> None:
+def test_the_watchdog_of_another_process_gets_no_keep_alives(ear: Ear, manager_of: Any) -> None:
     assert not petted(manager_of(ear.environ(1.0) | {"WATCHDOG_PID": str(os.getppid())}), ear, 2.0)
     assert petted(manager_of(ear.environ(1.0) | {"WATCHDOG_PID": str(os.getpid())}), ear, 2.0)
 
 
 @pytest.mark.parametrize("environ", [{}, {"NOTIFY_SOCKET": "vsock:2:1234"}, {"NOTIFY_SOCKET": "/nowhere/at/all"}])
-def test_without_a_manager_nothing_happens(manager_of: Any, environ: dict[str, str]) -> None:
+def test_without_a_service_manager_nothing_happens(manager_of: Any, environ: dict[str, str]) -> None:
     manager = manager_of(environ | {"WATCHDOG_USEC": "1000000"})
     manager.ready("well")
     manager.tick(1000.0)
     manager.stopping()
 
 
-def test_a_watchdog_that_is_no_number_is_none(ear: Ear, manager_of: Any) -> None:
+def test_an_invalid_watchdog_timeout_is_ignored(ear: Ear, manager_of: Any) -> None:
     assert not petted(manager_of(ear.environ() | {"WATCHDOG_USEC": "soon"}), ear, 2.0)
 
 
-def test_a_manager_that_is_behind_is_not_waited_for_and_misses_nothing(ear: Ear, manager_of: Any) -> None:
+def test_a_slow_service_manager_is_not_waited_for_and_misses_nothing(ear: Ear, manager_of: Any) -> None:
     manager = manager_of(ear.environ(1.0))
     with contextlib.ExitStack() as others:
         sent = 1

@@ -31,7 +31,7 @@ PATIENCE = 30.0
 
 
 class Terminal:
-    """A `top` on a terminal of so many rows and columns, read as somebody before it would."""
+    """A `top` on a terminal with the given rows and columns, whose screen the test reads."""
 
     def __init__(self, endpoint: str, rows: int = 40, columns: int = 100) -> None:
         self.keys, theirs = pty.openpty()
@@ -110,7 +110,7 @@ def number(text: str, pattern: str) -> int:
     return int(found[1].replace(",", ""))
 
 
-def test_traffic_as_it_happens(daemon: Any, terminal: Any) -> None:
+def test_live_traffic(daemon: Any, terminal: Any) -> None:
     top = terminal(daemon.endpoint)
     idle = top.wait(lambda text: "asked for" in text, "the first frame")
     assert "no namespaces" in idle and "no sessions" in idle and "hits  now -, overall -" in idle
@@ -135,7 +135,7 @@ def test_traffic_as_it_happens(daemon: Any, terminal: Any) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_the_terminal_as_it_was(daemon: Any, terminal: Any, signum: int) -> None:
+def test_a_signal_restores_the_terminal(daemon: Any, terminal: Any, signum: int) -> None:
     top = terminal(daemon.endpoint)
     top.wait(lambda text: "pool" in text, "the first frame")
     top.process.send_signal(signum)
@@ -156,7 +156,7 @@ def test_a_small_terminal(daemon: Any, terminal: Any) -> None:
             engine.close()
 
 
-def test_the_next_daemon_is_found(daemon: Any, start_daemon: Any, terminal: Any) -> None:
+def test_it_reconnects_to_the_next_daemon(daemon: Any, start_daemon: Any, terminal: Any) -> None:
     top = terminal(daemon.endpoint)
     with AdminClient(daemon.endpoint, engine="qwen") as engine:
         namespace = engine.ask(m.Attach(0, b"", NamespaceSpec("llama", (GroupSpec(16, 4096),)), (0,))).namespace
@@ -171,7 +171,7 @@ def test_the_next_daemon_is_found(daemon: Any, start_daemon: Any, terminal: Any)
     assert top.end() == 0
 
 
-def test_a_daemon_that_was_replaced_in_between(daemon: Any, start_daemon: Any, terminal: Any) -> None:
+def test_a_daemon_that_was_replaced_between_two_frames(daemon: Any, start_daemon: Any, terminal: Any) -> None:
     top = terminal(daemon.endpoint)
     with AdminClient(daemon.endpoint, engine="qwen") as engine:
         namespace = engine.ask(m.Attach(0, b"", NamespaceSpec("llama", (GroupSpec(16, 4096),)), (0,))).namespace
@@ -199,7 +199,7 @@ def test_in_a_pipe_it_is_plain_text(daemon: Any, short_folder: Path) -> None:
     assert "no daemon at" in nobody.stderr and "Traceback" not in nobody.stderr
 
 
-def test_names_that_would_command_the_terminal(daemon: Any) -> None:
+def test_names_with_control_characters(daemon: Any) -> None:
     spec = NamespaceSpec("llama\x1b]0;owned\x07\r\n", (GroupSpec(16, 4096),))
     with AdminClient(daemon.endpoint, "rank\x1b[2J", engine="qwen\x9b31m\u202e") as engine:
         engine.ask(m.Attach(0, b"", spec, (0,)))
@@ -211,7 +211,7 @@ def test_names_that_would_command_the_terminal(daemon: Any) -> None:
             assert all(each.isprintable() or each == "\n" for each in shown.stdout)
 
 
-def test_rates_are_what_lies_between_two_reports(daemon: Any) -> None:
+def test_rates_are_differences_of_two_reports(daemon: Any) -> None:
     def seen(at: float) -> Sample:
         return Sample(daemon.status(), at)
 

@@ -1,4 +1,4 @@
-"""The command line as an operator meets it: output, exit codes, and what helps."""
+"""The command line as operators see it: output, exit codes, and helpful messages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_no_daemon_there(short_folder: Path, command: str) -> None:
     )
 
 
-def test_a_dead_daemon_is_no_daemon(daemon: Any) -> None:
+def test_a_dead_daemon_counts_as_no_daemon(daemon: Any) -> None:
     daemon.kill()
     failed = run("status", "--endpoint", daemon.endpoint)
     assert failed.returncode == 4
@@ -106,7 +106,7 @@ def test_a_dead_daemon_is_no_daemon(daemon: Any) -> None:
         (["--size", "900TiB"], 5, "choose a smaller size"),
     ],
 )
-def test_a_daemon_that_cannot_start_says_why(short_folder: Path, arguments: list[str], code: int, told: str) -> None:
+def test_a_daemon_that_cannot_start_reports_why(short_folder: Path, arguments: list[str], code: int, told: str) -> None:
     endpoint = [] if "--endpoint" in arguments else ["--endpoint", f"ipc://{short_folder}/kv.sock"]
     failed = run("serve", *endpoint, *arguments)
     assert failed.returncode == code, failed.stderr
@@ -156,7 +156,7 @@ def test_no_permission(short_folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_no_permission_to_ask(daemon: Any) -> None:
+def test_no_permission_for_the_endpoint(daemon: Any) -> None:
     daemon.folder.chmod(0o755)
     load = "import os, kvcache_server.cli, kvcache_server.admin_client;"
     become = "os.setgroups([]); os.setgid(65534); os.setuid(65534);"
@@ -201,7 +201,7 @@ def test_help_documents_every_setting_and_exit_code() -> None:
         assert name in shown
 
 
-def test_what_there_is_not() -> None:
+def test_unknown_commands_and_options() -> None:
     failed = run("sevre")
     assert failed.returncode == 2
     assert run("--version").stdout == f"kvcache-server, version {__version__}\n"

@@ -1,4 +1,4 @@
-"""Where a setting may be said, what it may be, and what is told to who says it wrong."""
+"""The sources of settings, their valid values, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_sizes(text: str | int, size: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "-1", "-5GiB", "GiB", "1XiB", "1e9", "ten", "1 2", "nan", "inf", True, "9999999TiB"]
 )
-def test_sizes_that_are_none(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="size"):
         parse_size(text)
 
@@ -46,11 +46,11 @@ def test_sizes_that_are_none(text: str) -> None:
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1.0 MiB"), (30 << 30, "30.0 GiB"), (3 << 40, "3.0 TiB")]
 )
-def test_sizes_for_people(size: int, text: str) -> None:
+def test_sizes_are_formatted_readably(size: int, text: str) -> None:
     assert format_size(size) == text
 
 
-def test_flags_beat_environment_beats_file(tmp_path: Path) -> None:
+def test_flags_override_environment_overrides_file(tmp_path: Path) -> None:
     file = tmp_path / "kv.toml"
     file.write_text('size = "1GiB"\npin_quota = 0.1\nmax_sessions = 7\nallow_uids = [1000, 1001]\n')
     environ = {**ENDPOINT, "KVCACHE_SIZE": "2GiB", "KVCACHE_PIN_QUOTA": "0.2", "KVCACHE_ALLOW_GIDS": "5, 6"}
@@ -60,7 +60,7 @@ def test_flags_beat_environment_beats_file(tmp_path: Path) -> None:
     assert config.endpoint == ENDPOINT["KVCACHE_ENDPOINT"]
 
 
-def test_users_and_groups_have_names(tmp_path: Path) -> None:
+def test_users_and_groups_may_be_names(tmp_path: Path) -> None:
     file = tmp_path / "kv.toml"
     file.write_text('allow_uids = ["root", 1000, "1001"]\nallow_gids = "daemon, 7,"\n')
     config = load(str(file), ENDPOINT)
@@ -81,12 +81,12 @@ def test_users_and_groups_have_names(tmp_path: Path) -> None:
         (7, "7: a list of users"),
     ],
 )
-def test_users_that_are_none(value: object, told: str) -> None:
+def test_unknown_users_are_refused(value: object, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         load(None, ENDPOINT, {"allow_uids": value})
 
 
-def test_environment_may_name_the_file(tmp_path: Path) -> None:
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
     file = tmp_path / "kv.toml"
     file.write_text("max_sessions = 3\n")
     assert load(None, {**ENDPOINT, "KVCACHE_CONFIG": str(file)}).max_sessions == 3
@@ -120,14 +120,14 @@ def test_configuration_is_frozen() -> None:
         ("[table]\nx = 1", "unknown setting 'table'"),
     ],
 )
-def test_what_a_file_may_not_say(tmp_path: Path, text: str, told: str) -> None:
+def test_invalid_settings_in_a_file(tmp_path: Path, text: str, told: str) -> None:
     file = tmp_path / "kv.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(told)):
         load(str(file), {})
 
 
-def test_a_torn_file_is_named_with_its_line(tmp_path: Path) -> None:
+def test_an_invalid_file_is_reported_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "kv.toml"
     file.write_text('size = "1GiB"\nlock = \n')
     with pytest.raises(ConfigError, match=r"kv\.toml:2: not TOML"):
@@ -141,7 +141,7 @@ def test_a_torn_file_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent.toml", "."])
-def test_a_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+def test_an_unreadable_file(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(str(tmp_path / name), ENDPOINT)
 
@@ -170,12 +170,12 @@ def test_each_setting_is_documented_once() -> None:
 @pytest.mark.parametrize(
     "endpoint", ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://127.1.2.3:*", "ipc:///run/kvcache/events", ""]
 )
-def test_events_go_where_this_host_alone_hears_them(endpoint: str) -> None:
+def test_events_are_published_on_loopback_only(endpoint: str) -> None:
     assert load(environ=ENDPOINT, flags={"events": endpoint}).events == endpoint
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "tcp://10.0.0.7:5557"])
-def test_events_go_to_other_hosts_where_that_is_said(endpoint: str) -> None:
+def test_events_go_to_other_hosts_only_if_configured(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="events_anywhere = true"):
         load(environ=ENDPOINT, flags={"events": endpoint})
     with pytest.raises(ConfigError, match="events_anywhere = true"):
@@ -200,6 +200,6 @@ def test_events_go_to_other_hosts_where_that_is_said(endpoint: str) -> None:
         {"events": "tcp://127.0.0.1:1", "events_dialect": "0.22"},
     ],
 )
-def test_events_that_cannot_be(flags: dict[str, str]) -> None:
+def test_invalid_event_settings(flags: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"event|endpoint"):
         load(environ=ENDPOINT, flags=flags)

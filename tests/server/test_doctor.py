@@ -1,4 +1,4 @@
-"""`kvcache-server doctor` as an operator meets it: on this host, and on hosts that lack something."""
+"""`kvcache-server doctor` as operators see it: on this host, and on hosts that lack something."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def path_with(tmp_path: Path) -> Any:
 # The host.
 
 
-def test_host_and_software_are_told_with_their_figures() -> None:
+def test_host_and_software_are_reported_with_figures() -> None:
     found = report("host", "software")
     assert found.code == 0, found
     for name in ("system", "cores", "memory", "page size", "huge pages", "region's pages", "locked memory"):
@@ -96,7 +96,7 @@ def test_host_and_software_are_told_with_their_figures() -> None:
 
 
 def test_a_low_limit_on_locked_memory_and_no_daemon_yet(short_folder: Path) -> None:
-    """Neither is a failure: the region then stays unlocked, and nobody has said that there is a daemon."""
+    """Neither is a failure: the region stays unlocked, and no daemon is expected yet."""
     short_folder.chmod(0o755)
     found = report("host", "endpoint", nobody=True, XDG_RUNTIME_DIR=str(short_folder))
     assert found.code == 0, found
@@ -117,7 +117,7 @@ only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount, or
 
 
 def mounted(kind: str, options: str, folder: Path, *command: str) -> str:
-    """What `command` prints where `folder` is such a mount, which goes with it."""
+    """Return what `command` prints with such a mount at `folder`, in a mount namespace of its own."""
     done = subprocess.run(
         [*MOUNTED, kind, options, str(folder), *command], capture_output=True, text=True, timeout=100, check=False
     )
@@ -128,7 +128,7 @@ def mounted(kind: str, options: str, folder: Path, *command: str) -> str:
 def host_finding(
     name: str, kind: str, options: str, folder: Path, size: str, huge_pages: str = "never"
 ) -> dict[str, Any]:
-    """What `doctor host` says of `name` with such a mount as region_dir."""
+    """Return the result of `doctor host` for `name` with such a mount as region_dir."""
     doctor = [sys.executable, "-m", "kvcache_server", "doctor", "--json", "host"]
     environ = ["env", f"KVCACHE_REGION_DIR={folder}", f"KVCACHE_SIZE={size}", f"KVCACHE_HUGE_PAGES={huge_pages}"]
     findings = json.loads(mounted(kind, options, folder, *environ, *doctor))["sections"]["host"]
@@ -137,7 +137,7 @@ def host_finding(
 
 @only_root
 def test_pages_of_a_region_on_a_tmpfs(short_folder: Path) -> None:
-    """A large region on small pages costs page tables in each process; what is told to help, helps."""
+    """A large region on small pages costs page tables in each process; the suggested remedy works."""
     small = host_finding("region's pages", "tmpfs", "size=64M,huge=never", short_folder, "512GiB")
     assert (small["verdict"], small["values"]["bytes"]) == ("slow", resource.getpagesize())
     assert "1.0 GiB of page tables" in small["figure"]
@@ -150,8 +150,8 @@ def test_pages_of_a_region_on_a_tmpfs(short_folder: Path) -> None:
 
 
 @only_root
-def test_huge_pages_are_taken_where_the_kernel_gives_them(short_folder: Path) -> None:
-    """What `doctor` says of a mount is what a region on it gets, whatever the mount says of huge pages."""
+def test_huge_pages_are_used_if_the_kernel_provides_them(short_folder: Path) -> None:
+    """`doctor` reports the pages that a region on a mount really gets, whatever the mount's options are."""
     found = host_finding("region's pages", "tmpfs", "size=64M,huge=never", short_folder, "512GiB", "auto")
     command = [sys.executable, "-c", _MAPPED, str(short_folder), "auto"]
     shown = mounted("tmpfs", "size=64M,huge=never", short_folder, *command)
@@ -173,7 +173,7 @@ region.close()
 
 @only_root
 @pytest.mark.parametrize("option", ["huge=always", "huge=within_size", "huge=advise", "huge=never"])
-def test_those_pages_are_what_a_region_gets(short_folder: Path, option: str) -> None:
+def test_a_region_gets_the_predicted_pages(short_folder: Path, option: str) -> None:
     command = [sys.executable, "-c", _MAPPED, str(short_folder), "never"]
     shown = mounted("tmpfs", f"size=64M,{option}", short_folder, *command)
     shmem_enabled = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
@@ -192,15 +192,15 @@ def test_those_pages_are_what_a_region_gets(short_folder: Path, option: str) -> 
         (("rw", "huge=always"), "", 4096),  # a kernel without
     ],
 )
-def test_who_decides_on_a_tmpfs_s_pages(options: tuple[str, ...], shmem_enabled: str, page: int) -> None:
+def test_what_determines_the_page_size_of_a_tmpfs(options: tuple[str, ...], shmem_enabled: str, page: int) -> None:
     small = resource.getpagesize()
     assert tmpfs_page(Mount("/dev/shm", "tmpfs", options), shmem_enabled)[0] == (small if page == 4096 else page)
 
 
 @only_root
 @pytest.mark.skipif(not Path("/sys/kernel/mm/hugepages/hugepages-2048kB").exists(), reason="no pages of 2 MiB")
-def test_a_hugetlbfs_s_room_is_the_pages_that_the_host_has_free(short_folder: Path) -> None:
-    """A mount tells of its own limit alone, and of none where it has none."""
+def test_the_space_of_a_hugetlbfs_is_the_host_s_free_pages(short_folder: Path) -> None:
+    """A mount reports only its own limit, if it has one."""
     found = host_finding(str(short_folder), "hugetlbfs", "pagesize=2M", short_folder, "512GiB")
     free = int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
     assert found["values"]["free_bytes"] == free * (2 << 20)
@@ -213,7 +213,7 @@ def test_a_hugetlbfs_s_room_is_the_pages_that_the_host_has_free(short_folder: Pa
 
 @only_root
 @pytest.mark.skipif(not Path("/sys/kernel/mm/hugepages/hugepages-1048576kB").exists(), reason="no pages of 1 GiB")
-def test_a_hugetlbfs_whose_pages_are_too_large(short_folder: Path) -> None:
+def test_a_hugetlbfs_with_pages_that_are_too_large(short_folder: Path) -> None:
     found = host_finding("region's pages", "hugetlbfs", "pagesize=1G", short_folder, "4GiB")
     assert (found["verdict"], found["cure"]) == ("failed", "mount it with pagesize=2M")
 
@@ -221,7 +221,7 @@ def test_a_hugetlbfs_whose_pages_are_too_large(short_folder: Path) -> None:
 # Software.
 
 
-def test_each_package_that_this_one_wants_is_looked_at() -> None:
+def test_every_dependency_is_checked() -> None:
     wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {re.split("[><=;]", row)[0] for row in wanted if ";" not in row} == set(OURS)
 
@@ -278,7 +278,7 @@ def test_a_version_that_is_not_supported(tmp_path: Path, path_with: Any) -> None
     assert found.findings["vllm"]["figure"].startswith("0.9.2, supported is ")
 
 
-def test_a_plugin_that_vllm_is_told_to_leave_out() -> None:
+def test_a_plugin_that_vllm_plugins_excludes() -> None:
     found = report("software", VLLM_PLUGINS="lora_filesystem_resolver")
     assert found.verdict("vLLM plugin") == "slow"
     assert "kv_connector_module_path" in found.findings["vLLM plugin"]["cure"]
@@ -288,7 +288,7 @@ def test_a_plugin_that_vllm_is_told_to_leave_out() -> None:
 # The endpoint.
 
 
-def test_a_daemon_that_serves(daemon: Any) -> None:
+def test_a_running_daemon(daemon: Any) -> None:
     before = daemon.status()
     found = report("endpoint", KVCACHE_ENDPOINT=daemon.endpoint, KVCACHE_COPY_STAGE_MIB="16")
     assert found.code == 0, found
@@ -306,7 +306,7 @@ def test_a_daemon_that_serves(daemon: Any) -> None:
 
 
 @only_root
-def test_a_daemon_that_this_user_may_not_use(daemon: Any) -> None:
+def test_a_daemon_without_permission(daemon: Any) -> None:
     daemon.folder.chmod(0o755)
     found = report("endpoint", "--endpoint", daemon.endpoint, nobody=True)
     assert (found.code, found.verdict("daemon")) == (1, "failed")
@@ -314,7 +314,7 @@ def test_a_daemon_that_this_user_may_not_use(daemon: Any) -> None:
     assert "broke" not in found.findings["daemon"]["figure"]
 
 
-def test_a_daemon_that_is_gone_or_stands_still(daemon: Any) -> None:
+def test_a_daemon_that_is_gone_or_stopped(daemon: Any) -> None:
     daemon.process.send_signal(signal.SIGSTOP)
     found = report("endpoint", "--endpoint", daemon.endpoint)
     assert (found.code, found.verdict("daemon")) == (1, "failed")
@@ -333,15 +333,15 @@ def test_a_daemon_that_is_gone_or_stands_still(daemon: Any) -> None:
         ({"KVCACHE_REGION_DIR": "/nowhere"}, "no such folder; choose another --region-dir"),
     ],
 )
-def test_where_no_daemon_is_its_region_must_fit(short_folder: Path, environ: dict[str, str], told: str) -> None:
+def test_without_a_daemon_its_region_must_fit(short_folder: Path, environ: dict[str, str], told: str) -> None:
     found = report("endpoint", "--endpoint", f"ipc://{short_folder}/kv.sock", **environ)
     assert (found.code, found.verdict("room for a region")) == (1, "failed")
     assert told in found.findings["room for a region"]["figure"]
     assert not list(short_folder.iterdir())
 
 
-def test_the_folder_of_an_endpoint_yet_to_come(short_folder: Path) -> None:
-    """What the doctor says of it is what `serve` meets."""
+def test_the_folder_of_a_future_endpoint(short_folder: Path) -> None:
+    """`doctor` predicts what `serve` does."""
     short_folder.chmod(0o755)
     locked = short_folder / "locked"
     locked.mkdir(mode=0o755)
@@ -357,7 +357,7 @@ def test_the_folder_of_an_endpoint_yet_to_come(short_folder: Path) -> None:
 
 
 @only_root
-def test_the_folder_of_an_endpoint_where_this_user_may_not_serve(short_folder: Path) -> None:
+def test_the_folder_of_an_endpoint_without_permission(short_folder: Path) -> None:
     short_folder.chmod(0o755)
     for endpoint in (f"ipc://{short_folder}/kv.sock", f"ipc://{short_folder}/new/kv.sock"):
         found = report("endpoint", "--endpoint", endpoint, nobody=True)
@@ -390,7 +390,7 @@ xpu = Runtime({xpu})
 """
 
 
-def test_a_process_that_dies_takes_no_other_answer_along(path_with: Any) -> None:
+def test_a_crashing_check_does_not_hide_other_results(path_with: Any) -> None:
     found = report("devices", PYTHONPATH=path_with(torch="import os; os.kill(os.getpid(), 9)"))
     assert found.code == 1
     assert found.verdict("device-copies") == "failed"
@@ -418,7 +418,7 @@ def test_a_process_that_dies_takes_no_other_answer_along(path_with: Any) -> None
         (_TORCH.format(cuda="", xpu="1"), "xpu", "untested", "KV cache on 'xpu'"),
     ],
 )
-def test_accelerators_that_are_broken_or_not_there(
+def test_broken_or_missing_accelerators(
     path_with: Any, monkeypatch: pytest.MonkeyPatch, torch: str, name: str, verdict: str, told: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", path_with(torch=torch))
@@ -427,8 +427,8 @@ def test_accelerators_that_are_broken_or_not_there(
     assert told in found[name].figure
 
 
-def test_an_npu_s_runtime_that_cannot_be_loaded(path_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch loads it by itself, unless told otherwise, and cannot be imported then either."""
+def test_an_npu_runtime_that_cannot_be_loaded(path_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch loads it automatically by default, and then cannot be imported either."""
     broken = "raise ImportError('libascend_hal.so: cannot open shared object file')"
     loads = "import os\nif os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD', '1') == '1': import torch_npu\n"
     monkeypatch.setenv("PYTHONPATH", path_with(torch=loads + _TORCH.format(cuda="", xpu=""), torch_npu=broken))
@@ -438,7 +438,7 @@ def test_an_npu_s_runtime_that_cannot_be_loaded(path_with: Any, monkeypatch: pyt
     assert "set_env.sh" in npu.cure
 
 
-def test_a_device_that_never_answers_is_given_up(path_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_never_answers_times_out(path_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = "import sys, threading; print('stuck in a driver', file=sys.stderr); threading.Event().wait()"
     monkeypatch.setenv("PYTHONPATH", path_with(torch=stuck))
     (finding,) = ask("device-copies", seconds=2)
@@ -459,7 +459,7 @@ def test_the_suite_without_pytest(path_with: Any) -> None:
 # The report.
 
 
-def test_what_cannot_be_asked(short_folder: Path) -> None:
+def test_unknown_sections_are_refused(short_folder: Path) -> None:
     assert run("hots").returncode == 2
     failed = run("--endpoint", "tcp://127.0.0.1:1")
     assert (failed.returncode, failed.stdout) == (2, "")
@@ -476,7 +476,7 @@ def test_the_table_and_its_exit_code(short_folder: Path) -> None:
     assert lines[-1].endswith("1 failed (daemon), 0 untested")
 
 
-def test_a_finding_as_people_read_it() -> None:
+def test_the_text_of_a_result() -> None:
     good = CheckResult("cpu copies", "ok", "6 GB/s", how="measured")
     bad = CheckResult("npu", "untested", "no NPU", "buy one")
     assert describe(good) == "  ok        cpu copies            measured: 6 GB/s"
@@ -485,7 +485,7 @@ def test_a_finding_as_people_read_it() -> None:
     assert summary([good, good, bad]) == "2 ok, 0 slow, 0 failed, 1 untested (npu)"
 
 
-def test_a_check_that_breaks_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_check_does_not_stop_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def page_tables(config: Config) -> Iterator[CheckResult]:
         raise ValueError("a kernel of 2099")
 

@@ -1,4 +1,4 @@
-"""The daemon over HTTP, a real process over real sockets: who may ask, what is done, and what hostile clients cost."""
+"""The daemon's HTTP API, with a real process over real sockets: access, actions, and the cost of hostile clients."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def store(engine: AdminClient) -> None:
 
 
 def found(engine: AdminClient) -> int:
-    """Ask for the 12 blocks and one more, and return how many are there."""
+    """Look up the 12 blocks and one more, and return the number of hits."""
     namespace = engine.ask(m.Attach(0, b"", SPEC, (0,))).namespace
     acquired = engine.ask(m.Acquire(0, b"", namespace, [*RUN, bytes(31) + b"x"]))
     engine.tell(m.Release(0, b"", [acquired.lease]))
@@ -109,7 +109,7 @@ def found(engine: AdminClient) -> int:
 # Reading.
 
 
-def test_figures_are_those_of_status(daemon: Any, web: Http, engine: AdminClient) -> None:
+def test_figures_are_the_same_as_in_status(daemon: Any, web: Http, engine: AdminClient) -> None:
     told, figures = web.get("/api/v1/status"), daemon.status()
     assert told["sessions"][0].pop("age_s") >= 0
     for name in ("pool", "namespaces", "sessions", "away", "grace", "refusals", "counters", "daemon"):
@@ -137,7 +137,7 @@ def test_errors_are_json(web: Http) -> None:
     assert (wrong.status, wrong.body["code"], wrong.headers["Allow"]) == (405, "method_not_allowed", "POST")
 
 
-def test_off_unless_it_is_asked_for(start_daemon: Any, short_folder: Path) -> None:
+def test_http_is_off_by_default(start_daemon: Any, short_folder: Path) -> None:
     daemon = start_daemon()
     assert daemon.status()["daemon"]["http"] is None
     assert not list(short_folder.glob("*.token"))
@@ -153,8 +153,8 @@ def test_ipv6(start_daemon: Any) -> None:
 # Who may.
 
 
-def test_a_name_that_is_not_ours_is_refused(web: Http) -> None:
-    """A page of anybody's could have a name point here, and have its reader's browser ask."""
+def test_a_foreign_host_name_is_refused(web: Http) -> None:
+    """DNS rebinding: a site could resolve its name to this host and make its visitors' browsers ask."""
     for host in (
         "evil.example",
         "evil.example:9464",
@@ -170,7 +170,7 @@ def test_a_name_that_is_not_ours_is_refused(web: Http) -> None:
         assert web.ask("GET", "/healthz", headers={"Host": host}).status == 200, host
 
 
-def test_changes_want_the_token(daemon: Any, web: Http, engine: AdminClient) -> None:
+def test_changes_need_the_token(daemon: Any, web: Http, engine: AdminClient) -> None:
     wrong = ["Bearer " + "x" * len(web.token), f"Basic {web.token}", web.token, "Bearer", f"Bearer {web.token}x"]
     for route in (route for route in ROUTES if route.changes):
         path, body = route.path.replace("{id}", "7"), {"namespace": "", "level": "debug"}
@@ -184,7 +184,7 @@ def test_changes_want_the_token(daemon: Any, web: Http, engine: AdminClient) -> 
     assert daemon.status()["daemon"]["integrity"]["checks"] == 0
 
 
-def test_the_token_s_file(web: Http, start_daemon: Any, daemon: Any) -> None:
+def test_the_token_file(web: Http, start_daemon: Any, daemon: Any) -> None:
     assert stat.S_IMODE(web.token_path.stat().st_mode) == 0o600
     assert len(web.token) >= 40
     daemon.stop()
@@ -222,7 +222,7 @@ def spoil_pipe(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [spoil_mode, spoil_link, spoil_short, spoil_empty, spoil_folder, spoil_pipe])
-def test_a_token_s_file_that_is_not_to_be_trusted(short_folder: Path, spoil: Any) -> None:
+def test_an_untrusted_token_file_is_refused(short_folder: Path, spoil: Any) -> None:
     path = short_folder / "kv.token"
     spoil(path)
     failed = serve(short_folder, "127.0.0.1:0")
@@ -251,13 +251,13 @@ def serve(folder: Path, address: str, *flags: str) -> subprocess.CompletedProces
         ("example.com:80", "an address and a port"),
     ],
 )
-def test_an_address_that_cannot_be(short_folder: Path, address: str, told: str) -> None:
+def test_an_invalid_address(short_folder: Path, address: str, told: str) -> None:
     failed = serve(short_folder, address)
     assert failed.returncode == 2, failed.stderr
     assert told in failed.stderr
 
 
-def test_an_address_that_is_taken(short_folder: Path) -> None:
+def test_an_address_in_use(short_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         failed = serve(short_folder, f"127.0.0.1:{other.getsockname()[1]}")
     assert failed.returncode == 2
@@ -265,7 +265,7 @@ def test_an_address_that_is_taken(short_folder: Path) -> None:
     assert not list(short_folder.iterdir())
 
 
-def test_anywhere_is_said_aloud_and_takes_the_host_s_own_name(start_daemon: Any) -> None:
+def test_other_hosts_need_http_anywhere_and_may_use_the_host_s_name(start_daemon: Any) -> None:
     daemon = start_daemon(http="0.0.0.0:0", http_anywhere="true")
     web = Http(daemon)
     assert web.ask("GET", "/healthz", headers={"Host": f"{socket.gethostname()}:9464"}).status == 200
@@ -288,7 +288,7 @@ def test_clear(daemon: Any, web: Http, engine: AdminClient) -> None:
     assert f"cleared 12 blocks of {SPEC.id}, asked by the token's bearer at 127.0.0.1" in daemon.log
 
 
-def test_a_size_that_the_pool_cannot_be_made_is_refused(daemon: Any, web: Http, engine: AdminClient) -> None:
+def test_an_impossible_pool_size_is_refused(daemon: Any, web: Http, engine: AdminClient) -> None:
     for size in (1, 1 << 40):
         answer = web.post("/api/v1/resize", {"bytes": size})
         assert (answer.status, answer.body["code"]) == (409, "conflict"), size
@@ -313,7 +313,7 @@ def test_check(daemon: Any, web: Http, engine: AdminClient) -> None:
     assert daemon.status()["daemon"]["integrity"] == {"checks": 1, "failures": 0}
 
 
-def test_fence_off_of_who_is_there_or_unknown(daemon: Any, web: Http, engine: AdminClient) -> None:
+def test_fence_off_refuses_attached_and_unknown_sessions(daemon: Any, web: Http, engine: AdminClient) -> None:
     attached = web.post(f"/api/v1/sessions/{engine.session}/fence-off")
     assert attached.status == 404
     assert "it is attached" in attached.body["message"]
@@ -343,7 +343,7 @@ def wait(met: Callable[[], bool], what: str) -> None:
 
 
 def ended(connection: socket.socket) -> bool:
-    """Whether the daemon has closed it; waits for that."""
+    """Wait for the daemon to close the connection; return whether it did."""
     try:
         while connection.recv(1 << 16):
             pass
@@ -361,7 +361,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("said", SLOW.values(), ids=SLOW)
-def test_who_dawdles_makes_room_for_who_asks(daemon: Any, web: Http, engine: AdminClient, said: str) -> None:
+def test_slow_clients_make_room_for_active_ones(daemon: Any, web: Http, engine: AdminClient, said: str) -> None:
     web.get("/healthz")
     before = descriptors(daemon)
     with contextlib.ExitStack() as stack:
@@ -377,14 +377,14 @@ def test_who_dawdles_makes_room_for_who_asks(daemon: Any, web: Http, engine: Adm
     wait(lambda: descriptors(daemon) <= before + 1, "the end of the slow ones")
 
 
-def test_who_dawdles_alone_is_cut_off_in_the_end(daemon: Any, web: Http) -> None:
+def test_a_single_slow_client_is_cut_off_eventually(daemon: Any, web: Http) -> None:
     with web.connect() as slow:
         slow.sendall(b"GET /healthz HTTP/1.1\r\nHost: loc")
         assert ended(slow)
     assert web.cuts() == {"too_slow": 1}
 
 
-def test_more_than_a_request_may_be(web: Http) -> None:
+def test_requests_that_are_too_large(web: Http) -> None:
     large = web.post("/api/v1/clear", {"namespace": "x" * 20_000})
     assert (large.status, large.body["code"]) == (413, "request_entity_too_large")
     for head in (b"Content-Length: 1000000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n10000\r\n"):
@@ -412,7 +412,7 @@ def test_more_than_a_request_may_be(web: Http) -> None:
     assert web.get("/healthz") == {"alive": True}
 
 
-def test_what_is_no_http_is_refused_in_few_lines(daemon: Any, web: Http) -> None:
+def test_requests_that_are_not_http_are_refused_with_few_log_lines(daemon: Any, web: Http) -> None:
     for number in range(120):
         with web.connect() as odd:
             odd.sendall(
@@ -426,7 +426,7 @@ def test_what_is_no_http_is_refused_in_few_lines(daemon: Any, web: Http) -> None
     assert "Traceback" not in daemon.log
 
 
-def test_a_flood_leaves_nothing_behind(daemon: Any, web: Http, engine: AdminClient) -> None:
+def test_a_flood_leaves_no_garbage(daemon: Any, web: Http, engine: AdminClient) -> None:
     def flood() -> None:
         for number in range(120):
             assert web.get("/api/v1/status" if number % 2 else "/healthz")
@@ -442,7 +442,7 @@ def test_a_flood_leaves_nothing_behind(daemon: Any, web: Http, engine: AdminClie
     wait(lambda: descriptors(daemon) <= open_then + 1, "the end of the connections")
 
 
-def test_it_stops_at_once_beside_open_connections(daemon: Any, web: Http) -> None:
+def test_shutdown_does_not_wait_for_open_connections(daemon: Any, web: Http) -> None:
     with contextlib.ExitStack() as stack:
         for said in SLOW.values():
             stack.enter_context(web.connect()).sendall(said.replace("TOKEN", web.token).encode())

@@ -1,4 +1,4 @@
-"""What a log's line may be: one line, whatever the names say that clients give."""
+"""A log record is one line, whatever names clients choose."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def record(message: str, *arguments: object, error: BaseException | None = None)
     return logging.LogRecord("kvcache_server", logging.INFO, "", 0, message, arguments, info)
 
 
-def test_a_message_is_one_line_that_commands_nothing() -> None:
+def test_a_message_is_one_line_without_control_characters() -> None:
     line = TextFormatter().format(record("opened: %s, pid %d", FORGED, 5))
     assert line.isprintable()
     assert line.endswith(
@@ -42,7 +42,7 @@ def test_a_message_is_one_line_that_commands_nothing() -> None:
     assert TextFormatter().format(record(ordinary)).endswith(" INFO " + ordinary)
 
 
-def test_a_traceback_cannot_be_taken_for_lines_of_the_log() -> None:
+def test_a_traceback_cannot_be_mistaken_for_log_lines() -> None:
     try:
         raise ValueError(FORGED)
     except ValueError:
@@ -52,13 +52,13 @@ def test_a_traceback_cannot_be_taken_for_lines_of_the_log() -> None:
     assert all(line.isprintable() and line.startswith("    ") for line in rest)
 
 
-def test_json_has_it_as_it_is() -> None:
+def test_json_keeps_the_original_text() -> None:
     line = JsonFormatter().format(record("%s", FORGED.removesuffix("\ud800")))
     assert "\n" not in line and json.loads(line)["message"] == FORGED.removesuffix("\ud800")
 
 
-def test_names_forge_no_lines(daemon: Any) -> None:
-    """Of engine, label, client, model and namespace, by the door and by messages."""
+def test_client_names_cannot_forge_log_lines(daemon: Any) -> None:
+    """Names of engine, label, client, model and namespace, in handshakes and in messages."""
     name = FORGED.removesuffix("\ud800")
     spec = NamespaceSpec(name, (GroupSpec(16, 3 << 20),), {name: name})
     with AdminClient(daemon.endpoint, name, engine=name) as engine:
@@ -80,7 +80,7 @@ def test_names_forge_no_lines(daemon: Any) -> None:
         assert not line.startswith("2026-01-01T00:00:00.000Z")
 
 
-def test_what_a_daemon_says_is_one_line_in_the_engine_s_log(daemon: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_daemon_s_message_is_one_line_in_the_engine_s_log(daemon: Any, caplog: pytest.LogCaptureFixture) -> None:
     error = decode_reply(encode(m.Error(1, "no\nsuch", FORGED.removesuffix("\ud800"))))
     assert isinstance(error, m.Error) and error.message.isprintable() and error.code.isprintable()
     geometry = PoolGeometry(bytes(16), 4 << 20, 2 << 20, 1, 2 << 20)

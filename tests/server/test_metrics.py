@@ -1,4 +1,4 @@
-"""`/metrics` of a real daemon: what an operator reads there is what has happened."""
+"""`/metrics` of a real daemon reports what has happened."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_of(name: str, length: int) -> list[bytes]:
 
 
 def scrape(daemon: Any) -> dict[str, float]:
-    """Return every sample of the text by name and labels, as one would write it in a query."""
+    """Return every sample by name and labels, as in a query."""
     samples = {}
     for family in text_string_to_metric_families(metrics.render(daemon.status()).decode()):
         assert family.documentation and family.type in ("counter", "gauge", "histogram")
@@ -90,7 +90,7 @@ def test_connections_are_counted(start_daemon: Any, short_folder: Path) -> None:
         assert found['kvcache_event_connection_cuts_total{reason="not_permitted"}'] == 0
 
 
-def test_what_happened_is_counted(daemon: Any, engine: Engine) -> None:
+def test_activity_is_counted(daemon: Any, engine: Engine) -> None:
     engine.store(run_of("a", 4))
     assert engine.store(run_of("a", 4)).reservation == 0
     assert engine.acquire(run_of("a", 6), pin=True).hits == 4
@@ -127,14 +127,14 @@ def test_what_happened_is_counted(daemon: Any, engine: Engine) -> None:
     assert found["kvcache_start_time_seconds"] == pytest.approx(time.time(), abs=60)
 
 
-def test_two_writers_of_one_block_are_a_block_saved(daemon: Any, engine: Engine) -> None:
+def test_two_writers_of_one_block_count_as_deduplicated(daemon: Any, engine: Engine) -> None:
     with Engine(daemon.endpoint) as other:
         engine.reserve(run_of("a", 3))
         other.reserve(run_of("a", 5))
     assert scrape(daemon)['kvcache_deduplicated_blocks_total{state="in_flight"}'] == 3
 
 
-def test_evictions_say_why_and_whether_anybody_had_read_them(daemon: Any, engine: Engine) -> None:
+def test_evictions_are_counted_by_cause_and_unread(daemon: Any, engine: Engine) -> None:
     slots = 0
     while not (found := scrape(daemon))['kvcache_evicted_blocks_total{cause="room"}']:
         engine.store(run_of(f"a{slots}", 1))
@@ -160,7 +160,7 @@ def test_wrong_blocks_are_counted_by_finding(daemon: Any, engine: Engine) -> Non
     assert found['kvcache_evicted_blocks_total{cause="distrusted"}'] == 2
 
 
-def test_what_engines_tell_is_summed_up_and_names_of_their_own_are_not_shown(daemon: Any, engine: Engine) -> None:
+def test_engine_counts_are_summed_and_unknown_names_hidden(daemon: Any, engine: Engine) -> None:
     engine.tell(m.Tell(0, b"", Breaker.OPEN, {"loaded_bytes": 300, "load_us": 2_000_000, "loads_failed": 1, "mine": 7}))
     engine.tell(m.Tell(0, b"", Breaker.OPEN, {"needed_blocks": 3, "needed_bytes": 301}))
     engine.ping()  # what is told has no answer; what comes after it has
@@ -180,7 +180,7 @@ def test_what_engines_tell_is_summed_up_and_names_of_their_own_are_not_shown(dae
     assert not any("mine" in name for name in found)
 
 
-def test_operators_are_no_engines(daemon: Any, engine: Engine) -> None:
+def test_operators_do_not_count_as_engines(daemon: Any, engine: Engine) -> None:
     before = scrape(daemon)
     with AdminClient(daemon.endpoint, "top"), AdminClient(daemon.endpoint, "status"):
         found = scrape(daemon)
@@ -189,7 +189,7 @@ def test_operators_are_no_engines(daemon: Any, engine: Engine) -> None:
     assert found['kvcache_engine_breakers{state="unknown"}'] == 1
 
 
-def test_counts_without_end_do_not_break_the_status(daemon: Any, engine: Engine) -> None:
+def test_huge_counts_do_not_break_status(daemon: Any, engine: Engine) -> None:
     for _ in range(3):
         engine.tell(m.Tell(0, b"", Breaker.CLOSED, dict.fromkeys(CLIENT_COUNTS, 1 << 48)))
     engine.ping()
@@ -201,7 +201,7 @@ def test_counts_without_end_do_not_break_the_status(daemon: Any, engine: Engine)
     assert scrape(daemon)['kvcache_engine_events_total{event="probes"}'] == 3 << 48
 
 
-def test_a_restart_is_counted_and_what_it_found(start_daemon: Any) -> None:
+def test_a_restart_and_the_blocks_it_recovers_are_counted(start_daemon: Any) -> None:
     daemon = start_daemon(keep="true")
     with Engine(daemon.endpoint) as engine:
         engine.store(run_of("a", 3))
@@ -211,7 +211,7 @@ def test_a_restart_is_counted_and_what_it_found(start_daemon: Any) -> None:
     assert "kvcache_evicted_unread_blocks_total" in found
 
 
-def test_what_has_not_happened_yet_is_0_so_that_the_first_time_is_a_rise(daemon: Any) -> None:
+def test_metrics_start_at_0_so_that_the_first_event_is_a_rise(daemon: Any) -> None:
     found = scrape(daemon)
     for name in (
         'refused_blocks_total{reason="no_space"}',
@@ -228,7 +228,7 @@ def test_what_has_not_happened_yet_is_0_so_that_the_first_time_is_a_rise(daemon:
         assert found[f"kvcache_{name}"] == 0
 
 
-def test_a_client_that_makes_namespaces_makes_no_more_series_than_are_promised(daemon: Any) -> None:
+def test_the_number_of_series_is_bounded(daemon: Any) -> None:
     engines = [Engine(daemon.endpoint, f'model "{number}"\n') for number in range(metrics.MAX_NAMESPACES + 5)]
     try:
         found = scrape(daemon)

@@ -1,4 +1,4 @@
-"""Commands that are given odd files to read or to write: one line, and an exit code, whatever it is."""
+"""Commands that read or write odd files end with one line and an exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = "x" * 5000
 
 
 def run(*arguments: str, stdout: Any = subprocess.PIPE) -> tuple[int, str]:
-    """Return the exit code and what was said, of a process that may have 4 GiB and not a byte more."""
+    """Return exit code and output of a process that is limited to 4 GiB."""
     done = subprocess.run(
         [sys.executable, "-m", "kvcache_server", *arguments],
         stdin=subprocess.DEVNULL,
@@ -39,7 +39,7 @@ def refused(code: int, said: str) -> bool:
 
 @pytest.fixture
 def odd(tmp_path: Path) -> dict[str, str]:
-    """Files by what is odd about them."""
+    """Odd files, named after what is odd about them."""
     (tmp_path / "nested.json").write_text('{"model_type": ' + NESTED + "}")
     (tmp_path / "nested.toml").write_text("size = " + NESTED)
     (tmp_path / "nested.jsonl").write_text('{"timestamp": 0, "hash_ids": ' + NESTED + "}\n")
@@ -54,7 +54,7 @@ ODD = ["nested", "toml", "lines", "binary", "gz", "folder", "endless", "long", "
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_what_is_to_be_read(tmp_path: Path, odd: dict[str, str], kind: str) -> None:
+def test_odd_input_files(tmp_path: Path, odd: dict[str, str], kind: str) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text(TRACE)
     file = odd[kind]
@@ -71,7 +71,7 @@ def test_what_is_to_be_read(tmp_path: Path, odd: dict[str, str], kind: str) -> N
 @pytest.mark.parametrize(
     "name", ["folder/", "/dev/full/x.png", "/nowhere/x.png", "x.weird", LONG + ".png", "/dev/full"]
 )
-def test_a_picture_that_cannot_be_drawn_costs_no_result(tmp_path: Path, name: str) -> None:
+def test_a_failed_picture_does_not_lose_the_result(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib", reason="draws")
     trace, found = tmp_path / "t.jsonl", tmp_path / "found"
     trace.write_text(TRACE)
@@ -83,7 +83,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_result(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["/dev/null", "/proc/x", LONG])
-def test_a_folder_that_cannot_be_made(name: str) -> None:
+def test_a_folder_that_cannot_be_created(name: str) -> None:
     code, said = run("demo", "--write-model", name)
     assert code != 0 and "Traceback" not in said and len(said.splitlines()) == 1, said
 
@@ -111,7 +111,7 @@ def test_a_trace_that_cannot_be_written(daemon: Any) -> None:
     assert "Traceback" not in said and "No space left on device" in said and len(said.splitlines()) == 1, said
 
 
-def test_an_output_that_is_full(daemon: Any) -> None:
+def test_a_full_output(daemon: Any) -> None:
     with open("/dev/full", "w") as full:
         for command in (["status"], ["status", "--json"], ["why", "r"], ["top", "--once", "--interval", "0.1"]):
             code, said = run(*command, "--endpoint", daemon.endpoint, stdout=full)

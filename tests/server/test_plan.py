@@ -1,4 +1,4 @@
-"""`kvcache-server plan`: figures that a real index agrees with, plain answers, and errors that name the field."""
+"""`kvcache-server plan`: figures that agree with a real index, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(*arguments: str) -> str:
 
 
 def blocks_until_one_goes(serve: str, shards: int, shard_bytes: int) -> int:
-    """Return how many blocks a daemon with these flags keeps: those granted before the first one is evicted."""
+    """Return how many blocks a daemon with these flags holds before the first eviction."""
     words = shlex.split(serve)
     assert words[:2] == ["kvcache-server", "serve"]
     flags = {flag[2:].replace("-", "_"): value for flag, value in zip(words[2::2], words[3::2], strict=True)}
@@ -83,9 +83,7 @@ def blocks_until_one_goes(serve: str, shards: int, shard_bytes: int) -> int:
         ("phi-4", {"ram": 40 * GIB, "block_tokens": 48}),
     ],
 )
-def test_a_daemon_with_the_pasted_flags_holds_exactly_the_blocks_that_were_planned(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_a_daemon_with_the_pasted_flags_holds_exactly_the_planned_blocks(name: str, options: dict[str, Any]) -> None:
     found = plan(name, **options)
     kv = found["kv"]
     kept = blocks_until_one_goes(found["paste"]["daemon"], kv["shards"], kv["shard_bytes"])
@@ -93,7 +91,7 @@ def test_a_daemon_with_the_pasted_flags_holds_exactly_the_blocks_that_were_plann
     assert found["host"]["tokens"] == kept * kv["block_tokens"]
 
 
-def test_the_extents_advised_hold_more_than_those_by_default_and_no_flag_is_given_for_nothing() -> None:
+def test_an_extent_size_is_recommended_only_if_it_holds_more() -> None:
     advised = plan("gemma-2-9b", ram=512 * GIB)["host"]
     assert advised["extent_given"] and advised["blocks"] > 1.05 * advised["blocks_by_default"]
     assert advised["unused_share"] < 0.01
@@ -112,19 +110,19 @@ def test_the_extents_advised_hold_more_than_those_by_default_and_no_flag_is_give
         ("jamba-v0.1", 1, "auto", 16 * KIB, 1),  # 4 of 32 layers attend
     ],
 )
-def test_what_a_token_takes(name: str, tp: int, kv_dtype: str, token_bytes: int, shards: int) -> None:
+def test_bytes_per_token(name: str, tp: int, kv_dtype: str, token_bytes: int, shards: int) -> None:
     kv = plan(name, tp=tp, kv_dtype=kv_dtype)["kv"]
     assert (kv["token_bytes"], kv["shards"]) == (token_bytes, shards)
     assert kv["block_bytes"] == kv["shards"] * kv["shard_bytes"] == 128 * token_bytes
 
 
-def test_kv_heads_fewer_than_ranks_are_kept_by_each_rank() -> None:
+def test_fewer_kv_heads_than_ranks_are_kept_by_each_rank() -> None:
     kv = plan("llama-3-8b", tp=16)["kv"]
     assert kv["block_bytes"] == 2 * 128 * kv["token_bytes"] and kv["copies"] == 2
     assert "each is kept 2 times" in run(str(MODELS / "llama-3-8b.json"), "--tp", "16")
 
 
-def test_the_devices_of_one_plan_side_by_side() -> None:
+def test_both_cache_types_of_a_plan() -> None:
     device = plan("llama-3-8b", kv_memory=16 * GIB, length=4096)["device"]
     # 16 tokens x 128 KiB a block, of which one is never given away.
     assert (device["bf16"]["blocks"], device["fp8"]["blocks"]) == (8192, 16384)
@@ -135,14 +133,14 @@ def test_the_devices_of_one_plan_side_by_side() -> None:
     assert small["fp8"]["longest"] == 511 * 16
 
 
-def test_a_window_lets_a_longer_request_in_and_costs_the_cache() -> None:
+def test_a_window_allows_longer_requests_but_disables_caching() -> None:
     found = plan("gpt-oss-20b", kv_memory=2 * GIB, batched_tokens=2048)
     assert found["engine"]["tables_off"] and "--disable-hybrid-kv-cache-manager" in found["paste"]["engine"]
     assert found["device"]["bf16"]["longest"] == (2 * GIB // (16 * 48 * KIB) - 1) * 16
 
 
 @pytest.mark.parametrize("name", ["jamba-v0.1", "qwen3-next-80b", "mistral-7b-v0.1"])
-def test_a_model_that_the_connector_declines_is_sized_and_told_so(name: str) -> None:
+def test_a_declined_model_is_sized_and_reported(name: str) -> None:
     found = plan(name)
     assert not found["engine"]["cached"] and found["host"]["blocks"] > 0
     assert "--kv-transfer-config" not in found["paste"]["engine"]
@@ -150,20 +148,20 @@ def test_a_model_that_the_connector_declines_is_sized_and_told_so(name: str) -> 
     assert "The connector declines this model" in shown and "kvcache-server serve" not in shown
 
 
-def test_every_plan_says_what_offload_does_not_give() -> None:
+def test_every_plan_states_the_limits_of_offloading() -> None:
     shown = run(str(MODELS / "qwen3-8b.json"), "--tp", "2", "--ram", "256GiB", "--length", "4000", "--block-size", "64")
     assert "The KV of each running request must fit on the device" in shown and "is not safe" in shown
     assert '"kv_connector_extra_config": {"block_size": 64}' in shown
     assert "left" in shown and "10%, at least 8.0 GiB, and 8.0 GiB per rank" in shown
 
 
-def test_json_is_what_the_text_is_made_of(tmp_path: Path) -> None:
+def test_json_and_text_agree(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((MODELS / "phi-4.json").read_text())
     found = json.loads(run(str(tmp_path), "--tp", "2", "--json"))
     assert found == figures(config_of("phi-4"), tmp_path.name, Options(tp=2))
 
 
-def test_weights_as_the_checkpoint_is_quantised() -> None:
+def test_weights_of_quantised_checkpoints() -> None:
     def size(name: str, **quantization: Any) -> float:
         config = config_of(name)
         if quantization:
@@ -198,7 +196,7 @@ def test_weights_as_the_checkpoint_is_quantised() -> None:
         ({"torch_dtype": 5}, "torch_dtype 5: one of bfloat16, float16"),
     ],
 )
-def test_a_file_that_cannot_be_sized_is_refused_by_field(change: dict[str, Any], says: str) -> None:
+def test_an_unsupported_file_is_refused_naming_the_field(change: dict[str, Any], says: str) -> None:
     config = {key: value for key, value in (config_of("llama-3-8b") | change).items() if value is not None}
     with pytest.raises(ConfigError, match=says):
         figures(config, "m", Options())
@@ -224,21 +222,21 @@ def test_a_file_that_cannot_be_sized_is_refused_by_field(change: dict[str, Any],
         (["--ram", "20GiB", "--leave", "19.9GiB", "--extent-size", "2MiB"], "does not fit an extent"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(arguments: list[str], says: str) -> None:
+def test_invalid_flags_are_refused(arguments: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         click.testing.CliRunner().invoke(
             commands, ["plan", str(MODELS / "llama-3-8b.json"), *arguments], catch_exceptions=False
         )
 
 
-def test_nothing_left_for_the_host_is_what_was_asked_for() -> None:
+def test_leaving_nothing_for_the_host_is_allowed() -> None:
     host = plan("llama-3-8b", ram=64 * GIB, leave=0)["host"]
     assert (host["leave_bytes"], host["size_bytes"]) == (0, 64 * GIB)
     assert host["leave_rule"]["given"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '"text"', "[" * 100_000, "{}", '{"text_config": 3}'])
-def test_what_is_no_config_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json|JSON"):
         click.testing.CliRunner().invoke(commands, ["plan", str(tmp_path)], catch_exceptions=False)
@@ -250,7 +248,7 @@ ODD = st.one_of(ODD, st.lists(ODD, max_size=3), st.dictionaries(st.text(max_size
 
 @given(st.data())
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_a_damaged_file_gives_figures_or_a_plain_error(data: st.DataObject) -> None:
+def test_a_damaged_file_gives_figures_or_a_clear_error(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(NAMES))
     config = config_of(name)
     for key in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=3)):

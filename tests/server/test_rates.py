@@ -1,4 +1,4 @@
-"""How often somebody may: checked against a count of what was allowed."""
+"""Rate limits, checked against a count of the allowed events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache_server.rates import Rate
 
 
 @given(st.lists(st.floats(0, 3), max_size=300), st.sampled_from([0.5, 2.0, 10.0]), st.sampled_from([1, 3, 20]))
-def test_no_stretch_of_time_sees_more_than_burst_and_rate(waits: list[float], rate: float, burst: int) -> None:
+def test_no_interval_exceeds_burst_and_rate(waits: list[float], rate: float, burst: int) -> None:
     bucket, now, allowed = Rate(rate, burst), 0.0, []
     for wait in waits:
         now += wait
@@ -22,7 +22,7 @@ def test_no_stretch_of_time_sees_more_than_burst_and_rate(waits: list[float], ra
 
 
 @given(st.sampled_from([0.5, 1.0, 50.0, 1e6]), st.integers(1, 2000))
-def test_a_rested_one_may_as_often_as_told_at_once_and_then_in_its_turn(rate: float, burst: int) -> None:
+def test_after_a_pause_a_burst_is_allowed_and_then_the_rate(rate: float, burst: int) -> None:
     bucket = Rate(rate, burst)
     for now in (0.0, 1e6):
         assert [bucket.allow("one", now) for _ in range(burst)] == [True] * burst
@@ -32,7 +32,7 @@ def test_a_rested_one_may_as_often_as_told_at_once_and_then_in_its_turn(rate: fl
     assert bucket.allow("one", 1e6 + 1.1 / rate)
 
 
-def test_who_has_rested_is_forgotten() -> None:
+def test_idle_keys_are_forgotten() -> None:
     bucket = Rate(1.0, 1)
     for number in range(10 * rates._MANY):
         assert bucket.allow(number, float(number))

@@ -1,4 +1,4 @@
-"""`kvcache-server replay`: the real index under a trace, beside bounds that a brute force agrees with."""
+"""`kvcache-server replay`: the real index with a trace, and bounds that are checked by brute force."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 def conversations(seed: int, turns: int) -> list[TraceRequest]:
-    """Conversations that go on below a few system prompts, each turn repeating all before it."""
+    """Conversations that continue a few system prompts; each turn repeats all turns before it."""
     draw, names = random.Random(seed), itertools.count()
     systems = [[next(names) for _ in range(draw.randrange(2, 10))] for _ in range(6)]
     talks: list[list[int]] = []
@@ -65,7 +65,7 @@ def run(*arguments: str) -> click.testing.Result:
 
 
 def best_by_trying_all(requests: list[TraceRequest], blocks: int) -> int:
-    """Return the most hits of any cache that keeps a block only with all before it: every choice is tried."""
+    """Return the most hits of any cache that keeps only complete prefixes, by trying every choice."""
     parent: dict[int | str, int | str | None] = {}
     for request in requests:
         parent.update(zip(request.blocks, (None, *request.blocks), strict=False))
@@ -88,7 +88,7 @@ def best_by_trying_all(requests: list[TraceRequest], blocks: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_optimum_is_the_best_of_all_choices(seed: int) -> None:
+def test_the_optimum_equals_a_brute_force_search(seed: int) -> None:
     draw = random.Random(seed)
     names: dict[tuple[int, ...], int] = {}
     requests = []
@@ -101,7 +101,7 @@ def test_the_optimum_is_the_best_of_all_choices(seed: int) -> None:
         assert optimum(requests, blocks) == best_by_trying_all(requests, blocks)
 
 
-def test_with_room_for_all_every_repeated_block_hits() -> None:
+def test_with_enough_memory_every_repeated_block_hits() -> None:
     requests = conversations(1, 300)
     asked, different = sum(len(each.blocks) for each in requests), distinct(requests)
     assert optimum(requests, different) == asked - different
@@ -124,7 +124,7 @@ def test_the_index_lies_between_private_caches_and_the_optimum() -> None:
     assert shared == sorted(shared)
 
 
-def test_private_caches_are_daemons_of_a_part_of_the_memory_that_see_a_part_of_the_trace() -> None:
+def test_private_caches_are_smaller_daemons_with_part_of_the_trace() -> None:
     requests, setup = conversations(9, 600), Setup(engines=3, block_bytes=MIB)
     (row,) = replay(requests, [size := 120 * MIB], setup, time.perf_counter, lambda line: None)["rows"]
     hits = 0
@@ -136,7 +136,7 @@ def test_private_caches_are_daemons_of_a_part_of_the_memory_that_see_a_part_of_t
     assert 3 * row["private_blocks"] == pytest.approx(row["blocks"], rel=0.1)
 
 
-def test_the_shadow_is_the_daemons_index_and_stays_whole() -> None:
+def test_the_simulated_daemon_uses_the_real_index_and_stays_sound() -> None:
     requests = conversations(3, 400)
     place = room(256 * MIB, MIB)
     shadow = SimulatedDaemon(place, 512, 2)
@@ -153,7 +153,7 @@ def test_the_shadow_is_the_daemons_index_and_stays_whole() -> None:
     assert figures(shadow.cache, 0.0)["counters"]["blocks_evicted"] > 0
 
 
-def test_a_region_of_terabytes_takes_the_memory_of_its_rows() -> None:
+def test_a_region_of_terabytes_takes_only_the_memory_of_its_rows() -> None:
     place = room(4 << 40, 64 * MIB)
     shadow = SimulatedDaemon(place, 512, 1)
     before = own_memory()
@@ -167,7 +167,7 @@ def own_memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_who_serves_a_request() -> None:
+def test_routing() -> None:
     requests = [
         TraceRequest(0, (1,)),
         TraceRequest(1, (2,)),
@@ -182,7 +182,7 @@ def test_who_serves_a_request() -> None:
     assert routes(named, Setup(engines=3)) == [0, 0, 1, 1, 0]
 
 
-def test_a_router_that_keeps_conversations_together_helps_private_caches() -> None:
+def test_prefix_routing_helps_private_caches() -> None:
     requests = conversations(4, 800)
     sizes = [size_for(distinct(requests) // 2, Setup())]
 
@@ -194,7 +194,7 @@ def test_a_router_that_keeps_conversations_together_helps_private_caches() -> No
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
-def test_the_command_tells_and_draws(tmp_path: Path, suffix: str) -> None:
+def test_the_command_prints_and_draws(tmp_path: Path, suffix: str) -> None:
     path, png = write(conversations(5, 200), tmp_path / f"trace.{suffix}"), tmp_path / "out.png"
     result = run(str(path), "--model", str(MODEL), "--capacity", "8GiB,32GiB,0.5x", "--engines", "2", "--png", str(png))
     assert result.exit_code == 0, result.output
@@ -209,7 +209,7 @@ def test_the_command_tells_and_draws(tmp_path: Path, suffix: str) -> None:
         assert drawn.sum() > 100
 
 
-def test_json_has_what_the_table_has(tmp_path: Path) -> None:
+def test_json_and_table_agree(tmp_path: Path) -> None:
     path = write(conversations(6, 100), tmp_path / "trace.jsonl")
     found: dict[str, Any] = json.loads(run(str(path), "--capacity", "0.1x,0.5x", "--engines", "3", "--json").stdout)
     assert found["requests"] == 100 and [row["blocks"] for row in found["rows"]] == sorted(
@@ -240,7 +240,7 @@ GOOD = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [
         ("[" * 100_000, "not JSON"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, says: str) -> None:
+def test_an_invalid_line_is_reported_with_its_number(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{GOOD}\n\n{line}\n")
     with pytest.raises(ConfigError, match=f"{path}:3: .*{says}"):
@@ -269,13 +269,13 @@ def test_a_file_without_requests_is_refused(tmp_path: Path, content: bytes) -> N
         (["--capacity", "64MiB", "--block-bytes", "16MiB"], "not enough for 8 private caches"),
     ],
 )
-def test_capacities_that_make_no_sense_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_invalid_capacities_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
     path = write(conversations(7, 20), tmp_path / "trace.jsonl")
     with pytest.raises(ConfigError, match=says):
         run(str(path), *arguments)
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(conversations(8, 20), tmp_path / "trace.jsonl")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -1,4 +1,4 @@
-"""Who is kept away, by real processes of other users: from the door, the wire, and every file of the daemon's."""
+"""Access control, with real processes of other users: to the door, the wire, and every file of the daemon."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ print(json.dumps(came))
 
 
 def tried(daemon: Any, token: bytes, uid: int, gid: int, groups: list[int], patience_ms: int) -> dict[str, Any]:
-    """Let a process of that user try everything; `patience_ms` is for the answer that must not come."""
+    """Let a process of that user try everything; `patience_ms` is how long to wait for an answer that must not come."""
     daemon.folder.chmod(0o755)
     door, wire = door_path(daemon.endpoint), socket_path(daemon.endpoint)
     region = daemon.status()["daemon"]["region"]
@@ -89,8 +89,8 @@ def tried(daemon: Any, token: bytes, uid: int, gid: int, groups: list[int], pati
 
 
 @pytest.mark.parametrize("flags", [{}, {"allow_uids": "daemon,54321"}, {"allow_gids": "54321"}], ids=str)
-def test_who_is_not_named_gets_nothing(start_daemon: Any, flags: dict[str, str]) -> None:
-    """Not even with the token of a living session: it cannot connect."""
+def test_users_that_are_not_allowed_get_no_access(start_daemon: Any, flags: dict[str, str]) -> None:
+    """Not even with the token of a live session: they cannot connect."""
     daemon = start_daemon(**flags)
     with AdminClient(daemon.endpoint) as admin:
         came = tried(daemon, admin._token, STRANGER, STRANGER, [STRANGER], 1000)
@@ -113,8 +113,10 @@ def test_who_is_not_named_gets_nothing(start_daemon: Any, flags: dict[str, str])
     ],
     ids=str,
 )
-def test_who_is_named_gets_in(start_daemon: Any, flags: dict[str, str], uid: int, gid: int, groups: list[int]) -> None:
-    """By the door alone: none of the daemon's files opens for it either, and a forged token is refused."""
+def test_allowed_users_can_attach(
+    start_daemon: Any, flags: dict[str, str], uid: int, gid: int, groups: list[int]
+) -> None:
+    """Only through the door: they cannot open any of the daemon's files, and a forged token is refused."""
     daemon = start_daemon(**flags)
     came = tried(daemon, bytes(16), uid, gid, groups, 20_000)
     assert came["door"] == ["welcome", 2]
@@ -123,7 +125,7 @@ def test_who_is_named_gets_in(start_daemon: Any, flags: dict[str, str], uid: int
 
 
 def test_without_access_control_lists_door_and_token_still_refuse(start_daemon: Any) -> None:
-    """As on a file system that has none: everybody may connect to the sockets, and gets no more than that."""
+    """On such a file system everyone can connect to the sockets, but gets nothing else."""
     daemon = start_daemon(allow_uids="54321")
     for path in (door_path(daemon.endpoint), socket_path(daemon.endpoint)):
         os.removexattr(path, "system.posix_acl_access")
@@ -139,7 +141,9 @@ def test_without_access_control_lists_door_and_token_still_refuse(start_daemon: 
     assert figures["connections"]["cut"]["not_permitted"] > 0
 
 
-def test_a_socket_opens_to_all_where_no_list_can_be_set(short_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_access_control_lists_everyone_can_connect(
+    short_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = short_folder / "x.sock"
     path.touch(0o600)
     admit(str(path), range(100_000), ())  # more than any file system stores
@@ -147,7 +151,7 @@ def test_a_socket_opens_to_all_where_no_list_can_be_set(short_folder: Path, capl
     assert "does not support access control lists" in caplog.text
 
 
-def test_what_was_replaced_is_not_removed(short_folder: Path) -> None:
+def test_a_replaced_file_is_not_removed(short_folder: Path) -> None:
     path = short_folder / "x.sock"
     path.touch()
     place = SocketFile(str(path))

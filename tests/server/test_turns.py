@@ -1,4 +1,4 @@
-"""What answers to operators may take of the loop, whoever asks and whoever leaves; figures that are slow to make."""
+"""The share of the loop that operators' requests may take, with reports that are slow to make."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def finish_soon(steps: Steps[Any]) -> Any:
 
 
 class Slow:
-    """The API in a loop of its own, over figures that take `seconds` of that loop each time."""
+    """The API in a loop of its own, with reports that take `seconds` of that loop."""
 
     def __init__(self, folder: Path) -> None:
         self.seconds = 0.0
@@ -83,12 +83,12 @@ def slow(short_folder: Path) -> Iterator[Slow]:
     slow.loop.close()
 
 
-def test_figures_that_take_long_are_answered_all_the_same(slow: Slow) -> None:
+def test_slow_reports_are_answered(slow: Slow) -> None:
     slow.seconds = SECONDS / 15  # what is then due to the engines is longer than a connection lasts
     assert slow.loop.run_until_complete(slow.status(SLOW)) == b"200"
 
 
-def test_who_leaves_without_the_answer_does_not_spare_the_next_one_the_wait(slow: Slow) -> None:
+def test_a_cancelled_request_does_not_shorten_the_next_one_s_wait(slow: Slow) -> None:
     slow.seconds = 0.25
 
     async def leave_again_and_again() -> None:
@@ -99,7 +99,7 @@ def test_who_leaves_without_the_answer_does_not_spare_the_next_one_the_wait(slow
     assert 1 <= slow.made < 4  # each has the next one wait for 4.75 s
 
 
-def test_a_failure_is_paid_for_too(slow: Slow) -> None:
+def test_a_failed_report_counts_too(slow: Slow) -> None:
     slow.seconds, slow.error = 0.25, ValueError("figures that cannot be had")
 
     async def fail_again_and_again() -> None:
@@ -112,7 +112,7 @@ def test_a_failure_is_paid_for_too(slow: Slow) -> None:
     assert slow.failures == [slow.error] * slow.made
 
 
-def test_questions_of_many_sessions_are_answered_in_turn_and_leave_the_loop_to_the_engines() -> None:
+def test_slow_requests_are_answered_in_turn_and_leave_the_loop_to_engines() -> None:
     loop = asyncio.new_event_loop()
     answered: list[tuple[float, bytes, float]] = []
 
@@ -147,7 +147,7 @@ def test_questions_of_many_sessions_are_answered_in_turn_and_leave_the_loop_to_t
     assert [str(each) for each in failures] == ["no answer"]
 
 
-def test_the_slices_of_a_question_are_paid_for_one_by_one() -> None:
+def test_each_slice_of_a_slow_request_is_accounted_for() -> None:
     loop = asyncio.new_event_loop()
     turns: list[tuple[float, float]] = []
     done: list[Any] = []
@@ -181,9 +181,7 @@ def test_the_slices_of_a_question_are_paid_for_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(("question", "answer"), [(m.Why(0, b"", "request"), m.Explained), (m.Stats(0, b""), m.Report)])
-def test_who_asks_a_question_waits_for_it_and_not_for_its_turn_with_the_rest(
-    daemon: Any, question: m.Request, answer: type
-) -> None:
+def test_a_slow_request_delays_only_its_own_session(daemon: Any, question: m.Request, answer: type) -> None:
     with AdminClient(daemon.endpoint) as asker, AdminClient(daemon.endpoint) as other:
         os.kill(daemon.process.pid, signal.SIGSTOP)  # so that all have come when it looks
         first, second = asker.tell(question), asker.tell(question)

@@ -1,4 +1,4 @@
-"""Why there was no hit: misses with injected causes, on the real state machine, each of which is named rightly."""
+"""Explanations of misses: with injected causes, on the real state machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def runs_of(told: dict[str, Any]) -> list[tuple[int, str]]:
         pytest.param(10_000, explanations.FEW_BLOCKS, marks=pytest.mark.long),
     ],
 )
-def test_misses_are_named_rightly(count: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misses_are_explained_correctly(count: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanations, "FEW_BLOCKS", few)
     world = World(3)
     injector = Injector(world)
@@ -71,7 +71,7 @@ def causes(world: World, request: str) -> list[tuple[int, str]]:
     return runs_of(told)
 
 
-def test_blocks_of_another_size_cut_an_extent_anew() -> None:
+def test_blocks_of_another_size_recut_an_extent() -> None:
     world = World()
     a = Engine(world, "a")
     fill(a)
@@ -85,7 +85,7 @@ def test_blocks_of_another_size_cut_an_extent_anew() -> None:
     assert f"engine large saved in namespace {large.spec.id} (large)" in describe(world.why(request))
 
 
-def test_a_pool_that_was_made_smaller() -> None:
+def test_a_shrunk_pool() -> None:
     world = World(extents=2)
     a = Engine(world, "a")
     runs = [a.store(world.chain(1)) for _ in range(60)]
@@ -119,7 +119,7 @@ def test_a_namespace_at_its_ceiling() -> None:
     assert causes(world, request) == [(found.hits, "hit"), (1, "refused_namespace_ceiling"), (rest, "no_parent")]
 
 
-def test_what_is_cached_and_kept_back() -> None:
+def test_cached_blocks_that_are_withheld() -> None:
     world = World(pin_quota=4 * BLOCK / (16 * MIB), max_leases=2)
     a = Engine(world, "a")
     run = a.store(world.chain(6))
@@ -147,7 +147,7 @@ def test_what_is_cached_and_kept_back() -> None:
 
 
 def test_other_hashes_for_the_same_tokens() -> None:
-    """Nothing of another seed is ever found; blocks of another length have every second hash alike."""
+    """Hashes with another seed never match; with another block length, every second one does."""
     world = World()
     a, seeded = Engine(world, "a"), Engine(world, "b", seed="engine b")
     seeded.store(world.chain(3))
@@ -165,7 +165,7 @@ def test_other_hashes_for_the_same_tokens() -> None:
     assert told["runs"][0]["fields"] == [["block", "16x8", "16x16"]]
 
 
-def test_a_namespace_that_held_it_once() -> None:
+def test_a_namespace_that_used_to_hold_it() -> None:
     world = World()
     a, other = Engine(world, "a"), Engine(world, "b", weights="v1")
     run = other.store(world.chain(2))
@@ -178,7 +178,7 @@ def test_a_namespace_that_held_it_once() -> None:
     assert told["runs"][0]["fields"] == [["weights", "", "v1"]]
 
 
-def test_what_comes_after_the_lookup_does_not_explain_it() -> None:
+def test_later_events_do_not_explain_a_lookup() -> None:
     world = World()
     a, other = Engine(world, "a"), Engine(world, "b", weights="v1")
     run = world.chain(3)
@@ -194,7 +194,7 @@ def test_what_comes_after_the_lookup_does_not_explain_it() -> None:
     assert causes(world, request) == [(3, "cleared")]
 
 
-def test_what_the_daemon_began_with() -> None:
+def test_how_the_daemon_started() -> None:
     world = World()
     insight(world.cache).misses.began(1.0, "resized")
     a = Engine(world, "a")
@@ -241,7 +241,7 @@ def test_notes_of_an_engine() -> None:
     assert not world.why("r\0")["explained"]
 
 
-def test_a_request_is_found_by_a_part_of_its_name() -> None:
+def test_a_request_is_found_by_part_of_its_id() -> None:
     world = World()
     a, b = Engine(world, "a"), Engine(world, "b")
     for name in ("cmpl-aa-0-1f", "cmpl-ab-0-2e", "7", "17"):
@@ -267,7 +267,7 @@ def test_a_request_is_found_by_a_part_of_its_name() -> None:
     assert "7,340" not in describe(world.why("7"))
 
 
-def test_a_lookup_without_a_name_and_one_that_hits_all_leave_nothing() -> None:
+def test_unnamed_lookups_and_full_hits_are_not_remembered() -> None:
     world = World()
     a = Engine(world, "a")
     run = a.store(world.chain(2))
@@ -279,7 +279,7 @@ def test_a_lookup_without_a_name_and_one_that_hits_all_leave_nothing() -> None:
     assert not insight(world.cache).misses.lookups
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_for_explanations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(miss_log, "LOOKUPS", 40_000)
     monkeypatch.setattr(miss_log, "GENERATION", 50)
     world = World()
@@ -299,14 +299,14 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(insight(world.cache).misses.told) <= miss_log.NOTES
 
 
-def test_a_very_long_lookup_is_looked_at_in_part() -> None:
+def test_a_very_long_lookup_is_explained_in_part() -> None:
     world = World()
     a = Engine(world, "a")
     request, _ = a.look_up(world.chain(9000))
     assert causes(world, request) == [(8192, "new"), (808, "unexamined")]
 
 
-def test_a_request_that_waits_is_one_line_of_a_trace_however_seldom_it_is_named() -> None:
+def test_a_waiting_request_is_one_line_of_a_trace() -> None:
     chain = [bytes([number]) * 32 for number in range(3)]
 
     def seen(request: str, hashes: list[bytes], engine: str = "e") -> m.Seen:

@@ -1,4 +1,4 @@
-"""ZMTP out of bytes: the same messages however they are cut, and what is said that may not be said."""
+"""Parsing ZMTP: the same messages however the bytes are split, and input that violates the protocol."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def message(body: bytes) -> bytes:
 
 
 def hear(receiver: Receiver, data: bytes, take: Callable[[Receiver], Any] = Receiver.take) -> list[Any]:
-    """What comes of `data`: messages, what is wrong with others, and at last why it was cut off."""
+    """Return what is parsed from `data`: messages, errors, and finally why the peer was cut off."""
     came: list[Any] = []
     receiver.feed(data)
     while True:
@@ -78,7 +78,7 @@ said = st.lists(
 
 
 @given(said, st.data())
-def test_it_hears_the_same_however_it_is_cut(stream: bytes, data: st.DataObject) -> None:
+def test_messages_do_not_depend_on_how_bytes_are_split(stream: bytes, data: st.DataObject) -> None:
     stream = NAMED + stream
     whole, pieces = Receiver(), Receiver()
     whole.limit = pieces.limit = MAX_DOOR_FRAME + 5000
@@ -92,7 +92,7 @@ def test_it_hears_the_same_however_it_is_cut(stream: bytes, data: st.DataObject)
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_nothing_that_is_said_ends_in_anything_else(stream: bytes, greeted: bool) -> None:
+def test_any_input_gives_messages_or_known_errors(stream: bytes, greeted: bool) -> None:
     receiver = ready() if greeted else Receiver()
     for byte in stream:
         came = hear(receiver, bytes((byte,)))
@@ -101,7 +101,7 @@ def test_nothing_that_is_said_ends_in_anything_else(stream: bytes, greeted: bool
     assert receiver.held <= len(stream)
 
 
-def test_what_is_too_long_is_told_and_left_out() -> None:
+def test_a_frame_that_is_too_long_is_refused_and_skipped() -> None:
     receiver = ready(limit=100)
     stream = message(b"before") + message(bytes(101)) + message(b"after") + message(bytes(100))
     assert hear(receiver, stream) == [b"before", "frame of 101 bytes: at most 100", b"after", bytes(100)]
@@ -120,7 +120,7 @@ def test_what_is_too_long_is_told_and_left_out() -> None:
         *(HELLO + b"\1\0" * (MAX_PARTS + 1), GREETING + b"\4\x0b\5READY\5a\0\0\0\1"),
     ],
 )
-def test_who_is_cut_off(stream: bytes) -> None:
+def test_peers_that_are_cut_off(stream: bytes) -> None:
     came = hear(Receiver(), stream)
     assert len(came) == 1 and str(came[0]).startswith("cut: "), came
 
@@ -141,7 +141,9 @@ def whole(parts: list[bytes]) -> bytes:
 
 
 @given(st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=5), max_size=6), st.data())
-def test_messages_of_several_parts_however_they_are_cut(messages: list[list[bytes]], data: st.DataObject) -> None:
+def test_multipart_messages_do_not_depend_on_how_bytes_are_split(
+    messages: list[list[bytes]], data: st.DataObject
+) -> None:
     stream = HELLO + b"".join(map(whole, messages))
     expected = [each if len(each) <= 3 else f"a message of {len(each)} parts: at most 3" for each in messages]
     receiver = Receiver(SEVERAL)
@@ -150,14 +152,14 @@ def test_messages_of_several_parts_however_they_are_cut(messages: list[list[byte
     assert [each for piece in pieces for each in hear(receiver, piece, Receiver.take_parts)] == expected
 
 
-def test_a_frame_that_is_too_long_cuts_off_where_none_is_skipped() -> None:
+def test_a_frame_that_is_too_long_cuts_off_if_skipping_is_disabled() -> None:
     for said in (whole([bytes(301)]), whole([b"", bytes(301)]), whole([b""] * (MAX_PARTS + 1))):
         (came,) = hear(Receiver(SEVERAL), HELLO + said, Receiver.take_parts)
         assert str(came).startswith("cut: ")
 
 
 @pytest.mark.parametrize(("kind", "cut"), [(b"SUB", False), (b"XSUB", False), (b"DEALER", True), (b"PUB", True)])
-def test_a_socket_says_what_it_is_and_takes_its_own_peers_alone(kind: bytes, cut: bool) -> None:
+def test_a_socket_announces_its_type_and_accepts_only_matching_peers(kind: bytes, cut: bool) -> None:
     receiver = Receiver(Role(b"XPUB", frozenset((b"SUB", b"XSUB")), limit=300, skipped=0, parts=1))
     came = hear(receiver, GREETING + ready_as(kind) + header(2) + b"\x01x")
     assert receiver.answers == [ready_as(b"XPUB")]
