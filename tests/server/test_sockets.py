@@ -154,11 +154,11 @@ def test_without_access_control_lists_everyone_can_connect(
 def test_a_replaced_file_is_not_removed(short_folder: Path) -> None:
     path = short_folder / "x.sock"
     path.touch()
-    place = SocketFile(str(path))
-    assert place.is_ours()
+    socket_file = SocketFile(str(path))
+    assert socket_file.is_ours()
     path.rename(short_folder / "away")
-    assert not place.is_ours()
+    assert not socket_file.is_ours()
     path.touch()
-    assert not place.is_ours()
-    place.remove()
+    assert not socket_file.is_ours()
+    socket_file.remove()
     assert path.exists()

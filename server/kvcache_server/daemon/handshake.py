@@ -94,8 +94,8 @@ class Door:
         self.let_in(allow_uids, allow_gids, rate)
 
     @property
-    def place(self) -> SocketFile:
-        return self._listener.place
+    def socket_file(self) -> SocketFile:
+        return self._listener.socket_file
 
     def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...], rate: Rate | None) -> None:
         """Let these attach from now on, and nobody else; who is attached stays. Raises OSError."""

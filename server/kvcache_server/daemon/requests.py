@@ -96,8 +96,8 @@ class Wire(ZmtpServer[Connection]):
         self._listener = Listener(loop, socket_path(endpoint), endpoint, self._enter, self._count)
 
     @property
-    def place(self) -> SocketFile:
-        return self._listener.place
+    def socket_file(self) -> SocketFile:
+        return self._listener.socket_file
 
     def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
         """Let these users and groups connect from now on, and nobody else. Raises OSError."""

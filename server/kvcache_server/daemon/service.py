@@ -242,10 +242,10 @@ class Service:
 
     def _look_after_sockets(self) -> None:
         """Stop where a socket's file has gone: nobody finds us then, and who starts us again makes it anew."""
-        for place in (self._wire.place, self._door.place):
-            if not place.is_ours() and not self._lost:
-                self._lost = place.path
-                log.error("%s was removed or replaced: nobody can attach any more, stopping", place.path)
+        for each in (self._wire.socket_file, self._door.socket_file):
+            if not each.is_ours() and not self._lost:
+                self._lost = each.path
+                log.error("%s was removed or replaced: nobody can attach any more, stopping", each.path)
                 self._loop.stop()
 
     def _summarise(self) -> None:

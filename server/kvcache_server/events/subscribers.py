@@ -159,7 +159,7 @@ class Audience(ZmtpServer[Guest]):
     def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
         """Let these users and groups connect to Unix sockets, and nobody else. Who is connected stays."""
         for listener in self._unix:
-            if listener.place.is_ours():
+            if listener.socket_file.is_ours():
                 listener.let_in(uids, gids)
 
     def close(self) -> None:

@@ -28,8 +28,8 @@ from kvcache_server.duty_cycle import DutyCycle
 from kvcache_server.http import metrics, schema
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.http.auth import BearerToken
-from kvcache_server.http.connection_limiter import LINES_A_MINUTE, ConnectionLimiter, listen, quiet, where
-from kvcache_server.http.replies import JSON, decode, finish_replies, json_response
+from kvcache_server.http.connection_limiter import LINES_A_MINUTE, ConnectionLimiter, listen, quiet_logger, url_of
+from kvcache_server.http.replies import JSON, decode, finish_replies, json_response, make_runner
 from kvcache_server.rates import Rate
 
 log = logging.getLogger(__name__)
@@ -64,16 +64,9 @@ class HttpApp:
         except ConfigError:
             self._listener.close()
             raise
-        self.address = where(self._listener)
+        self.address = url_of(self._listener)
         self._description = msgspec.json.encode(schema.openapi(__version__))
-        self._runner = web.AppRunner(
-            self._app(),
-            access_log=None,
-            logger=quiet(f"{__name__}.aiohttp", self._malformed),
-            auto_decompress=False,  # a small body could become a large one
-            lingering_time=0,
-            handler_cancellation=True,
-        )
+        self._runner = make_runner(self._app(), quiet_logger(f"{__name__}.aiohttp", self._malformed))
         self._limiter: ConnectionLimiter | None = None
         self._opening = loop.create_task(self._open())
 

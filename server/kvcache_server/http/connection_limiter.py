@@ -37,27 +37,27 @@ def listen(setting: str, address: IPv4Address | IPv6Address, port: int) -> socke
         raise ConfigError(f"{setting} {address}:{port}: {error.strerror}") from None
 
 
-def where(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def quiet(name: str, told: Callable[[], bool]) -> logging.Logger:
+def quiet_logger(name: str, told: Callable[[], bool]) -> logging.Logger:
     """Return a logger of that name for aiohttp's own messages, one for each request that is not HTTP.
 
     `told()` counts a message and returns whether to log it, as one line.
     """
-    spared = logging.getLogger(name)
+    logger = logging.getLogger(name)
 
-    def sparing(record: logging.LogRecord) -> bool:
+    def filtered(record: logging.LogRecord) -> bool:
         what = f"{record.getMessage()}: {record.exc_info[1] if record.exc_info else ''}"
         record.msg, record.args, record.exc_info = "http: " + " ".join(what.split()), (), None
         return told() and record.levelno > logging.DEBUG
 
-    spared.setLevel(logging.DEBUG)  # so that `sparing` sees, and counts, every message
-    spared.filters[:] = [sparing]
-    return spared
+    logger.setLevel(logging.DEBUG)  # so that `filtered` sees, and counts, every message
+    logger.filters[:] = [filtered]
+    return logger
 
 
 class Connection(asyncio.Protocol):

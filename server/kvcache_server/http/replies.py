@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -89,6 +90,18 @@ def finish_replies(
         return response
 
     return middleware
+
+
+def make_runner(app: web.Application, logger: logging.Logger) -> web.AppRunner:
+    """Return a runner of `app` for connections of one request each; aiohttp logs to `logger`."""
+    return web.AppRunner(
+        app,
+        access_log=None,
+        logger=logger,
+        auto_decompress=False,  # a small body could become a large one
+        lingering_time=0,
+        handler_cancellation=True,
+    )
 
 
 def _error(status: int, code: str, message: Any) -> web.Response:

@@ -160,16 +160,16 @@ class Listener:
         Raises EndpointTaken, ConfigError, NotPermitted, OSError.
         """
         listener = _listen(path, endpoint)
-        self.place = SocketFile(path)
+        self.socket_file = SocketFile(path)
         self.let_in((), ())
         self._acceptor = Acceptor(loop, listener, path, lambda sock, _: enter(sock, peer_of(sock)), count, rate)
         self.connect = self._acceptor.connect
 
     def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
         """Let these users and groups connect from now on, besides our own, and nobody else. Raises OSError."""
-        admit(self.place.path, uids, gids)
+        admit(self.socket_file.path, uids, gids)
         self._uids = {os.geteuid(), *uids}
-        self._gids = {os.stat(self.place.path).st_gid, *gids}
+        self._gids = {os.stat(self.socket_file.path).st_gid, *gids}
 
     def admits(self, peer: Peer) -> bool:
         """Return whether `peer` may connect. The kernel checks it, too, where there are access control lists."""
@@ -178,7 +178,7 @@ class Listener:
     def close(self) -> None:
         """Stop accepting and remove the file. Calling it again does nothing."""
         self._acceptor.close()
-        self.place.remove()
+        self.socket_file.remove()
 
 
 Crowded = TypeVar("Crowded")

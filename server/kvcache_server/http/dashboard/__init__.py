@@ -20,6 +20,7 @@ from kvcache_server.http.dashboard.env_folder import EnvFolder
 from kvcache_server.http.dashboard.host_figures import HostFigures
 from kvcache_server.http.dashboard.relay import Relay
 from kvcache_server.http.dashboard.units import Units
+from kvcache_server.http.replies import make_runner
 from kvcache_server.rates import Rate
 
 SECONDS = 60.0  # that a connection may last: the daemon and systemd take up to 10 s per request
@@ -60,20 +61,13 @@ def command(api: str, listen: str, token_file: str, manage: str | None, env_fold
 async def _serve(app: web.Application, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     lines = Rate(connection_limiter.LINES_A_MINUTE / 60, connection_limiter.LINES_A_MINUTE)
-    quiet = connection_limiter.quiet("kvcache_server.http.dashboard.aiohttp", lambda: lines.allow(None, loop.time()))
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        logger=quiet,
-        auto_decompress=False,  # a small body could become a large one
-        lingering_time=0,
-        handler_cancellation=True,
-    )
+    logger = connection_limiter.quiet_logger(f"{__name__}.aiohttp", lambda: lines.allow(None, loop.time()))
+    runner = make_runner(app, logger)
     await runner.setup()
     assert runner.server is not None
     limiter = connection_limiter.ConnectionLimiter(loop, listener, runner.server, SECONDS)
     try:
-        click.echo(f"dashboard at {connection_limiter.where(listener)}")
+        click.echo(f"dashboard at {connection_limiter.url_of(listener)}")
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
