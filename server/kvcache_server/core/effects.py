@@ -27,9 +27,9 @@ class Actor(msgspec.Struct, gc=False, frozen=True):
 
 
 class Shown(msgspec.Struct, gc=False):
-    """Lookups find `block` from now on. It has no parent if it has gone again since: a `Gone` follows."""
+    """Lookups find `blocks` from now on. A block without a parent has gone again since: a `Gone` follows."""
 
-    block: Block
+    blocks: list[Block]
 
 
 class Gone(msgspec.Struct, gc=False):
@@ -112,6 +112,13 @@ class Effects:
                 result: Result = done.value
                 return result
             yield
+
+    def shown(self, block: Block) -> None:
+        changes = self.changes
+        if changes and type(last := changes[-1]) is Shown:
+            last.blocks.append(block)
+        else:
+            changes.append(Shown([block]))
 
     def gone(self, block: Block, cause: str) -> None:
         self.changes.append(Gone(block, cause, self.actor, False, NO_LOT))

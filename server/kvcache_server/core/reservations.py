@@ -15,7 +15,7 @@ from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.region import DOOMED, FREE, READY
 from kvcache_proto.types import SUM_BYTES, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.core.checksums import Checksums
-from kvcache_server.core.effects import Effects, Shown
+from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.policy import Eviction, Reassign
 from kvcache_server.core.index import GONE, HIDDEN, Account, Block, Grant, Group, Holds, Reservation
 from kvcache_server.core.journal import WritersNumbered
@@ -430,7 +430,7 @@ class Reservations:
             return Verdict.HIDDEN
         waiting: list[Block] = []
         group.show(block, waiting)
-        self._effects.changes.append(Shown(block))
+        self._effects.shown(block)
         if waiting:
             self._show_some(group, waiting)
         if waiting:
@@ -452,7 +452,6 @@ class Reservations:
 
         At most LOOK of them: the rest is left in `waiting`.
         """
-        changes = self._effects.changes
         for _ in range(LOOK):
             if not waiting:
                 return
@@ -460,7 +459,7 @@ class Reservations:
             if block.pins == GONE or block.parent is None or not group.reaches(block.parent):
                 continue  # it was doomed while it waited, or will be: its parent is distrusted
             group.show(block, waiting)
-            changes.append(Shown(block))
+            self._effects.shown(block)
 
     def doom(self, grant: Grant, cause: str = "orphaned") -> Steps[None]:
         """A block that hangs in the tree will not become visible: take it, and all below it, out of the index.

@@ -85,9 +85,9 @@ class Stream:
         for change in changes:
             match change:
                 case Shown():
-                    block, above = change.block, change.block.parent
-                    if above is not None:
-                        noted.append((sources[block.account.group.tag], block.hash, above.hash))
+                    for block in change.blocks:
+                        if (above := block.parent) is not None:
+                            noted.append((sources[block.account.group.tag], block.hash, above.hash))
                 case Gone():
                     noted.append((sources[change.block.account.group.tag], change.block.hash, None))
                 case NamespaceOpened():
