@@ -15,7 +15,7 @@ from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.region import DOOMED, FREE, READY
 from kvcache_proto.types import SUM_BYTES, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.core.checksums import Checksums
-from kvcache_server.core.effects import Effects
+from kvcache_server.core.effects import Effects, Shown
 from kvcache_server.core.eviction.policy import Eviction, Reassign
 from kvcache_server.core.index import GONE, HIDDEN, Account, Block, Grant, Group, Holds, Reservation
 from kvcache_server.core.journal import WritersNumbered
@@ -430,7 +430,11 @@ class Reservations:
             return Verdict.HIDDEN
         waiting: list[Block] = []
         group.show(block, waiting)
-        self._effects.shown(block)
+        changes = self._effects.changes  # as Effects.shown does, without the call
+        if changes and type(last := changes[-1]) is Shown:
+            last.blocks.append(block)
+        else:
+            changes.append(Shown([block]))
         if waiting:
             self._show_some(group, waiting)
         if waiting:
