@@ -122,10 +122,12 @@ class Dashboard:
             except (OSError, RuntimeError) as error:  # out of descriptors or threads: keep the old figures
                 log.warning("the host's figures cannot be read: %s", error)
             due = max(due + EVERY, loop.time())
-            # Not wait_for: Python 3.11's swallows a cancellation that coincides with `_done`.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(due):
-                    await self._done.wait()
+            # Not wait_for: before Python 3.12, it may swallow a cancellation that coincides with `_done`.
+            done = loop.create_task(self._done.wait())
+            try:
+                await asyncio.wait({done}, timeout=due - loop.time())
+            finally:
+                done.cancel()
             self._done.clear()
 
     def _gone(self, why: str) -> None:
