@@ -43,52 +43,26 @@ class Field(NamedTuple):
         return text
 
 
+def _number(name: str, label: str, help: str, least: int, most: int, default: str = "") -> Field:
+    return Field(name, label, help, "int", least, most, default=default)
+
+
+def _choice(name: str, label: str, help: str, *choices: str) -> Field:
+    return Field(name, label, help, "choice", choices=choices, default=choices[0])
+
+
 VARIABLES = (
     Field("MODEL", "Model", "A name on the hub, or an absolute path.", "text"),
-    Field("MAX_MODEL_LEN", "Context length", "Tokens of prompt and answer together.", "int", 1, 100_000_000),
+    _number("MAX_MODEL_LEN", "Context length", "Tokens of prompt and answer together.", 1, 100_000_000),
 )
 # The connector's own settings; an empty value removes the key, so that its default applies.
 CACHE = (
-    Field(
-        *("block_size", "Block size", "Tokens per cached block: a multiple of the engine's own.", "int", 1, 65536),
-        default="128 or so",
-    ),
-    Field(
-        *(
-            "num_cpu_blocks",
-            "Most cached blocks",
-            "That this engine may store; 0 means no limit.",
-            "int",
-            0,
-            1 << 31,
-        ),
-        default="0",
-    ),
-    Field("deadline_ms", "Deadline (ms)", "Most milliseconds that a lookup may take.", "int", 1, 10_000, default="50"),
-    Field(
-        "save",
-        "Save",
-        "All full blocks, or only those of prompts.",
-        "choice",
-        choices=("all", "prompt"),
-        default="all",
-    ),
-    Field(
-        *("verify", "Verify", "Which blocks are checked against their checksum after a load.", "choice"),
-        choices=("off", "sample", "all"),
-        default="off",
-    ),
-    Field(
-        *(
-            "canary_every",
-            "Canary",
-            "One hit in this many is computed and compared; 0: none.",
-            "int",
-            0,
-            1 << 31,
-        ),
-        default="10000",
-    ),
+    _number("block_size", "Block size", "Tokens per cached block: a multiple of the engine's.", 1, 65536, "128 or so"),
+    _number("num_cpu_blocks", "Most cached blocks", "Most blocks of this engine; 0: no limit.", 0, 1 << 31, "0"),
+    _number("deadline_ms", "Deadline (ms)", "Most milliseconds that a lookup may take.", 1, 10_000, "50"),
+    _choice("save", "Save", "All full blocks, or only those of prompts.", "all", "prompt"),
+    _choice("verify", "Verify", "Blocks to check against their checksum after a load.", "off", "sample", "all"),
+    _number("canary_every", "Canary", "One hit in this many is computed and compared; 0: none.", 0, 1 << 31, "10000"),
 )
 
 

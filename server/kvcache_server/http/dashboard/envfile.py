@@ -33,9 +33,7 @@ def parse(text: str) -> list[Assignment]:
             end = _line_end(text, at)
             if text[at:end].endswith("\\"):
                 line = text.count("\n", 0, at) + 1
-                raise BadArgument(
-                    f"line {line}: a comment ends in a backslash, which versions of systemd read differently"
-                )
+                raise BadArgument(f"line {line}: a comment ends in a backslash: systemd's versions differ on that")
             at = end
         else:
             equals, end = text.find("=", at + 1), _line_end(text, at)
@@ -104,7 +102,5 @@ def edit(text: str, values: Mapping[str, str]) -> str:
     for found in sorted((last[key] for key in values), key=lambda each: -each.start):
         text = f"{text[: found.start]}{found.key}={write(values[found.key])}{text[found.end :]}"
     after = {each.key: each.value for each in parse(text)}
-    assert after == {key: each.value for key, each in last.items()} | dict(values), (
-        "the edited file does not parse as intended"
-    )
+    assert after == {key: each.value for key, each in last.items()} | dict(values), "the edit reads back otherwise"
     return text
