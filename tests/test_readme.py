@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache_client import settings as connector
-from kvcache_client.settings import Settings
+from kvcache_client.settings import ConnectorSettings
 from kvcache_proto import __version__
 from kvcache_server.cli import EXIT_CODES, commands
 from kvcache_server.config import reference
@@ -74,12 +74,12 @@ def test_the_files_of_the_daemon(start_daemon: Any) -> None:
     assert found() == {name for name, outlives in names.items() if outlives == "yes"}
 
 
-@pytest.mark.parametrize("key", Settings.__struct_fields__)
+@pytest.mark.parametrize("key", ConnectorSettings.__struct_fields__)
 def test_the_settings_of_the_connector(key: str) -> None:
     table = {row[0].strip("`"): row[1:] for row in rows(section("client/README.md", "Settings of the connector"))[1:]}
-    assert list(table) == list(Settings.__struct_fields__)
+    assert list(table) == list(ConnectorSettings.__struct_fields__)
     default, what = table[key]
-    value = getattr(Settings(), key)
+    value = getattr(ConnectorSettings(), key)
     if key == "block_size":
         value = connector.BLOCK_TOKENS  # what 0 stands for
     if value != "":

@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config`: every key of it, checked in one place."""
+"""The keys of `kv_connector_extra_config`, checked in one place."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvcache_proto.types import MAX_NAME
 
 CONNECTOR = "KVCacheServerConnector"  # as vLLM knows it
 
-# Every block is looked up, reserved, settled and kept in the index by itself: with 16 tokens, an engine's default on
-# GPUs, that is eight times the work, and what it saves is the computing of 64 tokens a prompt.
+# Each block is looked up, reserved, settled and indexed by itself. Blocks of 16 tokens, an engine's default on GPUs,
+# mean eight times the work, and save the computation of 64 tokens per prompt.
 BLOCK_TOKENS = 128
 SAVE_MODES = ("all", "prompt")
 VERIFY_MODES = ("off", "sample", "all")
-RESETS = ("new", "keep")  # what else `on_reset` says is a version
+RESETS = ("new", "keep")  # any other value of `on_reset` is a version
 FAILURE_POLICIES = ("recompute", "fail")
 
-# Keys of other connectors, and what stands in their place here.
+# Keys of other connectors, and what replaces them here.
 _MEMORY = "the daemon owns the memory: `kvcache-server serve --size 30GiB`; `num_cpu_blocks` bounds one engine's share"
 _NOT_HERE = "nothing replaces it, leave it out"
 FOREIGN = {
@@ -29,7 +29,7 @@ FOREIGN = {
     "cpu_bytes_to_use_per_rank": _MEMORY,
     "spec_name": _NOT_HERE,
     "spec_module_path": _NOT_HERE,
-    "kv_connector_module_path": "it stands beside kv_connector_extra_config, not inside",
+    "kv_connector_module_path": "it belongs beside kv_connector_extra_config, not inside it",
     "kv_offload_backend": _NOT_HERE,
     "canonical_layout": _NOT_HERE,
     "backpressure": _NOT_HERE,
@@ -39,7 +39,7 @@ FOREIGN = {
     "self_describing_kv_events": "the daemon's `events`, or vLLM's --kv-events-config",
     "use_layerwise": "whole blocks are copied, beside the forward pass",
     "eviction_policy": "the daemon evicts least recently used leaves; there is nothing to choose",
-    "store_threshold": "every full block is saved; `save: prompt` leaves out what was generated",
+    "store_threshold": "every full block is saved; `save: prompt` leaves out what is generated",
     "offload_prompt_only": "`save: prompt`",
     "save_decode_cache": "`save: all`",
     "blocks_per_chunk": "`block_size`, in tokens",
@@ -55,24 +55,26 @@ FOREIGN = {
 _FOREIGN_PREFIXES = ("lmcache", "mooncake", "mooncake_store")
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an operator may set for one engine.
+class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an operator may set for the connector of one engine.
 
     Attributes:
         endpoint: where the daemon listens; empty means KVCACHE_ENDPOINT or the default path.
-        block_size: tokens of a cached block, a multiple of the engine's; 0 means BLOCK_TOKENS or a little more.
+        block_size: tokens per cached block, a multiple of the engine's block size; 0 means BLOCK_TOKENS or a little
+            more.
         num_cpu_blocks: cached blocks that this engine's saves may occupy; 0 is no bound.
-        deadline_ms: how long the scheduler waits for an answer of the daemon.
-        save: `all` full blocks, or those of the `prompt` only.
+        deadline_ms: how long the scheduler waits for the daemon's answer.
+        save: `all` full blocks, or only those of the `prompt`.
         drain_ms: how long a shutdown waits for running saves.
         weights_version: names the weights; engines that name the same share, others do not.
-        on_reset: which weights a reset of the cache leaves the engine with: `new` ones, which nobody shares; those that
-            it has, if its checkpoint is what it was (`keep`); or the version so named.
-        verify: of which blocks a checksum is taken when they are saved and compared when they are loaded: `all`, none
-            (`off`), or a `sample` of one in 16.
-        canary_every: one request with a hit in so many is computed, and the cache compared with that; 0 is none.
+        on_reset: which weights the engine has after a reset of its cache: `new` ones, which no other engine shares; the
+            present ones, if its checkpoint has not changed (`keep`); or the version that is named.
+        verify: for which blocks a checksum is taken on save and compared on load: `all`, none (`off`), or a `sample` of
+            one in 16.
+        canary_every: one in so many requests with a hit is computed all the same, and the cache compared with the
+            result; 0 is none.
         kv_load_failure_policy: what vLLM does with a request whose load failed.
-        server_uids: users, by name or number, whose daemon may serve besides root's and the engine's own; none takes
+        server_uids: users, by name or number, whose daemon is trusted besides root's and the engine's own; empty takes
             KVCACHE_SERVER_UIDS.
     """
 
@@ -90,31 +92,35 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server_uids: str | tuple[int | str, ...] = ""
 
 
-def parse_settings(extra: Mapping[str, Any]) -> tuple[Settings, list[str]]:
-    """Return the settings in `extra`, and a line for each key of another connector, which is ignored.
+def parse_settings(extra: Mapping[str, Any]) -> tuple[ConnectorSettings, list[str]]:
+    """Return the settings in `extra`, and a log line for each key of another connector, which is ignored.
 
-    Raises ConfigError, naming the key and the close match or the bounds.
+    Raises ConfigError, naming the key and a close match or the bounds.
     """
     known: dict[str, Any] = {}
     notes = []
     for key, value in extra.items():
-        if key in Settings.__struct_fields__:
+        if key in ConnectorSettings.__struct_fields__:
             known[key] = value
         elif key in FOREIGN or key.startswith(_FOREIGN_PREFIXES):
             notes.append(f"{key} is a setting of another connector and is ignored; {FOREIGN.get(key, _NOT_HERE)}")
         else:
-            close = difflib.get_close_matches(key, Settings.__struct_fields__, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(Settings.__struct_fields__)}"
+            close = difflib.get_close_matches(key, ConnectorSettings.__struct_fields__, n=1)
+            hint = (
+                f"did you mean {close[0]!r}?"
+                if close
+                else f"known are {', '.join(ConnectorSettings.__struct_fields__)}"
+            )
             raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
     try:
-        settings = msgspec.convert(known, Settings)
+        settings = msgspec.convert(known, ConnectorSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
     _check(settings)
     return settings, notes
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: ConnectorSettings) -> None:
     for name in ("block_size", "num_cpu_blocks", "drain_ms", "canary_every"):
         if getattr(settings, name) < 0:
             raise ConfigError(f"kv_connector_extra_config: {name} {getattr(settings, name)} is negative")
@@ -134,8 +140,8 @@ def _check(settings: Settings) -> None:
             )
 
 
-def blocks_per_slot(settings: Settings, engine_block_size: int) -> int:
-    """Return how many of the engine's blocks one cached block holds. Raises ConfigError unless it is whole."""
+def blocks_per_slot(settings: ConnectorSettings, engine_block_size: int) -> int:
+    """Return how many of the engine's blocks one cached block holds. Raises ConfigError unless it is a whole number."""
     tokens = settings.block_size or -(-BLOCK_TOKENS // engine_block_size) * engine_block_size
     if tokens % engine_block_size:
         raise ConfigError(

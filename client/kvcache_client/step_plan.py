@@ -1,7 +1,7 @@
 """Pure: what one step loads and saves, from the scheduler to every rank.
 
-A step's plan is plain data. Ranks carry it out and decide nothing; each plan is carried out once, whatever the order
-and the number of calls in which the engine presents it.
+A plan is plain data. Ranks carry it out and decide nothing. Each plan is carried out once, however often and in
+whatever order the engine presents it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import msgspec
 
 from kvcache_proto.types import REF_BYTES, NamespaceSpec
 
-SHIPPED = 1024  # saves that are remembered, of which ranks may yet say that they never began
+SHIPPED = 1024  # saves that are remembered, because ranks may yet report that they never began
 
 
 class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     """Fill device blocks from slots.
 
     Attributes:
-        request: whose load it is; reported once a rank when it has ended.
+        request: whose load it is; each rank reports it once, when it has ended.
         region: id of the region that the references belong to.
         refs: packed slot references, REF_BYTES each.
-        blocks: device blocks, in order; `skip` of the first slot's blocks come before the first of them.
-        skip: blocks of the first slot that the engine has already.
+        blocks: device blocks, in order.
+        skip: blocks at the beginning of the first slot that the engine has already; `blocks` does not include them.
         sums: checksums of every shard of each slot, SUM_BYTES each, 0 for none; b"" where nothing is verified.
     """
 
@@ -37,10 +37,11 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True, array_like=True):
-    """Copy device blocks to the slots of one reservation, `len(blocks) / len(positions)` blocks a slot.
+    """Copy device blocks to the slots of one reservation, `len(blocks) / len(positions)` blocks per slot.
 
-    `positions` number the granted blocks of the reservation; each is settled by every rank once its copy has ended.
-    `summed` says of which of them, by their place in `positions`, a checksum is taken.
+    Attributes:
+        positions: numbers of granted blocks of the reservation; every rank settles each once its copy has ended.
+        summed: indices into `positions` of the blocks of which a checksum is taken.
     """
 
     request: str
@@ -53,7 +54,7 @@ class SaveJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CheckJob(msgspec.Struct, frozen=True, array_like=True):
-    """Compare device blocks with the slots that should hold the same, as many blocks a slot."""
+    """Compare device blocks with the slots that should hold the same, equally many blocks per slot."""
 
     request: str
     region: bytes
@@ -67,7 +68,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         number: counts up; 0 is a step without work.
         saves: to be started before anything of this step touches device memory.
-        given: device blocks that this step gives to somebody else and that a running save may still read.
+        given: device blocks that this step gives to another request and that a running save may still read.
         loads: to be started after that.
         finished: requests that ended since the last plan, for the log.
         namespace: where the ranks write from now on; None is no change.
@@ -87,8 +88,8 @@ NOTHING = StepPlan()
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """What a rank heard when it settled its shards of a reservation: a verdict a position."""
+class RankVerdicts:
+    """The daemon's answer to a rank that settled its shards of a reservation: one verdict per position."""
 
     region: bytes
     reservation: int

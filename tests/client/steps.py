@@ -12,7 +12,7 @@ import pytest
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.engines.vllm.views import request_view, step_view
 from kvcache_client.scheduler.scheduler import Scheduler
-from kvcache_client.settings import Settings
+from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import StepPlan
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
@@ -65,19 +65,21 @@ def new(name: str, blocks: list[int], computed: int) -> SimpleNamespace:
 class Rig:
     """An engine of one rank, whose steps a test writes out."""
 
-    def __init__(self, endpoint: str, name: str, dtype: Any = torch.uint8, tell: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, endpoint: str, name: str, dtype: Any = torch.uint8, events: bool = False, **settings: Any
+    ) -> None:
         self.checkpoint = "files 1"  # what is found where one looks
-        options = Settings(endpoint, **settings)
+        options = ConnectorSettings(endpoint, **settings)
         sessions = [Session.open(endpoint, engine=name, label=label, deadline=5.0) for label in ("rank", "scheduler")]
         if dtype is torch.uint8:
             self.tensors = [torch.randint(0, 255, (BLOCKS, PAGE), dtype=dtype) for _ in range(LAYERS)]
         else:
             self.tensors = [torch.randn(BLOCKS, PAGE // dtype.itemsize).to(dtype) for _ in range(LAYERS)]
-        self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, LAYERS * PAGE, 1, tell=tell)
+        self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, LAYERS * PAGE, 1, events=events)
         self.worker.register({str(layer): tensor for layer, tensor in enumerate(self.tensors)}, BLOCKS)
         self.session = sessions[1]
         self.scheduler = VllmScheduler(
-            self.session, SPEC, options, BLOCK, 1, tell=tell, checkpoint=lambda: self.checkpoint
+            self.session, SPEC, options, BLOCK, 1, events=events, checkpoint=lambda: self.checkpoint
         )
         self.seen: set[str] = set()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache_client.session.breaker import Backoff, Breaker
+from kvcache_client.session.breaker import Backoff, CircuitBreaker
 
 
 def test_backoff_doubles_to_its_longest_and_starts_anew_after_a_reset() -> None:
@@ -17,7 +17,7 @@ def test_backoff_jitter_takes_at_most_half_off() -> None:
 
 
 def test_one_miss_opens_and_an_answer_in_time_closes() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert breaker.closed
     assert breaker.failed(10.0)
     assert not breaker.closed
@@ -28,7 +28,7 @@ def test_one_miss_opens_and_an_answer_in_time_closes() -> None:
 
 
 def test_probes_are_due_at_once_and_then_by_the_backoff() -> None:
-    breaker = Breaker(Backoff(first=1.0, longest=2.0, draw=lambda: 1.0))
+    breaker = CircuitBreaker(Backoff(first=1.0, longest=2.0, draw=lambda: 1.0))
     assert not breaker.probe_due(0.0), "closed: nothing to find out"
     breaker.failed(10.0)
     due = [now / 2 for now in range(20, 36) if breaker.probe_due(now / 2)]
@@ -38,7 +38,7 @@ def test_probes_are_due_at_once_and_then_by_the_backoff() -> None:
 
 
 def test_what_opens_again_soon_stays_open_for_longer() -> None:
-    breaker = Breaker(Backoff(first=1.0, longest=4.0, draw=lambda: 1.0))
+    breaker = CircuitBreaker(Backoff(first=1.0, longest=4.0, draw=lambda: 1.0))
     waits = []
     for now in (0.0, 3.0, 6.0, 12.0, 100.0):
         assert breaker.failed(now)
@@ -49,7 +49,7 @@ def test_what_opens_again_soon_stays_open_for_longer() -> None:
 
 
 def test_a_late_answer_brings_the_next_probe_near_and_closes_nothing() -> None:
-    breaker = Breaker(Backoff(first=1.0, longest=8.0, draw=lambda: 1.0))
+    breaker = CircuitBreaker(Backoff(first=1.0, longest=8.0, draw=lambda: 1.0))
     breaker.answered_late(0.0)
     assert breaker.closed
     breaker.failed(0.0)

@@ -79,7 +79,7 @@ def test_a_canary_finds_what_is_spoilt(rigs: Any, daemon: Any, kind: str, caplog
         status = daemon.wait_status(lambda s: s["pool"]["blocks"] == 2, "the end of the block and of the one below it")
         assert status["counters"]["canary_mismatches"] == 1
         until(lambda: "stored by engine one (session" in caplog.text, "the line of the client")
-        assert "the canary" in caplog.text
+        assert "a canary" in caplog.text
         assert "stored by engine one (session" in daemon.log
         idle(daemon, 2)
 

@@ -14,7 +14,7 @@ from kvcache_client.scheduler import events as module
 from kvcache_client.scheduler.events import EngineEvents, Removed, Stored
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.views import RequestView
-from kvcache_client.step_plan import Heard
+from kvcache_client.step_plan import RankVerdicts
 from kvcache_proto.types import Verdict
 from kvcache_server.admin_client import AdminClient
 
@@ -37,7 +37,7 @@ def test_a_save_is_told_with_all_blocks_of_the_engine_and_their_tokens() -> None
     events, request = EngineEvents(FullAttention(4, 2)), a_request("a", 7)
     ship(events, request, range(1, 3))
     assert events.take() == []
-    events.settled(Heard(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))
+    events.settled(RankVerdicts(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))
     assert events.take() == [Stored(request.hashes[1], request.hashes[2:6], list(range(8, 24)))]
     assert events.take() == []
 
@@ -55,20 +55,20 @@ def test_runs_that_do_not_follow_each_other_stay_apart() -> None:
 def test_of_several_ranks_the_last_one_tells_and_what_fails_is_not_told() -> None:
     events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3)
     ship(events, request, range(3))
-    events.settled(Heard(REGION, 1, [0, 1, 2], [PARTIAL, PARTIAL, FAILED]))
+    events.settled(RankVerdicts(REGION, 1, [0, 1, 2], [PARTIAL, PARTIAL, FAILED]))
     assert events.take() == []
-    events.settled(Heard(REGION, 1, [0, 1, 2], [VISIBLE, FAILED, FAILED]))
+    events.settled(RankVerdicts(REGION, 1, [0, 1, 2], [VISIBLE, FAILED, FAILED]))
     assert events.take() == [Stored(None, request.hashes[:1], [0, 1, 2, 3])]
-    events.settled(Heard(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))  # told and done
+    events.settled(RankVerdicts(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))  # told and done
     assert events.take() == []
 
 
 def test_what_waits_for_its_parent_is_told_with_it() -> None:
     events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3)
     ship(events, request, range(3))
-    events.settled(Heard(REGION, 1, [2, 1], [HIDDEN, HIDDEN]))
+    events.settled(RankVerdicts(REGION, 1, [2, 1], [HIDDEN, HIDDEN]))
     assert events.take() == []
-    events.settled(Heard(REGION, 1, [0], [VISIBLE]))
+    events.settled(RankVerdicts(REGION, 1, [0], [VISIBLE]))
     assert events.take() == [Stored(None, request.hashes, list(range(12)))]
 
 
@@ -90,7 +90,7 @@ def test_after_a_reset_nothing_is_there_and_late_verdicts_are_of_the_past() -> N
     ship(events, request, range(2, 4))
     events.take()
     events.reset()
-    events.settled(Heard(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))
+    events.settled(RankVerdicts(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))
     assert events.take() == [Removed(request.hashes[:2])]
 
 
@@ -112,8 +112,8 @@ def test_no_more_is_claimed_than_is_remembered(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_real_rank_and_a_real_daemon(daemon: Any) -> None:
     steps = pytest.importorskip("steps", reason="needs torch, as ranks do", exc_type=ImportError)
-    rig = steps.Rig(daemon.endpoint, "one", tell=True)
-    other = steps.Rig(daemon.endpoint, "two", tell=True)
+    rig = steps.Rig(daemon.endpoint, "one", events=True)
+    other = steps.Rig(daemon.endpoint, "two", events=True)
     events = rig.scheduler.events
 
     def told(count: int) -> list[Stored | Removed]:
@@ -152,7 +152,7 @@ def test_what_waits_in_vain_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPa
     events, requests = EngineEvents(FullAttention(4, 1)), [a_request(name, 3) for name in "abcd"]
     for number, request in enumerate(requests):
         ship(events, request, range(1, 2), reservation=number)
-        events.settled(Heard(REGION, number, [0], [HIDDEN]))
+        events.settled(RankVerdicts(REGION, number, [0], [HIDDEN]))
     for request in requests:
         events.looked_up(request, 1, 1)
     told = [event for event in events.take() if isinstance(event, Stored)]
@@ -165,7 +165,7 @@ def test_nothing_is_kept_of_a_request_but_what_is_told() -> None:
 
     events, request = EngineEvents(FullAttention(4, 1)), Request(**msgspec.structs.asdict(a_request("a", 3)))
     ship(events, request, range(3))
-    events.settled(Heard(REGION, 1, [2], [HIDDEN]))
+    events.settled(RankVerdicts(REGION, 1, [2], [HIDDEN]))
     kept = weakref.ref(request)
     del request
     assert kept() is None
@@ -174,7 +174,7 @@ def test_nothing_is_kept_of_a_request_but_what_is_told() -> None:
 def test_a_long_chain_that_waited_for_its_root_is_told_as_one() -> None:
     events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3000)
     ship(events, request, range(1, 3000))
-    events.settled(Heard(REGION, 1, list(range(2999)), [HIDDEN] * 2999))
+    events.settled(RankVerdicts(REGION, 1, list(range(2999)), [HIDDEN] * 2999))
     assert events.take() == []
     events.looked_up(request, 1, 1)  # somebody else has written the root
     assert events.take() == [Stored(None, request.hashes, request.token_ids)]

@@ -86,7 +86,7 @@ def test_shared_layers_count_once() -> None:
 
 
 def test_a_sum_that_differs_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="64 bytes a block, the KV cache specification says 65"):
+    with pytest.raises(ConfigError, match="64 bytes per block, the KV cache specification says 65"):
         block_fragments([tensor(0, (10, 4, 8))], 10, 65)
     with pytest.raises(ConfigError, match="no axis for 10 blocks"):
         block_fragments([tensor(0, (2, 3, 8))], 10, 64)

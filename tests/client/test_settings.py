@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvcache_client.settings import Settings, blocks_per_slot, parse_settings
+from kvcache_client.settings import ConnectorSettings, blocks_per_slot, parse_settings
 from kvcache_proto.errors import ConfigError
 
 
 def test_nothing_given_is_the_defaults() -> None:
-    assert parse_settings({}) == (Settings(), [])
+    assert parse_settings({}) == (ConnectorSettings(), [])
 
 
 def test_every_field_can_be_given() -> None:
@@ -29,7 +29,7 @@ def test_every_field_can_be_given() -> None:
         "kv_load_failure_policy": "fail",
         "server_uids": ("kvcache", 995),
     }
-    assert set(given) == set(Settings.__struct_fields__)
+    assert set(given) == set(ConnectorSettings.__struct_fields__)
     settings, notes = parse_settings(given)
     assert not notes
     assert {name: getattr(settings, name) for name in given} == given
@@ -60,7 +60,7 @@ def test_an_unknown_key_like_none_names_them_all() -> None:
 )
 def test_a_key_of_another_connector_is_answered_with_what_replaces_it(key: str, said: str) -> None:
     settings, notes = parse_settings({key: 1})
-    assert settings == Settings()
+    assert settings == ConnectorSettings()
     assert len(notes) == 1
     assert notes[0].startswith(f"{key} is a setting of another connector")
     assert said in notes[0]
@@ -86,8 +86,8 @@ def test_a_bad_value_names_its_key(given: dict[str, Any], said: str) -> None:
 
 
 def test_block_size_is_a_multiple_of_the_engines() -> None:
-    assert [blocks_per_slot(Settings(), size) for size in (16, 32, 48, 128, 256)] == [8, 4, 3, 1, 1]
-    assert blocks_per_slot(Settings(block_size=32), 32) == 1
-    assert blocks_per_slot(Settings(block_size=128), 32) == 4
+    assert [blocks_per_slot(ConnectorSettings(), size) for size in (16, 32, 48, 128, 256)] == [8, 4, 3, 1, 1]
+    assert blocks_per_slot(ConnectorSettings(block_size=32), 32) == 1
+    assert blocks_per_slot(ConnectorSettings(block_size=128), 32) == 4
     with pytest.raises(ConfigError, match="block_size 48: a multiple of the engine's 32"):
-        blocks_per_slot(Settings(block_size=48), 32)
+        blocks_per_slot(ConnectorSettings(block_size=48), 32)

@@ -21,7 +21,7 @@ import pytest
 from sick_daemon import DOOR, RUDE, WIRE
 
 from kvcache_client import GroupSpec, NamespaceSpec, Outcome, Session, Verdict
-from kvcache_client.session.breaker import Backoff, Breaker
+from kvcache_client.session.breaker import Backoff, CircuitBreaker
 from kvcache_proto.errors import KVCacheError
 
 Hashes = Callable[[int], list[bytes]]
@@ -74,7 +74,7 @@ def sick(real: Any) -> Iterator[Sick]:
 @pytest.fixture
 def session(sick: Sick) -> Iterator[Session]:
     with Session.open(sick.endpoint, engine="e1", deadline=WELL) as made:
-        made._backoff, made._breaker = Backoff(longest=LONGEST), Breaker(Backoff(longest=LONGEST))
+        made._backoff, made._breaker = Backoff(longest=LONGEST), CircuitBreaker(Backoff(longest=LONGEST))
         yield made
 
 

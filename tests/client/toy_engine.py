@@ -10,7 +10,7 @@ from typing import Any
 from kvcache_client import GroupSpec, NamespaceSpec
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.scheduler.views import IDLE, NewTable, RequestView, StepView
-from kvcache_client.settings import Settings
+from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import StepPlan
 from kvcache_proto.messages import Note, Run
 from kvcache_proto.types import Outcome, SlotRef
@@ -217,7 +217,7 @@ class Engine:
     def __init__(self, cache: Cache, works: bool = True, **settings: Any) -> None:
         self.cache, self.works, self.now = cache, works, 1000.0
         options = {"canary_every": 0, **settings}
-        self.scheduler = Scheduler(cache, SPEC, Settings(**options), BLOCK, 1, clock=lambda: self.now)
+        self.scheduler = Scheduler(cache, SPEC, ConnectorSettings(**options), BLOCK, 1, clock=lambda: self.now)
         self._blocks = itertools.count()
         self.step()  # the ranks join the namespace
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_client.settings import FOREIGN, Settings
+from kvcache_client.settings import FOREIGN, ConnectorSettings
 from kvcache_server.config import settings
 
 PAGE = (Path(__file__).parents[2] / "deploy" / "MIGRATION.md").read_text()
@@ -29,12 +29,12 @@ def test_every_key_of_vllm_is_on_the_page_and_known_to_the_connector() -> None:
         keys |= set(re.findall(r"extra_config(?:\.get\(\s*|\[)\"(\w+)\"", file.read_text()))
     assert {"cpu_bytes_to_use", "disk_path", "secondary_tiers"} <= keys
     assert {key for key in keys if f"`{key}`" not in PAGE} == set()
-    assert keys - set(FOREIGN) - set(Settings.__struct_fields__) == set()
+    assert keys - set(FOREIGN) - set(ConnectorSettings.__struct_fields__) == set()
     assert all(f"`{name}`" in PAGE for name in ("--kv-offloading-size", "--kv-offloading-backend"))
 
 
 def test_settings_of_ours_that_the_page_names_exist() -> None:
-    ours = {row.name for row in settings()} | set(Settings.__struct_fields__)
+    ours = {row.name for row in settings()} | set(ConnectorSettings.__struct_fields__)
     answers = re.findall(r"^\|.*\| ([^|]*) \|$", PAGE.split("**Not supported**")[0], re.MULTILINE)
     named = {name for answer in answers for name in re.findall(r"^`(\w+)`", answer)}
     assert len(named) > 10

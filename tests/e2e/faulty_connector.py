@@ -20,7 +20,7 @@ __all__ = ["KVCacheServerConnector"]
 POINTS = {
     connector: ["namespace_spec", "parse_settings", "why_not", "open_session", "tensor_parallel_rank"],
     Scheduler: ["__init__", "matched_tokens", "allocated", "plan", "ended", "finished", "reset", "close"],
-    Worker: ["__init__", "register", "begin", "load", "received", "take_errors", "close", "_tell_end", "_not_filled"],
+    Worker: ["__init__", "register", "begin", "load", "received", "take_errors", "close", "_settle_end", "_not_filled"],
     Daemon: ["missed", "call", "post"],
     Channel: ["pump"],
     Supervisor: ["_watch"],

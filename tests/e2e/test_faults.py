@@ -32,7 +32,7 @@ FAULTS = {
     "Worker.received": 1,
     "Worker.take_errors": 1,
     "Worker.close": 0,  # at the end nobody hears what a rank reports
-    "Worker._tell_end": 0,  # of threads: what they were at has failed, and they go on
+    "Worker._settle_end": 0,  # of threads: what they were at has failed, and they go on
     "Worker._not_filled": 0,
     "Daemon.call": 1,
     "Daemon.post": 1,

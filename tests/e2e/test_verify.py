@@ -75,7 +75,7 @@ def test_canaries_are_quiet_until_a_block_is_spoilt(engines: Any, daemon: Any, p
     assert engine.generate(prompts[0]) == reference(prompts[:1])  # alone, and then beside others
     assert engine.generate(*prompts) == reference(prompts)
     wait_idle(daemon)
-    assert engine.log.count("cached blocks are as they should be") == 5
+    assert engine.log.count("cached blocks are as computed") == 5
     assert "canary_mismatches" not in daemon.status()["counters"]
 
     engine.ask("reset")

@@ -1,4 +1,4 @@
-"""What moves bytes between an engine's KV memory and the region: one small protocol, one module a kind of device."""
+"""What moves bytes between an engine's KV memory and the region: one small protocol, one module per kind of device."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from kvcache_proto.errors import ServerError
 
 
 class CopyError(ServerError):
-    """The device, or what drives it, cannot do what copies need."""
+    """The device or its driver cannot do what copies need."""
 
     code = "copy_error"
 
 
 class Unsupported(CopyError):
-    """A kind of memory that this version does not copy from."""
+    """A kind of memory that this version cannot copy from."""
 
     code = "unsupported"
 
 
 class Memory(Protocol):
-    """Mapped host memory: the region, or what stands for it.
+    """Mapped host memory: the region, or a stand-in.
 
     Attributes:
         buffer: all of it, writable.
         address: where it begins in this process; page-aligned.
         bytes: its length.
-        holes: (offset, bytes) of parts that hold nothing, and that take memory if they are touched.
+        holes: (offset, bytes) of parts that hold nothing, and that would take memory if they were touched.
     """
 
     @property
@@ -47,7 +47,7 @@ class Memory(Protocol):
 
 
 class Scratch:
-    """Host memory that stands for the region, for bytes that others shall not see."""
+    """Private host memory in place of the region."""
 
     def __init__(self, size: int) -> None:
         self.buffer = memoryview(mmap.mmap(-1, size))
@@ -62,13 +62,13 @@ class Job:
     """Blocks to copy, one way.
 
     Attributes:
-        region: whose mapping the bytes of the slots lie in; the job keeps it mapped.
+        region: the mapping that the slots lie in; the job keeps it mapped.
         blocks: n device blocks.
-        offsets: n places in the region; the bytes of blocks[i] begin at offsets[i].
-        ended: called once, on whichever thread sees the end, after the last byte has moved or `error` is set.
-        error: why the bytes are not all there.
+        offsets: n offsets in the region; the bytes of blocks[i] begin at offsets[i].
+        ended: called once, on the thread that sees the end, after the last byte has moved or `error` is set.
+        error: why not all bytes have arrived.
         seconds: how long the copy itself took.
-        cancelled: it never began, for somebody else got its blocks; `error` says so, too.
+        cancelled: it never began, because its blocks were given away; `error` says so, too.
         direct: no thread had to carry its bytes.
     """
 
@@ -91,42 +91,44 @@ class Device(Protocol):
     """Copies in the background, in the order of submission in each direction. Called from one thread."""
 
     def register(self, region: Memory) -> None:
-        """Make `region` ready for copies, off the calling thread where that takes long, and let go of the one before.
+        """Prepare `region` for copies, and release the one before; on another thread where that takes long.
 
         Copies need not wait for it: they are slower until then.
         """
 
     def adopt(self, registration: Any) -> None:
-        """Take over what has been page-locked for this kind of device before the cache was there. No job may run."""
+        """Take over what was page-locked for this kind of device before it was opened. No job may be running."""
 
     def registered(self) -> tuple[bool, int]:
-        """Return whether registering is over, and how many of the region's bytes copies reach directly."""
+        """Return whether registration is over, and how many of the region's bytes copies reach directly."""
 
     def save(self, job: Job) -> None:
-        """Copy device blocks to the region, as they are once all that was submitted to the device has run."""
+        """Copy device blocks to the region, as they are after all work that was submitted to the device before."""
 
     def load(self, job: Job) -> None:
         """Copy the region to device blocks."""
 
     def fence(self, blocks: Collection[int]) -> None:
-        """Let nothing that is submitted to the device from now on overwrite `blocks` before running saves have read
-        them. A save of any of them that has not begun is cancelled: nothing waits for it."""
+        """Keep work that is submitted from now on from overwriting `blocks` before running saves have read them.
+
+        A save of any of them that has not begun is cancelled: nothing waits for it.
+        """
 
     def enter_step(self) -> None:
-        """The engine begins a step: until `leave_step`, and until the device has done what the step submitted, it
-        leaves the device's driver alone. From the first step on nothing is made ready that no copy asks for."""
+        """The engine begins a step: do not occupy the device's driver until `leave_step`, and until the device has done
+        what the step submitted. From the first step on, prepare only memory that a copy has asked for."""
 
     def leave_step(self) -> None:
-        """The engine has submitted all of a step, or nearly all."""
+        """The engine has submitted all of a step, or nearly all of it."""
 
     def poll(self) -> None:
-        """Notice jobs that have ended, where no thread of the device's own does. Never waits."""
+        """Notice jobs that have ended, where the device has no thread that does. Never waits."""
 
     def linger(self, seconds: float) -> None:
-        """Wait, no longer than that, for a load that ends presently; return at once where none does."""
+        """Wait at most `seconds` for a load that is about to end; return at once where none is."""
 
     def peek(self, address: int, size: int) -> bytes:
-        """Return bytes of the device's memory, by its plainest means. Waits for all that was submitted before."""
+        """Return bytes of the device's memory, by its simplest means. Waits for all work submitted before."""
 
     def poke(self, address: int, data: bytes) -> None:
         """Write bytes to the device's memory, likewise."""
@@ -135,14 +137,15 @@ class Device(Protocol):
         """Wait for running jobs; return whether all have ended."""
 
     def close(self) -> None:
-        """Stop. Jobs that had not begun end with an error; the one being copied is waited for."""
+        """Stop. Jobs that have not begun end with an error; waits for the one being copied."""
 
 
 def open_device(kind: str, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = ()) -> Device:
-    """Return the device for tensors on `kind`, such as "cpu". `keep` is held as long as the device is: the tensors.
+    """Return the device for tensors on `kind`, such as "cpu". `keep` is referenced as long as the device exists: the
+    tensors.
 
-    Raises Unsupported for a kind that this version cannot copy from, CopyError where the device is of a kind
-    that it can but does not work, ConfigError for a wrong setting in the environment.
+    Raises Unsupported for a kind that this version cannot copy from, CopyError where a supported device does not work,
+    ConfigError for a wrong setting in the environment.
     """
     if kind == "cpu":
         from kvcache_client.devices.cpu import CpuDevice
@@ -156,11 +159,11 @@ def open_device(kind: str, runs: Sequence[FragmentRun], num_blocks: int, keep: S
         from kvcache_client.devices.npu import open_npu
 
         return open_npu(runs, num_blocks, keep)
-    raise Unsupported(f"KV cache on {kind!r}: this version copies from 'cpu', 'cuda' and 'npu' alone")
+    raise Unsupported(f"KV cache on {kind!r}: this version copies only from 'cpu', 'cuda' and 'npu'")
 
 
 def check_job(job: Job, num_blocks: int, block_bytes: int) -> None:
-    """Raise ValueError unless all of `job` lies inside the region and the cache: a copy itself believes everything."""
+    """Raise ValueError unless all of `job` lies inside the region and the cache: copies themselves check nothing."""
     if not len(job.blocks):
         return
     low, high = int(job.offsets.min()), int(job.offsets.max()) + block_bytes

@@ -1,6 +1,6 @@
-"""The way round for host memory that is not page-locked: two page-locked buffers, and a thread that copies.
+"""Copies for host memory that is not page-locked: through two page-locked buffers, by a thread.
 
-A copy straight from such memory would look as if it were asynchronous and make the engine wait.
+A copy straight from such memory would look asynchronous and yet make the engine wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcache_client.devices.spans import Spans
 
 
 class BounceBuffers:
-    """Of one direction; used by one thread at a time."""
+    """Two buffers of one direction, used by one thread at a time."""
 
     def __init__(self, runtime: Runtime, path: Path, slot: int, size: int) -> None:
         """Take two buffers of `size` bytes, at least one slot each. Raises CopyError."""
@@ -28,7 +28,7 @@ class BounceBuffers:
             self._buffers.append((runtime.allocate_host(self._most * slot), runtime.create_event()))
 
     def save(self, job: Job) -> None:
-        """Return when the bytes are in the region."""
+        """Copy a job; return when the bytes are in the region."""
         filling: tuple[Addresses, int, Handle] | None = None
         try:
             for blocks, places, buffer, event in self._parts(job):
@@ -46,7 +46,7 @@ class BounceBuffers:
             raise
 
     def load(self, job: Job) -> None:
-        """Return when the last bytes are in a buffer and their copy is queued."""
+        """Copy a job; return when the last bytes are in a buffer and their copy to the device is queued."""
         try:
             for blocks, places, buffer, event in self._parts(job):
                 self._runtime.wait_host(event)
@@ -79,5 +79,5 @@ class BounceBuffers:
 
 
 def _whole(spans: Spans) -> Spans:
-    """A buffer is one piece of memory: nothing to cut."""
+    """Return `spans` as they are: a buffer is one piece of memory, so there is nothing to cut."""
     return spans

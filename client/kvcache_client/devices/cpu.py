@@ -1,10 +1,9 @@
-"""KV cache in host memory: a thread a direction, and a helper for large jobs, that copy with the GIL released.
+"""KV cache in host memory: a thread per direction, and a helper for large jobs, that copy with the GIL released.
 
-One core alone reaches some 60 % of what memory gives: for fragments this small, memcpy reads what it is about to
-overwrite. Two reach it all. Evenly spaced fragments go by one numpy call a block, single ones by memmove; either way a
-thread needs the GIL once for some hundred KiB. On a host, a copy that has not run yet sees whatever is written
-meanwhile, so that `fence` waits: it takes what
-copying takes, on the cores that the engine would compute with.
+One core reaches about 60 % of the bandwidth of memory: for fragments this small, memcpy reads what it is about to
+overwrite. Two reach all of it. Evenly spaced fragments are copied by one numpy call per block, single ones by memmove;
+either way a thread needs the GIL once per some hundred KiB. On a host, a copy that has not run yet sees what is written
+meanwhile, so `fence` waits as long as copying takes, on the cores that the engine would compute with.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SHARE = 4 << 20  # bytes from which on a job is worth a second thread
 
 
 class CpuDevice:
-    """The naive device that keeps the others honest."""
+    """The naive implementation that the others are compared with."""
 
     def __init__(self, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = ()) -> None:
         """`keep` are the tensors that the runs are in; torch's, or numpy's."""
@@ -51,13 +50,13 @@ class CpuDevice:
         self._region_bytes = region.bytes
 
     def adopt(self, registration: Any) -> None:
-        """Nobody page-locks for this one."""
+        """Nothing to do: nothing is page-locked for this device."""
 
     def registered(self) -> tuple[bool, int]:
         return True, self._region_bytes
 
     def linger(self, seconds: float) -> None:
-        """Its threads need the cores that a waiting engine leaves to them, and cannot tell when they end."""
+        """Returns at once: its threads cannot predict their end, and need the cores that a waiting engine would use."""
 
     def peek(self, address: int, size: int) -> bytes:
         return ctypes.string_at(address, size)
@@ -81,7 +80,7 @@ class CpuDevice:
             self._changed.wait_for(lambda: not any(block in self._reading for block in blocks))
 
     def enter_step(self) -> None:
-        """Nothing is made ready here."""
+        """Nothing to do: nothing is prepared here."""
 
     def leave_step(self) -> None:
         """As above."""
@@ -187,7 +186,7 @@ class _Thread:
             begin = time.perf_counter()
             try:
                 self._copy(job)
-            except Exception as error:  # noqa: BLE001  # one bad job must not end the thread; its owner is told
+            except Exception as error:  # noqa: BLE001  # one bad job must not end the thread; its owner gets the error
                 job.error = f"{type(error).__name__}: {error}"
             job.seconds = time.perf_counter() - begin
             self._end(job)
@@ -195,7 +194,7 @@ class _Thread:
     def _end(self, job: Job) -> None:
         try:
             self._report(job)
-        except Exception:  # the thread must live: the engine's step waits for the jobs behind this one
+        except Exception:  # the thread must go on: the engine's step waits for the jobs behind this one
             logger.exception("the owner of a copy failed to take its end")
         with self._changed:
             self._unended -= 1

@@ -1,4 +1,4 @@
-"""KV cache on an NVIDIA GPU: two streams of our own a direction, DMA alone between the device and the region."""
+"""KV cache on an NVIDIA GPU: streams of our own for each direction, and only DMA between the device and the region."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SMALLEST_STAGE = 1 << 20
 def open_cuda(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any]) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises as `open_device` does."""
     if torch.version.hip is not None:
-        raise Unsupported("KV cache on ROCm: this version copies from 'cpu' and NVIDIA's 'cuda' alone")
+        raise Unsupported("KV cache on ROCm: this version copies only from 'cpu' and NVIDIA's 'cuda'")
     tuning = read_tuning()
     device = keep[0].device
     fragments = [
@@ -50,7 +50,7 @@ def open_cuda(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any])
                 packer = None
                 held.clear()
                 logger.warning(
-                    "no stage for KV fragments of %d bytes, each is copied by itself, at a fraction of the bus: %s",
+                    "no staging for KV fragments of %d bytes: each is copied by itself, which is much slower: %s",
                     *(min(fragment.bytes for fragment in fragments), error),
                 )
 
@@ -103,7 +103,7 @@ def _stage(device: torch.device, size: int, slot: int, held: list[torch.Tensor])
             if size == slot or size // 2 < _SMALLEST_STAGE:
                 raise CopyError(f"four buffers of {size} bytes: {error}") from None
             size //= 2
-    short = "" if size >= wanted else ", less than wanted: it is short"
+    short = "" if size >= wanted else ", less than wanted because it is short"
     logger.info("%d MiB of device memory for copies%s", 4 * size >> 20, short)
     held.extend(buffers)
     return [buffer.data_ptr() for buffer in buffers], size

@@ -31,7 +31,7 @@ class Fragment(NamedTuple):
 
 
 class FragmentRun(NamedTuple):
-    """`number` fragments of one size, `step` bytes apart, that follow each other in the slot from `offset` on."""
+    """`number` fragments of one size, `step` bytes apart on the device, contiguous in the slot from `offset` on."""
 
     pointer: int
     stride: int
@@ -58,7 +58,7 @@ def block_fragments(tensors: Iterable[Tensor], num_blocks: int, block_bytes: int
                 found.append(fragment)
     total = sum(fragment.bytes for fragment in found)
     if total != block_bytes:
-        raise ConfigError(f"the KV tensors hold {total} bytes a block, the KV cache specification says {block_bytes}")
+        raise ConfigError(f"the KV tensors hold {total} bytes per block, the KV cache specification says {block_bytes}")
     return _merge(found)
 
 
@@ -104,7 +104,7 @@ def _merge(fragments: Sequence[Fragment]) -> list[Fragment]:
 
 
 def runs(fragments: Sequence[Fragment]) -> list[FragmentRun]:
-    """Return the fragments as few evenly spaced runs: one copy call does a run."""
+    """Return the fragments as a few evenly spaced runs: one copy call copies a run."""
     found: list[FragmentRun] = []
     offset = 0
     for fragment in fragments:

@@ -51,8 +51,8 @@ def open_npu(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any]) 
         return Straight(runtime, fragments, saves)
 
     def compute() -> Handle:
-        # Read anew each time: reading makes torch_npu hand all that it has queued on the host to the device. A handle
-        # kept from before may be ahead of a wait that the engine has asked for.
+        # Read each time: reading makes torch_npu pass all that it has queued on the host to the device. With a handle
+        # kept from before, copies might run ahead of a wait that the engine has queued.
         return int(npu.current_stream(device).npu_stream)
 
     def synchronize() -> None:
@@ -64,7 +64,7 @@ def open_npu(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any]) 
 
 
 def early_runtime() -> tuple[NpuRuntime, int]:
-    """Return a runtime for page-locking alone, on this thread's NPU, and the bytes of a piece. Raises CopyError."""
+    """Return a runtime that only page-locks, on this thread's NPU, and the bytes of a piece. Raises CopyError."""
     npu: Any = getattr(torch, "npu")  # noqa: B009
     tuning = read_tuning(normal=_NORMAL)
     some = torch.empty(1, dtype=torch.uint8, device=f"npu:{npu.current_device()}")
@@ -91,6 +91,6 @@ def _refusal(release: str) -> str:
     if found is None or (int(found[1]), int(found[2])) > (5, 10):
         return ""
     return (
-        f"CANN page-locks memory that it has not allocated safely under kernels after 5.10 alone, this is {release}; "
+        f"CANN page-locks memory that it has not allocated safely only under kernels after 5.10, not {release}; "
         "KVCACHE_NPU_REGISTER=1 does it all the same"
     )

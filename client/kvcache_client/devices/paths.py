@@ -108,7 +108,7 @@ class _Buffer(NamedTuple):
 
 
 class Staged:
-    """Buffers in turn: while the kernel fills one, another's slots are copied; for loads the other way round."""
+    """Through buffers in turn: while the kernel fills one, another's slots are copied; for loads in reverse."""
 
     def __init__(
         self, runtime: Runtime, packer: Packer, buffers: Sequence[int], buffer_bytes: int, slot: int, saves: bool

@@ -1,10 +1,10 @@
-"""Page-locks a mapping for a device: all of it before the engine serves, what is left over where the device is idle.
+"""Page-locks a mapping for a device: all of it before the engine serves, the rest when the device is idle.
 
-A driver does nothing else while it locks pages: a model's step beside it takes as long as the call, and a thousand
-small calls slow a thousand steps. In large calls, before there is a step, 32 GiB take a second. What is not locked by
-then (a region that came later, or one too large) is locked piece by piece, where a copy has asked for it and the engine
-computes nothing. Copies from and to other pieces go through bounce buffers. A region that another one replaces is
-unlocked once the copies that use it have ended.
+A driver does nothing else while it locks pages: a step of the model beside it takes as long as the call, and a thousand
+small calls slow down a thousand steps. In large calls, before the first step, 32 GiB take a second. What is not locked
+by then (a region that came later, or is too large) is locked piece by piece, when a copy has asked for it and the
+engine computes nothing. Copies from and to other pieces go through bounce buffers. A region that another one replaces
+is unlocked once the copies that use it have ended.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvcache_client.devices.runtime import Runtime
 logger = logging.getLogger("kvcache_client.devices")
 
 CALL = 1 << 30  # bytes of one call before the engine serves: 19 to 33 ms on an H200's host
-_GLANCE = 0.001  # seconds between two looks whether the device is idle: nothing tells when it becomes so
-_PATIENCE = 1.0  # seconds for which a mapping that nobody uses waits for an idle device, a call
+_GLANCE = 0.001  # seconds between two checks whether the device is idle: nothing signals it
+_PATIENCE = 1.0  # seconds that each call to unlock an unused mapping waits for an idle device
 
 
 class _Locked:
     """One mapping: which of its pieces are locked, how many bytes that is, and how many `copies` use it.
 
-    Pieces that lie in a hole are left alone: to lock them takes memory that the daemon has given back.
+    Pieces that lie in a hole are skipped: locking them would take memory that the daemon has given back.
     """
 
     def __init__(self, region: Memory, piece: int) -> None:
@@ -46,7 +46,7 @@ class _Locked:
         self._next = 0
 
     def missing(self, offsets: npt.NDArray[np.int64], size: int) -> bool:
-        """Return whether some of `size` bytes at each of `offsets` is not locked; if so, it is what comes next."""
+        """Return whether any of `size` bytes at each of `offsets` are not locked; if so, they are locked next."""
         if not len(offsets) or self.bytes == self.region.bytes:
             return False
         first, last = offsets // self.piece, (offsets + size - 1) // self.piece
@@ -58,7 +58,7 @@ class _Locked:
         return len(missing) > 0
 
     def take_wanted(self) -> int | None:
-        """Return the piece that copies have asked for first, None where they want none."""
+        """Return the piece that copies asked for first, None where they want none."""
         while self.wanted:
             number = next(iter(self.wanted))
             del self.wanted[number]
@@ -92,7 +92,7 @@ class _Locked:
 
 
 class Registration:
-    """The region that copies reach directly. Its thread does all that takes long."""
+    """The region that copies reach directly. Its thread does what takes long."""
 
     def __init__(self, runtime: Runtime, piece: int) -> None:
         """`piece` bytes, a multiple of the page size: a copy must not cross the end of one."""

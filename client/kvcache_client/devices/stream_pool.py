@@ -1,8 +1,8 @@
 """Streams used in turn, so that the outcome of each job is known when it ends.
 
-CANN tells of a copy that failed on the device only where its stream is synchronised: the event behind it completes as
-if nothing were wrong, and the stream goes on (ACL_CONTINUE_ON_FAILURE, the default; the other mode would stop the
-engine's streams, too). Synchronising waits for all that is queued. So jobs that follow each other take different
+CANN reports a copy that failed on the device only when its stream is synchronised: the event behind it completes as if
+nothing were wrong, and the stream goes on (ACL_CONTINUE_ON_FAILURE, the default; the other mode would stop the engine's
+streams, too). Synchronising waits for all that is queued. So jobs that follow each other take different
 streams, each waiting for the one before: when the last event of a stream is there, the stream is idle, and asking costs
 nothing. Jobs share a stream, and learn of their end together, only where all others still have jobs.
 """
@@ -74,7 +74,7 @@ class StreamPool:
     def settle(self, turn: StreamTurn) -> bool:
         """Return whether the outcome of `turn` is known. Never waits. Raises CopyError where the device is gone."""
         if not self._lock.acquire(blocking=False):
-            return False  # whoever has it may be waiting for room in a stream
+            return False  # the thread that has it may be waiting for room in a stream
         try:
             if turn.error is not None or turn.last is None:
                 return True
@@ -105,7 +105,7 @@ class StreamPool:
             turns = [*self._before, self._now]
         for turn in turns:
             while not self._settle_idle(turn):
-                time.sleep(_PAUSE)  # whoever has the turn open goes on meanwhile, and nothing tells of its end
+                time.sleep(_PAUSE)  # another job has the turn open, and nothing signals its end
         failed = [turn.error for turn in turns if turn.error]
         if failed:
             raise CopyError(failed[0])

@@ -1,7 +1,7 @@
-"""What one engine may load from the daemon, as far as it has seen: its own saves, and what its lookups found. Pure.
+"""What one engine may load from the daemon, as far as it knows: its own saves, and what its lookups found. Pure.
 
-Events name blocks of the engine's, several to a cached block, with their tokens: what a router that follows the
-engine's own blocks can match. Only what can be taken back is claimed.
+Events name blocks of the engine, several per cached block, with their tokens, so that a router that follows the
+engine's own blocks can match them. Nothing is reported as stored that cannot be reported as removed later.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.views import RequestView
-from kvcache_client.step_plan import Heard
+from kvcache_client.step_plan import RankVerdicts
 from kvcache_proto.types import Verdict
 
-REMEMBERED = 1 << 16  # cached blocks; what is beyond is taken back, though the daemon may have it yet
-SHIPPED = 1 << 13  # blocks that are being saved; of more, the oldest ones' answers were lost with their daemon
-WAITING = 1 << 12  # blocks that are not visible for want of their parent; what is beyond is told by a lookup, if ever
+REMEMBERED = 1 << 16  # cached blocks; beyond that the oldest are reported as removed, though they may be there
+SHIPPED = 1 << 13  # blocks that are being saved; beyond that the answers to the oldest are taken for lost
+WAITING = 1 << 12  # blocks whose parent is not visible; beyond that a lookup may report them later
 
 
 @dataclass(slots=True)
 class Stored:
-    """A run of the engine's blocks, each the child of the one before it, is there."""
+    """A chain of the engine's blocks, each the child of the one before it, can be loaded."""
 
     parent: bytes | None
     hashes: list[bytes]
@@ -30,39 +30,39 @@ class Stored:
 
 @dataclass(slots=True)
 class Removed:
-    """These blocks of the engine's are there no more."""
+    """These blocks of the engine cannot be loaded any more."""
 
     hashes: list[bytes]
 
 
 class EngineEvents:
-    """What has changed; `take` hands it out."""
+    """What has changed; `take` returns it."""
 
     def __init__(self, group: FullAttention) -> None:
         self._group = group
         self._new: list[Stored | Removed] = []
-        self._there: dict[bytes, bytes] = {}  # a cached block's hash -> those of the engine's blocks in it, joined
+        self._there: dict[bytes, bytes] = {}  # by a cached block's hash, those of the engine's blocks in it, joined
         self._shipped: dict[tuple[bytes, int, int], Stored] = {}  # being saved, each one cached block
         self._hidden: dict[bytes, list[Stored]] = {}  # whole, by the parent that is not
         self._waiting = 0  # blocks in it
 
     def take(self) -> list[Stored | Removed]:
-        """Return what has happened since the last call, in its order."""
+        """Return what has changed since the last call, in order."""
         new, self._new = self._new, []
         return new
 
     def shipped(self, region: bytes, reservation: int, position: int, request: RequestView, slot: int) -> None:
-        """Note that ranks were told to save the cached block `slot` of the request."""
+        """Note that the ranks are to save the cached block `slot` of the request."""
         self._shipped[region, reservation, position] = self._piece(request, slot)
         if len(self._shipped) > SHIPPED:
             del self._shipped[next(iter(self._shipped))]
 
-    def settled(self, heard: Heard) -> None:
-        """Take the verdicts of one rank; only with the last one's a block is seen, or will not be."""
-        for position, verdict in zip(heard.positions, heard.verdicts, strict=False):
+    def settled(self, verdicts: RankVerdicts) -> None:
+        """Take the verdicts of one rank; only the last rank's decides whether a block is visible."""
+        for position, verdict in zip(verdicts.positions, verdicts.verdicts, strict=False):
             if verdict == Verdict.PARTIAL:
                 continue
-            shipped = self._shipped.pop((heard.region, heard.reservation, position), None)
+            shipped = self._shipped.pop((verdicts.region, verdicts.reservation, position), None)
             if shipped is None:
                 continue
             if verdict == Verdict.VISIBLE:
@@ -74,7 +74,7 @@ class EngineEvents:
                     self._awaited(next(iter(self._hidden)))
 
     def looked_up(self, request: RequestView, hits: int, asked: int) -> None:
-        """Note that of the first `asked` cached blocks of the request, the first `hits` are there, and no others."""
+        """Note that of the first `asked` cached blocks of the request only the first `hits` are cached."""
         for slot, name in enumerate(self._group.keys(request.hashes)[:asked]):
             if slot < hits:
                 if name not in self._there:
@@ -83,7 +83,7 @@ class EngineEvents:
                 self._remove([name])
 
     def reset(self) -> None:
-        """The engine has left for another namespace: nothing of this one is there for it."""
+        """The engine has moved to another namespace: it can load nothing of this one any more."""
         self._shipped.clear()
         self._hidden.clear()
         self._waiting = 0
@@ -99,13 +99,13 @@ class EngineEvents:
         )
 
     def _awaited(self, parent: bytes) -> list[Stored]:
-        """Return what waits for that parent, which it does no more."""
+        """Return what waits for that parent, and forget that it waits."""
         pieces = self._hidden.pop(parent, [])
         self._waiting -= len(pieces)
         return pieces
 
     def _stored(self, piece: Stored) -> None:
-        waiting = [piece]  # a chain of hidden blocks may be longer than calls go deep
+        waiting = [piece]  # not recursive: a chain of hidden blocks may be long
         while waiting:
             piece = waiting.pop()
             name = piece.hashes[-1]

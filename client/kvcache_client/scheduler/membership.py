@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvcache_client.scheduler.cache import CacheNamespace, CacheSession
 from kvcache_client.scheduler.checkpoint import CheckpointReading
 from kvcache_client.scheduler.events import EngineEvents
-from kvcache_client.settings import Settings
+from kvcache_client.settings import ConnectorSettings
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import NamespaceSpec
 
@@ -33,7 +33,7 @@ class Membership:
         self,
         session: CacheSession,
         spec: NamespaceSpec,
-        settings: Settings,
+        settings: ConnectorSettings,
         checkpoint: Callable[[], str],
         events: EngineEvents | None,
     ) -> None:

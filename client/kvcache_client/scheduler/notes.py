@@ -1,4 +1,4 @@
-"""What the daemon cannot know of a request and is told, for operators who ask it why there was no hit. Pure.
+"""Notes for the daemon on what it cannot know of a request, for operators who ask why there was no hit. Pure.
 
 Only what is out of the ordinary: a lookup that was not made, a load that failed, blocks that were not saved. What
 cannot be sent now, because the daemon is away, is kept for later, within bounds.

@@ -1,8 +1,8 @@
-"""How blocks are saved, on the scheduler's side: reservations, and the jobs that ranks get.
+"""How blocks are saved, on the scheduler's side: reservations, and the jobs of the ranks. Pure: the clock is given.
 
-Full by the end of step N, its `Reserve` is sent while step N is planned, the answer is picked up while step N + 1 is
-planned, and the ranks copy it at the start of step N + 1, before anything of that step touches device memory. So no
-step waits for the daemon, and no block is kept from the engine for our sake.
+A block that is full by the end of step N is reserved while step N is planned. The answer is taken while step N + 1 is
+planned, and the ranks copy the block at the start of step N + 1, before anything of that step touches device memory. So
+no step waits for the daemon, and no block is withheld from the engine.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvcache_proto.errors import KVCacheError
 from kvcache_proto.messages import Run
 from kvcache_proto.types import MAX_HASHES, Outcome
 
-INSIST = 2.0  # seconds for which blocks whose Reserve is refused as a whole wait for one that is not
+INSIST = 2.0  # seconds that blocks are kept for while every Reserve is refused as a whole
 FIRST_RETRY, LAST_RETRY = 0.005, 5.0  # seconds between two that are refused as a whole; doubled each time
 _ADVANCES = {"present", "in_flight"}
-_OPERATORS = {"no_space", "quota"}  # refusals that somebody can do something about
+_OPERATORS = {"no_space", "quota"}  # refusals that an operator can remedy
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A run of blocks to be reserved. `whole` is how many of them still hold what was to be saved."""
+    """A run of blocks to be reserved, of which the first `whole` still hold what is to be saved."""
 
     state: RequestState
     first: int
@@ -41,7 +41,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Sent:
-    """What one step asks for, in one `Reserve`."""
+    """All runs that one step asks for, in one `Reserve`."""
 
     namespace: CacheNamespace
     asked: list[_Asked]
@@ -49,23 +49,23 @@ class _Sent:
 
 
 class _Refusals:
-    """Refusals of a Reserve as a whole, one after the other: how long blocks wait, and when the daemon is asked again.
+    """Consecutive refusals of a `Reserve` as a whole: how long blocks wait, and when the daemon is asked again.
 
-    A rank that joins a step behind, after a reset or a restart of the daemon, ends them soon. One that cannot join does
-    not, and the daemon is asked less and less.
+    They end soon where a rank joins a step late, after a reset or a restart of the daemon. Where a rank cannot join,
+    they do not end, and the daemon is asked less and less often.
     """
 
     def __init__(self) -> None:
         self._backoff = Backoff(FIRST_RETRY, LAST_RETRY)
         self.why = ""
-        self._since: float | None = None  # the first one; None: the last answer was none
+        self._since: float | None = None  # when they began; None: the last answer was no refusal
         self._retry_at = 0.0
 
     def add(self, why: str, now: float) -> None:
         self.why = why
         if self._since is None:
             self._since = now
-        if now >= self._retry_at:  # of those that were under way together the first counts
+        if now >= self._retry_at:  # of several that were sent together, only the first counts
             self._retry_at = now + self._backoff.next()
 
     def end(self) -> None:
@@ -74,11 +74,11 @@ class _Refusals:
             self._backoff.reset()
 
     def hopeless(self, now: float) -> bool:
-        """Whether they have gone on for so long that blocks do not wait for their end."""
+        """Return whether they have gone on for so long that blocks no longer wait for their end."""
         return self._since is not None and now - self._since >= INSIST
 
     def may_send(self, now: float) -> bool:
-        """Whether to ask now. While there are refusals, the next question is put off by the backoff."""
+        """Return whether to ask now. While there are refusals, the next attempt is put off by the backoff."""
         if self._since is None:
             return True
         if now < self._retry_at:
@@ -196,7 +196,7 @@ class Saves:
         return {asked.state.id for sent in self.waiting for asked in sent.asked}
 
     def drop(self) -> None:
-        """Give back what no rank has heard of."""
+        """Give back what no rank has got."""
         for sent in self.waiting:
             if sent.ticket is not None:
                 sent.ticket.cancel()

@@ -20,7 +20,7 @@ from kvcache_client.scheduler.saves import Saves
 from kvcache_client.scheduler.summary import Summary
 from kvcache_client.scheduler.views import RequestView, StepView
 from kvcache_client.session.counters import LoggedCounters
-from kvcache_client.settings import Settings
+from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import NOTHING, CheckJob, SaveJob, StepPlan
 from kvcache_proto.types import NamespaceSpec
 
@@ -31,7 +31,7 @@ class Scheduler:
     """Called only by the engine's scheduler thread; never raises for the daemon's sake.
 
     Attributes:
-        events: what the engine may load, where somebody wants to know; else None.
+        events: what the engine may load from the cache, where that is to be reported; else None.
         pace: how fast the engine computes, and how fast its ranks carry bytes.
     """
 
@@ -39,13 +39,13 @@ class Scheduler:
         self,
         session: CacheSession,
         spec: NamespaceSpec,
-        settings: Settings,
+        settings: ConnectorSettings,
         block_tokens: int,
         blocks_per_slot: int,
         saves: bool = True,
         loads: bool = True,
         volatile: int = 0,
-        tell: bool = False,
+        events: bool = False,
         checkpoint: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -55,7 +55,7 @@ class Scheduler:
             blocks_per_slot: blocks of the engine in a cached block.
             saves, loads: whether the engine saves to the cache, and loads from it.
             volatile: cached blocks at the end of a hit that are computed all the same.
-            tell: whether to keep `events`.
+            events: whether to keep `events` for the engine.
             checkpoint: returns what `spec` calls so, as it is now; "" where that is not known.
             clock: returns seconds, never fewer than before.
         """
@@ -65,7 +65,7 @@ class Scheduler:
         self._group = KINDS[group.kind](block_tokens, blocks_per_slot, volatile, settings.save == "prompt")
         self._block_bytes = group.block_bytes // blocks_per_slot  # of the engine's blocks, all ranks together
         self._counters = LoggedCounters(logger)
-        self.events = EngineEvents(self._group) if tell else None
+        self.events = EngineEvents(self._group) if events else None
         self.pace = Pace()
         self._membership = Membership(session, spec, settings, checkpoint, self.events)
         self._notes = Notes(self._counters)
@@ -77,9 +77,9 @@ class Scheduler:
             lambda line: logger.info("engine %s, %s", session.engine, line), self._counters.snapshot
         )
         self._requests: dict[str, RequestState] = {}
-        self._finished: list[str] = []  # requests that ended, until ranks have heard it
+        self._finished: list[str] = []  # requests that ended, until the ranks know
         self._declined: dict[int, str] = {}  # ranks that take no part, and why
-        self._being_read: set[int] = set()  # device blocks that ranks were told to read and nobody was given since
+        self._being_read: set[int] = set()  # device blocks that ranks read, until they are given away
         self._step = 0
         session.add_counts(self._counters.snapshot)
 
@@ -242,12 +242,12 @@ class Scheduler:
         loads = self._loads.take_jobs() if self._loads.jobs else []
         for load in loads:
             given.extend(load.blocks)
-        # An idle step may be the last one before the engine sleeps: it waits a little for a daemon that is well, and
-        # leaves no answer that nobody would take.
+        # An idle step may be the last one before the engine sleeps: it waits a little for a healthy daemon, and leaves
+        # no answer that no step would take.
         wait = None if step.tokens else self._session.deadline if self._session.up else 0.0
         saves = self._saves.answers(given, wait) if self._saves.waiting else []
         checks = self._canaries.take() if self._canaries.due else []
-        # A namespace that the ranks have not heard of takes no reservations; the first one they know by themselves.
+        # No reservations in a namespace that the ranks do not know yet; the first one they know by themselves.
         saving = (membership.announced is None or self._step == 1) and self._may_save
         self._advance(step, saving)
         if saving:
@@ -350,7 +350,7 @@ class Scheduler:
         return self._membership.reset()
 
     def close(self) -> None:
-        """Give back what no rank has heard of, and end the session."""
+        """Give back what no rank has got, and end the session."""
         self._summary.close()
         self._saves.drop()
         self._session.close()

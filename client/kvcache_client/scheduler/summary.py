@@ -1,4 +1,4 @@
-"""One line in the engine's log about what the cache has done for it lately, at most once a minute."""
+"""One line in the engine's log about what the cache has done for it, at most once a minute."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping
 from kvcache_client.session.counters import Counters, Gains
 
 EVERY = 60.0  # seconds
-COPIES = ("loaded_bytes", "load_us", "saved_bytes", "save_us")  # of what ranks count
-UNDONE = ("saves_given_away", "saves_failed", "load_blocks_failed")  # and that
+COPIES = ("loaded_bytes", "load_us", "saved_bytes", "save_us")  # counts of the ranks
+UNDONE = ("saves_given_away", "saves_failed", "load_blocks_failed")  # more of them
 _REFUSED = ("saves_", "lookups_declined_", "lookups_refused", "lookups_over_budget", "loads_fail")
 
 
 class Summary:
-    """Sums up requests and copies; logs a line EVERY seconds after the first of them, then waits for the next one.
+    """Adds up requests and copies, and logs a line EVERY seconds after the first of them; then it waits for the next.
 
-    On a thread of its own: an engine that has gone idle takes no more steps. Everything else is called by one thread.
+    It logs on a thread of its own: an engine that has gone idle takes no more steps. One thread calls its methods.
     """
 
     def __init__(self, log: Callable[[str], None], refusals: Callable[[], Mapping[str, int]]) -> None:
-        """`refusals` returns counts by name; what the line shows of them is what they have gained."""
+        """`refusals` returns counts by name, of which the line shows what they have gained."""
         self._log, self._refusals = log, Gains(refusals)
         self._counts = Counters()
         self._gains = Gains(self._counts.snapshot)
@@ -30,20 +30,20 @@ class Summary:
         self._since = 0.0
 
     def request(self, tokens: int, hit: int, load: int) -> None:
-        """Note a request of `tokens` that was scheduled, of which the host had `hit`, and `load` are to be loaded."""
+        """Note a scheduled request of `tokens`, of which the cache has `hit`, and `load` are to be loaded."""
         self._add({"requests": 1, "tokens": tokens, "hit_tokens": hit, "load_tokens": load})
 
     def copied(self, counts: Mapping[str, int]) -> None:
-        """Note what ranks have counted since the last time."""
+        """Note what ranks have counted since the last call."""
         self._add({name: counts[name] for name in (*COPIES, *UNDONE) if counts.get(name)})
 
     def close(self) -> None:
-        """Log what there is to log, and stop."""
+        """Log what has not been logged, and stop."""
         with self._lock:
             timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
-            self._say()
+            self._log_line()
 
     def _add(self, counts: Mapping[str, int]) -> None:
         for name, count in counts.items():
@@ -61,9 +61,9 @@ class Summary:
             if self._timer is None:  # closed
                 return
             self._timer = None
-        self._say()
+        self._log_line()
 
-    def _say(self) -> None:
+    def _log_line(self) -> None:
         line = summarize(self._gains.take(), self._refusals.take(), time.monotonic() - self._since)
         if line:
             self._log(line)

@@ -1,4 +1,4 @@
-"""What an engine tells its scheduler's side: plain values, made by the engine's package. Pure.
+"""What an engine passes to its scheduler's side: plain values, made by the engine's package. Pure.
 
 Nothing that grows is copied: `hashes`, `token_ids` and a step's lists are the engine's own, to be read and not kept
 beyond the request or the step.

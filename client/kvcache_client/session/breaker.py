@@ -1,4 +1,4 @@
-"""When to stop asking a sick daemon, and when to ask again. Pure: the time is an argument."""
+"""When to stop asking an unhealthy daemon, and when to ask again. Pure: the time is an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 class Backoff:
     """Delays that double from `first` to `longest` seconds, each with a jitter of up to a half.
 
-    The jitter keeps the engines of a host from knocking in step after the daemon's restart.
+    The jitter keeps the engines of a host from reconnecting all at once after a restart of the daemon.
     """
 
     def __init__(self, first: float = 0.1, longest: float = 5.0, draw: Callable[[], float] = random.random) -> None:
@@ -28,11 +28,11 @@ class Backoff:
         self._base = self.first
 
 
-class Breaker:
-    """Open after one missed deadline, so that a sick daemon costs one; a probe that is answered in time closes it.
+class CircuitBreaker:
+    """Opens after one missed deadline, so that an unhealthy daemon costs no more; a probe answered in time closes it.
 
-    While it is open a probe is due now and then. One that opens again soon stays open for longer, so that a daemon that
-    answers probes in time and lookups too late does not cost a deadline at every step.
+    While it is open, probes are due now and then. A breaker that opens again soon stays open longer, so that a daemon
+    that answers probes in time, but lookups too late, does not cost a deadline in every step.
     """
 
     def __init__(self, backoff: Backoff | None = None) -> None:
@@ -50,9 +50,9 @@ class Breaker:
         return self._probe_at
 
     def failed(self, now: float) -> bool:
-        """Note a missed deadline; return whether it opened the breaker.
+        """Note a missed deadline, and return whether it opened the breaker.
 
-        The first probe is due at once, or after the backoff where the last miss is not long ago.
+        The first probe is due at once, or after the backoff if the last miss was recent.
         """
         if self._probe_at is not None:
             return False
@@ -65,18 +65,18 @@ class Breaker:
         return True
 
     def answered(self) -> bool:
-        """Note a probe's answer in time; return whether it closed the breaker."""
+        """Note an answer in time, and return whether it closed the breaker."""
         opened, self._probe_at = self._probe_at is not None, None
         return opened
 
     def answered_late(self, now: float) -> None:
-        """Note a probe's answer that took too long: the daemon lives, so that the next probe is soon."""
+        """Note an answer that came too late: the daemon is alive, so the next probe is soon."""
         if self._probe_at is not None:
             self._backoff.reset()
             self._probe_at = now + self._backoff.next()
 
     def probe_due(self, now: float) -> bool:
-        """Whether to probe now; where it is, the next probe is put off by the backoff."""
+        """Return whether to probe now; if so, the next probe is put off by the backoff."""
         if self._probe_at is None or now < self._probe_at:
             return False
         self._probe_at = now + self._backoff.next()

@@ -1,9 +1,9 @@
-"""The ZeroMQ half of one attachment: requests out, replies in, from any thread.
+"""The ZeroMQ half of a connection: requests out, replies in, from any thread.
 
-Whoever holds the lock owns the socket: it sends what others have put into the outbox, receives for everybody, and runs
-the handlers after it has let go. So a call polls on its own thread, a post never waits, and neither is lost. Of several
-calls at one time one leads, with the lock; the others follow: each waits for its reply from whoever receives it, or for
-its turn to lead.
+The thread that holds the lock owns the socket: it sends what others have put into the outbox, receives for all, and
+runs the handlers after it has released the lock. So a call polls on its own thread, a post never waits, and neither is
+lost. Of several simultaneous calls one leads, with the lock; the others follow: each waits for its reply from the
+leader, or for its turn to lead.
 """
 
 from __future__ import annotations
@@ -34,53 +34,53 @@ Handler = Callable[[Reply | None], object]  # None: the channel ended without an
 
 MAX_OUTBOX = 1 << 16
 MAX_OWED = 1 << 16  # answers that the daemon may owe
-MAX_UNASKED = 1000  # answers to nothing that we asked, before a daemon is taken for mad
+MAX_UNASKED = 1000  # answers to nothing that we asked, before the channel is given up
 RECEIVE_QUEUE = 128  # replies that wait in memory; more wait on the daemon's side
-SHARED = 10.0  # seconds after calls have overlapped, in which who receives also polls for others' requests
+SHARED = 10.0  # seconds after calls have overlapped, in which a leader also polls for others' requests
 SLICE_MS = 20  # how often a call looks whether its channel has ended: the supervisor sees the daemon's door close
-TURN = 1024  # replies taken in before others may go on
+TURN = 1024  # replies that are received before others may go on
 
 
 class _Follower:
-    """A call whose reply somebody else receives."""
+    """A call whose reply another thread receives."""
 
     __slots__ = ("inbox", "late", "queued", "waits")
 
     def __init__(self, late: Handler) -> None:
         self.late = late
         self.inbox: queue.SimpleQueue[Reply | _Follower | None] = queue.SimpleQueue()  # itself: its turn to lead
-        self.waits = threading.Lock()  # held once it waits no more, or is answered: one of the two comes first
+        self.waits = threading.Lock()  # held once it waits no longer, or is answered: whichever comes first
         self.queued = False
 
     def take(self, reply: Reply | None) -> bool:
-        """Hand over the reply, None where there will be none; return False where it came too late."""
+        """Hand over the reply, None where there will be none; return False where it comes too late."""
         in_time = self.waits.acquire(blocking=False)
         if in_time:
             self.inbox.put(reply)
         return in_time
 
     def end(self) -> Reply | None:
-        """Wait no more; return the reply where it has come after all."""
+        """Stop waiting; return the reply if it has come after all."""
         return None if self.waits.acquire(blocking=False) else self.taken()
 
     def taken(self) -> Reply | None:
-        """Return the reply that was, or is just being, handed over."""
+        """Return the reply that has been, or is being, handed over."""
         while (found := self.inbox.get()) is self:
             pass
         return found  # type: ignore[return-value]
 
 
 class Numbered(Protocol):
-    """A request: whatever bears an id and the session's token."""
+    """A request: anything with an id and the session's token."""
 
     id: int
     token: bytes
 
 
 class Channel:
-    """A DEALER to the daemon. `wake` has the supervisor look at what is due.
+    """A DEALER socket to the daemon. `wake` has the supervisor look at what is due.
 
-    `fault` says why the channel must be given up, for what may be lost otherwise.
+    `fault` says why the channel must be given up: only that returns what may have been lost.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Channel:
         self._leading = self._polling = False  # whether a call receives; whether it listens to the bell
         self._order = threading.Lock()  # numbers rise in the order of sending
         self.closed = False
-        self.heard = 0  # the highest reservation that an answer named, noted before anybody can act on it
+        self.newest_reservation = 0  # the highest reservation that an answer named, noted before anybody can act on it
         self.fault = ""
         self.watched = False  # whether the supervisor polls `descriptor`
 
@@ -157,7 +157,7 @@ class Channel:
         return reply
 
     def post(self, request: Numbered, handler: Handler | None) -> bool:
-        """Send without waiting; return whether the channel was open. `handler` gets the reply, on some thread."""
+        """Send without waiting, and return whether the channel was open. `handler` gets the reply, on some thread."""
         if self.closed:
             return False
         number = self._enqueue(request, handler)
@@ -171,9 +171,9 @@ class Channel:
         return True
 
     def pump(self, patience: float = 0.0) -> None:
-        """Send and receive what can be; wait at most `patience` seconds for somebody who is at it already."""
+        """Send and receive what is possible; wait at most `patience` seconds for a thread that does so already."""
         if self._done:
-            self._finish()  # what a leader has received, who still waits for its own reply
+            self._finish()  # what was received by a leader that still waits for its own reply
         while self._lock.acquire(timeout=patience) if patience else self._lock.acquire(blocking=False):
             flushed = False
             try:
@@ -195,7 +195,7 @@ class Channel:
             self._wake()
 
     def close(self) -> None:
-        """End: whoever still waits is told None. Waits for a call in progress."""
+        """End: handlers that still wait get None. Waits for a call in progress."""
         self.closed = True
         with self._lock:
             self._socket.close()
@@ -213,11 +213,11 @@ class Channel:
     # Calls that follow.
 
     def _follow(self, request: Numbered, deadline: float, late: Handler) -> Reply | None:
-        """Call while somebody else has the lock: wait for the reply, or for the lock, whichever comes first."""
+        """Call while another thread has the lock: wait for the reply, or for the lock, whichever comes first."""
         follower, until = _Follower(late), time.monotonic() + deadline
         if self._leading:
-            # To poll for both costs a few microseconds, to receive with a short timeout more: a leader that has not
-            # polled so far sends our request when its slice is over, and the deadline counts from then.
+            # Polling costs a leader some microseconds, receiving with a short timeout more: one that does not poll yet
+            # sends our request when its slice is over, and the deadline counts from then.
             until += 0.0 if self._polling else SLICE_MS / 1000
             self._shared_until = time.monotonic() + SHARED
         number = self._enqueue(request, follower)
@@ -235,7 +235,7 @@ class Channel:
             if not follower.queued:
                 follower.queued = True
                 self._followers.append(follower)
-            # After that: who lets go of the lock from now on sees us.
+            # Only then: a thread that releases the lock from now on sees us.
             if self._lock.acquire(blocking=False):
                 return self._lead(number, follower, until)
             self._call_leader()
@@ -248,7 +248,7 @@ class Channel:
         return follower.end()
 
     def _lead(self, number: int, follower: _Follower, until: float) -> Reply | None:
-        """Go on with the lock. Nobody else can answer us as long as we have it."""
+        """Go on with the lock. As long as we have it, no other thread can answer us."""
         reply: Reply | None = None
         try:
             if self._waiting.pop(number, None) is None:
@@ -263,14 +263,14 @@ class Channel:
             self._let_go()
 
     def _call_leader(self) -> None:
-        """Have who polls send what has come into the outbox."""
+        """Have a polling leader send what has come into the outbox."""
         if self._polling:
             with self._order:
                 if self._bell >= 0:
                     os.eventfd_write(self._bell, 1)
 
     def _pass_on(self) -> None:
-        """Have the next one lead that waits for a reply, if nobody does."""
+        """Let the next follower lead, if no thread does."""
         while self._followers and not self._lock.locked():
             try:
                 follower = self._followers.popleft()
@@ -322,7 +322,7 @@ class Channel:
                 full = bool(self._outbox) and not self._flush()
                 timeout_ms = 1 if full else min(SLICE_MS, int(left * 1000) + 1)
                 if self._done and self._polling:
-                    self._wake()  # others wait for what was received meanwhile
+                    self._wake()  # others wait for what has been received meanwhile
                 try:
                     frame = self._poll(timeout_ms) if self._polling else self._receive(timeout_ms)
                 except zmq.Again:
@@ -350,8 +350,8 @@ class Channel:
         return frame
 
     def _drain(self) -> None:
-        # Nothing is due where nobody waits; looking costs a system call. A daemon that never stops talking must not
-        # keep us here.
+        # Where no answer is due, looking would cost a system call. A daemon that never stops sending must not keep us
+        # here.
         for _ in range(TURN):
             if not self._waiting or self.fault:
                 return
@@ -362,11 +362,11 @@ class Channel:
             self._read(frame)
 
     def _read(self, frame: bytes, awaited: int = 0) -> Reply | None:
-        """Take in one frame; return the reply in it where it is one to a request of ours; `awaited` has no handler."""
+        """Take in one frame; return its reply if it answers a request of ours; the request `awaited` has no handler."""
         try:
             reply = decode_reply(frame)
         except BadFrame as error:
-            # What it was cannot be known, and a lease may have been in it: only a new session gives that back.
+            # What it was cannot be known, and it may have granted a lease: only the session's end gives that back.
             self._counters.add("bad_frames")
             self.give_up(f"it sent a frame that is no reply: {error}")
             return None
@@ -381,7 +381,7 @@ class Channel:
             return None
         self._quiet_since = time.monotonic()
         if type(reply) is Reserved:
-            self.heard = max(self.heard, reply.reservation)
+            self.newest_reservation = max(self.newest_reservation, reply.reservation)
         if handler is not None:
             self._hand_over(handler, reply)
         if type(reply) is Pong:
@@ -389,13 +389,13 @@ class Channel:
         return reply
 
     def _forget_before(self, number: int) -> None:
-        """Requests are handled in order: what was asked before an answered ping and has no answer never gets one."""
+        """Requests are handled in order: one that was sent before an answered ping and has no answer never gets one."""
         for lost in [each for each in list(self._waiting) if each < number]:
             self._counters.add("answers_lost")
             self._hand_over(self._waiting.pop(lost), None)
 
     def _hand_over(self, handler: Handler | _Follower, reply: Reply | None) -> None:
-        """Let whoever waits have the reply; None where there will be none, which a call's late handler hears, too."""
+        """Pass the reply to the one that waits; None, where there will be none, goes to a call's late handler, too."""
         if isinstance(handler, _Follower):
             if handler.take(reply) and reply is not None:
                 return
@@ -403,7 +403,7 @@ class Channel:
         self._done.append((handler, reply))
 
     def _let_go(self) -> None:
-        """Release the lock; what came into the outbox meanwhile is sent by us, its owner has gone on."""
+        """Release the lock; send what has come into the outbox meanwhile, whose owners have gone on."""
         if self._waiting:
             self._drain()
         self._lock.release()
@@ -415,7 +415,7 @@ class Channel:
             self.pump()
 
     def _finish(self) -> None:
-        """Run the handlers of what has arrived, outside of the lock: they may send."""
+        """Run the handlers of what has arrived, without the lock: they may send."""
         while self._done:
             try:
                 handler, reply = self._done.popleft()
@@ -423,6 +423,6 @@ class Channel:
                 return
             try:
                 handler(reply)
-            except Exception:  # one that fails must not take along the others' answers, nor who happened to receive
+            except Exception:  # it must not affect the other answers, nor the thread that happened to receive
                 self._counters.add("handler_errors")
-                logger.exception("a handler of the daemon's reply failed")
+                logger.exception("a handler of a reply failed")

@@ -1,6 +1,6 @@
-"""Pure: checksums of the shards of blocks, from who has written them to who has read them.
+"""Pure: checksums of the shards of blocks, taken by their writers and compared by their readers.
 
-A sum is XXH3 over a shard's bytes as they lie in the region; 0 stands for none, so that a sum of 0 counts as 1.
+A checksum is XXH3 of a shard's bytes as they lie in the region. 0 stands for none, so a checksum of 0 is stored as 1.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import xxhash
 
 from kvcache_proto.types import SUM_BYTES
 
-SAMPLE = 16  # `sample` takes one block in so many
+SAMPLE = 16  # `sample` verifies one block in so many
 
 
 def chosen(mode: str, hashes: Sequence[bytes], region_id: bytes) -> list[int]:
     """Return which of `hashes`, by position, name blocks in the region that `mode` (off, sample, all) verifies.
 
-    By the hash and the region's random id: whoever writes a block and whoever reads it choose alike and need not tell
-    each other, and hashes that are counters, say, are sampled as digests are.
+    Chosen by the hash and the region's random id: writers and readers choose the same blocks without communicating, and
+    hashes that are counters, say, are sampled as well as digests are.
     """
     if mode == "off":
         return []
@@ -31,9 +31,9 @@ def chosen(mode: str, hashes: Sequence[bytes], region_id: bytes) -> list[int]:
 
 
 def pick_sums(mode: str, hashes: Sequence[bytes], packed: bytes, shards: int, region_id: bytes) -> bytes:
-    """Return the sums of `packed`, `shards` a hash, with those of blocks that `mode` leaves out as none.
+    """Return the checksums in `packed`, `shards` per hash, with none for blocks that `mode` leaves out.
 
-    b"" where nothing is left to verify.
+    b"" where there is nothing to verify.
     """
     if not packed or mode == "off":
         return b""
@@ -47,13 +47,13 @@ def pick_sums(mode: str, hashes: Sequence[bytes], packed: bytes, shards: int, re
 
 
 def sums_of_shard(packed: bytes, shard: int, shards: int) -> npt.NDArray[np.uint64]:
-    """Return the sum of one shard of every block in `packed`, `shards` sums a block."""
+    """Return the checksum of one shard of every block in `packed`, which has `shards` checksums per block."""
     return np.frombuffer(packed, "<u8").reshape(-1, shards)[:, shard]
 
 
 def sum_up(buffer: memoryview, begins: Iterable[int], size: int) -> npt.NDArray[np.uint64]:
-    """Return the sum of `size` bytes of `buffer` at each of `begins`. Others run meanwhile, where `size` is large."""
-    # One state for all, and not the one-shot call: that one kept the GIL before 4.0.
+    """Return the checksum of `size` bytes of `buffer` at each of `begins`. Releases the GIL where `size` is large."""
+    # A state, not the one-shot call, which kept the GIL before 4.0.
     state = xxhash.xxh3_64()
     found = []
     for begin in begins:
@@ -64,7 +64,7 @@ def sum_up(buffer: memoryview, begins: Iterable[int], size: int) -> npt.NDArray[
 
 
 def pack_sums(positions: int, summed: Sequence[int], sums: npt.NDArray[np.uint64]) -> bytes:
-    """Return the sums of `positions` blocks of which `summed` have one, `sums`, in their order."""
+    """Return the checksums of `positions` blocks, of which those at `summed` have the checksums `sums`, in order."""
     if len(summed) == positions:
         return sums.astype("<u8").tobytes()
     packed = np.zeros(positions, "<u8")

@@ -28,7 +28,7 @@ class Connection:
 
     Attributes:
         leases: the reference of the last block of each lease that is held, by the lease's number.
-        heard: the highest reservation that was named in answers of daemons that are gone.
+        newest_reservation: the highest reservation that was named in answers of daemons that are gone.
         owed: settlements that a daemon that is gone may not have seen; the next one gets them.
     """
 
@@ -37,12 +37,12 @@ class Connection:
         self.channel = channel
         self.region = region
         self.leases: dict[int, bytes] = {}
-        self.heard = 0
+        self.newest_reservation = 0
         self.owed: deque[OwedSettlement] = deque()
 
     def resume(self, door: Door, channel: Channel) -> None:
         """Go on as the same session behind another door."""
-        self.heard = max(self.heard, self.channel.heard)
+        self.newest_reservation = max(self.newest_reservation, self.channel.newest_reservation)
         old, self.door, self.channel = self.door, door, channel
         forks.close(old.lock)  # the new one says that we live
 

@@ -1,4 +1,4 @@
-"""Counts by name, from any thread, and what they have gained."""
+"""Counts by name, from any thread, and what they have gained since they were last reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Counters:
                 self._counts[name] += count
 
     def snapshot(self) -> dict[str, int]:
-        """Return every count that is not 0."""
+        """Return all counts that are not 0."""
         with self._lock:
             return dict(self._counts)
 
@@ -45,14 +45,14 @@ class LoggedCounters(Counters):
 
 
 class Gains:
-    """What several counts have gained since somebody took note. `sources` may grow."""
+    """What several counts have gained since they were last noted. `sources` may grow."""
 
     def __init__(self, *sources: Callable[[], Mapping[str, int]]) -> None:
         self.sources = list(sources)
         self._noted: Counter[str] = Counter()
 
     def look(self) -> tuple[dict[str, int], Counter[str]]:
-        """Return what was gained, without what was not, and the sums to be noted once that has been told."""
+        """Return what was gained, and the sums to be noted once that has been reported."""
         sums: Counter[str] = Counter()
         for source in list(self.sources):
             sums.update(source())
@@ -62,7 +62,7 @@ class Gains:
         self._noted = sums
 
     def take(self) -> dict[str, int]:
-        """Return what was gained, and take note."""
+        """Return what was gained, and note the sums."""
         gained, sums = self.look()
         self.note(sums)
         return gained

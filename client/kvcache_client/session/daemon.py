@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvcache_client.session import forks
-from kvcache_client.session.breaker import Breaker
+from kvcache_client.session.breaker import CircuitBreaker
 from kvcache_client.session.channel import Handler, Numbered
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.counters import Counters
@@ -51,7 +51,7 @@ class Daemon:
         self.suspended: Connection | None = None
         self.absence = "not connected yet"
         self.closing = False
-        self.breaker = Breaker()
+        self.breaker = CircuitBreaker()
         self.counters = counters
         self._wake = wake
         self._logged: set[tuple[str, str]] = set()  # refusals, by what was refused and the error's code

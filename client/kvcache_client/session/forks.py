@@ -1,7 +1,7 @@
-"""What a forked child must let go of.
+"""What a forked child must close.
 
-A child inherits the door and the session lock; kept open there, they would keep the parent's session alive after the
-parent's death. Descriptors are registered here from the moment they exist, so that no fork falls between.
+A child inherits the door and the session lock; open there, they would keep the parent's session alive after the
+parent's death. Descriptors are registered here from the moment they exist, so that no fork comes in between.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _descriptors: set[int] = set()
 _socket_paths: set[str] = set()
 _pid = os.getpid()
 
-MAX_GUESSED = 1 << 16  # descriptors that are looked at where there is no list of them
+MAX_GUESSED = 1 << 16  # descriptors that are checked where there is no list of them
 
-guard = _lock  # held, it keeps forks out: between a descriptor's birth and `adopt`
+guard = _lock  # no fork happens while it is held: between the creation of a descriptor and `adopt`
 
 
 def adopt(descriptor: int) -> int:
-    """Have forked children close `descriptor`. Call it under `guard`, held since before the descriptor existed."""
+    """Have forked children close `descriptor`. Call it under `guard`, held since before the descriptor was created."""
     _descriptors.add(descriptor)
     return descriptor
 
 
 def adopt_peer(path: str) -> None:
-    """Have forked children close every socket connected to `path`: ZeroMQ does not tell its descriptors."""
+    """Have forked children close every socket connected to `path`: ZeroMQ does not say which descriptors it has."""
     _socket_paths.add(path)
 
 

@@ -1,4 +1,4 @@
-"""The door: one Hello, one Welcome with two descriptors, then silence until one side ends."""
+"""The door: one Hello, one Welcome with two descriptors, then silence until one side closes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DESCRIPTORS = 2
 
 
 class Door(NamedTuple):
-    """An open door: the session lives as long as `connection` is open in one process, its lock as long as `lock` is."""
+    """An open door: the session lives as long as `connection` is open in a process, its lock as long as `lock` is."""
 
     welcome: Welcome
     connection: int
@@ -27,7 +27,7 @@ class Door(NamedTuple):
     lock: int
 
     def still_open(self) -> bool:
-        """Whether the daemon is behind it; it never says a word, so that anything to be read is its end."""
+        """Return whether the daemon is still there; it never sends anything, so anything to be read is its end."""
         try:
             os.read(self.connection, 1)
         except BlockingIOError:
@@ -46,12 +46,15 @@ def knock(
     last: Welcome | None = None,
     server_uids: frozenset[int] = frozenset(),
 ) -> Door:
-    """Say Hello at the door of `endpoint` and return it open, within `timeout` seconds.
+    """Send Hello to the door of `endpoint`, and return it open, within `timeout` seconds.
 
-    `last` is the welcome of a session whose daemon went away: it asks to go on. `server_uids` may serve besides root
-    and this user: nothing is said to others. Raises ConfigError for an unusable
-    endpoint, Unavailable where nobody answers in time or `interrupt`, a descriptor, turned readable, NotPermitted where
-    the door may not be opened, or another user serves there, VersionMismatch, and what else the daemon answers.
+    Args:
+        interrupt: a descriptor; when it becomes readable, knocking is called off.
+        last: the welcome of a session whose daemon went away, to be resumed.
+        server_uids: users that may serve besides root and this user; nothing is sent to others.
+    Raises ConfigError for an unusable endpoint, Unavailable where there is no answer in time or knocking was called
+    off, NotPermitted where the door may not be opened or another user serves there, VersionMismatch, and any other
+    error that the daemon answers.
     """
     until = time.monotonic() + timeout
     with forks.guard:

@@ -13,7 +13,7 @@ from kvcache_proto.mapping import map_file
 from kvcache_proto.region import EXTENT_ROW, EXTENT_ROWS, MAX_EXTENTS, PAGE, SLOT_ROW, RegionRows
 from kvcache_proto.types import REF_BYTES, PoolGeometry
 
-# The rows' leading words, as in kvcache_proto.region; the rest of a row is nothing to a reader.
+# The leading words of the rows, as in kvcache_proto.region; a reader needs no others.
 _EXTENT = np.dtype(
     {"names": ["slot_bytes", "generation", "rows", "slots"], "formats": ["u8"] * 4, "itemsize": EXTENT_ROW}
 )
@@ -23,19 +23,19 @@ _SLOT_GENERATION = 3  # the word of a slot row
 
 
 class Region:
-    """One mapping of the region, for as long as anything refers to it or to its buffer.
+    """One mapping of the region; it exists as long as anything refers to it or to its buffer.
 
     Attributes:
-        id: 16 bytes that no other region has.
+        id: 16 bytes, unique to this region.
         buffer: the whole region, writable.
         address: where `buffer` begins in this process; page-aligned.
         bytes: its length.
         rows: the reader of its header and rows.
-        holes: (offset, bytes) of what the daemon had given back to the host as this was mapped: nothing lies there.
+        holes: (offset, bytes) of parts that the daemon had given back to the host when this was mapped.
     """
 
     def __init__(self, descriptor: int, geometry: PoolGeometry) -> None:
-        """Map the file behind `descriptor`, which the caller may close then. Raises RegionError."""
+        """Map the file behind `descriptor`, which the caller may close afterwards. Raises RegionError."""
         _check(geometry)
         try:
             self.buffer = map_file(descriptor, geometry.region_bytes)
@@ -57,13 +57,13 @@ class Region:
         ]
 
     def offsets(self, packed: bytes) -> npt.NDArray[np.uint64]:
-        """Return where in the region each slot of `packed`, REF_BYTES a reference, begins."""
+        """Return the offset in the region of each slot in `packed`, REF_BYTES per reference."""
         return np.ascontiguousarray(_refs(packed)["offset"])
 
     def holds(self, packed: bytes, size: int) -> bool:
-        """Return whether `packed` is whole references, and each names `size` bytes inside the region's extents.
+        """Return whether `packed` consists of whole references, each to `size` bytes inside the region's extents.
 
-        What a reference says is only then made into an address.
+        Only then may an address be computed from a reference.
         """
         if len(packed) % REF_BYTES or size > self.geometry.extent_bytes:
             return False
@@ -73,17 +73,17 @@ class Region:
         )
 
     def current(self, packed: bytes) -> npt.NDArray[np.bool_]:
-        """Return for each reference of `packed` whether it still names the block that it was given for.
+        """Return for each reference in `packed` whether its slot still holds the block that it was given for.
 
-        What was copied out of a slot is the block's only where this says so after the copy. Generations change before
-        the slot's bytes do, so that a copy that met a new writer is found out.
+        Bytes copied out of a slot belong to the block only if this holds after the copy. Generations change before the
+        slot's bytes do, so a copy that met a new writer is detected.
         """
         refs, g = _refs(packed), self.geometry
         offset = refs["offset"].astype(np.int64) - g.data_offset
         extent = offset // g.extent_bytes
         current = (offset >= 0) & (extent < g.extents)
         rows = self._extents[np.where(current, extent, 0)]
-        # An extent row counts where it says what its slot size leads to: whoever has the region mapped may write there.
+        # A row counts only if it is consistent with its slot size: any process that maps the region may write there.
         current &= (rows["slot_bytes"] > 0) & (rows["slot_bytes"] < g.extent_bytes)
         slot_bytes = np.where(current, rows["slot_bytes"], 1).astype(np.int64)
         slots = g.extent_bytes // (slot_bytes + SLOT_ROW)
@@ -97,7 +97,7 @@ class Region:
 
 
 def _check(geometry: PoolGeometry) -> None:
-    """Raise RegionError for a cut that no region has."""
+    """Raise RegionError for a geometry that no region has."""
     size, extents, begin = geometry.extent_bytes, geometry.extents, geometry.data_offset
     sound = 0 < extents <= MAX_EXTENTS and size > 0 and begin >= EXTENT_ROWS + extents * EXTENT_ROW
     if not sound or geometry.region_bytes != begin + extents * size or size % PAGE or begin % PAGE:

@@ -1,7 +1,7 @@
-"""What a reply must be before anything is computed from it. Pure: `holds` asks the region that it speaks of.
+"""Checks of replies before anything is computed from them. Pure: `holds` asks the region.
 
-A daemon that answers nonsense is as sick as one that says nothing, and more dangerous: from slot references addresses
-are made. Each function returns what is wrong with a reply, or "" where nothing is.
+A daemon that answers nonsense is as unhealthy as one that is silent, and more dangerous: addresses are computed from
+slot references. Each function returns what is wrong with a reply, or "" where nothing is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvcache_proto.messages import Acquired, Reserved, Settled
 from kvcache_proto.types import REF_BYTES, SUM_BYTES, Refusal, Verdict
 
-Holds = Callable[[bytes], bool]  # whether each reference names bytes of a block inside the region
+Holds = Callable[[bytes], bool]  # whether each reference is to a block's bytes inside the region
 
 _GRANTED = bytes([Refusal.GRANTED])
 _REFUSALS = bytes(Refusal)
@@ -19,7 +19,7 @@ _VERDICTS = bytes(Verdict)
 
 
 def wrong_lookup(reply: Acquired, asked: int, pin: bool, shards: int, holds: Holds) -> str:
-    """Judge the answer to a lookup of `asked` hashes in a namespace of so many shards."""
+    """Check the answer to a lookup of `asked` hashes in a namespace with so many shards."""
     hits = reply.hits
     if not 0 <= hits <= asked or not 0 <= reply.pending <= asked - hits or not 0 <= reply.withheld <= asked - hits:
         return f"{hits} hits, {reply.pending} pending, {reply.withheld} withheld of {asked} hashes"
@@ -31,7 +31,7 @@ def wrong_lookup(reply: Acquired, asked: int, pin: bool, shards: int, holds: Hol
 
 
 def wrong_reservation(reply: Reserved, asked: int, holds: Holds) -> str:
-    """Judge the answer to a reservation of `asked` hashes."""
+    """Check the answer to a reservation of `asked` hashes."""
     answers = reply.answers
     if len(answers) != asked or answers.strip(_REFUSALS):
         return f"{len(answers)} answers for {asked} hashes, or unknown ones among them"
@@ -42,7 +42,7 @@ def wrong_reservation(reply: Reserved, asked: int, holds: Holds) -> str:
 
 
 def wrong_settlement(reply: Settled) -> str:
-    """Judge the answer to a settlement."""
+    """Check the answer to a settlement."""
     return "an unknown verdict" if reply.verdicts.strip(_VERDICTS) else ""
 
 

@@ -1,4 +1,4 @@
-"""A slot as it was given to this process."""
+"""A slot that was granted to this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache_proto.types import GroupSpec, SlotRef, unpack_refs
 
 
 class Slot(NamedTuple):
-    """One block's place: its reference, how the block is cut, the region it lies in, and whether it may be written."""
+    """The slot of one block: its reference, the sizes of its shards, its region, and whether it may be written."""
 
     ref: SlotRef
     group: GroupSpec
@@ -20,7 +20,7 @@ class Slot(NamedTuple):
     def view(self, shard: int = 0) -> memoryview:
         """Return the bytes of `shard`, writable under a reservation, read-only under a lease.
 
-        Raises BadArgument for a shard that the block does not have, RegionError where the slot is the block's no more.
+        Raises BadArgument for a shard that the block does not have, RegionError where the slot is another block's now.
         """
         shards = self.group.shards
         if not 0 <= shard < len(shards):
@@ -30,7 +30,7 @@ class Slot(NamedTuple):
 
 
 def unpack_slots(packed: bytes, group: GroupSpec, region: Region | None, writable: bool) -> list[Slot]:
-    """Return the slots of `packed`, REF_BYTES each, in their order."""
+    """Return the slots in `packed`, REF_BYTES per reference, in their order."""
     if region is None:
         return []
     return [Slot(ref, group, region, writable) for ref in unpack_refs(packed)]

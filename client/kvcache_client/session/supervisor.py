@@ -219,7 +219,7 @@ class Supervisor:
     def _restate(self, connection: Connection) -> None:
         """Tell a next daemon what we hold: leases, and up to which reservation we have heard of grants."""
         leases = list(connection.leases.items())
-        lost = self._daemon.ask(Restate(0, b"", connection.heard, leases), Restated, connection).lost
+        lost = self._daemon.ask(Restate(0, b"", connection.newest_reservation, leases), Restated, connection).lost
         self._daemon.count("sessions_resumed")
         self._daemon.count("leases_restated", len(leases) - len(lost))
         self._daemon.count("leases_lost", len(lost))

@@ -10,7 +10,7 @@ from kvcache_client.session.connection import Connection
 from kvcache_client.session.counters import Gains
 from kvcache_client.session.daemon import Daemon
 from kvcache_proto.messages import Tell, Welcome
-from kvcache_proto.types import Breaker as BreakerState
+from kvcache_proto.types import Breaker
 
 EVERY = 1.0  # seconds: `top` looks as often
 SINCE_VERSION = 2
@@ -24,7 +24,7 @@ class Telemetry:
         self._daemon = daemon
         self._gains = Gains(daemon.counters.snapshot)
         self._lock = threading.Lock()
-        self._reported: tuple[Welcome, BreakerState] | None = None
+        self._reported: tuple[Welcome, Breaker] | None = None
         self._due = 0.0
 
     def add_counts(self, source: Callable[[], Mapping[str, int]]) -> None:
@@ -41,7 +41,7 @@ class Telemetry:
         if welcome.version < SINCE_VERSION:
             return
         with self._lock:
-            state = welcome, BreakerState.CLOSED if self._daemon.breaker.closed else BreakerState.OPEN
+            state = welcome, Breaker.CLOSED if self._daemon.breaker.closed else Breaker.OPEN
             if state == self._reported and now < self._due and not at_once:
                 return
             self._due = now + EVERY

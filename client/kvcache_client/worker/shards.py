@@ -1,4 +1,4 @@
-"""Which rank writes, and which ranks read, each part of a block. Pure."""
+"""Which rank writes, and which ranks read, each shard of a block. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Shards(NamedTuple):
-    """How the ranks of an engine hold a block: `number` shards, each held alike by `replicas` ranks in a row."""
+    """How the ranks of an engine hold a block: `number` shards, each held by `replicas` consecutive ranks."""
 
     number: int
     replicas: int

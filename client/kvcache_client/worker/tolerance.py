@@ -1,13 +1,13 @@
-"""Pure: whether KV that was computed anew is what the cache has.
+"""Pure: whether KV that was computed again is what the cache has.
 
-The same tokens give the same KV but for noise: a sum is taken in another order when a prompt is cut differently, or
-computed beside others. What is wrong with a cached block looks otherwise, and each rule is about one look of it:
+The same tokens give the same KV up to noise: sums are taken in another order when a prompt is split differently, or
+computed beside others. Errors in a cached block look different, and each rule detects one kind:
 
-    everywhere   old weights, a wrong adapter: all of the block is off by more than its dtype explains
-    in a piece   a foreign or a torn block: somewhere nothing fits
-    a spike      a flipped bit: one value is far off among neighbours that fit
+    everywhere   old weights, a wrong adapter: the whole block is off by more than its dtype explains
+    in a piece   a foreign or a torn block: somewhere nothing matches
+    a spike      a flipped bit: one value is far off among neighbours that match
 
-Noise of an expert that was routed otherwise is strong, but in few tokens, and spread over their values: no spike.
+A token that is routed to another expert causes strong noise, but in few tokens and spread over their values: no spike.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _BYTES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "floa
 
 
 def find_format(dtypes: set[str], kv_dtype: str, experts: bool = False) -> Format | None:
-    """Return the format of a cache whose tensors are of `dtypes`, None where there is no telling noise from faults.
+    """Return the format of a cache whose tensors are of `dtypes`, None where noise and faults cannot be distinguished.
 
-    `kv_dtype` is what the engine calls the cache's dtype. In a model with `experts` the last bits decide now and then
-    who computes a token, and the layers above see another one.
+    `kv_dtype` is the engine's name for the cache's dtype. In a model with `experts` the last bits sometimes decide
+    which expert computes a token, and the layers above see the difference.
     """
     if len(dtypes) != 1:
         return None
@@ -69,15 +69,15 @@ def find_format(dtypes: set[str], kv_dtype: str, experts: bool = False) -> Forma
     form = FORMATS.get(name)
     if form is None or not experts:
         return form
-    # Twice and more what was seen where routers have random weights. A channel that is large everywhere is off by much
-    # more than those beside it, so that only what is out of all proportion counts as a spike.
+    # At least twice what was seen with random weights in the routers. A channel that is large everywhere is off by much
+    # more than its neighbours, so that only a very large deviation counts as a spike.
     return form._replace(limit=0.6, piece=0.9, spike=16.0)
 
 
 def difference(stored: memoryview, computed: memoryview, form: Format) -> str:
-    """Return what of `stored` cannot be noise beside `computed`, bytes of one shard each; empty where all can.
+    """Return what distinguishes `stored` from `computed`, bytes of one shard each, beyond noise; "" where nothing does.
 
-    What is no number in both is alike: what was never written may be anything.
+    NaN in both counts as equal: memory that was never written may hold anything.
     """
     if stored == computed:
         return ""
@@ -95,14 +95,14 @@ def difference(stored: memoryview, computed: memoryview, form: Format) -> str:
         if (worst := _ratios(*squares).max()) > form.piece:
             return f"a piece is off by {worst:.0%}"
         if _spikes(error, theirs, form.spike):
-            return "a value is far off among others that fit"
+            return "a value is far off among neighbours that match"
         off, norm = off + float(squares[0].sum()), norm + float(squares[1].sum())
     whole = np.sqrt(off / norm) if norm else np.inf
     return f"the block is off by {whole:.1%}" if whole > form.limit else ""
 
 
 def measure(stored: memoryview, computed: memoryview, form: Format) -> tuple[float, float]:
-    """Return by how much of its norm a block is off, and its worst piece: for who chooses the limits."""
+    """Return the relative error of a block, and that of its worst piece: for choosing the limits."""
     ours, theirs = (_values(each, form).astype(np.float64) for each in (stored, computed))
     squares = _squares(ours - theirs), _squares(theirs)
     return float(np.sqrt(squares[0].sum() / squares[1].sum())), float(_ratios(*squares).max())
@@ -152,7 +152,7 @@ def _values(data: memoryview, form: Format) -> Floats:
 
 
 def _table(exponent_bits: int, mantissa_bits: int, infinite: bool) -> Floats:
-    """Return the values of all 256 bytes of an 8-bit float; without infinities, the last one alone is no number."""
+    """Return the values of all 256 bytes of an 8-bit float; without infinities, only the last one is NaN."""
     bits = np.arange(256)
     mantissa, exponent = bits & ((1 << mantissa_bits) - 1), (bits >> mantissa_bits) & ((1 << exponent_bits) - 1)
     bias = (1 << (exponent_bits - 1)) - 1

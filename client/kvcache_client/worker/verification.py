@@ -1,7 +1,7 @@
-"""Whether the region holds what was stored, and what the engine would compute: a rank's side.
+"""Checks, on a rank, that the region holds what was stored, and what the engine would compute.
 
-On threads of its own, so that neither a step of the engine nor the next copy waits for them; a load waits, so that
-several threads share what is large. A block that fails is forgotten by the daemon, which knows who stored it.
+The checks run on threads of their own, so that neither a step of the engine nor the next copy waits for them. A load
+does wait, so several threads share a large one. The daemon forgets a block that fails, and names its writer.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kvcache_proto.types import Finding, NamespaceSpec
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
-THREADS = 4  # for one load: three sum up 100 GB/s, which is what memory gives
+THREADS = 4  # for one load: three reach 100 GB/s, the bandwidth of memory
 _SHARE = 4 << 20  # bytes that are worth a thread
 
 _SAID = {
     Finding.CORRUPT: ("blocks_corrupt", "hold other bytes than were stored"),
-    Finding.DIFFERENT: ("canary_mismatches", "are not what their tokens give"),
+    Finding.DIFFERENT: ("canary_mismatches", "differ from what their tokens give"),
 }
 
 
-class Proof:
-    """Of one shard of the blocks of one namespace's geometry."""
+class Verifier:
+    """Checks one shard of blocks that all have one geometry."""
 
     def __init__(self, spec: NamespaceSpec, shard: int, counts: Counters) -> None:
         group = spec.groups[0]
@@ -47,14 +47,14 @@ class Proof:
         self._helpers = ThreadPoolExecutor(THREADS - 1, "kvcache-sum-helper")
 
     def after_save(self, region: Region, job: SaveJob, then: Callable[[bytes], None]) -> None:
-        """Give `then` the checksums of what `job` has written, one a position, on another thread."""
+        """Pass the checksums of what `job` has written, one per position, to `then` on another thread."""
 
         def work() -> None:
             packed = b""
             try:
                 sums = sum_up(region.buffer, self._begins(region, pick_refs(job.refs, job.summed)), self._size)
                 packed = pack_sums(len(job.positions), job.summed, sums)
-            except Exception:  # whoever waits for the settlement must not wait for ever; without a sum it is as good
+            except Exception:  # the settlement must not wait for ever; it is as good without checksums
                 logger.exception("no checksums of request %s", job.request)
                 self._counts.add("sums_failed")
             then(packed)
@@ -62,8 +62,10 @@ class Proof:
         self._saved.submit(work)
 
     def after_load(self, region: Region, job: LoadJob, then: Callable[[npt.NDArray[np.bool_] | None], None]) -> None:
-        """Give `then`, on another thread, whether each slot of `job` holds what was summed up when it was stored; None
-        where that cannot be said."""
+        """Pass to `then`, on another thread, whether each slot of `job` matches the checksum taken when it was stored.
+
+        None where that cannot be determined.
+        """
 
         def work() -> None:
             sound = None
@@ -82,7 +84,7 @@ class Proof:
         self._loaded.submit(work)
 
     def compare(self, namespace: Namespace, region: Region, job: CheckJob, computed: memoryview, form: Format) -> None:
-        """Compare the slots of `job` with what the engine has `computed`, slot after slot, on another thread."""
+        """Compare the slots of `job` with what the engine has `computed`, in their order, on another thread."""
 
         def work() -> None:
             try:
@@ -91,9 +93,9 @@ class Proof:
                     mine = computed[number * self._size : (number + 1) * self._size]
                     if why := difference(region.buffer[begin : begin + self._size], mine, form):
                         found[number] = why
-                # Last, for what was read is the block's only where this holds after it.
+                # Asked last: what was read belongs to the block only if this still holds after the comparison.
                 current = region.current(job.refs)
-            except Exception:  # the pool would keep it to itself
+            except Exception:  # the pool would swallow it
                 logger.exception("the canary of request %s cannot be compared", job.request)
                 self._counts.add("canary_failed")
                 return
@@ -101,31 +103,29 @@ class Proof:
             self._counts.add("canary_checked", int(current.sum()))
             wrong = [number for number in found if current[number]]
             if not wrong:
-                logger.info(
-                    "request %s, the canary: %d cached blocks are as they should be", job.request, current.sum()
-                )
+                logger.info("request %s, a canary: %d cached blocks are as computed", job.request, current.sum())
             else:
-                what = f"{job.request}, the canary ({found[wrong[0]]})"
+                what = f"{job.request}, a canary ({found[wrong[0]]})"
                 self.alarm(namespace, region, pick_refs(job.refs, wrong), Finding.DIFFERENT, what)
 
         self._loaded.submit(work)
 
     def alarm(self, namespace: Namespace, region: Region, refs: bytes, finding: Finding, request: str) -> None:
-        """Have the daemon forget the blocks in `refs`, count and log them, with the name of who stored them."""
+        """Have the daemon forget the blocks in `refs`; count and log them, with the names of their writers."""
         counter, said = _SAID[finding]
         offsets = region.offsets(refs).tolist()
         self._counts.add(counter, len(offsets))
 
-        def tell(writers: list[tuple[str, int]]) -> None:
+        def log(writers: list[tuple[str, int]]) -> None:
             logger.error(
                 "request %s: %d cached blocks of namespace %s %s: shard %d, %s of the region; stored by %s",
                 *(request, len(offsets), namespace.id, said, self._shard, _some(offsets), _names(writers)),
             )
 
-        namespace.distrust(refs, self._shard, finding, region.id, tell)
+        namespace.distrust(refs, self._shard, finding, region.id, log)
 
     def close(self) -> None:
-        """Wait for what was begun."""
+        """Wait for checks that have begun."""
         self._saved.shutdown()
         self._loaded.shutdown()
         self._helpers.shutdown()
@@ -151,4 +151,4 @@ def _names(writers: Sequence[tuple[str, int]]) -> str:
     names = sorted(
         {f"engine {escaped(engine)} (session {session or 'unknown'})" for engine, session in writers if engine}
     )
-    return ", ".join(names) or "nobody that the daemon knows of"
+    return ", ".join(names) or "a writer that the daemon does not know"

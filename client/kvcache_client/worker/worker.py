@@ -1,7 +1,7 @@
-"""A rank's side: carries out plans, decides nothing.
+"""A rank's side: it carries out plans and decides nothing.
 
-It settles its own shard of every block that it was told to copy, from the thread that saw the copy's end: an engine
-that has gone idle takes no more steps.
+It settles its own shard of every block that it copies, on the thread that saw the end of the copy: an engine that has
+gone idle takes no more steps.
 """
 
 from __future__ import annotations
@@ -24,52 +24,56 @@ from kvcache_client.session.counters import Counters
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.session import Session
-from kvcache_client.settings import Settings
-from kvcache_client.step_plan import SHIPPED, CheckJob, Heard, LoadJob, SaveJob, StepPlan, pick_refs
+from kvcache_client.settings import ConnectorSettings
+from kvcache_client.step_plan import SHIPPED, CheckJob, LoadJob, RankVerdicts, SaveJob, StepPlan, pick_refs
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.tolerance import Format, find_format
-from kvcache_client.worker.verification import Proof
+from kvcache_client.worker.verification import Verifier
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import REF_BYTES, Finding, NamespaceSpec, Outcome
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
-CARRIES = 5e9  # bytes a second that a thread carries, until one has
-CHANGE = 0.1  # that the scheduler's side hears of
-DRAIN = 60.0  # seconds between two lines about copies that do not end
-LINGER = 0.001  # seconds that a step without work waits for a load about to end
+CARRIES = 5e9  # bytes per second that a thread is taken to carry, until one has been measured
+CHANGE = 0.1  # smallest relative change of that rate that is reported to the scheduler's side
+DRAIN = 60.0  # seconds between two log lines about copies that do not end
+LINGER = 0.001  # seconds that a step without work waits for a load that is about to end
 
 
 @dataclass(slots=True)
 class _Stored:
-    """What has been stored of one request, for one line when it is all there."""
+    """What has been stored of one request, for one log line once all of it is stored."""
 
     jobs: int = 0
     blocks: int = 0
     seconds: float = 0.0
-    failed: int = 0
     finished: bool = False
 
 
 class Worker:
-    """One rank. `begin`, `load` and `received` are called in every step by the rank's own thread."""
+    """One rank. The rank's own thread calls `begin`, `load` and `received` in every step."""
 
     def __init__(
         self,
         session: Session,
         spec: NamespaceSpec,
-        settings: Settings,
+        settings: ConnectorSettings,
         shards: Shards,
         rank: int,
         block_bytes: int,
         blocks_per_slot: int,
         experts: bool = False,
-        tell: bool = False,
+        events: bool = False,
         registration: Registration | None = None,
     ) -> None:
-        """`block_bytes` is what the rank stores for one block of the engine, `experts` whether its model has some.
+        """Serve one rank of an engine.
 
-        `tell` keeps the daemon's verdicts for `take_verdicts`; `registration` has page-locked the session's region.
+        Args:
+            block_bytes: what the rank stores for one block of the engine.
+            blocks_per_slot: blocks of the engine per cached block.
+            experts: whether the model routes tokens to experts.
+            events: whether to keep the daemon's verdicts for `take_verdicts`.
+            registration: has page-locked the session's region already, if given.
         """
         self._session, self._spec, self._settings = session, spec, settings
         self._rank, self._experts = rank, experts
@@ -80,8 +84,8 @@ class Worker:
         self._device: Device | None = None
         self._registration = registration
         self._straight: Region | None = None  # a region that copies reach without a thread
-        self._carries = CARRIES  # bytes a second, by a thread
-        self._carried = 0.0  # what the scheduler's side was told last
+        self._carries = CARRIES  # bytes per second, carried by a thread
+        self._carried = 0.0  # what was reported to the scheduler's side last
         self._namespace: Namespace | None = None
         self._declined = ""  # why this rank takes no part, whatever the daemon says
         self._reported = ""  # why it takes no part, as the scheduler's side knows
@@ -89,12 +93,12 @@ class Worker:
         self._epoch = 0  # counts changes of the weights
         self._done: deque[tuple[str, list[int]]] = deque()  # requests whose load has ended, and blocks that failed
         self._errors: set[int] = set()
-        self._told: deque[Heard] | None = deque() if tell else None
+        self._verdicts: deque[RankVerdicts] | None = deque() if events else None
         self._stored: dict[str, _Stored] = {}
         self._given_away: deque[tuple[int, int]] = deque(maxlen=SHIPPED)
         self._stored_lock = threading.Lock()
         self._counts = Counters()
-        self._proof = Proof(spec, self._shard, self._counts)
+        self._verifier = Verifier(spec, self._shard, self._counts)
         session.add_counts(self._counts.snapshot)
         self._format: Format | None = None  # of the values in a block
 
@@ -104,10 +108,10 @@ class Worker:
         return self._counts.snapshot()
 
     def register(self, kv_caches: dict[str, Any], num_blocks: int) -> None:
-        """Take the KV tensors, a tensor or several a layer, and join the namespace.
+        """Take the KV tensors, one or several per layer, and join the namespace.
 
-        Raises ConfigError where they do not hold what the KV cache specification says, Unsupported for a device
-        that this version cannot copy from, CopyError where copies do not work. The caller then calls `decline`.
+        Raises ConfigError where they do not hold what the KV cache specification says, Unsupported for a device that
+        this version cannot copy from, CopyError where copies do not work. The caller then calls `decline`.
         """
         tensors = list(_flatten(kv_caches.values()))
         fragments = block_fragments(map(_describe, tensors), num_blocks, self._block_bytes)
@@ -125,11 +129,11 @@ class Worker:
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
         self._format = find_format(dtypes, self._spec.identity.get("kv_dtype", ""), self._experts)
         if self._format is None and self._settings.canary_every:
-            logger.warning("no canaries: nothing is known of the noise in KV of %s", ", ".join(sorted(dtypes)))
+            logger.warning("no canaries: the numerical noise in KV of %s is not known", ", ".join(sorted(dtypes)))
         self._session.on_region(self._device.register)
         self._attach(self._spec, wait=True)
         logger.info(
-            "rank %d: %d fragments a block, %s bytes, shard %d of %d, namespace %s; %s bytes are page-locked",
+            "rank %d: %d fragments per block, %s bytes, shard %d of %d, namespace %s; %s bytes are page-locked",
             *(self._rank, len(fragments), f"{self._block_bytes:,}", self._shard, self._spec.shards, self._spec.id),
             f"{device.registered()[1]:,}",
         )
@@ -145,14 +149,14 @@ class Worker:
             self.decline(str(error))
 
     def decline(self, why: str) -> None:
-        """Take no part from now on. The scheduler's side, which hears of it with the next step, logs it as an error."""
+        """Take no part in the cache from now on. The scheduler's side learns it with the next step, and logs it."""
         self._declined = why
         logger.info("rank %d takes no part in the cache: %s", self._rank, why)
 
     # One step.
 
     def begin(self, plan: StepPlan) -> None:
-        """Start the saves of `plan`, then guard their blocks. Before anything of the step touches device memory."""
+        """Start the saves of `plan`, then guard their blocks, before anything of the step touches device memory."""
         if self._device is None:
             return
         self._device.enter_step()
@@ -180,9 +184,9 @@ class Worker:
             self._load(job)
 
     def received(self, idle: bool = False) -> set[str]:
-        """Return the requests whose loads have ended, well or not, since the last call: each once.
+        """Return the requests whose loads have ended since the last call, well or not, each once.
 
-        An `idle` engine has nothing to compute until they have, and looks again a millisecond later.
+        An `idle` engine has nothing to compute until they have ended: it waits a millisecond for one that is about to.
         """
         if self._device is not None:
             self._device.leave_step()
@@ -202,8 +206,10 @@ class Worker:
         return errors
 
     def take_carried(self) -> dict[int, float]:
-        """Return, where it has changed, how long a thread of this rank carries one of the engine's blocks; 0 where
-        copies go straight."""
+        """Return, where it has changed, the seconds that a thread of this rank takes to carry one block of the engine.
+
+        0 where copies go straight between the device and the region.
+        """
         region = self._session.region
         if self._device is None or region is None or region is self._straight:
             return {}
@@ -218,9 +224,9 @@ class Worker:
         return {self._rank: seconds}
 
     def take_declined(self) -> dict[int, str]:
-        """Return why this rank takes no part, by its number, where that has changed since the last call; else nothing.
+        """Return why this rank takes no part in the cache, by its number, where that has changed since the last call.
 
-        "" where it does again: the daemon that refused it has been replaced.
+        "" where it takes part again: the daemon that refused it has been replaced.
         """
         why = self._declined or (self._namespace.refused if self._namespace is not None else "")
         if why == self._reported:
@@ -232,11 +238,11 @@ class Worker:
         """Return the saves, by reservation and first position, that were cancelled since the last call."""
         return [self._given_away.popleft() for _ in range(len(self._given_away))]
 
-    def take_verdicts(self) -> list[Heard]:
-        """Return what the daemon has said to settlements since the last call."""
-        if not self._told:
+    def take_verdicts(self) -> list[RankVerdicts]:
+        """Return the daemon's verdicts on settlements since the last call."""
+        if not self._verdicts:
             return []
-        return [self._told.popleft() for _ in range(len(self._told))]
+        return [self._verdicts.popleft() for _ in range(len(self._verdicts))]
 
     # Saves.
 
@@ -245,7 +251,7 @@ class Worker:
             return
         region, namespace = self._session.region, self._namespace
         if region is None or region.id != job.region or namespace is None:
-            # The reservation died with the region that it was made in.
+            # The reservation ended with the region that it was made in.
             self._counts.add("saves_of_another_region", len(job.positions))
             return
         if not self._sound(region, job.refs, len(job.blocks)):
@@ -262,16 +268,16 @@ class Worker:
         if done.error or not job.summed:
             self._settle(namespace, job, done, b"")
         else:
-            self._proof.after_save(region, job, lambda sums: self._settle(namespace, job, done, sums))
+            self._verifier.after_save(region, job, lambda sums: self._settle(namespace, job, done, sums))
 
     def _settle(self, namespace: Namespace, job: SaveJob, done: Job, sums: bytes) -> None:
         try:
-            self._tell_end(namespace, job, done, sums)
-        except Exception:  # on a thread that others' copies need; the daemon frees the slots when this session ends
+            self._settle_end(namespace, job, done, sums)
+        except Exception:  # other copies need this thread; the daemon frees the slots when the session ends
             self._counts.add("save_ends_failed")
-            logger.exception("request %s: the end of its save was not told to the daemon", job.request)
+            logger.exception("request %s: its save was not settled", job.request)
 
-    def _tell_end(self, namespace: Namespace, job: SaveJob, done: Job, sums: bytes) -> None:
+    def _settle_end(self, namespace: Namespace, job: SaveJob, done: Job, sums: bytes) -> None:
         outcome = Outcome.FAILED if done.error else Outcome.COMMITTED
         if done.cancelled:
             outcome = Outcome.NEVER_STARTED
@@ -282,8 +288,8 @@ class Worker:
             logger.warning("request %s: %d blocks were not stored: %s", job.request, len(job.positions), done.error)
         else:
             self._count_copy("saved_bytes", "save_us", len(job.blocks), done)
-        told = self._told
-        then = None if told is None else lambda verdicts: told.append(_heard(job, verdicts))
+        kept = self._verdicts
+        then = None if kept is None else lambda verdicts: kept.append(_rank_verdicts(job, verdicts))
         namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, then=then, sums=sums)
         with self._stored_lock:
             stored = self._stored[job.request]
@@ -326,8 +332,8 @@ class Worker:
     # Canaries.
 
     def _check(self, device: Device, job: CheckJob) -> None:
-        """Copy the blocks out, as a save does, and compare them."""
-        if not self._writes:  # another rank has the same bytes
+        """Copy the blocks out, as a save does, and compare them with the cache."""
+        if not self._writes:  # another rank compares the same bytes
             return
         region, namespace, form = self._session.region, self._namespace, self._format
         if region is None or region.id != job.region or namespace is None or form is None:
@@ -343,9 +349,9 @@ class Worker:
         def ended(done: Job) -> None:
             if done.error:
                 self._counts.add("canary_failed")
-                logger.warning("request %s: its canary was not copied: %s", job.request, done.error)
+                logger.warning("request %s: the blocks of its canary were not copied: %s", job.request, done.error)
             else:
-                self._proof.compare(namespace, region, job, scratch.buffer, form)
+                self._verifier.compare(namespace, region, job, scratch.buffer, form)
 
         device.save(Job(scratch, blocks, offsets, ended))
 
@@ -368,9 +374,9 @@ class Worker:
         self._device.load(Job(region, blocks, offsets, lambda done: self._filled(job, region, epoch, done)))
 
     def _sound(self, region: Region, refs: bytes, blocks: int) -> bool:
-        """Whether `refs` are places of this region with room for that many of the engine's blocks.
+        """Return whether `refs` are slots of this region with room for that many of the engine's blocks.
 
-        The scheduler has asked its own mapping already; it is this one in which the addresses are made.
+        The scheduler has checked them against its own mapping; the addresses are made in this one.
         """
         slots = len(refs) // REF_BYTES
         return region.holds(refs, self._spec.groups[0].block_bytes) and slots * self._per_slot >= blocks
@@ -379,24 +385,26 @@ class Worker:
         if done.error or not job.sums:
             self._judge(job, region, epoch, done, None if done.error else _all_sound(job))
         else:
-            self._proof.after_load(region, job, lambda sound: self._judge(job, region, epoch, done, sound))
+            self._verifier.after_load(region, job, lambda sound: self._judge(job, region, epoch, done, sound))
 
     def _judge(self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None) -> None:
-        """Report a load that has ended, whose slots are `sound`. On a thread of the device or of the proof's."""
+        """Report a load that has ended, whose `sound` slots are good. On a thread of the device or the verifier."""
         failed = job.blocks
         try:
             failed = self._not_filled(job, region, epoch, done, sound)
-        except Exception:  # the engine waits for this load: whatever went wrong here, it has failed
+        except Exception:  # the engine waits for this load: whatever went wrong here, the load has failed
             self._counts.add("load_ends_failed")
-            logger.exception("request %s: its load cannot be judged, and has failed", job.request)
+            logger.exception("request %s: its load cannot be checked and counts as failed", job.request)
         finally:
             self._done.append((job.request, failed))
 
     def _not_filled(
         self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None
     ) -> list[int]:
-        """Return the device blocks that do not hold what was to be loaded: what a new writer has touched meanwhile is
-        not the block."""
+        """Return the device blocks that do not hold what was to be loaded.
+
+        A slot that another writer has got meanwhile does not hold the block any more.
+        """
         failed = job.blocks
         if done.error:
             logger.warning("request %s: %d blocks were not loaded: %s", job.request, len(failed), done.error)
@@ -405,7 +413,7 @@ class Worker:
             (wrong,) = (current & ~sound).nonzero()
             if len(wrong) and self._namespace is not None:
                 refs = pick_refs(job.refs, wrong.tolist())
-                self._proof.alarm(self._namespace, region, refs, Finding.CORRUPT, job.request)
+                self._verifier.alarm(self._namespace, region, refs, Finding.CORRUPT, job.request)
             if epoch == self._epoch:
                 good = np.repeat(current & sound, self._per_slot)[job.skip : job.skip + len(job.blocks)]
                 failed = [block for block, fine in zip(job.blocks, good.tolist(), strict=True) if not fine]
@@ -422,13 +430,13 @@ class Worker:
     # The end.
 
     def drain(self) -> None:
-        """Wait for running copies, `drain_ms` at most: the device's memory is about to be taken away."""
+        """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped."""
         if self._device is not None and not self._device.drain(self._settings.drain_ms / 1000):
             self._counts.add("drains_cut_short")
             logger.warning("rank %d: copies were still running after %.0f ms", self._rank, self._settings.drain_ms)
 
     def close(self) -> None:
-        """Let running saves end, for `drain_ms` at most, settle the rest as failed, and end the session."""
+        """Wait for running saves, at most `drain_ms`, settle the rest as failed, and end the session."""
         if self._registration is not None:
             self._registration.close()
         if self._device is not None:
@@ -436,22 +444,22 @@ class Worker:
                 self._counts.add("drains_cut_short")
                 logger.warning("rank %d: saves were still running after %.0f ms", self._rank, self._settings.drain_ms)
             self._device.close()
-        self._proof.close()
+        self._verifier.close()
         self._session.close()
 
     def wait_quiet(self) -> bool:
-        """Wait until no copy can touch the engine's blocks any more; return False where that cannot be known."""
+        """Wait until no copy can touch the engine's blocks any more; return False where the device cannot say."""
         try:
             while self._device is not None and not self._device.drain(DRAIN):
                 logger.warning("rank %d: copies have not ended after %.0f s", self._rank, DRAIN)
-        except Exception as error:  # noqa: BLE001 - of a device that has failed; asked when all else has failed, too
-            logger.debug("rank %d: the device does not say whether copies run", self._rank, exc_info=error)
+        except Exception as error:  # noqa: BLE001 - the device has failed, too
+            logger.debug("rank %d: the device cannot say whether copies run", self._rank, exc_info=error)
             return False
         return True
 
 
-def _heard(job: SaveJob, verdicts: Sequence[int]) -> Heard:
-    return Heard(job.region, job.reservation, job.positions, list(map(int, verdicts)))
+def _rank_verdicts(job: SaveJob, verdicts: Sequence[int]) -> RankVerdicts:
+    return RankVerdicts(job.region, job.reservation, job.positions, list(map(int, verdicts)))
 
 
 def _all_sound(job: LoadJob) -> npt.NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""vLLM: its connector, its settings, its versions, and what identifies its KV.
+"""All that knows vLLM: the connector, plain views of its objects, its versions, and what identifies its KV.
 
-It decides nothing about saves and loads, and no exception of it leaves a hook.
+It decides nothing about saves and loads, and none of its exceptions leaves a hook.
 """

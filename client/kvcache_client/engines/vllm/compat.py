@@ -1,4 +1,4 @@
-"""What must be asked of the vLLM that runs here: versions differ in where they say it."""
+"""What must be asked of the running vLLM: versions differ in where they keep it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _connectors: WeakValueDictionary[tuple[object, str, str], Any] = WeakValueDictio
 
 
 def surroundings(vllm_config: Any) -> Surroundings:
-    """Return what the engine's configuration does not say."""
+    """Return the facts that the engine's configuration does not have."""
     import vllm
     from vllm.platforms import current_platform
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -34,10 +34,10 @@ def surroundings(vllm_config: Any) -> Surroundings:
 
 
 def engine_name(vllm_config: Any, engine_id: str = "") -> str:
-    """Return a name for this engine alone: its configured id, or `engine_id`, and a tag of what no other engine has.
+    """Return a unique name for this engine: its configured id, or `engine_id`, and a tag made of its instance id.
 
-    A unit file that is copied repeats the id. The instance id is drawn where an engine's configuration is made, and its
-    scheduler and all ranks have that configuration.
+    Copied unit files repeat the configured id. The instance id is drawn when an engine's configuration is made, and the
+    scheduler and all ranks share that configuration.
     """
     configured, instance = engine_id or str(vllm_config.kv_transfer_config.engine_id), _instance(vllm_config)
     tag = "-" + hashlib.blake2b(instance.encode(), digest_size=4).hexdigest() if instance else ""
@@ -45,9 +45,9 @@ def engine_name(vllm_config: Any, engine_id: str = "") -> str:
 
 
 def has_another(connector: object, role: object, vllm_config: Any, endpoint: str) -> bool:
-    """Whether another connector of this process serves the same side of the same engine at `endpoint`.
+    """Return whether another connector of this process serves the same side of the same engine at `endpoint`.
 
-    Where none does, `connector` is noted as the one, for as long as it is there or until `retire`.
+    Where none does, `connector` is noted as the one, for as long as it lives or until `retire`.
     """
     instance = _instance(vllm_config)
     here = check_endpoint(endpoint) if endpoint else default_endpoint()
@@ -55,7 +55,7 @@ def has_another(connector: object, role: object, vllm_config: Any, endpoint: str
 
 
 def retire(connector: object) -> None:
-    """Let another connector take the place of this one."""
+    """Allow another connector to take the place of this one."""
     for place, there in list(_connectors.items()):
         if there is connector:
             del _connectors[place]
@@ -82,8 +82,8 @@ def join_logs(quiet: bool) -> None:
 def warn_of_random_seed(found: Surroundings) -> None:
     if not found.seed:
         logger.warning(
-            "the block hashes of this engine begin with a random number, so that it shares nothing, not with itself "
-            "after a restart either: set PYTHONHASHSEED=0 in the environment of every engine that is to share"
+            "the block hashes of this engine begin with a random number: it shares blocks with no other engine, nor "
+            "with itself after a restart. Set PYTHONHASHSEED=0 in the environment of every engine that is to share"
         )
 
 
@@ -106,7 +106,7 @@ def _hash_seed(hash_function: Any) -> str:
 
 
 def _kv_layout(vllm_config: Any) -> str:
-    """The layout where the KV cache configuration has none: before 0.32 it is one for the whole process.
+    """Return the KV layout for versions before 0.32, where it is a setting of the process.
 
     vLLM asserts that a configuration is current, and the scheduler's process of an engine with several ranks has none.
     """

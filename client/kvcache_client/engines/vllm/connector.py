@@ -1,6 +1,6 @@
-"""The vLLM face: every call goes to the side that this process plays, and nothing is decided here.
+"""The vLLM connector: every call goes to the scheduler's or the rank's side, and nothing is decided here.
 
-What the engine has that we cannot cache is declined with one line, and the engine runs as if we were not there.
+An engine that cannot be cached is declined with one log line, and runs as if there were no connector.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from kvcache_client.engines.vllm.views import request_view, step_view
 from kvcache_client.scheduler.events import Removed, Stored
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.session import Session
-from kvcache_client.settings import Settings, blocks_per_slot, parse_settings
-from kvcache_client.step_plan import NOTHING, Heard, LoadJob, StepPlan
+from kvcache_client.settings import ConnectorSettings, blocks_per_slot, parse_settings
+from kvcache_client.step_plan import NOTHING, LoadJob, RankVerdicts, StepPlan
 from kvcache_client.worker.worker import Worker
 from kvcache_proto.errors import ConfigError, KVCacheError
 from kvcache_proto.types import NamespaceSpec
@@ -61,14 +61,14 @@ except ImportError:  # before 0.32
 
 logger = logging.getLogger("vllm.kvcache")
 
-MEDIUM = "CPU"  # MEDIUM_CPU of vLLM's, which 0.23 has not
+MEDIUM = "CPU"  # vLLM's MEDIUM_CPU, which 0.23 does not have
 
 _BESIDE = (
-    "--kv-offloading-size and {} exclude each other: vLLM replaces the connector by its own offloading. "
+    "--kv-offloading-size and {} exclude each other: vLLM replaces the connector with its own offloading. "
     "Leave --kv-offloading-size out; the daemon owns the memory: `kvcache-server serve --size`"
 )
 _TWICE = (
-    "this engine has a second %s with the daemon at %s: it does nothing, for the first one does all; "
+    "this engine has a second %s for the daemon at %s, which does nothing because the first one does everything; "
     "leave it out of `connectors`"
 )
 
@@ -83,16 +83,16 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
-    """What ranks report to the scheduler's side; each item once.
+    """What ranks report to the scheduler's side, each item once.
 
     Attributes:
-        heard: the daemon's verdicts on the blocks that they saved; only where events are wanted.
-        declined: why a rank takes no part in the cache, by rank; "" for one that does again.
-        carried: seconds that a rank's thread takes to carry one of the engine's blocks, by rank; 0 where none has to.
-        given_away: saves, by reservation and first position, that had not begun when others got their blocks.
+        verdicts: the daemon's verdicts on the blocks that ranks saved; only where events are wanted.
+        declined: why a rank takes no part in the cache, by rank; "" for one that takes part again.
+        carried: seconds that a rank's thread takes to carry one of the engine's blocks, by rank; 0 where it need not.
+        given_away: saves, by reservation and first position, that had not begun when their blocks were given away.
     """
 
-    heard: list[Heard] = field(default_factory=list)
+    verdicts: list[RankVerdicts] = field(default_factory=list)
     declined: dict[int, str] = field(default_factory=dict)
     given_away: list[tuple[int, int]] = field(default_factory=list)
     carried: dict[int, float] = field(default_factory=dict)
@@ -102,14 +102,14 @@ class RankReport(KVConnectorWorkerMetadata):
             return self
         given_away = self.given_away + other.given_away
         carried = self.carried | other.carried
-        return RankReport(self.heard + other.heard, self.declined | other.declined, given_away, carried)
+        return RankReport(self.verdicts + other.verdicts, self.declined | other.declined, given_away, carried)
 
 
 _EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
 
 
 class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
-    """Loads from and saves to the daemon of this host. Of `kv_connector_extra_config` see client/README.md."""
+    """Loads from and saves to the daemon of this host. Its `kv_connector_extra_config` is in client/README.md."""
 
     if CacheHitSource is not None:
         _cache_hit_source = CacheHitSource.HOST
@@ -120,12 +120,12 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: Worker | None = None
         self._session: Session | None = None
         self._feed: Feed | None = None  # for vLLM's metrics
-        self._tell = False
+        self._wants_events = False
         self._role, self._rank = role, 0
-        self._fault = ""  # of a rank's side that was given up, until the scheduler's side has heard of it
+        self._fault = ""  # of a rank's side that was given up, until the scheduler's side knows it
         self._step = 0  # the last plan's number
-        # Loads that the engine waits for, by request, with their device blocks: a scheduler's that no plan has yet, a
-        # rank's that it has not reported. Whatever fails in ours, the engine hears how each of them ended.
+        # Loads that the engine waits for, by request, with their device blocks: on the scheduler's side those that no
+        # plan has yet, on a rank those that it has not reported. Whatever fails here, the engine learns how each ended.
         self._awaited: dict[str, list[int]] = {}
         self._not_loaded: set[int] = set()  # device blocks of such loads that have failed
         self._quiet = threading.Event()  # not set while copies of a worker that was given up may still run
@@ -139,13 +139,13 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         in_scheduler = role == KVConnectorRole.SCHEDULER
         join_logs(quiet=not in_scheduler)
         transfer = vllm_config.kv_transfer_config
-        # vLLM reads this after it has made us. Its own default, "fail", cannot be told from a "fail" that was meant:
-        # who means it says so in our settings.
+        # vLLM reads this later. Its default, "fail", cannot be distinguished from a "fail" that was set: to have that,
+        # set it in kv_connector_extra_config.
         transfer.kv_load_failure_policy = "recompute"
         settings, notes = parse_settings(transfer.kv_connector_extra_config)
         transfer.kv_load_failure_policy = settings.kv_load_failure_policy
         events = getattr(vllm_config, "kv_events_config", None)
-        self._tell = events is not None and events.enable_kv_cache_events
+        self._wants_events = events is not None and events.enable_kv_cache_events
         if in_scheduler:
             for note in notes:
                 logger.warning("kv_connector_extra_config: %s", note)
@@ -171,18 +171,22 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = self._open_worker(settings, spec, engine, per_slot)
 
     def give_up(self, where: str, error: Exception) -> None:
-        """Let the engine go on without us: nothing more is offered, loaded or saved, and what the engine waits for
-        has failed."""
+        """Let the engine go on without the cache.
+
+        Nothing more is offered, loaded or saved, and loads that the engine waits for have failed.
+        """
         self._fault = report(where, error, in_scheduler=self._role == KVConnectorRole.SCHEDULER)
         scheduler, worker = self._scheduler, self._worker
         self._scheduler = self._worker = self._feed = None
         self._quiet.clear()
-        # To end a session takes answers of the daemon, and to end copies takes time: no step waits for either.
+        # Ending a session needs answers of the daemon, and ending copies takes time: no step waits for either.
         threading.Thread(
             target=_leave, args=(scheduler, worker, self._session, self._quiet), name="kvcache-give-up", daemon=True
         ).start()
 
-    def _open_scheduler(self, settings: Settings, spec: NamespaceSpec, engine: str, per_slot: int) -> Scheduler | None:
+    def _open_scheduler(
+        self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int
+    ) -> Scheduler | None:
         transfer, drafter = self._vllm_config.kv_transfer_config, self._vllm_config.speculative_config
         self._session = session = open_session(settings, engine, "scheduler")
         try:
@@ -195,7 +199,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 saves=transfer.is_kv_producer,
                 loads=transfer.is_kv_consumer,
                 volatile=1 if drafter is not None and drafter.use_eagle() else 0,
-                tell=self._tell,
+                events=self._wants_events,
                 checkpoint=lambda: checkpoint_id(self._vllm_config),
             )
         except KVCacheError as error:
@@ -204,7 +208,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         self._feed = Feed(lambda: session.counters, lambda: scheduler.counters, up=lambda: session.up)
         group = spec.groups[0]
-        if not session.up:  # the session has said so
+        if not session.up:  # the session has logged it
             return scheduler
         logger.info(
             "KV cache server at %s: namespace %s, blocks of %d tokens, %.1f KiB in %d shards, engine %s",
@@ -212,7 +216,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return scheduler
 
-    def _open_worker(self, settings: Settings, spec: NamespaceSpec, engine: str, per_slot: int) -> Worker:
+    def _open_worker(self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int) -> Worker:
         self._rank = rank = tensor_parallel_rank()
         session, registration = claim(engine, f"rank {rank}")
         self._session = session = session or open_session(settings, engine, f"rank {rank}")
@@ -225,7 +229,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             rank_block_bytes(self._kv_cache_config),
             per_slot,
             has_experts(self._vllm_config),
-            self._tell,
+            self._wants_events,
             registration,
         )
         before_sleep(self._vllm_config.parallel_config.worker_cls, worker.drain)
@@ -236,7 +240,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: a save that is dropped is a miss later on."""
+        """No: this is a cache, and a save that is dropped is a miss later."""
         return False
 
     @guard()
@@ -293,8 +297,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         return plan
 
     def _fail_awaited(self) -> StepPlan:
-        """Return a plan with the loads that the engine waits for and no plan has: each names no region, so that the
-        ranks report that it failed."""
+        """Return a plan of the loads that the engine waits for and that no plan has.
+
+        They name no region, so that the ranks report them as failed.
+        """
         loads = [LoadJob(request, b"", b"", blocks) for request, blocks in self._awaited.items()]
         self._awaited.clear()
         return StepPlan(self._step + 1, loads=loads) if loads else NOTHING
@@ -307,7 +313,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         if received or invalid:
             self._scheduler.ended(list(received or ()), set(invalid or ()))
         copies = getattr(connector_output, "kv_connector_stats", None)
-        if isinstance(copies, CacheStats):  # beside other connectors they come in a wrapper, and the log does without
+        if isinstance(copies, CacheStats):  # beside other connectors they come wrapped, and are left out of the log
             self._scheduler.copied(copies.data)
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, RankReport):
@@ -318,8 +324,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         if report.given_away:
             self._scheduler.given_away(report.given_away)
         if self._scheduler.events is not None:
-            for heard in report.heard:
-                self._scheduler.events.settled(heard)
+            for verdicts in report.verdicts:
+                self._scheduler.events.settled(verdicts)
 
     @guard(lambda *_: ())
     def take_events(self) -> Iterable[Any]:
@@ -339,7 +345,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
-    @guard(lambda *_: True)  # where nothing is saved or loaded any more, nothing is left to be reset
+    @guard(lambda *_: True)  # where nothing is saved or loaded any more, there is nothing to reset
     def reset_cache(self) -> bool | None:
         return True if self._scheduler is None else self._scheduler.reset()
 
@@ -359,7 +365,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._begin(connector_metadata)  # where a runner has not called handle_preemptions
+        self._begin(connector_metadata)  # for a runner that has not called handle_preemptions
 
     @guard()
     def _begin(self, metadata: Any) -> None:
@@ -378,13 +384,13 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load(metadata.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are between steps, whole requests at a time."""
+        """Does nothing: loads run between steps, a whole request at a time."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Saves are whole blocks, a step later."""
+        """Does nothing: whole blocks are saved a step later."""
 
     def wait_for_save(self) -> None:
-        """Nothing waits: blocks under a save are guarded when they are given away."""
+        """Does nothing: blocks that are being saved are guarded when they are given away."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         idle = isinstance(self._connector_metadata, StepMetadata) and self._connector_metadata.idle
@@ -409,9 +415,13 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             fault, self._fault = self._fault, ""
             return RankReport(declined={self._rank: fault}) if fault else None
         worker = self._worker
-        heard, declined, given_away = worker.take_verdicts(), worker.take_declined(), worker.take_given_away()
+        verdicts, declined, given_away = worker.take_verdicts(), worker.take_declined(), worker.take_given_away()
         carried = worker.take_carried()
-        return RankReport(heard, declined, given_away, carried) if heard or declined or given_away or carried else None
+        return (
+            RankReport(verdicts, declined, given_away, carried)
+            if verdicts or declined or given_away or carried
+            else None
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         blocks, self._not_loaded = self._not_loaded, set()
@@ -423,14 +433,14 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _leave(scheduler: Scheduler | None, worker: Worker | None, session: Session | None, quiet: threading.Event) -> None:
-    """End both sides of a connector that was given up; set `quiet` once no copy runs any more."""
+    """Close a connector that was given up; set `quiet` once no copy runs any more."""
     try:
         for side in (scheduler, worker, session):
             try:
                 if side is not None:
                     side.close()
-            except Exception as error:  # noqa: BLE001 - what has failed once may fail again: the rest must end all the same
-                logger.debug("a connector that was given up does not end well: %s", error, exc_info=error)
+            except Exception as error:  # noqa: BLE001 - what has failed once may fail again: the rest must be closed all the same
+                logger.debug("an error while a failed connector was closed: %s", error, exc_info=error)
     finally:
         if worker is None or worker.wait_quiet():
             quiet.set()
@@ -453,8 +463,7 @@ def _vllm_event(event: Stored | Removed, block_size: int) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Explain what vLLM is about when it looks here for a connector of its own, which `--kv-offloading-size` makes
-    it do."""
+    """Explain why vLLM looks here for a connector of its own: `--kv-offloading-size` makes it do so."""
     names: Iterable[str] = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector")
     if name in names:
         raise ConfigError(_BESIDE.format("KVCacheServerConnector"))

@@ -1,9 +1,9 @@
-"""What a rank makes ready before its first request: the region is mapped, and page-locked beside the engine's start.
+"""Maps and page-locks the region while a rank starts, before its first request.
 
 vLLM makes a connector after it has loaded and profiled the model, shortly before it captures graphs and serves: too
-late for what holds the device's driver for a second. So vLLM's plugin hook lets each rank begin when its process has a
-device: the daemon is asked and the region's pages are mapped while the device is initialised, and locked while the
-weights are read. The connector takes over what it finds here; whatever goes wrong here it does by itself, later.
+late for work that occupies the device's driver for a second. So vLLM's plugin hook lets each rank begin as soon as its
+process has a device: it connects to the daemon and maps the region's pages while the device is initialised, and locks
+them while the weights are read. The connector takes over what is ready; what failed here it does itself, later.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from kvcache_client.devices.runtime import Runtime
 from kvcache_client.devices.tuning import read_tuning
 from kvcache_client.engines.vllm.compat import engine_name, join_logs
 from kvcache_client.session.session import Session
-from kvcache_client.settings import CONNECTOR, Settings, parse_settings
+from kvcache_client.settings import CONNECTOR, ConnectorSettings, parse_settings
 
 logger = logging.getLogger("vllm.kvcache")
 
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fills this process's page tables; the pages are there
 _PART = 64 << 20
 _THREADS = 8
-_CLAIM = 5.0  # seconds that a connector waits for the daemon's answer to what was begun here
-_LOCK = 10.0  # seconds that it waits for page-locking: an engine that serves would be slowed down by it
+_CLAIM = 5.0  # seconds that a connector waits for a connection that was begun here
+_LOCK = 10.0  # seconds that it waits for page-locking, which would slow down an engine that serves
 
-_libc = ctypes.CDLL(None, use_errno=True)  # lets go of the GIL, unlike `mmap.madvise`
+_libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL, unlike `mmap.madvise`
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _begun: dict[tuple[str, str], Preparation] = {}  # by engine and label
 
 
 class Preparation:
-    """Of one rank: a session, once the daemon has answered, and a registration, once there is a device."""
+    """One rank's: a session, once the daemon has answered, and a registration, once there is a device."""
 
-    def __init__(self, settings: Settings, engine: str, label: str) -> None:
+    def __init__(self, settings: ConnectorSettings, engine: str, label: str) -> None:
         self.session: Session | None = None
         self.registration: Registration | None = None
         self._settings, self._engine, self._label = settings, engine, label
@@ -59,7 +59,7 @@ class Preparation:
         self._device.set()
 
     def claim(self) -> tuple[Session | None, Registration | None]:
-        """Return what is ready, to be closed by the caller from now on; wait for what will be soon."""
+        """Return what is ready, which the caller closes from now on; wait for what will be ready soon."""
         self._attached.wait(_CLAIM)
         if self.session is None or self._runtime is None or self.session.region is None:
             self._given_up = True
@@ -76,15 +76,15 @@ class Preparation:
             self.session = open_session(self._settings, self._engine, self._label)
             region = self.session.region
             self._attached.set()
-            if region is None:  # no daemon; the session comes upon one by itself
+            if region is None:  # no daemon; the session connects by itself when there is one
                 return
             map_pages(region)
             self._device.wait()
             if self._runtime is not None and not self._given_up:
                 self.registration = Registration(self._runtime, self._piece)
                 self.registration.register(region)
-        except Exception as error:  # noqa: BLE001 - the connector does it all again, and says what is wrong
-            logger.info("nothing is made ready for the engine's start: %s", error, exc_info=error)
+        except Exception as error:  # noqa: BLE001 - the connector does it all again, and logs what is wrong
+            logger.info("the region is not prepared while the engine starts: %s", error, exc_info=error)
         finally:
             self._attached.set()
 
@@ -110,13 +110,13 @@ def install() -> None:
 
 
 def claim(engine: str, label: str) -> tuple[Session | None, Registration | None]:
-    """Return what was made ready for this rank: a session and a registration, or None."""
+    """Return what is ready for this rank: a session and a registration, None for what is not."""
     prepared = _begun.pop((engine, label), None)
     return prepared.claim() if prepared is not None else (None, None)
 
 
 def discard() -> None:
-    """Let go of what was made ready for a rank that takes no part, on a thread: the driver and the daemon take time."""
+    """Close what is ready for a rank that takes no part, on a thread: the driver and the daemon take time."""
     left = list(_begun.values())
     _begun.clear()
     for prepared in left:
@@ -133,8 +133,8 @@ def _close(prepared: Preparation) -> None:
             session.close()
 
 
-def open_session(settings: Settings, engine: str, label: str) -> Session:
-    """Return the session of one process of an engine; daemon or none. Raises ConfigError."""
+def open_session(settings: ConnectorSettings, engine: str, label: str) -> Session:
+    """Return the session of one process of an engine, whether or not a daemon is there. Raises ConfigError."""
     return Session.open(
         settings.endpoint or None,
         engine=engine,
@@ -145,7 +145,7 @@ def open_session(settings: Settings, engine: str, label: str) -> Session:
 
 
 def map_pages(region: Memory) -> None:
-    """Fill this process's page tables for `region`: to lock a page that is mapped takes the driver half as long."""
+    """Fill this process's page tables for `region`: the driver locks a mapped page in half the time."""
     holes = [(begin, begin + size) for begin, size in region.holes]
     parts = [
         (region.address + begin, min(_PART, region.bytes - begin))
@@ -186,7 +186,7 @@ def _begin(wrapper: Any) -> Preparation | None:
         _begun[(engine, label)] = prepared = Preparation(settings, engine, label)
         return prepared
     except Exception as error:  # noqa: BLE001 - as in Preparation
-        logger.info("nothing is made ready for the engine's start: %s", error, exc_info=error)
+        logger.info("the region is not prepared while the engine starts: %s", error, exc_info=error)
         return None
 
 
@@ -205,5 +205,5 @@ def _continue(prepared: Preparation) -> None:
 
             runtime, piece = early_runtime()
     except Exception as error:  # noqa: BLE001 - as above
-        logger.info("nothing is page-locked before the engine's cache is there: %s", error, exc_info=error)
+        logger.info("nothing is page-locked before the engine has its KV cache: %s", error, exc_info=error)
     prepared.found_device(runtime, piece)

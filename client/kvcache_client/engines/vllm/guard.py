@@ -1,4 +1,4 @@
-"""No exception of ours leaves a hook: the engine goes on as if it had no connector, and one line says so.
+"""No exception of ours leaves a hook: the engine goes on as if it had no connector, and logs one line.
 
 vLLM calls hooks from its scheduler's and its ranks' step loops, where any exception ends the engine.
 """
@@ -16,10 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Guarded(Protocol):
-    """Has hooks, and can do without what stands behind them."""
+    """Has hooks, and can go on without what they call."""
 
     def give_up(self, where: str, error: Exception) -> None:
-        """Stop using what raised `error` in the hook `where`. May raise nothing."""
+        """Stop using what raised `error` in the hook `where`. Must not raise."""
 
 
 def guard(otherwise: Callable[..., Any] = lambda *arguments: None) -> Callable[[F], F]:
@@ -30,7 +30,7 @@ def guard(otherwise: Callable[..., Any] = lambda *arguments: None) -> Callable[[
         def guarded(self: Guarded, *arguments: Any, **named: Any) -> Any:
             try:
                 return hook(self, *arguments, **named)
-            except Exception as error:  # noqa: BLE001 - whatever it is: the engine must not end for its cache
+            except Exception as error:  # noqa: BLE001 - whatever it is: the cache must not end the engine
                 self.give_up(hook.__name__, error)
                 return otherwise(self, *arguments)
 
@@ -40,9 +40,9 @@ def guard(otherwise: Callable[..., Any] = lambda *arguments: None) -> Callable[[
 
 
 def report(where: str, error: Exception, in_scheduler: bool) -> str:
-    """Log, once per engine, that it goes on without us, and return why. The traceback is for who looks for the defect.
+    """Log, once per engine, that it goes on without the cache, and return why. The traceback is logged at DEBUG.
 
-    The scheduler's side hears of a rank's fault with the next step, and logs it.
+    The scheduler's side learns of a rank's fault with the next step, and logs it.
     """
     why = f"{where} failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if in_scheduler:

@@ -1,8 +1,8 @@
-"""Pure: what an engine computes, as a NamespaceSpec. Equal specs, and only they, may share blocks.
+"""Pure: what an engine computes, as a NamespaceSpec. Only engines with equal specs may share blocks.
 
-The cache outlives engines, so a namespace names every fact that makes the bytes of a block differ, and nothing that
-does not (the length limit, the batch size, where a checkpoint lies). `vllm_config` and `kv_cache_config` are read by
-attribute alone; what must be asked of the running engine comes as `Surroundings`.
+The cache outlives engines, so a namespace names every fact that changes the bytes of a block, and nothing that does not
+(the length limit, the batch size, where a checkpoint lies). `vllm_config` and `kv_cache_config` are only read, by
+attribute; what must be asked of the running engine comes as `Surroundings`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kvcache_proto.types import MAX_NAME, MAX_SHARDS, GroupSpec, NamespaceSpec
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _ORDINARY_FORMATS = {"auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer", "mistral"}
 _NOT_CONTENT = {"_name_or_path", "_commit_hash", "transformers_version", "name_or_path"}
-_NOT_WHOLE = {"RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec"}  # full by descent, not by nature
+_NOT_WHOLE = {"RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec"}  # subclasses that are not full attention
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 class Surroundings(NamedTuple):
-    """What the running engine says.
+    """Facts of the running engine.
 
     Attributes:
         version: of vLLM.
         device: kind and name of the device.
         hash_bytes: length of a block hash.
-        seed: what the hash chain begins with; empty where it is drawn at random by each process.
-        layout: of the KV cache, where the configuration does not say.
+        seed: what the hash chain begins with; empty where each process draws it at random.
+        layout: of the KV cache, where the configuration does not have it.
     """
 
     version: str
@@ -43,7 +43,7 @@ class Surroundings(NamedTuple):
 
 
 def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return why this engine's blocks cannot be cached, empty where they can."""
+    """Return why this engine's blocks cannot be cached, "" where they can."""
     groups = kv_cache_config.kv_cache_groups
     parallel = vllm_config.parallel_config
     if len(groups) != 1:
@@ -56,9 +56,9 @@ def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
     for spec in _layer_specs(groups[0].kv_cache_spec):
         names = {cls.__name__ for cls in type(spec).__mro__}
         if "FullAttentionSpec" not in names or names & _NOT_WHOLE:
-            return f"{type(spec).__name__}: this version caches full attention alone"
+            return f"{type(spec).__name__}: this version caches only full attention"
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        return "the engine zeroes a block before the connector hears that it was given away"
+        return "the engine zeroes a block before the connector learns that it was given away"
     hashed = getattr(kv_cache_config, "hash_block_size", None)
     if hashed and hashed != engine_block_size(kv_cache_config):
         return f"hashes of {hashed} tokens for blocks of {engine_block_size(kv_cache_config)}"
@@ -131,7 +131,7 @@ def namespace_spec(
         "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}",
         "shards": str(split.number),
         "hash": str(cache.prefix_caching_hash_algo),
-        # A seed of one process's own is shared by nobody; its engine's ranks still agree on this.
+        # A random seed is shared with no other engine; the engine's ranks still agree on this.
         "seed": surroundings.seed or f"engine {engine_id}",
         "weights": weights,
     }
@@ -139,19 +139,19 @@ def namespace_spec(
     if backend is not None:
         identity["attention"] = str(getattr(backend, "name", backend))
     draft = getattr(vllm_config, "speculative_config", None)
-    if draft is not None:  # its layers lie in the same blocks
+    if draft is not None:  # its layers share the blocks
         identity["draft"] = f"{draft.method} {getattr(draft, 'model', None) or ''}".strip()
     if getattr(cache, "calculate_kv_scales", False):
-        identity["kv_scales"] = f"engine {engine_id}"  # drawn from the first batch that this engine ran
+        identity["kv_scales"] = f"engine {engine_id}"  # computed from the first batch that this engine ran
     shard_bytes = block_bytes if split.number == 1 else (block_bytes,) * split.number
     group = GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)
     return NamespaceSpec(_name(model.model), (group,), identity, surroundings.hash_bytes)
 
 
 def checkpoint_id(vllm_config: Any) -> str:
-    """Return what names the weights: the hub's commit, or a digest of the files of a directory.
+    """Return a name of the weights: the hub's commit, or a digest of the files of a directory.
 
-    Fine-tunes of one model have files of one name, size and header; samples of the data tell them apart.
+    Fine-tunes of one model have files of the same name, size and header; samples of the data distinguish them.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     form = str(getattr(load.load_format, "value", load.load_format))
@@ -188,7 +188,7 @@ def config_digest(vllm_config: Any) -> str:
     model = vllm_config.model_config
     config = model.hf_config.to_dict()
     facts: dict[str, Any] = {"config": _content(config)}
-    # These scale positions by the length limit, so that here it does change the bytes.
+    # These scale positions by the length limit, so here it does change the bytes.
     if any(kind in json.dumps(facts, default=str) for kind in ('"longrope"', '"su"', '"dynamic"')):
         facts["max_model_len"] = model.max_model_len
     text = json.dumps(facts, sort_keys=True, default=str)
@@ -224,7 +224,7 @@ def _layer_specs(spec: Any) -> Iterator[Any]:
 
 
 def _describe(spec: Any) -> str:
-    """The first layer stands for all: the scheduler sees no other, and the block's size covers the rest."""
+    """Describe the first layer, for all: the scheduler sees no other, and the block's size covers the rest."""
     first = next(_layer_specs(spec))
     facts = {
         name: str(getattr(first, name))
@@ -235,6 +235,6 @@ def _describe(spec: Any) -> str:
 
 
 def _name(model: str) -> str:
-    """A checkpoint may lie in any folder: of a path, the last part is the name."""
+    """Return the last part of a path, or the name as it is: a checkpoint may lie in any folder."""
     name = Path(model).name if model.startswith(("/", ".")) else model
     return name[-MAX_NAME:] or "model"

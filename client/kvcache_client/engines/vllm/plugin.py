@@ -11,7 +11,7 @@ logger = logging.getLogger("vllm.kvcache")
 
 
 def register_vllm_connector() -> None:
-    """Make `kv_connector="KVCacheServerConnector"` known to vLLM, and let ranks make the region ready while they start.
+    """Make `kv_connector="KVCacheServerConnector"` known to vLLM, and let ranks prepare the region while they start.
 
     Touches no device and starts nothing by itself.
     """
@@ -21,5 +21,5 @@ def register_vllm_connector() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, "kvcache_client.connector", CONNECTOR)
     try:
         install()
-    except Exception as error:  # noqa: BLE001 - of a vLLM that starts its ranks otherwise: the connector does it, later
-        logger.info("nothing is made ready while ranks start: %s", error, exc_info=error)
+    except Exception as error:  # noqa: BLE001 - a vLLM that starts its ranks in another way: the connector does it later
+        logger.info("the region is not prepared while ranks start: %s", error, exc_info=error)

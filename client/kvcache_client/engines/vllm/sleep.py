@@ -1,9 +1,9 @@
-"""Copies end before vLLM's sleep takes the device's memory away.
+"""Lets copies end before vLLM's sleep unmaps the device's memory.
 
-No hook of a connector says that it is about to: `reset_cache` runs in the scheduler's process, and of what is planned
-there ranks hear with the next step, after the sleep. Some versions synchronize the device before they unmap its memory
-and others do not, and none knows of copies that a thread of ours has yet to begin. So the methods of vLLM's worker that
-unmap memory, `sleep` and from 0.32 on `discard`, are wrapped: copies end first.
+No hook of a connector announces it: `reset_cache` runs in the scheduler's process, and ranks learn what is planned
+there with the next step, after the sleep. Some versions synchronize the device before they unmap its memory and others
+do not, and none knows of copies that a thread of ours has yet to begin. So the methods of vLLM's worker that unmap
+memory, `sleep` and from 0.32 on `discard`, are wrapped: copies end first.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _drains: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def before_sleep(worker_class: str | type, drain: Callable[[], None]) -> None:
-    """Have `drain`, a bound method, called before a worker of that class unmaps memory, as long as its object lives.
+    """Call `drain`, a bound method, before a worker of that class unmaps memory, as long as the method's object lives.
 
-    `worker_class` is a class or the qualified name of one. Raises nothing: where there is no such class, one line says
-    that sleep does not wait.
+    `worker_class` is a class or the qualified name of one. Never raises: where there is no such class, one log line
+    says that sleep does not wait.
     """
     _drains[:] = [each for each in _drains if each() is not None]
     _drains.append(weakref.WeakMethod(drain))
@@ -35,7 +35,7 @@ def before_sleep(worker_class: str | type, drain: Callable[[], None]) -> None:
             method = getattr(found, name, None)
             if method is not None and not hasattr(method, "_kvcache_drains"):
                 setattr(found, name, _after_copies(method))
-    except Exception as error:  # noqa: BLE001  # a version that we do not know is served all the same
+    except Exception as error:  # noqa: BLE001  # an unknown version is served all the same
         logger.warning("vLLM's sleep does not wait for copies of the KV cache server: %s", error)
 
 
@@ -52,7 +52,7 @@ def _after_copies(method: Callable[..., Any]) -> Callable[..., Any]:
             if drain is not None:
                 try:
                     drain()
-                except Exception:  # the engine sleeps, whatever becomes of copies
+                except Exception:  # the engine sleeps in any case
                     logger.exception("copies were not waited for")
         return method(*arguments, **named)
 

@@ -1,4 +1,4 @@
-"""What the connector tells vLLM of itself, for the line in vLLM's log and for the metrics of vLLM's own server."""
+"""What the connector reports to vLLM, for the line in vLLM's log and for the metrics of vLLM's own server."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OWN = {UP, *(name for pair in _COPIES.values() for name in pair)}
 
 
 class CacheStats(KVConnectorStats):
-    """Counts by name, as gained since the last ones, of one rank, of the scheduler, or of all together.
+    """Counts by name, gained since the last report, of one rank, of the scheduler, or of all together.
 
-    `up` is the scheduler's alone: 1 where it asks the daemon, 0 where its breaker is open or no daemon is there.
+    Only the scheduler has `up`: 1 where it asks the daemon, 0 where its breaker is open or there is no daemon.
     """
 
     def reset(self) -> None:
@@ -34,7 +34,7 @@ class CacheStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM's log shows: copies as amounts and rates, and all other counts."""
+        """Return what vLLM logs: copies as amounts and rates, and all other counts."""
         shown: dict[str, int | float] = {}
         for way, (size, duration) in _COPIES.items():
             if done := self.data.get(size, 0):
@@ -81,7 +81,7 @@ class CacheMetrics(KVConnectorPromMetrics):
 
 
 class Feed:
-    """What one side of the connector has to tell, once a second at most. Only the scheduler's has `up`."""
+    """What one side of the connector has to report, at most once a second. Only the scheduler's has `up`."""
 
     def __init__(self, *sources: Callable[[], Mapping[str, int]], up: Callable[[], bool] | None = None) -> None:
         self._gains, self._up = Gains(*sources), up
