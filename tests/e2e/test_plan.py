@@ -15,7 +15,7 @@ from kvcache_proto.errors import ConfigError
 from kvcache_server.capacity.device import device
 from kvcache_server.capacity.figures import KV_ITEMS, declined
 from kvcache_server.capacity.models import Attention, Latent, State, read_model
-from kvcache_server.capacity.pages import Group, Pages, page, pages, shards
+from kvcache_server.capacity.pages import LayerGroup, Pages, page, pages, shards
 from kvcache_server.capacity.weights import weight_bytes
 
 HERE = Path(__file__).parent
@@ -99,7 +99,7 @@ def ours(case: Case, found: dict[str, Any]) -> Pages:
     )
 
 
-def kind(group: Group) -> str:
+def kind(group: LayerGroup) -> str:
     if isinstance(group.spec, Attention):
         return KINDS["sliding" if group.spec.window else "full"]
     return KINDS["latent" if isinstance(group.spec, Latent) else "state"]
