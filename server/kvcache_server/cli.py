@@ -94,7 +94,10 @@ def _flags(command: click.Command) -> click.Command:
 @click.option("--config", "path", metavar="FILE", help="TOML file; KVCACHE_* variables and flags override it.")
 @click.option("--fresh", is_flag=True, help="Discard the region of the previous daemon and start empty.")
 def serve(path: str | None, fresh: bool, **flags: Any) -> None:
-    """Run the daemon in the foreground, until SIGTERM or Ctrl-C. It reuses what the previous one cached."""
+    """Run the daemon in the foreground.
+
+    It reuses what the previous daemon cached, and stops at SIGTERM or Ctrl-C.
+    """
     # The imports start threads (numpy's). They inherit the blocked signals, so that none is delivered to them.
     signals.block()
     from kvcache_server import logs
@@ -128,7 +131,7 @@ def _progress_bar() -> Any:
 @endpoint_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def status(endpoint: str, as_json: bool) -> None:
-    """Show what the daemon caches and which engines are attached."""
+    """Show what is cached and which engines are attached."""
     from kvcache_server.admin_client import AdminClient
     from kvcache_server.commands.describe import describe
 
@@ -141,7 +144,7 @@ def status(endpoint: str, as_json: bool) -> None:
 @endpoint_option
 @click.option("--namespace", default="", metavar="ID", help="Clear only this namespace; `status` lists the ids.")
 def clear(endpoint: str, namespace: str) -> None:
-    """Forget every cached block that no engine is reading or writing."""
+    """Forget every cached block that is not in use."""
     from kvcache_server.admin_client import AdminClient
 
     with AdminClient(endpoint, "clear") as admin:
@@ -172,14 +175,17 @@ def fence_off(endpoint: str, number: int) -> None:
 @click.option("--endpoint", metavar="ENDPOINT", help="As for serve.")
 @click.option("--region-dir", metavar="FOLDER", help="As for serve.")
 def discard(path: str | None, endpoint: str | None, region_dir: str | None) -> None:
-    """Free the memory that a stopped daemon has kept, and with it the cached blocks."""
+    """Free the memory that a stopped daemon has kept.
+
+    The cached blocks are lost.
+    """
     from kvcache_server.storage.folder import EndpointLock
     from kvcache_server.storage.warm_start import discard as remove
 
     config = load(path, flags={"endpoint": endpoint, "region_dir": region_dir})
     lock = EndpointLock(config.endpoint)
     try:
-        click.echo("discarded" if remove(config, lock.folder) else f"no daemon at {config.endpoint} has left anything")
+        click.echo("discarded" if remove(config, lock.folder) else f"nothing to discard at {config.endpoint}")
     finally:
         lock.release()
 

@@ -91,7 +91,7 @@ BEGAN = {
 @endpoint_option
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def command(request: str, endpoint: str, as_json: bool) -> None:
-    """Explain why REQUEST had no hit, or not for all of its blocks.
+    """Explain why a request had few hits or none.
 
     REQUEST is the id in vLLM's answer, or a part of it that no other request's id contains.
     """

@@ -79,10 +79,11 @@ def command(
     png: str | None,
     as_json: bool,
 ) -> None:
-    """Replay TRACE, requests in Mooncake's format, plain or gzip, through the daemon's index.
+    """Replay a trace through the daemon's own index.
 
-    Each capacity is tried as one cache that all engines share, and divided into private caches, one per engine. No
-    engine runs, and no block is copied. With --routing prefix, a conversation stays with the engine that started it.
+    TRACE has requests in Mooncake's format, plain or gzip. Each capacity is tried as one cache that all engines share,
+    and divided into private caches, one per engine. No engine runs, and no block is copied. With --routing prefix, a
+    conversation stays with the engine that started it.
     """
     picture = _picture() if png else None
     requests = read_trace(path, block_tokens)

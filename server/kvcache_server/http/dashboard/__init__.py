@@ -42,7 +42,10 @@ SECONDS = 60.0  # that a connection may last: the daemon and systemd take up to 
 @click.option("--env-folder", default="/etc/vllm", show_default=True, help="Folder of their environment files.")
 @click.option("--user", "of_user", is_flag=True, help="Manage units of the user's own systemd.")
 def command(api: str, listen: str, token_file: str, manage: str | None, env_folder: str, of_user: bool) -> None:
-    """Show the cache on a web page, live and over the last hour, with actions for those who have the daemon's token."""
+    """Show the cache on a web page.
+
+    The page is live and covers the last hour. Actions need the daemon's token.
+    """
     address, port = parse_address(listen)
     if not address.is_loopback:
         raise ConfigError(
