@@ -1,4 +1,4 @@
-"""Frames to messages and back: MessagePack, one reused encoder and one decoder a direction."""
+"""Frames to messages and back: MessagePack, with one reused encoder and one reused decoder per direction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _door = msgspec.msgpack.Decoder(DoorMessage)
 
 
 def decode_request(frame: bytes | memoryview) -> Request:
-    """Return the request in `frame`. Raises BadFrame, or BadArgument for a value out of its bounds."""
+    """Return the request in `frame`. Raises BadFrame, or BadArgument if a value is out of bounds."""
     message: Request = _decode(_request, frame, MAX_FRAME)
     return message
 
@@ -34,7 +34,7 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
 
 
 def decode_door(frame: bytes | memoryview) -> DoorMessage:
-    """Return the door message in `frame`. Raises BadFrame."""
+    """Return the handshake message in `frame`. Raises BadFrame."""
     message: DoorMessage = _decode(_door, frame, MAX_DOOR_FRAME)
     return message
 

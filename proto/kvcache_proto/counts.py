@@ -1,6 +1,7 @@
-"""What clients count, by name: what they tell the daemon, which shows each of these and sums up all others as `other`.
+"""The names of the counters that clients report to the daemon.
 
-So that a client cannot make the daemon's metrics grow by names of its own.
+The daemon shows each of these, and sums up all others as `other`, so that a client cannot make the daemon's metrics
+grow by inventing names.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 from kvcache_proto.types import Refusal, Verdict
 
 OTHER = "other"
-MAX_NAMES = 256  # in one message
-MAX_GAIN = 1 << 48  # of one count, in one message
-MAX_COUNT = 1 << 62  # where a sum stops: the wire has 64 bits
+MAX_NAMES = 256  # per message
+MAX_GAIN = 1 << 48  # of one counter, per message
+MAX_COUNT = 1 << 62  # sums stop here: the wire has 64 bits
 
 _CONNECTION = """
     answers_lost answers_unasked attaches_put_off attaches_refused bad_frames breaker_closed breaker_open breaker_opened

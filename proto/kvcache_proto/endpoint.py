@@ -1,4 +1,4 @@
-"""Where the daemon is met: one path names the ZeroMQ socket and, beside it, the door."""
+"""The endpoint: one path, which names the request socket and, beside it, the handshake socket (the door)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TOKEN = b"token:"
 
 
 def default_endpoint(environ: Mapping[str, str] | None = None, uid: int | None = None) -> str:
-    """Return the endpoint to use where none is given.
+    """Return the endpoint to use if none is configured.
 
-    `KVCACHE_ENDPOINT`; else, for root, one below /run; else one below $XDG_RUNTIME_DIR, or below a folder of the user's
-    own in /tmp. Raises ConfigError where KVCACHE_ENDPOINT is unusable.
+    The first that applies: `KVCACHE_ENDPOINT`; for root, a path below /run; a path below $XDG_RUNTIME_DIR; a path below
+    a folder of the user in /tmp. Raises ConfigError if KVCACHE_ENDPOINT is not a valid endpoint.
     """
     environ = os.environ if environ is None else environ
     uid = os.getuid() if uid is None else uid
@@ -45,17 +45,17 @@ def check_endpoint(endpoint: str) -> str:
 
 
 def socket_path(endpoint: str) -> str:
-    """Return the path of the ZeroMQ socket. Raises ConfigError as `check_endpoint` does."""
+    """Return the path of the request socket. Raises ConfigError as `check_endpoint` does."""
     return check_endpoint(endpoint)[len(SCHEME) :]
 
 
 def door_path(endpoint: str) -> str:
-    """Return the path of the door. Raises ConfigError as `check_endpoint` does."""
+    """Return the path of the handshake socket. Raises ConfigError as `check_endpoint` does."""
     return _door(socket_path(endpoint))
 
 
 def closed_folder(path: str) -> str | None:
-    """Return the first folder on the way to `path` that this process may not enter; None where it may enter all."""
+    """Return the first folder above `path` that this process may not enter; None if it may enter all of them."""
     way = os.path.dirname(os.path.realpath(path))
     while way != (above := os.path.dirname(way)) and not _may_enter(above):
         way = above
@@ -71,13 +71,13 @@ def _door(path: str) -> str:
 
 
 def routing_id(token: bytes) -> bytes:
-    """Return what a session's DEALER calls itself, so that the daemon knows whose it is before it says anything.
+    """Return the routing id of a session's DEALER, by which the daemon knows the session before the first message.
 
-    ZeroMQ keeps names that begin with a zero byte to itself.
+    It must not begin with a zero byte: ZeroMQ reserves such names.
     """
     return _TOKEN + token
 
 
 def token_of(routing_id: bytes) -> bytes:
-    """Return the token in it, "" where there is none."""
+    """Return the token in `routing_id`; empty if there is none."""
     return routing_id.removeprefix(_TOKEN) if routing_id.startswith(_TOKEN) else b""

@@ -1,37 +1,37 @@
-"""What can go wrong, sorted by whose fault it is.
+"""The errors, grouped by who is at fault.
 
-Each error has a `code`, its name on the wire, so that a client raises the class that the daemon meant.
+Each error has a `code`, its name on the wire, so that the client raises the same class as the daemon.
 """
 
 from __future__ import annotations
 
 
 class KVCacheError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """The base class of every error that this project raises on purpose."""
 
     code = "error"
 
 
 class ClientError(KVCacheError):
-    """The caller asked for something wrong; asking again the same way fails the same way."""
+    """The caller made a mistake; the same call would fail again."""
 
     code = "client_error"
 
 
 class BadFrame(ClientError):
-    """A frame that is no message of this protocol."""
+    """The frame is not a message of this protocol."""
 
     code = "bad_frame"
 
 
 class BadToken(ClientError):
-    """The session token is unknown or its session has ended."""
+    """The session token is unknown, or its session has ended."""
 
     code = "bad_token"
 
 
 class VersionMismatch(ClientError):
-    """Client and daemon speak protocol versions that do not meet."""
+    """Client and daemon have no protocol version in common."""
 
     code = "version_mismatch"
 
@@ -43,37 +43,37 @@ class GeometryMismatch(ClientError):
 
 
 class BadArgument(ClientError):
-    """A value outside of what the protocol allows; the message names it and its bounds."""
+    """A value is outside of what the protocol allows; the message names the value and its bounds."""
 
     code = "bad_argument"
 
 
 class UnknownHandle(ClientError):
-    """A namespace, lease or reservation that this session does not hold."""
+    """The session does not hold this namespace, lease or reservation."""
 
     code = "unknown_handle"
 
 
 class NotPermitted(ClientError):
-    """The peer's uid and gid are not on the allowed list, or a limit of the daemon is reached."""
+    """The peer's uid and gid are not allowed, or a limit of the daemon is reached."""
 
     code = "not_permitted"
 
 
 class ConfigError(ClientError):
-    """A configuration value, file or flag that cannot be used."""
+    """A configuration value, file or flag is invalid."""
 
     code = "config_error"
 
 
 class ServerError(KVCacheError):
-    """The request was sound and the daemon could not serve it."""
+    """The request was valid, and the daemon could not serve it."""
 
     code = "server_error"
 
 
 class RegionError(ServerError):
-    """The region cannot be made, mapped or trusted."""
+    """The region cannot be created, mapped or trusted."""
 
     code = "region_error"
 
@@ -85,7 +85,7 @@ class EndpointTaken(ServerError):
 
 
 class EndpointLost(ServerError):
-    """Somebody removed or replaced the sockets of a daemon that serves."""
+    """The sockets of a running daemon were removed or replaced."""
 
     code = "endpoint_lost"
 
@@ -107,5 +107,5 @@ _BY_CODE = _family(KVCacheError)
 
 
 def from_wire(code: str, message: str) -> KVCacheError:
-    """Return the error that `code` names; an unknown code, from a newer daemon, gives a ServerError."""
+    """Return the error for `code`; a ServerError for an unknown code, which a newer daemon may send."""
     return _BY_CODE.get(code, ServerError)(message)

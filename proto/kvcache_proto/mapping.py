@@ -1,4 +1,4 @@
-"""A file mapped where huge pages of it can be mapped as such: the kernel aligns no mapping of a tmpfs by itself."""
+"""Map a file such that huge pages can be used: the kernel does not align the mapping of a tmpfs by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mmap
 import os
 import weakref
 
-HUGE_PAGE = 2 << 20  # of x86-64, and of aarch64 with pages of 4 KiB
+HUGE_PAGE = 2 << 20  # on x86-64, and on aarch64 with pages of 4 KiB
 
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
@@ -18,10 +18,10 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def map_file(descriptor: int, size: int) -> memoryview:
-    """Return `size` bytes of the file, shared and writable, at a multiple of HUGE_PAGE where that can be had.
+    """Return `size` bytes of the file, shared and writable, at a multiple of HUGE_PAGE if possible.
 
-    The mapping lives as long as anything refers to the view; `descriptor` may be closed. Raises OSError where the
-    kernel refuses, or the file is shorter.
+    The mapping exists as long as anything refers to the view; `descriptor` may be closed. Raises OSError if the kernel
+    refuses, or if the file is shorter.
     """
     if size <= 0 or os.fstat(descriptor).st_size < size:
         raise OSError(0, f"a mapping of {size} bytes of a file of {os.fstat(descriptor).st_size}")
@@ -33,12 +33,12 @@ def map_file(descriptor: int, size: int) -> memoryview:
 
 
 def address_of(view: memoryview) -> int:
-    """Return where the bytes of a writable view begin in this process."""
+    """Return the address of the first byte of a writable view."""
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
 
 
 def _aligned(descriptor: int, size: int) -> int:
-    """Return the address of an aligned mapping; 0 where it cannot be had, as of a hugetlbfs with larger pages."""
+    """Return the address of an aligned mapping; 0 if it is impossible, as on a hugetlbfs with larger pages."""
     reserved = size + HUGE_PAGE
     try:
         begin = _map(None, reserved, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)

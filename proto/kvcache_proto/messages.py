@@ -1,7 +1,7 @@
-"""The messages, in the order in which an engine meets them. PROTOCOL.md is the normative text.
+"""The messages, in the order in which an engine uses them. PROTOCOL.md is the normative text.
 
-Every request over ZeroMQ begins with `id`, chosen by the client and repeated by the reply, and `token`, from the door.
-A field is never removed or reordered; a new one goes last and has a default.
+Every request over ZeroMQ begins with `id`, which the client chooses and the reply repeats, and with `token`, from the
+handshake. A field is never removed or moved; a new one goes last and has a default.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvcache_proto.types import MAX_HASHES, MAX_NAME, MAX_SHARDS, NamespaceSpec,
 PROTOCOL_VERSION = 2
 OLDEST_VERSION = 1
 
-Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # remembered by the daemon, and so bounded as it is read
-Most = msgspec.Meta(max_length=MAX_HASHES)  # to read the millions that fit a frame would hold the daemon up
-MAX_RUNS, MAX_NOTES = 16_384, 4096  # in one message: each takes as long to read as many hashes
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # the daemon remembers it, so it is bounded when it is read
+Most = msgspec.Meta(max_length=MAX_HASHES)  # reading the millions that fit into a frame would block the daemon
+MAX_RUNS, MAX_NOTES = 16_384, 4096  # per message: reading one takes as long as many hashes
 Shards = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SHARDS)]
-# Twice as many as a request may have: who sends one too many is told so, by the request's id.
+# Twice as many as a request may have, so that the error for one too many can contain the request's id.
 Hashes = Annotated[list[bytes], msgspec.Meta(max_length=2 * MAX_HASHES)]
 
 
-# The door: one Hello, one Welcome or Error, then silence until one side ends.
+# The handshake: one Hello, one Welcome or Error, then silence until one side ends.
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
@@ -55,7 +55,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
 class Attach(msgspec.Struct, tag="attach", array_like=True):
     """Join a namespace as the writer and reader of `shards`; a scheduler joins with none.
 
-    `ceiling_bytes` bounds what this engine's saves may occupy; 0 is no bound.
+    `ceiling_bytes` limits what this engine's saves may occupy; 0 leaves the limit unchanged.
     """
 
     id: int
@@ -66,7 +66,7 @@ class Attach(msgspec.Struct, tag="attach", array_like=True):
 
 
 class Detach(msgspec.Struct, tag="detach", array_like=True):
-    """Leave a namespace. It has no reply. What is being read and written there goes on until it has ended."""
+    """Leave a namespace. It has no reply. Reads and writes in progress continue."""
 
     id: int
     token: bytes
@@ -74,10 +74,10 @@ class Detach(msgspec.Struct, tag="detach", array_like=True):
 
 
 class Acquire(msgspec.Struct, tag="acquire", array_like=True):
-    """Ask for the longest cached prefix of `hashes`; with `pin`, under a lease; with `verify`, and their checksums.
+    """Look up the longest cached prefix of `hashes`; with `pin`, take a lease; with `verify`, also return checksums.
 
-    `request` is the engine's name for whom it asks, `tokens` the length of that one's prompt, `salted` whether its
-    hashes have a salt in them: for who asks later why there was no hit. A lookup without a name is not remembered.
+    For a later `Why`: `request` is the engine's name for the request, `tokens` the length of its prompt, `salted`
+    whether its hashes contain a salt. A lookup without a name is not remembered.
     """
 
     id: int
@@ -93,7 +93,7 @@ class Acquire(msgspec.Struct, tag="acquire", array_like=True):
 
 
 class Release(msgspec.Struct, tag="release", array_like=True):
-    """End leases. It has no reply: an unknown lease is counted and ignored."""
+    """End leases. It has no reply; an unknown lease is counted and ignored."""
 
     id: int
     token: bytes
@@ -101,14 +101,14 @@ class Release(msgspec.Struct, tag="release", array_like=True):
 
 
 class Run(msgspec.Struct, array_like=True):
-    """Blocks of one chain, each the child of the one before; the first one's parent is `parent`, None for a root."""
+    """Blocks of one chain, each the child of the one before; `parent` is the parent of the first, None for a root."""
 
     hashes: Hashes
     parent: bytes | None = None
 
 
 class Reserve(msgspec.Struct, tag="reserve", array_like=True):
-    """Ask to write runs of blocks: one reservation for what all requests of an engine's step have filled."""
+    """Reserve space to write runs of blocks: one reservation for all requests of an engine's step."""
 
     id: int
     token: bytes
@@ -118,13 +118,13 @@ class Reserve(msgspec.Struct, tag="reserve", array_like=True):
 
 
 class Settle(msgspec.Struct, tag="settle", array_like=True):
-    """Say how `shards` of the granted blocks at `positions` of the run ended; no positions means all of them.
+    """Report the outcome of `shards` of the granted blocks at `positions`; no positions means all of them.
 
-    `outcome` is an Outcome. A writer settles its own shards; who reserved may settle any as NEVER_STARTED,
-    and must do so only while it has not handed the slots to the writers.
+    `outcome` is an Outcome. A writer settles its own shards. The session that reserved may settle any shard as
+    NEVER_STARTED, but only while it has not told the writers about the slots.
 
-    `sums` are the checksums of what was committed, one a shard, SUM_BYTES each, position after position; empty where
-    the writer made none.
+    `sums` are the checksums of the committed shards, SUM_BYTES per shard, position after position; empty if the writer
+    computed none.
     """
 
     id: int
@@ -138,9 +138,9 @@ class Settle(msgspec.Struct, tag="settle", array_like=True):
 
 
 class Distrust(msgspec.Struct, tag="distrust", array_like=True):
-    """Say that the blocks in `slots`, references one after the other, hold other bytes than were stored.
+    """Report that the blocks in `slots` (concatenated references) do not contain what was stored.
 
-    `finding` is a Finding. They are forgotten, with all below them.
+    `finding` is a Finding. The blocks and all their descendants are forgotten.
     """
 
     id: int
@@ -152,9 +152,9 @@ class Distrust(msgspec.Struct, tag="distrust", array_like=True):
 
 
 class Note(msgspec.Struct, array_like=True):
-    """What an engine alone knows: why it asked nothing for `request`, or did not save the blocks `hashes` of it.
+    """What only the engine knows: why it made no lookup for `request`, or did not save its blocks `hashes`.
 
-    `cause` is a word of small letters and underscores, `age_ms` how long ago that was.
+    `cause` is a word of lower-case letters and underscores, `age_ms` how long ago that was.
     """
 
     request: Name
@@ -164,7 +164,7 @@ class Note(msgspec.Struct, array_like=True):
 
 
 class Remark(msgspec.Struct, tag="remark", array_like=True):
-    """Notes on requests, for who asks later why there was no hit. It has no reply: what cannot be used is counted."""
+    """Notes on requests, for a later `Why`. It has no reply; invalid notes are counted."""
 
     id: int
     token: bytes
@@ -179,14 +179,14 @@ class Ping(msgspec.Struct, tag="ping", array_like=True):
 
 
 class Stats(msgspec.Struct, tag="stats", array_like=True):
-    """Ask for the daemon's figures. Answered in its turn: Unavailable where another question of the session waits."""
+    """Ask for the daemon's figures. It has lower priority: Unavailable if another such request of the session waits."""
 
     id: int
     token: bytes
 
 
 class Clear(msgspec.Struct, tag="clear", array_like=True):
-    """Forget every READY, unleased block; of one namespace, or of all where `namespace` is empty."""
+    """Forget every READY, unleased block of one namespace, or of all if `namespace` is empty."""
 
     id: int
     token: bytes
@@ -194,10 +194,10 @@ class Clear(msgspec.Struct, tag="clear", array_like=True):
 
 
 class Restate(msgspec.Struct, tag="restate", array_like=True):
-    """Say what a resumed session still holds.
+    """Report what a resumed session still holds.
 
-    `leases` are [lease, reference of its last block]; `heard` is the highest reservation that it was told of: what was
-    granted to it beyond that is given back.
+    `leases` are [lease, reference of its last block]; `heard` is the highest reservation that the session received.
+    Later ones are given back.
     """
 
     id: int
@@ -207,7 +207,7 @@ class Restate(msgspec.Struct, tag="restate", array_like=True):
 
 
 class Fence(msgspec.Struct, tag="fence", array_like=True):
-    """Give up a session of the daemon's last life that lives and does not come back: it writes no more."""
+    """End a session whose process is alive but does not reconnect. The operator asserts that it never writes again."""
 
     id: int
     token: bytes
@@ -215,9 +215,9 @@ class Fence(msgspec.Struct, tag="fence", array_like=True):
 
 
 class Tell(msgspec.Struct, tag="tell", array_like=True):
-    """Say how the client does. It has no reply.
+    """Report the state of the client. It has no reply.
 
-    `breaker` is a Breaker; `counts` what it has counted, by name, since it last told.
+    `breaker` is a Breaker; `counts` is what the client has counted, by name, since its last report.
     """
 
     id: int
@@ -227,8 +227,10 @@ class Tell(msgspec.Struct, tag="tell", array_like=True):
 
 
 class Why(msgspec.Struct, tag="why", array_like=True):
-    """Ask why an engine's request, named in full or in a part that no other one has, had no hit. In its turn, as
-    Stats is."""
+    """Ask why a request had no hit. `request` is its name, or a part that no other name contains.
+
+    It has lower priority, as Stats has.
+    """
 
     id: int
     token: bytes
@@ -236,7 +238,7 @@ class Why(msgspec.Struct, tag="why", array_like=True):
 
 
 class Watch(msgspec.Struct, tag="watch", array_like=True):
-    """Ask for the lookups from number `since` on; 0 is from now on. They are kept only for who goes on asking."""
+    """Ask for the lookups from number `since` on; 0 means from now on. They are kept only while a client asks."""
 
     id: int
     token: bytes
@@ -252,11 +254,11 @@ class Attached(msgspec.Struct, tag="attached", array_like=True):
 
 
 class Acquired(msgspec.Struct, tag="acquired", array_like=True):
-    """`hits` blocks from the first hash on, `slots` their references; `lease` is 0 where nothing is pinned.
+    """`hits` is the number of blocks found from the first hash on, `slots` has their references.
 
-    `pending` blocks after them are being written by somebody now; `withheld` ones are cached, and the engine's quota
-    pins no more until it has released others. `sums` has, where they were asked for, the checksum of each shard of each
-    hit, SUM_BYTES each; 0 is none.
+    `lease` is 0 if nothing is pinned. After the hits, `pending` blocks are being written; `withheld` blocks are cached,
+    but the engine's quota does not allow it to pin them until it has released others. `sums` has the checksum of each
+    shard of each hit, SUM_BYTES each, if it was requested; 0 means none.
     """
 
     id: int
@@ -269,9 +271,9 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):
-    """`answers` has a Refusal a hash, run after run; `slots` has the references of the granted ones, in order.
+    """`answers` has one Refusal per hash, run after run; `slots` has the references of the granted blocks, in order.
 
-    `reservation` is 0 where nothing was granted.
+    `reservation` is 0 if nothing was granted.
     """
 
     id: int
@@ -281,16 +283,16 @@ class Reserved(msgspec.Struct, tag="reserved", array_like=True):
 
 
 class Settled(msgspec.Struct, tag="settled", array_like=True):
-    """A Verdict a settled block, in the order of the positions."""
+    """One Verdict per settled block, in the order of the positions."""
 
     id: int
     verdicts: bytes
 
 
 class Distrusted(msgspec.Struct, tag="distrusted", array_like=True):
-    """How many `blocks` were forgotten, and a (engine, session) a slot: who stored that shard of it.
+    """`blocks` is the number of forgotten blocks; `writers` has the (engine, session) per slot that stored the shard.
 
-    ("", 0) where the slot was another block's by then.
+    It is ("", 0) if the slot held another block by then.
     """
 
     id: int
@@ -314,28 +316,28 @@ class Cleared(msgspec.Struct, tag="cleared", array_like=True):
 
 
 class Restated(msgspec.Struct, tag="restated", array_like=True):
-    """`lost` are the leases whose blocks are there no more."""
+    """`lost` are the leases that could not be restored."""
 
     id: int
     lost: list[int] = []
 
 
 class Fenced(msgspec.Struct, tag="fenced", array_like=True):
-    """`reservations` of that session were given up; their slots are in quarantine."""
+    """`reservations` is how many of that session were given up; their slots are in quarantine."""
 
     id: int
     reservations: int
 
 
 class Explained(msgspec.Struct, tag="explained", array_like=True):
-    """For people and programs; keys are added at will, and none is taken away."""
+    """For people and programs. Keys may be added, and are never removed."""
 
     id: int
     answer: dict[str, Any]
 
 
 class Seen(msgspec.Struct, array_like=True):
-    """One lookup: when, by a clock that only grows, for whom, and what it asked for and found."""
+    """One lookup: when (by a monotonic clock), by which engine and request, and what it requested and found."""
 
     at_ms: int
     engine: str
@@ -349,7 +351,7 @@ class Seen(msgspec.Struct, array_like=True):
 
 
 class Watched(msgspec.Struct, tag="watched", array_like=True):
-    """`next` is what to ask for next, `lost` lookups before these ones came too fast to be kept. `more` are here."""
+    """`next` is the next value for `since`; `lost` lookups before these could not be kept; `more` are available."""
 
     id: int
     next: int
@@ -359,9 +361,10 @@ class Watched(msgspec.Struct, tag="watched", array_like=True):
 
 
 class Error(msgspec.Struct, tag="error", array_like=True):
-    """`code` names a class of errors.py; `id` is 0 where the request could not be read.
+    """`code` names a class of errors.py; `id` is 0 if the request could not be read.
 
-    Both sides log the message, and names that others chose are in it: it is made one line, when sent and when received.
+    Both sides log the message, which may contain names that others chose. Therefore it is turned into one line of
+    printable text, both when it is sent and when it is received.
     """
 
     id: int

@@ -1,15 +1,14 @@
 """The region: header, extent rows, slots and slot rows in one mapped file.
 
     0            header, one page
-    EXTENT_ROWS  one row of EXTENT_ROW bytes an extent
+    EXTENT_ROWS  one row of EXTENT_ROW bytes per extent
     data_offset  extent 0 | extent 1 | ...
 
-An extent is `slots * slot_bytes` of data, then, ending with the extent, `slots` rows of SLOT_ROW bytes. All numbers are
-native, aligned u64 words (every host that this runs on is little-endian), so that each store is one store. The daemon
-alone writes rows; everybody writes data. PROTOCOL.md is the normative text.
+An extent contains `slots * slot_bytes` of data and, at its end, `slots` rows of SLOT_ROW bytes. All numbers are native,
+aligned u64 words (every host that this runs on is little-endian), so each is written by one store. Only the daemon
+writes rows; all clients write data. PROTOCOL.md is the normative text.
 
-The functions work on any writable buffer: the pure modules run over a `bytearray` in tests and over the mapping in the
-daemon.
+The functions work on any writable buffer: on a `bytearray` in tests, and on the mapping in the daemon.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from kvcache_proto.types import PoolGeometry, SlotRef
 
 MAGIC = int.from_bytes(b"KVCREGN1", "little")
 FORMAT_VERSION = 1  # of what clients read: header, extent rows, generations
-ROWS_FORMAT = 2  # of what the daemon alone reads
-ROWS_GIVEN_UP = (1 << 64) - 1  # in its place: no later daemon is to read them
+ROWS_FORMAT = 2  # of what only the daemon reads
+ROWS_GIVEN_UP = (1 << 64) - 1  # instead of it: no later daemon may read the rows
 WORD = 8
 PAGE = 4096
 ALIGN = 2 << 20  # extents begin and end on huge pages
@@ -34,9 +33,9 @@ EXTENT_ROW = 64
 SLOT_ROW = 128
 EXTENT_ROWS = PAGE
 MAX_EXTENTS = 1 << 16
-# Powers of two from 64 KiB to 32 MiB, 1.25 and 1.5 times as much, and 64 MiB.
+# Powers of two from 64 KiB to 32 MiB, 1.25 and 1.5 times each, and 64 MiB.
 _COMMON_BLOCKS = [*(quarters << shift for shift in range(14, 24) for quarters in (4, 5, 6)), 64 << 20]
-_LARGE_BLOCK = 128  # of fewer per region, an extent holds too few to choose by them
+_LARGE_BLOCK = 128  # a region with fewer of them has too few per extent to choose by
 _MOST_EXTENT = 514 << 20
 
 # DOOMED: a writer may still write there, and it will never be READY.
@@ -47,12 +46,12 @@ _H_MAGIC, _H_VERSION, _H_ID, _H_BYTES, _H_EXTENT_BYTES, _H_EXTENTS, _H_DATA, _H_
 _H_ROWS = 9
 # Words of an extent row.
 _E_SLOT_BYTES, _E_GENERATION, _E_ROWS, _E_SLOTS, _E_RETIRED, _E_CLEARED = 0, 1, 2, 3, 4, 5
-# Words of a slot row. State, tick, settled shards and the parent change alone, by one store each; the checksum covers
-# the generation and the body, which are written once for a block.
+# Words of a slot row. State, tick, settled shards and the parent change individually, by one store each. The checksum
+# covers the generation and the body, which are written once per block.
 _S_STATE, _S_TICK, _S_SETTLED, _S_GENERATION, _S_PARENT, _S_CHECK = 0, 1, 2, 3, 14, 15
 _BODY = struct.Struct("=QIHHQQII32sI12x")
 CHECKED = range(_S_GENERATION * WORD, _S_PARENT * WORD)  # bytes of a row under its checksum
-# Where a row's fields lie, for who reads many rows at once: name -> (numpy's type, byte).
+# The fields of a row, to read many rows at once: name -> (numpy type, byte).
 ROW_FIELDS = {
     "state": ("<u8", 0),
     "tick": ("<u8", 8),
@@ -73,10 +72,10 @@ ROW_FIELDS = {
 
 
 class RowBody(NamedTuple):
-    """What a row says of the block that was granted there.
+    """What a row says about the block that was granted there.
 
-    `owner` is the session that reserved it, `engine` the daemon's number of its engine; `position` is the block's in
-    its `reservation`; `crew` names who writes its shards.
+    `owner` is the session that reserved it, `engine` the daemon's number for its engine, `position` that of the block
+    in its `reservation`, and `crew` the daemon's number for the set of sessions that write its shards.
     """
 
     namespace: int
@@ -89,11 +88,11 @@ class RowBody(NamedTuple):
     engine: int = 0
 
 
-RowFields = tuple[int, int, bytes, int, int, int, int, int]  # of a RowBody, which takes longer to make than to write
+RowFields = tuple[int, int, bytes, int, int, int, int, int]  # of a RowBody, which takes longer to create than to write
 
 
 class SlotRow(NamedTuple):
-    """One slot row as it was read; `parent` is the generation of the parent's slot, 0 for a root."""
+    """One slot row as it was read. `parent` is the generation of the parent's slot, 0 for a root."""
 
     state: int
     generation: int
@@ -104,9 +103,10 @@ class SlotRow(NamedTuple):
 
 
 def plan_geometry(region_id: bytes, size: int, extent_bytes: int = 0) -> PoolGeometry:
-    """Return how a region is cut whose whole extents take at most `size` bytes; its header comes on top.
+    """Return the geometry of a region whose extents take at most `size` bytes, not counting its header.
 
-    `extent_bytes` 0 chooses what common sizes of blocks fill best. Raises RegionError where not one extent fits.
+    With `extent_bytes` 0, the size of extents is the one that common block sizes fill best. Raises RegionError if no
+    extent fits.
     """
     if extent_bytes == 0:
         extent_bytes = _default_extent(size)
@@ -121,10 +121,10 @@ def plan_geometry(region_id: bytes, size: int, extent_bytes: int = 0) -> PoolGeo
 
 @functools.lru_cache
 def _default_extent(size: int) -> int:
-    """Return the extent size, 1/64 to 1/8 of `size` from 4 to 514 MiB, that leaves the least without a block.
+    """Return the extent size (1/64 to 1/8 of `size`, 4 to 514 MiB) that leaves the least memory without a block.
 
-    Of a region of that size, the mean and the most over the common sizes of blocks that are not large for it. And since
-    extents are what sizes trade memory by, few large ones must be worth it: a quarter of an extent counts as waste.
+    The waste is the mean plus the maximum over the common block sizes that are not large for a region of this size.
+    Block sizes exchange memory in whole extents, so large extents have a cost: a quarter of an extent counts as waste.
     """
     blocks = [each for each in _COMMON_BLOCKS if each * _LARGE_BLOCK <= size] or _COMMON_BLOCKS[:1]
     least = min(max(size // 64 // ALIGN * ALIGN, 2 * ALIGN), _MOST_EXTENT // 2 // ALIGN * ALIGN)
@@ -143,15 +143,15 @@ def slots_per_extent(extent_bytes: int, slot_bytes: int) -> int:
 
 
 def slot_size(block_bytes: int) -> int:
-    """Return the bytes of the slot that holds a block of `block_bytes`."""
+    """Return the bytes of the slot for a block of `block_bytes`."""
     return -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
 
 
 def found_geometry(header: memoryview) -> PoolGeometry | None:
-    """Return how the region is cut whose first page is `header`; None where none was ever formatted, or where its
-    daemon gave it up.
+    """Return the geometry of the region whose first page is `header`.
 
-    Raises RegionError where it is of another format or torn.
+    Returns None if no region was formatted there, or if its daemon gave it up. Raises RegionError if it is damaged or
+    has another format.
     """
     w = header[:PAGE].cast("Q")
     if w[_H_MAGIC] == 0 or w[_H_ROWS] == ROWS_GIVEN_UP:
@@ -165,7 +165,7 @@ def found_geometry(header: memoryview) -> PoolGeometry | None:
 
 
 def is_given_up(header: memoryview) -> bool:
-    """Whether the daemon of the region whose first page is `header` gave it up."""
+    """Return whether the region whose first page is `header` was given up by its daemon."""
     return bool(header[:PAGE].cast("Q")[_H_ROWS] == ROWS_GIVEN_UP)
 
 
@@ -189,7 +189,7 @@ def _header_checksum(header: memoryview) -> int:
 
 
 class RegionRows:
-    """Reads and writes the rows of a region in `buffer`, `geometry.region_bytes` long."""
+    """Reads and writes the rows of a region in `buffer`, which has `geometry.region_bytes` bytes."""
 
     def __init__(self, buffer: memoryview, geometry: PoolGeometry) -> None:
         if len(buffer) != geometry.region_bytes:
@@ -201,7 +201,7 @@ class RegionRows:
     # The header.
 
     def format(self) -> None:
-        """Write the header and empty extent rows; the magic goes last, so that a torn header is no header."""
+        """Write the header and empty extent rows. The magic is written last, so that a partial header is none."""
         g = self.geometry
         rows = EXTENT_ROWS + g.extents * EXTENT_ROW
         self.buffer[:rows] = bytes(rows)
@@ -219,11 +219,11 @@ class RegionRows:
         w[_H_MAGIC] = MAGIC
 
     def give_up(self) -> None:
-        """Say that no later daemon is to read this region. Its clients go on, and new ones may come."""
+        """Mark the region so that no later daemon reads it. Its clients continue, and new ones may attach."""
         self._words[_H_ROWS] = ROWS_GIVEN_UP
 
     def check_header(self) -> None:
-        """Raise RegionError, saying what differs, unless the header is that of this region in this format."""
+        """Raise RegionError, which names the difference, unless the header is that of this region in this format."""
         _check(self.buffer, self.geometry)
 
     # Extents.
@@ -232,9 +232,9 @@ class RegionRows:
         return self.geometry.data_offset + extent * self.geometry.extent_bytes
 
     def cut(self, extent: int, slot_bytes: int, generation: int, clear: int | None = None) -> int:
-        """Cut `extent` into slots of `slot_bytes` and return how many. The first `clear` of them, or all, are FREE.
+        """Cut `extent` into slots of `slot_bytes` and return their number. The first `clear` of them, or all, are FREE.
 
-        The generation changes first: whoever still reads by the old cut sees that it is gone.
+        The generation changes first, so that readers of the old slots notice.
         """
         at = (EXTENT_ROWS + extent * EXTENT_ROW) // WORD
         w = self._words
@@ -247,9 +247,10 @@ class RegionRows:
         return slots
 
     def clear(self, extent: int, rows: int, first: int, end: int) -> None:
-        """Make the slots of `extent` from `first` up to `end` FREE, whose rows begin at `rows`.
+        """Make the slots `first` up to `end` of `extent`, whose rows begin at `rows`, FREE.
 
-        Those before them are cleared already. What lies behind them is of an older cut, and no later daemon reads it.
+        The slots before them are already cleared. Rows after them are left over from before the cut; no later daemon
+        reads them.
         """
         self.buffer[rows + first * SLOT_ROW : rows + end * SLOT_ROW] = bytes((end - first) * SLOT_ROW)
         self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_CLEARED] = end
@@ -259,9 +260,9 @@ class RegionRows:
         return min(self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_CLEARED], slots)
 
     def extent_row(self, extent: int) -> tuple[int, int, int, int]:
-        """Return (slot bytes, generation, offset of the slot rows, slots); 0 slot bytes is an uncut extent.
+        """Return (slot bytes, generation, offset of the slot rows, slots); 0 slot bytes means an uncut extent.
 
-        So is one whose row does not say what its slot size leads to: whoever has the region mapped may write there.
+        An extent whose row is inconsistent counts as uncut: any process that maps the region may have written it.
         """
         at = (EXTENT_ROWS + extent * EXTENT_ROW) // WORD
         slot_bytes, generation, rows, slots = self._words[at : at + 4]
@@ -271,13 +272,13 @@ class RegionRows:
         return slot_bytes, generation, rows, slots
 
     def retire(self, extent: int) -> None:
-        """Say that the extent's memory goes back to the host, for as long as the region lives."""
+        """Mark the extent as returned to the host for as long as the region exists."""
         at = (EXTENT_ROWS + extent * EXTENT_ROW) // WORD
         self._words[at + _E_RETIRED] = 1
         self._words[at + _E_SLOT_BYTES] = 0
 
     def reinstate(self, extent: int) -> None:
-        """Take back a `retire` that no daemon has said: whoever has the region mapped may write there."""
+        """Undo a `retire` that no daemon has done: any process that maps the region may have written it."""
         self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_RETIRED] = 0
 
     def is_retired(self, extent: int) -> bool:
@@ -290,10 +291,10 @@ class RegionRows:
         return self.extent_row(extent)[2] + slot * SLOT_ROW
 
     def open_row(self, row: int, generation: int, tick: int, parent: int, body: RowFields) -> None:
-        """Make a FREE row WRITING. `body` is a RowBody, or its fields alone.
+        """Make a FREE row WRITING. `body` is a RowBody, or a tuple of its fields.
 
-        The generation goes first: a reader of the old block sees that it is gone, and from then to the last store the
-        checksum fails, so that a row that was not finished is FREE.
+        The generation is written first: readers of the old block notice, and the checksum is wrong until the last
+        store, so that an incomplete row counts as FREE.
         """
         w, at = self._words, row // WORD
         w[at + _S_GENERATION] = generation
@@ -304,30 +305,30 @@ class RegionRows:
         namespace, group, block_hash, owner, reservation, position, crew, engine = body
         fields = (namespace, group, len(block_hash), owner, reservation, position, crew, block_hash, engine)
         checked = _BODY.pack(generation, *fields)
-        begin = row + CHECKED.start + WORD  # the generation is there
+        begin = row + CHECKED.start + WORD  # after the generation
         self.buffer[begin : row + CHECKED.stop] = checked[WORD:]
         w[at + _S_CHECK] = zlib.crc32(checked)
 
     def states(self, rows: int, slots: int) -> list[int]:
-        """Return the states of so many slots whose rows begin at `rows`."""
+        """Return the states of the `slots` slots whose rows begin at `rows`."""
         return self._words[rows // WORD : (rows + slots * SLOT_ROW) // WORD : SLOT_ROW // WORD].tolist()
 
     def set_parent(self, row: int, parent: int) -> None:
-        """Hang a row below the slot with the generation `parent`, which has taken the place of the former one."""
+        """Make the slot with the generation `parent`, which has replaced the former one, the parent of a row."""
         self._words[row // WORD + _S_PARENT] = parent
 
     def set_state(self, row: int, state: int) -> None:
         self._words[row // WORD + _S_STATE] = state
 
     def set_settled(self, row: int, shards: int) -> None:
-        """Note the bit set of the shards that are settled."""
+        """Store the bit set of the settled shards."""
         self._words[row // WORD + _S_SETTLED] = shards
 
     def set_tick(self, row: int, tick: int) -> None:
         self._words[row // WORD + _S_TICK] = tick
 
     def read_row(self, row: int) -> SlotRow | None:
-        """Return the row, or None where it is FREE or its checksum fails."""
+        """Return the row, or None if it is FREE or its checksum is wrong."""
         w, at = self._words, row // WORD
         state = w[at + _S_STATE]
         if state not in (WRITING, READY, DOOMED):
@@ -339,17 +340,17 @@ class RegionRows:
         body = RowBody(namespace, group, name[:length], owner, reservation, position, crew, engine)
         return SlotRow(state, generation, w[at + _S_TICK], w[at + _S_SETTLED], w[at + _S_PARENT], body)
 
-    # What a reader does.
+    # For readers.
 
     def slot_view(self, ref: SlotRef, begin: int, size: int) -> memoryview:
-        """Return `size` bytes of the slot from `begin` on. Raises RegionError where that is no place inside a slot."""
+        """Return `size` bytes of the slot from `begin` on. Raises RegionError if they are not inside of a slot."""
         _, slot_bytes = self._locate(ref)
         if begin < 0 or size < 0 or begin + size > slot_bytes:
             raise RegionError(f"bytes {begin} to {begin + size} of a slot of {slot_bytes}")
         return self.buffer[ref.offset + begin : ref.offset + begin + size]
 
     def is_current(self, ref: SlotRef) -> bool:
-        """Whether `ref` still names the block that it was given for; read it after the copy."""
+        """Return whether `ref` still refers to the block that it was given for. Call it after the copy."""
         try:
             row, _ = self._locate(ref)
         except RegionError:
@@ -357,15 +358,15 @@ class RegionRows:
         return bool(self._words[row // WORD + _S_GENERATION] == ref.generation)
 
     def _locate(self, ref: SlotRef) -> tuple[int, int]:
-        """Return the offset of the slot's row, and the slot's bytes. Raises RegionError where there is no such slot."""
+        """Return the offset of the slot's row, and the slot's bytes. Raises RegionError if there is no such slot."""
         g = self.geometry
         extent, inside = divmod(ref.offset - g.data_offset, g.extent_bytes)
         if not 0 <= extent < g.extents:
             raise RegionError(f"offset {ref.offset} is in no extent")
         slot_bytes, generation, rows, slots = self.extent_row(extent)
         if generation != ref.extent_generation or not slot_bytes:
-            raise RegionError(f"extent {extent} was cut anew")
+            raise RegionError(f"extent {extent} was cut again")
         slot, rest = divmod(inside, slot_bytes)
         if rest or slot >= slots:
-            raise RegionError(f"offset {ref.offset} is not the begin of a slot")
+            raise RegionError(f"offset {ref.offset} is not the beginning of a slot")
         return rows + slot * SLOT_ROW, slot_bytes

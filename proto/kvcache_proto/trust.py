@@ -1,7 +1,7 @@
-"""Whom a client trusts to serve: it hands over the KV of prompts, and computes with what it is given.
+"""Which users a client trusts as servers: it gives them the KV of prompts, and computes with what they return.
 
-The default endpoint of a user may lie in /tmp, where whoever comes first makes the folder. So a client asks the kernel
-who listens at the door, and looks at who could exchange the sockets on the way there.
+The default endpoint of a user may be in /tmp, where the folder belongs to whoever creates it first. A client therefore
+asks the kernel who listens on the handshake socket, and checks who could replace the sockets or a folder on the path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcache_proto.errors import ConfigError, NotPermitted, Unavailable
 from kvcache_proto.users import parse_ids, user
 
 VARIABLE = "KVCACHE_SERVER_UIDS"
-MAX_LINKS = 40  # on the way to a socket, as the kernel has it
+MAX_LINKS = 40  # on the path to a socket; the limit of the kernel
 _UCRED = struct.Struct("iII")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ALL_USERS = (1 << 32) - 1
@@ -26,9 +26,9 @@ _HOW = f"name it in server_uids (of the connector, of `Session`) or in {VARIABLE
 
 
 def server_uids(given: object = (), environ: Mapping[str, str] | None = None) -> frozenset[int]:
-    """Return the users whose daemons may serve, besides root's and one's own: those in `given`, else in the variable.
+    """Return the trusted users besides root and the own user: those in `given`, else those in the variable.
 
-    Names or numbers, in a list or with commas. Raises ConfigError.
+    They are names or numbers, in a list or separated by commas. Raises ConfigError.
     """
     if given not in ((), [], "", None):
         return _parsed("server_uids", given)
@@ -43,12 +43,13 @@ def _parsed(name: str, value: object) -> frozenset[int]:
 
 
 def check_server(door: socket.socket, endpoint: str, named: frozenset[int]) -> None:
-    """Raise NotPermitted unless whoever listens behind `door`, which is connected, may serve this process.
+    """Raise NotPermitted unless the user who listens on the other side of `door`, a connected socket, is trusted.
 
-    That is root, this process's user, one of `named`, or the owner of the endpoint's folder where root alone could
-    have put that there, as systemd does with /run/kvcache. Nobody else may own a folder, a link or a socket on the way:
-    who owns one could put another there between two looks. A user that this user namespace does not know is told apart
-    from no other such user, and is trusted only if named. Raises Unavailable where the way is gone meanwhile.
+    Trusted are root, this process's user, the users in `named`, and the owner of the endpoint's folder if only root
+    could have created it there, as systemd does with /run/kvcache. Only trusted users may own a folder, a link or a
+    socket on the path, because an owner could replace it between two checks. Users that are unknown to this user
+    namespace all have the same number, which is trusted only if it is named. Raises Unavailable if the path has
+    disappeared meanwhile.
     """
     unknown = _unknown_user()
     trusted = ({0, os.geteuid()} - {unknown}) | named
@@ -78,7 +79,7 @@ def check_server(door: socket.socket, endpoint: str, named: frozenset[int]) -> N
 
 
 def _way(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield each folder and link on the way to `path`, then `path` if it is there, with its stat. Raises OSError."""
+    """Yield each folder and link on the path to `path`, then `path` if it exists, with its stat. Raises OSError."""
     left, at, links = path.split("/")[::-1], "/", 0
     yield at, os.lstat(at)
     while left:
@@ -108,12 +109,12 @@ def _way(path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _is_safe(found: os.stat_result, trusted: set[int]) -> bool:
-    """Whether only the trusted put something there; nobody writes to a link, whatever its mode says."""
+    """Return whether only trusted users can create files there. The mode of a link has no effect."""
     return found.st_uid in trusted and (stat.S_ISLNK(found.st_mode) or not found.st_mode & _OTHERS_WRITE)
 
 
 def _unknown_user() -> int | None:
-    """Return the number that stands for users without one in this user namespace; None where each has its own."""
+    """Return the number of all users that this user namespace does not know; None if it knows all users."""
     try:
         with open("/proc/self/uid_map") as file:
             if sum(int(line.split()[2]) for line in file) >= _ALL_USERS:

@@ -1,4 +1,4 @@
-"""The nouns that client and daemon share. Sizes are bytes unless a name says otherwise."""
+"""The types that client and daemon share. Sizes are in bytes unless a name says otherwise."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MAX_SHARD_BYTES = 1 << 40
 MAX_HASHES = 65_536
 MIN_HASH_BYTES, MAX_HASH_BYTES = 8, 32
 MAX_NAME = 256
-MAX_IDENTITY = 4096  # characters; every status tells all of them, in one frame
+MAX_IDENTITY = 4096  # characters; `status` contains all of them, in one frame
 
 _REF = struct.Struct("<QQQ")
 REF_BYTES = _REF.size
-pack_ref = _REF.pack  # a SlotRef's fields, without a SlotRef: it takes longer to make than to pack
-SUM_BYTES = 8  # of a shard's checksum: XXH3, 64 bits, little-endian; 0 is none
+pack_ref = _REF.pack  # the fields of a SlotRef: creating the SlotRef would take longer than packing
+SUM_BYTES = 8  # of a shard's checksum: XXH3, 64 bits, little-endian; 0 means none
 
 
 class SlotRef(NamedTuple):
-    """Where one block lies, and the two generations that prove that it still lies there."""
+    """Where a block is, and the two generations by which a reader checks that it is still there."""
 
     offset: int
     generation: int
@@ -45,12 +45,12 @@ class SlotRef(NamedTuple):
 
 
 def unpack_refs(packed: bytes) -> list[SlotRef]:
-    """Return the slot references in `packed`, `REF_BYTES` each."""
+    """Return the slot references in `packed`, `REF_BYTES` per reference."""
     return [SlotRef(*fields) for fields in _REF.iter_unpack(packed)]
 
 
 class Refusal(enum.IntEnum):
-    """What `Reserve` answers for one hash; all but GRANTED are counted by name."""
+    """The answer of `Reserve` for one hash. All but GRANTED are counted by name."""
 
     GRANTED = 0
     PRESENT = 1
@@ -61,7 +61,7 @@ class Refusal(enum.IntEnum):
 
 
 class Outcome(enum.IntEnum):
-    """How a writer settles its shard of a slot."""
+    """The outcome of writing one shard of a slot."""
 
     COMMITTED = 0
     FAILED = 1
@@ -69,34 +69,34 @@ class Outcome(enum.IntEnum):
 
 
 class Verdict(enum.IntEnum):
-    """What `Settle` answers for one block."""
+    """The answer of `Settle` for one block."""
 
     VISIBLE = 0
-    PARTIAL = 1  # shards of other writers are not settled yet
-    HIDDEN = 2  # whole, but its parent is not visible yet
+    PARTIAL = 1  # other shards are not settled yet
+    HIDDEN = 2  # complete, but its parent is not visible yet
     FAILED = 3
     SUPERSEDED = 4
     ORPHANED = 5  # an ancestor failed, so nobody could reach it
 
 
 class Finding(enum.IntEnum):
-    """Why a block is not trusted."""
+    """Why a block is wrong."""
 
-    CORRUPT = 0  # its bytes are not those that its writer summed up
-    DIFFERENT = 1  # its bytes are not what its tokens give when they are computed anew
+    CORRUPT = 0  # its bytes do not match the checksum of its writer
+    DIFFERENT = 1  # its bytes differ from a new computation of its tokens
 
 
 class Breaker(enum.IntEnum):
-    """Whether a client asks the daemon."""
+    """Whether a client sends requests to the daemon."""
 
     CLOSED = 0
-    OPEN = 1  # a deadline was missed, and no probe has been answered in time yet
+    OPEN = 1  # a deadline was missed, and no ping has been answered in time since
 
 
 class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
-    """One KV cache group: how many tokens a block holds and how large each shard of it is.
+    """One KV cache group: the tokens of a block, and the size of each of its shards.
 
-    `shard_bytes` is an int for one shard, or one int a shard. Raises BadArgument.
+    `shard_bytes` is an int for one shard, or one int per shard. Raises BadArgument.
     """
 
     block_tokens: int
@@ -108,7 +108,7 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
         if not isinstance(shards, int):
             msgspec.structs.force_setattr(self, "shard_bytes", tuple(shards))
         if self.kind != "full":
-            raise BadArgument(f"group kind {self.kind!r}: this version knows 'full' alone")
+            raise BadArgument(f"group kind {self.kind!r}: this version only knows 'full'")
         if not _is_int(self.block_tokens) or not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
             raise BadArgument(f"block_tokens {self.block_tokens!r}: 1 to {MAX_BLOCK_TOKENS} tokens")
         if not 1 <= len(self.shards) <= MAX_SHARDS:
@@ -126,7 +126,7 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
         return sum(self.shards)
 
     def shard_offset(self, shard: int) -> int:
-        """Return where in its slot `shard` begins."""
+        """Return the offset of `shard` in its slot."""
         return sum(self.shards[:shard])
 
 
@@ -134,7 +134,8 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
     """The domain in which a block hash is meaningful.
 
     `model` and `identity` (every fact that makes the bytes of equal hashes differ: dtype, layout, weights, hash seed)
-    name the namespace; groups and hash length are its geometry, which all who attach must agree on. Raises BadArgument.
+    determine its id. Groups and hash length are its geometry, which must be the same for all sessions that attach.
+    Raises BadArgument.
     """
 
     model: str
@@ -158,7 +159,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def id(self) -> str:
-        """16 hex digits of a digest of model and identity."""
+        """The first 16 hex digits of a digest of model and identity."""
         named = [self.model, *(part for item in sorted(self.identity.items()) for part in item)]
         return hashlib.sha256(msgspec.msgpack.encode(named)).hexdigest()[:16]
 
@@ -167,11 +168,11 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
         return len(self.groups[0].shards)
 
     def with_weights(self, weights: str) -> NamespaceSpec:
-        """Return the same for other weights, which an engine or its operator names; "" for those of the checkpoint."""
+        """Return the same namespace for the weights named `weights`; "" means those of the checkpoint."""
         return NamespaceSpec(self.model, self.groups, {**self.identity, "weights": weights}, self.hash_bytes)
 
     def check_same_geometry(self, other: NamespaceSpec) -> None:
-        """Raise GeometryMismatch, naming the first difference, unless `other` cuts blocks alike."""
+        """Raise GeometryMismatch, which names the first difference, unless `other` has the same geometry."""
         if self.hash_bytes != other.hash_bytes:
             raise GeometryMismatch(f"hashes of {other.hash_bytes} bytes; registered with {self.hash_bytes}")
         if len(self.groups) != len(other.groups):
@@ -186,7 +187,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
-    """How the region is cut; see region.py."""
+    """How the region is divided; see region.py."""
 
     region_id: bytes
     region_bytes: int
@@ -196,7 +197,7 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
 
 
 def check_hashes(hashes: Sequence[bytes], hash_bytes: int) -> None:
-    """Raise BadArgument unless there are at most MAX_HASHES hashes, each of `hash_bytes` bytes. O(n), in C."""
+    """Raise BadArgument if there are more than MAX_HASHES hashes, or one has not `hash_bytes` bytes. O(n), in C."""
     if len(hashes) > MAX_HASHES:
         raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
     lengths = set(map(len, hashes))

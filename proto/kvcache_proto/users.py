@@ -1,4 +1,4 @@
-"""Users and groups, as settings name them: by number, or by a name that this host knows."""
+"""Users and groups in settings: numbers, or names that this host knows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvcache_proto.errors import ConfigError
 
-MAX_ID = (1 << 32) - 2  # the last one means nobody
+MAX_ID = (1 << 32) - 2  # the next number means "nobody"
 
 
 def user(name: str) -> int:
@@ -21,9 +21,9 @@ def group(name: str) -> int:
 
 
 def parse_ids(value: object, kind: str, number_of: Callable[[str], int]) -> tuple[int, ...]:
-    """Return the ids in a list, or in a text with commas, of numbers and of names that this host knows.
+    """Return the ids in `value`: a list, or a text with commas, of numbers and of names that this host knows.
 
-    Raises ConfigError, which tells the name that it does not.
+    Raises ConfigError, which names the unknown user or group.
     """
     listed = value.split(",") if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)):
@@ -40,7 +40,7 @@ def _parse_id(value: object, kind: str, number_of: Callable[[str], int]) -> int:
     else:
         try:
             number = number_of(text)
-        except (KeyError, ValueError):  # ValueError: no name could be so
+        except (KeyError, ValueError):  # ValueError: not a possible name
             raise ConfigError(f"no {kind} {text!r} on this host: a {kind}'s name or number") from None
     if not 0 <= number <= MAX_ID:
         raise ConfigError(f"{kind} {number}: 0 to {MAX_ID}")
