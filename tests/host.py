@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Set
 from typing import Any
 
 import pytest
@@ -11,12 +11,13 @@ import pytest
 from kvcache_proto import messages as m
 from kvcache_proto.errors import UnknownHandle
 from kvcache_proto.region import RegionRows, plan_geometry
-from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Verdict
-from kvcache_server.core import journal, recovery
+from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Verdict
+from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
+from kvcache_server.core.recovery import Snapshot
 
 MIB = 1 << 20
 LIMITS = Limits(pin_quota=1.0, write_quota=1.0, supersede_after=2.0, quarantine=10.0, grace=10.0)
@@ -51,6 +52,15 @@ class Fuse:
         if self.left == 0:
             raise Killed
         self.left -= 1
+
+
+def reopen(
+    buffer: Any, geometry: PoolGeometry, limits: Limits, manifest: journal.Manifest, living: Set[int], now: float
+) -> Cache:
+    """Return the cache that the last daemon left in the region."""
+    cache = Cache(buffer, geometry, limits, epoch=manifest.epoch)
+    cache.restore(Snapshot(cache.rows, manifest, living), now)
+    return cache
 
 
 class Host:
@@ -97,9 +107,9 @@ class Host:
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(RegionRows, "__init__", armed)
-                self.cache = recovery.reopen(buffer, self.geometry, self.limits, manifest, living, self.now)
+                self.cache = reopen(buffer, self.geometry, self.limits, manifest, living, self.now)
         else:
-            self.cache = recovery.reopen(buffer, self.geometry, self.limits, manifest, living, self.now)
+            self.cache = reopen(buffer, self.geometry, self.limits, manifest, living, self.now)
         self.deliver()
         self.fuse.left = -1
         self._arm()

@@ -26,9 +26,10 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.region import SLOT_ROW, plan_geometry
 from kvcache_proto.types import Outcome
-from kvcache_server.core import journal, recovery
+from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.limits import Limits
+from kvcache_server.core.recovery import Snapshot
 from kvcache_server.replay.simulated_daemon import sparse_region
 
 SPEC = NamespaceSpec(model="bench", groups=[GroupSpec(16, 64)], hash_bytes=16)
@@ -111,7 +112,8 @@ def read_back(blocks: int, extents: int, rounds: int) -> dict[str, float]:
         gc.collect()
         gc.disable()  # as the daemon does
         since = time.monotonic()
-        cache = recovery.reopen(buffer, geometry, limits, manifest, set(), 0.0)
+        cache = Cache(buffer, geometry, limits, epoch=epoch)
+        cache.restore(Snapshot(cache.rows, manifest, set()), 0.0)
         seconds.append(time.monotonic() - since)
         gc.enable()
         found = sum(len(each.visible) for each in cache.namespaces[namespace].groups)

@@ -70,6 +70,7 @@ POINTS: dict[str, tuple[Where, ...]] = {
     "start": (_in("storage/region_file"), _in("storage/region_names"), _in("storage/folder")),
     "rebuild": (
         _in("core/recovery"),
+        _in("core/restore"),
         _in("storage/warm_start"),
         _in("core/journal", "read", "apply"),
         _in("core/pool", "adopt", "resume"),

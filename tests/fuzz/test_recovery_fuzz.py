@@ -7,6 +7,7 @@ import functools
 import struct
 import zlib
 
+from host import reopen
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import RegionError
 from kvcache_proto.region import CHECKED, EXTENT_ROW, EXTENT_ROWS, SLOT_ROW, RegionRows, found_geometry, plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
-from kvcache_server.core import journal, recovery
+from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
@@ -63,7 +64,7 @@ def reopened(buffer: bytearray, file: bytes, living: bool) -> None:
     book = journal.read(file)
     book.epoch += 1
     alive = set(book.sessions) if living else set()
-    cache = recovery.reopen(memoryview(buffer), GEOMETRY, Limits(), book, alive, 0.0)
+    cache = reopen(memoryview(buffer), GEOMETRY, Limits(), book, alive, 0.0)
     check_integrity(cache)
     cache.tick(1000.0)
     for number in alive:

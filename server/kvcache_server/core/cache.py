@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError, Unavailable
@@ -32,6 +32,9 @@ from kvcache_server.core.sampling import keyed_draw
 from kvcache_server.core.sessions import NOBODY, Engine, Session
 from kvcache_server.core.slices import Chores, Result, Steps, begin, finish
 
+if TYPE_CHECKING:
+    from kvcache_server.core.recovery import Snapshot
+
 EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's epoch: none comes again
 
 
@@ -51,7 +54,7 @@ class Cache:
         epoch: int = 1,
         secret: bytes = b"",
     ) -> None:
-        """An empty cache in a fresh region; with `epoch` above 1, one that recovery.py fills from the region's rows.
+        """An empty cache in a fresh region; with `epoch` above 1, one that is to be restored from the region's rows.
 
         `secret`, up to 64 bytes that no client knows, decides which blocks are in samples.
         """
@@ -219,6 +222,24 @@ class Cache:
             self._freeing = False
 
     # After a restart.
+
+    def restore(self, snapshot: Snapshot, now: float) -> None:
+        """Become the cache that `snapshot` was read from; this one is empty, over the same region, of a later epoch."""
+        from kvcache_server.core.restore import Restoration  # numpy with it: an empty daemon starts sooner without
+
+        parts = (self.pool, self.registry, self.reservations, self.counters)
+        Restoration(snapshot, *parts, now, self.limits.quarantine).run()
+        self.resizing.wanted = snapshot.manifest.wanted
+        self.bound(self.limits)  # the pool may be smaller than the region
+        sessions = snapshot.manifest.sessions
+        living = {number: sessions[number] for number in snapshot.living}
+        self.await_sessions(
+            {number: self.registry.engine(opened.engine) for number, opened in living.items()},
+            {number: opened.user for number, opened in living.items()},
+            now,
+        )
+        self.effects.records += map(SessionEnded, sessions.keys() - snapshot.living)
+        self.registry.prune()
 
     def await_sessions(self, sessions: dict[int, Engine], users: Mapping[int, int], now: float) -> None:
         """Evict nothing until `sessions`, of the last epoch, have restated what they hold, or the grace is over.

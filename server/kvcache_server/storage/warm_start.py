@@ -88,7 +88,8 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
 
 def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, manifest: Manifest) -> Opened:
     """Return the cache of the last daemon."""
-    from kvcache_server.core import recovery  # numpy with it: a daemon that begins empty starts sooner, and is smaller
+
+    from kvcache_server.core.recovery import Snapshot  # numpy with it: an empty daemon starts sooner without
 
     began = time.monotonic()
     try:
@@ -99,10 +100,12 @@ def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, 
         files.keep([name for opened in returning.values() for name in opened.files])
         state = _state_of(config, folder, region, manifest)
         gc.disable()  # millions of blocks come to be, and none goes
-        cache = recovery.reopen(
-            *(region.buffer, region.geometry, config.limits(), manifest, set(returning), time.monotonic()),
+        cache = Cache(
+            *(region.buffer, region.geometry, config.limits()),
+            epoch=manifest.epoch,
             secret=secrets.token_bytes(16),
         )
+        cache.restore(Snapshot(cache.rows, manifest, set(returning)), time.monotonic())
         for record in cache.effects.take()[0]:
             state.note(record)
         _keep_checksums(config, folder, cache)
