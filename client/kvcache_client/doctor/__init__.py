@@ -1,1 +1,1 @@
-"""What `kvcache-server doctor` asks of the engine's side; each question has a process of its own, which may die."""
+"""The checks of `kvcache-server doctor` on the engine's side. Each has a process of its own, which may crash."""

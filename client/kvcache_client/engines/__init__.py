@@ -1,4 +1,4 @@
-"""The inference engines that the cache serves, a package each.
+"""The inference engines that the cache serves, one package per engine.
 
-What is here knows an engine; nothing else does.
+Only this package knows engines.
 """

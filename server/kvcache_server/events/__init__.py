@@ -1,4 +1,4 @@
-"""KV events for whoever follows the cache: numbered batches on two sockets that speak ZeroMQ's protocol.
+"""KV events for subscribers: numbered batches on two sockets that speak ZeroMQ's protocol.
 
-It never holds up a request of an engine.
+It never delays a request of an engine.
 """

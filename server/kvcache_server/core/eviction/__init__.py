@@ -1,4 +1,4 @@
-"""Who gives way when the pool is full: the policy, the shares of the engines, and what was evicted lately.
+"""Which blocks are evicted when the pool is full: the policy, fair shares, and what was evicted recently.
 
 It never decides what may be read or written.
 """
