@@ -87,11 +87,11 @@ class Engine(AdminClient):
 class Living(Engine):
     """Holds the lock of its session until it dies, whatever becomes of its door."""
 
-    def _shake(self, hello: m.Hello) -> m.Welcome:
+    def _shake_hands(self, hello: m.Hello) -> m.Welcome:
         self._held: list[int] = []
         close, os.close = os.close, self._held.append
         try:
-            return super()._shake(hello)
+            return super()._shake_hands(hello)
         finally:
             os.close = close
 
