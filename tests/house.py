@@ -1,4 +1,4 @@
-"""Draw the packages and their imports in CONTRIBUTING.md.
+"""Draw the packages, their imports, and the tables of states in CONTRIBUTING.md.
 
     python tests/house.py             update the drawing
     python tests/house.py --check     fail if the drawing is out of date
@@ -15,9 +15,12 @@ from pathlib import Path
 
 import grimp
 
+from kvcache_server.core.states import TABLES
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- drawing: made by `make drawing` -->\n", "<!-- end of drawing -->\n"
+BEGIN_STATES, END_STATES = "<!-- states: made by `make drawing` -->\n", "<!-- end of states -->\n"
 FOLDERS = {"kvcache_server": "server", "kvcache_client": "client", "kvcache_proto": "proto"}
 Arrows = dict[str, set[str]]
 
@@ -71,15 +74,29 @@ def drawing() -> str:
     return "\n".join(lines) + "\n"
 
 
+def states() -> str:
+    """Return a table for each of the state machines."""
+    lines: list[str] = []
+    for name, steps in TABLES.items():
+        lines += [f"| {name} is | and becomes | when |", "| --- | --- | --- |"]
+        lines += [f"| {step.before} | {step.after} | {step.when} |" for step in steps]
+        lines += [""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def replaced(page: str, begin: str, end: str, text: str) -> str:
+    """Return `page` with `text` between the two marks."""
+    before, rest = page.split(begin)
+    return f"{before}{begin}{text}{end}{rest.split(end)[1]}"
+
+
 def main() -> None:
     page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    fresh = f"{before}{BEGIN}{drawing()}{END}{after}"
+    fresh = replaced(replaced(page, BEGIN, END, drawing()), BEGIN_STATES, END_STATES, states())
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(fresh)
     elif fresh != page:
-        raise SystemExit(f"{PAGE.name}: the drawing of the packages is out of date; `make drawing` updates it")
+        raise SystemExit(f"{PAGE.name}: the drawings are out of date; `make drawing` updates it")
 
 
 if __name__ == "__main__":

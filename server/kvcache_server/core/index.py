@@ -377,6 +377,13 @@ class Reservation:
         self.grants: list[Grant] = []
         self.unsettled = 0
 
+    @property
+    def state(self) -> str:
+        """As states.RESERVATION has it."""
+        if not self.complete:
+            return "granting"
+        return "open" if self.unsettled else "settled"
+
 
 class Holds:
     """Blocks that long work keeps between two of its slices, by what that work is."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.messages import Distrust, Distrusted
-from kvcache_proto.region import FREE
 from kvcache_proto.types import MAX_HASHES, REF_BYTES, Finding, SlotRef, Verdict
 from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.policy import Eviction
@@ -17,6 +16,7 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import STEP, Steps
+from kvcache_server.core.states import FORGOTTEN
 
 _COUNTERS = {Finding.CORRUPT: "blocks_corrupt", Finding.DIFFERENT: "canary_mismatches"}
 
@@ -109,7 +109,7 @@ class Invalidation:
                     del group.visible[block.hash]
                     self._effects.gone(block, cause)
                     block.tick = 1  # before all others
-                    self._rows.set_state(self._pool.row(*self._pool.locate(block)), FREE)
+                    self._rows.set_state(self._pool.row(*self._pool.locate(block)), FORGOTTEN)
                 if done % STEP == 0:
                     yield
         finally:

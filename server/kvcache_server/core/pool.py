@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.region import FREE, SLOT_ROW, RegionRows, slots_per_extent
+from kvcache_proto.region import SLOT_ROW, RegionRows, slots_per_extent
 from kvcache_proto.types import SlotRef, pack_ref
 from kvcache_server.core.extent import Extent
 from kvcache_server.core.index import Block
 from kvcache_server.core.slices import LOOK, Steps
+from kvcache_server.core.states import SETTLED
 
 
 class Survey(NamedTuple):
@@ -116,7 +117,7 @@ class Pool:
 
     def give_back(self, extent: Extent[Block], slot: int) -> None:
         """Make the slot FREE."""
-        self.rows.set_state(self.row(extent, slot), FREE)
+        self.rows.set_state(self.row(extent, slot), SETTLED)
         extent.blocks[slot] = None
         if not extent.vacant and not extent.closed:
             self._roomy[extent.slot_bytes].append(extent)

@@ -12,7 +12,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
-from kvcache_proto.region import DOOMED, FREE, READY
 from kvcache_proto.types import SUM_BYTES, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Effects, Shown
@@ -23,6 +22,7 @@ from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Engine, Namespace, Session
 from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.core.states import COMMITTED, DOOMED, FORGOTTEN
 
 # Answers of most blocks: to look up an enum's member takes longer than to look up a hash.
 _GRANTED, _PRESENT, _VISIBLE = Refusal.GRANTED, Refusal.PRESENT, Verdict.VISIBLE
@@ -279,7 +279,7 @@ class Reservations:
         del group.visible[block.hash]
         self._effects.gone(block, "corrupt")
         block.tick = 1  # before all others
-        self._rows.set_state(self._pool.row(*self._pool.locate(block)), FREE)
+        self._rows.set_state(self._pool.row(*self._pool.locate(block)), FORGOTTEN)
 
     def _supersede(self, rival: Grant, block: Block) -> None:
         """Let `block` take the place of one that is long in the writing; what hangs below it moves over.
@@ -423,7 +423,7 @@ class Reservations:
         group.saved_blocks += 1
         grant.ready = True
         grant.extent.busy -= 1
-        self._rows.set_state(grant.row, READY)
+        self._rows.set_state(grant.row, COMMITTED)
         parent = block.parent
         assert parent is not None
         if not group.reaches(parent):

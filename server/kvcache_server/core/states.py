@@ -1,0 +1,62 @@
+"""The states of slots, shards, reservations and leases, as tables. Pure.
+
+The code takes from them what it stores in a slot's row, tests hold what happens against them, and `make drawing` draws
+them in CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvcache_proto import region
+
+
+class Step(NamedTuple):
+    """In state `before`, `event` leads to state `after`; `when` says what happens."""
+
+    before: str
+    event: str
+    after: str
+    when: str
+
+
+# As it stands in the slot's row. A DOOMED slot's block will never be visible, but its writers may still write.
+SLOT = (
+    Step("FREE", "granted", "WRITING", "a reservation gets the slot"),
+    Step("WRITING", "committed", "READY", "every shard is committed"),
+    Step("WRITING", "doomed", "DOOMED", "a shard failed, the parent is gone, or another writer superseded the block"),
+    Step("READY", "forgotten", "FREE", "the block is evicted, cleared, found wrong, or can never be visible"),
+    Step("DOOMED", "settled", "FREE", "every shard is settled, and the quarantine of dead writers is over"),
+)
+
+SHARD = (
+    Step("pending", "commit", "committed", "its writer has written it"),
+    Step("pending", "fail", "failed", "its writer could not write it"),
+    Step("pending", "skip", "never_started", "nobody began to write it: its writer or the owner says so"),
+    Step("pending", "death", "dead", "its writer's process ended: the slot goes through the quarantine"),
+)
+
+RESERVATION = (
+    Step("granting", "complete", "open", "every hash of the request is answered"),
+    Step("granting", "abandon", "settled", "a session that was to write left meanwhile"),
+    Step("open", "settle", "settled", "the last shard of its last slot is settled"),
+)
+
+LEASE = (
+    Step("held", "release", "released", "the engine releases it, or its session leaves"),
+    Step("held", "restate", "held", "after a restart of the daemon, its session says that it holds it"),
+    Step("held", "lose", "lost", "after a restart, the block is gone or the quota is reached"),
+)
+
+TABLES = {"slot": SLOT, "shard": SHARD, "reservation": RESERVATION, "lease": LEASE}
+
+
+def _row_state_after(before: str, event: str) -> int:
+    (after,) = (step.after for step in SLOT if (step.before, step.event) == (before, event))
+    return int(getattr(region, after))
+
+
+COMMITTED = _row_state_after("WRITING", "committed")
+DOOMED = _row_state_after("WRITING", "doomed")
+FORGOTTEN = _row_state_after("READY", "forgotten")
+SETTLED = _row_state_after("DOOMED", "settled")

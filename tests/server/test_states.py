@@ -1,0 +1,92 @@
+"""The tables of states say what happens: all of it, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import pairwise
+
+import pytest
+from host import Host, Story
+from small_cache import KIB, Engine, chain, hashes, make_cache
+
+from kvcache_proto import messages as m
+from kvcache_proto import region
+from kvcache_proto.errors import UnknownHandle
+from kvcache_proto.region import RegionRows
+from kvcache_server.core.slices import STEP, finish
+from kvcache_server.core.states import LEASE, RESERVATION, SHARD, SLOT
+
+NAMES = {getattr(region, name): name for name in ("FREE", "WRITING", "READY", "DOOMED")}
+
+
+def stepped(steps: tuple[object, ...]) -> set[tuple[str, str]]:
+    return {(step.before, step.after) for step in steps}  # type: ignore[attr-defined]
+
+
+def test_slots_go_from_state_to_state_as_their_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[str, str]] = set()
+    set_state, open_row = RegionRows.set_state, RegionRows.open_row
+
+    def state(rows: RegionRows, at: int) -> str:
+        return NAMES[rows.states(at, 1)[0]]
+
+    def noted_state(rows: RegionRows, at: int, after: int) -> None:
+        before = state(rows, at)
+        set_state(rows, at, after)
+        if before != NAMES[after]:
+            seen.add((before, NAMES[after]))
+
+    def noted_opening(rows: RegionRows, at: int, *what: object) -> None:
+        before = state(rows, at)
+        open_row(rows, at, *what)  # type: ignore[arg-type]
+        seen.add((before, state(rows, at)))
+
+    monkeypatch.setattr(RegionRows, "set_state", noted_state)
+    monkeypatch.setattr(RegionRows, "open_row", noted_opening)
+    for seed in range(8):
+        host = Host()
+        story = Story(host, seed)
+        for _ in range(200):
+            story.step()
+    assert seen == stepped(SLOT)
+
+
+def test_a_reservation_goes_from_state_to_state_as_its_table_says() -> None:
+    engine = Engine(make_cache(), "one", block_bytes=KIB)
+    names = chain("a", 2 * STEP)
+    request = m.Reserve(1, b"", engine.namespace, [m.Run(hashes(names))])
+    steps = engine.cache.begin(engine.session, request, 0.0)
+    assert isinstance(steps, Generator)
+    while not engine.cache.engines["one"].reservations:
+        next(steps)
+    (reservation,) = engine.cache.engines["one"].reservations.values()
+    seen = [reservation.state]
+    reserved = finish(steps)
+    seen.append(reservation.state)
+    engine.settle(reserved, at=(0,))
+    assert reservation.state == seen[-1]
+    engine.settle(reserved, at=tuple(range(1, len(names))))
+    seen.append(reservation.state)
+    assert set(pairwise(seen)) == stepped(RESERVATION) - {("granting", "settled")}
+
+
+def test_a_reservation_whose_session_leaves_while_it_is_granted_is_settled() -> None:
+    engine = Engine(make_cache(), "one", block_bytes=KIB)
+    steps = engine.cache.begin(
+        engine.session, m.Reserve(1, b"", engine.namespace, [m.Run(hashes(chain("a", 2 * STEP)))]), 0.0
+    )
+    assert isinstance(steps, Generator)
+    while not engine.cache.engines["one"].reservations:
+        next(steps)
+    (reservation,) = engine.cache.engines["one"].reservations.values()
+    assert reservation.state == "granting"
+    engine.cache.leave_session(engine.session)
+    with pytest.raises(UnknownHandle):
+        finish(steps)
+    assert not reservation.unsettled
+    assert not engine.cache.engines["one"].reservations
+
+
+def test_every_table_names_each_step_once() -> None:
+    for table in (SLOT, SHARD, RESERVATION, LEASE):
+        assert len({(step.before, step.event) for step in table}) == len(table)
