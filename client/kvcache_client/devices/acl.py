@@ -29,7 +29,7 @@ _MEANINGS = {
     207001: "out of memory, or more than the driver registers",
     507899: "internal error of the driver; of a registration: an address that is not page-aligned",
 }
-_LONGEST = 400  # characters of CANN's own words, which run to pages
+_LONGEST = 400  # characters of CANN's message, which may have pages
 
 
 class AclError(CopyError):
@@ -121,7 +121,7 @@ class Acl:
             raise self.error(name, result)
 
     def result(self, name: str, *arguments: Any) -> int:
-        """For callers that know what to do about some errors."""
+        """Return the result of a call, for callers that handle some errors."""
         return self._calls[name](*arguments)
 
     def made(self, name: str, *arguments: Any) -> int:
@@ -131,7 +131,7 @@ class Acl:
         return made.value or 0
 
     def error(self, name: str, result: int) -> AclError:
-        """Only right behind the call, on its thread: the text is that of the thread's last error."""
+        """Return the error of a call. Only right after it, on its thread: CANN keeps the thread's last error."""
         text = self._text() if self._text is not None else None
         return AclError(name, result, " ".join((text or b"").decode(errors="replace").split())[:_LONGEST])
 

@@ -230,7 +230,7 @@ class CopyQueue:
             return True
 
     def _is_near(self, entry: Entry) -> bool:
-        with contextlib.suppress(CopyError):  # the end tells it
+        with contextlib.suppress(CopyError):  # the end of the job reports it
             return self._runtime.is_over(entry.events.near)
         return False
 
@@ -278,7 +278,7 @@ class CopyQueue:
             if not entry.done:
                 try:
                     self._runtime.wait_host(entry.events.end)
-                except Exception as error:  # noqa: BLE001 - whoever waits for this copy must not wait for ever
+                except Exception as error:  # noqa: BLE001 - the owner of this copy must not wait for ever
                     entry.job.error = str(error)
                     entry.done = True
             try:
@@ -313,7 +313,7 @@ class CopyQueue:
             try:
                 if not self._queue(entry):  # without the lock: the device may make this thread wait
                     self._bounce(entry)
-            except Exception as error:  # whoever waits for this job must not wait for ever, nor those behind it
+            except Exception as error:  # the owners of this job and of those behind it must not wait for ever
                 logger.exception("a copy has failed")
                 entry.job.error, entry.done = f"{type(error).__name__}: {error}", True
             with self._changed:

@@ -90,15 +90,15 @@ class Driver:
 
     @property
     def batches(self) -> bool:
-        """Whether many copies go by one call: CUDA 12.8 and later."""
+        """Return whether one call makes many copies: CUDA 12.8 and later."""
         return self._batch is not None
 
     def use(self) -> None:
-        """Let this thread work in the context."""
+        """Make this thread work in the context."""
         self._call("cuCtxSetCurrent", self._context)
 
     def enter_thread(self) -> None:
-        """Let this thread work in the context, and not disturb a graph that another thread is capturing."""
+        """Make this thread work in the context, without disturbing a graph that another thread is capturing."""
         self._call("cuCtxSetCurrent", self._context)
         self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
 
@@ -129,7 +129,7 @@ class Driver:
         self._call("cuStreamSynchronize", stream)
 
     def create_event(self, timed: bool = False) -> Handle:
-        """`timed` events have a time, and whoever waits for one sleeps."""
+        """Return an event. A `timed` one has a time, and a host thread that waits for it sleeps."""
         return self._made("cuEventCreate", _BLOCKING_SYNC if timed else _NO_TIMING)
 
     def destroy_event(self, event: Handle) -> None:
@@ -143,7 +143,7 @@ class Driver:
         self.record(event, stream)
 
     def wait(self, stream: Handle, event: Handle) -> None:
-        """Let `stream` wait, on the device, for what `event` has recorded; at once where it has recorded nothing."""
+        """Let `stream` wait, on the device, for what `event` has recorded; not at all where it has recorded nothing."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_over(self, event: Handle) -> bool:
@@ -178,7 +178,7 @@ class Driver:
         self.copy(address, ctypes.addressof(held), len(data))
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, saves: bool, stream: Handle) -> None:
-        """Copy each of n pieces, in no order among themselves. The addresses say which way, whatever `saves` does."""
+        """Copy each of n pieces, in no particular order. The addresses decide the direction, not `saves`."""
         if self._batch is not None and len(sizes) > 1:
             self._check("cuMemcpyBatchAsync", self._batch(targets, sources, sizes, stream))
             return
@@ -212,7 +212,7 @@ class Driver:
         return call
 
     def _bind_batch(self) -> Callable[[Addresses, Addresses, Addresses, Handle], int] | None:
-        """The call lost its `failIdx` between CUDA 12 and 13; a driver that has the newer one is asked for it."""
+        """Return the call. Between CUDA 12 and 13 it lost its parameter `failIdx`; the newer form is preferred."""
         before: tuple[Any, ...]
         if hasattr(self._library, "cuMemcpyBatchAsync_v2"):
             call, before = self._bind("cuMemcpyBatchAsync_v2", *_BATCH, c_void_p), ()

@@ -20,7 +20,7 @@ from kvcache_client.devices.tuning import Tuning, read_tuning
 
 logger = logging.getLogger("kvcache_client.devices")
 
-# A stream of a 910B takes 2,048 tasks less 35, and whoever queues more waits for the device; half is left to events.
+# A stream of a 910B takes 2,048 tasks less 35, and queueing more waits for the device; half is left to events.
 _TASKS = 1024
 # How long a call keeps the driver busy has not been measured, and some keep a list of what is registered.
 _NORMAL = Tuning(register_chunk=1 << 30)

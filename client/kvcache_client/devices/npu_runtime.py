@@ -1,4 +1,4 @@
-"""An Ascend NPU by CANN's own runtime: no task queue of torch_npu's lies between us and the device."""
+"""An Ascend NPU through CANN's own runtime: without torch_npu's task queue between us and the device."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ logger = logging.getLogger("kvcache_client.devices")
 
 _MOST = 4096  # pieces of a batch: DEVMM_MEMCPY_BATCH_MAX_COUNT of the driver, which refuses more
 _NONE = c_size_t(-1).value  # no piece in particular has failed
-_PAUSE = 0.001  # between looks at the end of a job, of the thread that nobody waits for
+_PAUSE = 0.001  # seconds between two checks for the end of a job, on the watching thread
 
 
 class HostRegister(NamedTuple):
-    """torch_npu's own: (address, bytes, flags) -> result, and (address) -> result. Both release the GIL."""
+    """torch_npu's calls: (address, bytes, flags) -> result, and (address) -> result. Both release the GIL."""
 
     register: Callable[[int, int, int], int]
     unregister: Callable[[int], int]
@@ -54,7 +54,7 @@ class NpuRuntime:
     def __init__(self, device: int, tensor: int, torch_register: HostRegister | None, refused: str = "") -> None:
         """`tensor` is an address of the cache's on `device`; `refused` says why nothing may be page-locked.
 
-        Raises CopyError where CANN has not what copies need.
+        Raises CopyError where CANN lacks what copies need.
         """
         self._acl = Acl()
         self._call, self._made = self._acl.call, self._acl.made
@@ -186,7 +186,7 @@ class NpuRuntime:
     def wait_host(self, event: Handle) -> None:
         if event in self._timed:  # aclrtSynchronizeEvent asks the device without a pause, which takes a core
             while not self.is_over(event):
-                time.sleep(_PAUSE)  # on the watcher's thread, as _PAUSE says
+                time.sleep(_PAUSE)  # on the watching thread
             return
         turn = self._turns.get(event)
         if turn is None:

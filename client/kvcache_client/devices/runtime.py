@@ -15,13 +15,13 @@ class Runtime(Protocol):
     """Every call raises CopyError where it fails, and releases the GIL."""
 
     def use(self) -> None:
-        """Let this thread, the engine's, work in the context of the engine's tensors."""
+        """Make this thread, the engine's, work in the context of the engine's tensors."""
 
     def enter_thread(self) -> None:
         """The same for a thread of our own, which must not disturb a graph that another thread is capturing."""
 
     def register(self, address: int, size: int) -> None:
-        """Page-lock memory that somebody else has mapped."""
+        """Page-lock memory that was mapped elsewhere."""
 
     def unregister(self, address: int) -> None: ...
 
@@ -37,18 +37,21 @@ class Runtime(Protocol):
     def synchronize(self, stream: Handle) -> None: ...
 
     def create_event(self, timed: bool = False) -> Handle:
-        """A `timed` event has a time, and whoever waits for it on the host sleeps."""
+        """Return an event. A `timed` one has a time, and a host thread that waits for it sleeps."""
 
     def destroy_event(self, event: Handle) -> None: ...
 
     def record(self, event: Handle, stream: Handle) -> None: ...
 
     def finish(self, event: Handle, stream: Handle) -> None:
-        """Record what has been queued since the last `finish` as one: whoever asks for `event`, or waits for it on the
-        host, learns by a CopyError whether any of it has failed. Only for streams of ours."""
+        """Record the end of what has been queued since the last `finish`, as one.
+
+        Asking for `event`, or waiting for it on the host, raises CopyError if any of it has failed. Only for streams of
+        ours.
+        """
 
     def wait(self, stream: Handle, event: Handle) -> None:
-        """Let `stream` wait, on the device, for what `event` has recorded; at once where it has recorded nothing."""
+        """Let `stream` wait, on the device, for what `event` has recorded; not at all where it has recorded nothing."""
 
     def is_over(self, event: Handle) -> bool: ...
 

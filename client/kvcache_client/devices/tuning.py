@@ -32,8 +32,10 @@ class Tuning:
 
 
 def read_tuning(environ: Mapping[str, str] = os.environ, normal: Tuning = Tuning()) -> Tuning:  # noqa: B008
-    """Return what the environment sets, and the rest as `normal`. Raises ConfigError, naming the variable and its
-    bounds."""
+    """Return what the environment sets, and the rest as `normal`.
+
+    Raises ConfigError, naming the variable and its bounds.
+    """
     return Tuning(
         _read(environ, "KVCACHE_COPY_STAGE_MIB", normal.stage_bytes, 1 << 20, 1, 1024),
         _read(environ, "KVCACHE_COPY_STAGED_BELOW_KIB", normal.staged_below, 1 << 10, 0, 1 << 20),

@@ -20,7 +20,7 @@ QUESTIONS: dict[str, Callable[..., Iterable[CheckResult]]] = {
 
 
 def main() -> None:
-    # torch loads torch_npu by itself and breaks where that is broken; whoever wants it here imports it by name.
+    # torch loads torch_npu by itself and fails where that is broken; a check that needs it imports it by name.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     # Libraries write to stdout as they like: the findings get a descriptor of their own, and they get stderr.
     with os.fdopen(os.dup(1), "wb", buffering=0) as answers:

@@ -90,7 +90,7 @@ class Loads:
         self._landed.clear()
 
     def forget(self) -> None:
-        """The weights have changed: nobody waits for what was computed with the old ones."""
+        """The weights have changed: no request waits for what was computed with the old ones."""
         self._landed.clear()
         for load in self._running.values():
             load.hashes = frozenset()

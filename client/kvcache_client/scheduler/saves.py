@@ -99,7 +99,7 @@ class Saves:
         events: EngineEvents | None,
         clock: Callable[[], float],
     ) -> None:
-        """`verify` says of which blocks the ranks take a checksum; `events` hears what they are told to save."""
+        """`verify` says of which blocks the ranks take a checksum; `events` learns what they are to save."""
         self.waiting: list[_Sent] = []
         self._group, self._verify = group, verify
         self._counters, self._notes, self._events, self._clock = counters, notes, events, clock

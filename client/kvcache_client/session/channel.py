@@ -108,7 +108,7 @@ class Channel:
         self._quiet_since = 0.0
         self._unasked = 0
         self._done: deque[tuple[Handler, Reply | None]] = deque()
-        self._followers: deque[_Follower] = deque()  # of those that wait, who leads next
+        self._followers: deque[_Follower] = deque()  # that wait, in the order in which they lead
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # something has come into the outbox
         self._shared_until = 0.0
         self._leading = self._polling = False  # whether a call receives; whether it listens to the bell

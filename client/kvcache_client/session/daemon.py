@@ -108,7 +108,7 @@ class Daemon:
         connection = connection or self.connection
         if connection is None:
             raise Unavailable(self.absence)
-        if connection is not self.connection:  # not in use yet: nobody receives for us
+        if connection is not self.connection:  # not in use yet: no other thread receives for us
             reply = connection.channel.call(request, self.connect_timeout, ignore)
         else:
             reply = self._wait(connection, request, heard or ignore)
@@ -195,4 +195,4 @@ class Daemon:
 
 
 def ignore(reply: m.Reply | None) -> None:
-    """Handle an answer that nobody waits for any more."""
+    """Handle an answer that is no longer waited for."""

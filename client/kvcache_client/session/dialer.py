@@ -37,7 +37,7 @@ class Dialer:
     def dial(
         self, timeout: float, suspended: Connection | None, region: Region | None, interruptible: bool
     ) -> Connection:
-        """Return a connection that nobody uses yet: `suspended` itself, where the daemon knows it and it is resumed.
+        """Return a connection that is not in use yet: `suspended` itself, where the daemon knows it and it is resumed.
 
         Args:
             timeout: seconds for the knock.

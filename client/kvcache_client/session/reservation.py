@@ -113,7 +113,7 @@ class Ticket:
     """A reservation that was asked for and is not answered yet.
 
     `resolve` makes the reservation of a reply, where None stands for no answer; `abandon` gives back what a reply
-    grants that nobody wants any more.
+    grants after the ticket was cancelled.
     """
 
     def __init__(

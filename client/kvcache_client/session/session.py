@@ -212,7 +212,7 @@ class Session:
                 # The last in the queue: all before it is handled. Again, for what those answers made us send.
                 if connection.channel.call(m.Ping(0, b""), daemon.connect_timeout, ignore) is not None:
                     connection.channel.call(m.Ping(0, b""), daemon.connect_timeout, ignore)
-        finally:  # a session that stays open, though nobody can use it, would keep its leases
+        finally:  # a session that stays open, though unusable, would keep its leases
             self._supervisor.close()
             self._dialer.close()
             self._bell.close()

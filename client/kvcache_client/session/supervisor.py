@@ -1,7 +1,7 @@
-"""A session's coming and going, and the thread that sees to it.
+"""Connects a session, and keeps it connected: the session's own thread.
 
-The thread watches the door, receives what nobody waits for, probes a daemon that has missed a deadline, reports to it,
-and comes back after it did.
+The thread watches the door, receives answers that no call waits for, probes a daemon that has missed a deadline,
+reports counts to it, and reconnects after it has come back.
 """
 
 from __future__ import annotations
