@@ -236,7 +236,10 @@ def tagged(name: bytes) -> int:
 
 
 class Group:
-    """The cached blocks of one KV cache group of a namespace, by hash."""
+    """The cached blocks of one KV cache group of a namespace, by hash.
+
+    This is the strategy for the kind `full`: a prefix matches up to the first miss, and only leaves may be evicted.
+    """
 
     __slots__ = (
         *("hash_bytes", "hit_blocks", "namespace", "number", "pending", "root", "saved_blocks", "slot_bytes"),
@@ -308,6 +311,11 @@ class Group:
             parent.account.enter(parent)
         return trusted
 
+    @staticmethod
+    def may_go(block: Block) -> bool:
+        """Whether the block may be evicted: nothing hangs below it, and nobody reads it."""
+        return not block.pins and block.child is None and block.visible and block.parent is not None
+
     def reaches(self, parent: Block) -> bool:
         """Whether lookups find what hangs below `parent` once it is READY."""
         return self.visible.get(parent.hash) is parent or parent is self.root
@@ -315,6 +323,9 @@ class Group:
     def trusts(self, block: Block) -> bool:
         """Whether lookups find it. What is distrusted may stand in the tree yet: its slot is being read."""
         return self.visible.get(block.hash) is block
+
+
+KINDS = {"full": Group}  # by `GroupSpec.kind`: another kind is another class with these methods
 
 
 class Grant:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
 from kvcache_proto.types import NamespaceSpec
 from kvcache_server.core.fit import Fit
-from kvcache_server.core.index import Account, Block, Group, Reservation
+from kvcache_server.core.index import KINDS, Account, Block, Group, Reservation
 from kvcache_server.core.pins import Lease, Pins
 
 NOBODY = -1  # the user of what an older daemon has noted without one, and of sessions without a process
@@ -22,7 +22,7 @@ class Namespace:
         self.user = user  # who made it; the last daemon's have none
         self.spec = spec
         self.id = spec.id
-        self.groups = [Group(number, index, group, spec.hash_bytes) for index, group in enumerate(spec.groups)]
+        self.groups = [KINDS[each.kind](number, at, each, spec.hash_bytes) for at, each in enumerate(spec.groups)]
         self.lookups = self.requested_blocks = 0
         self.fit = Fit(0, 0.0)
         self.noted = False  # whether the log says how it fits

@@ -112,7 +112,7 @@ class Eviction:
                             looks = 0
                             block.account.enter(block)
                             yield
-                            if not _is_leaf(block):
+                            if not block.account.group.may_go(block):
                                 block = None
                                 break
                         found, block = self._clear(block)
@@ -135,7 +135,7 @@ class Eviction:
             self._effects.gone(block, "cleared")
             self._counters["blocks_cleared"] += 1
         parent.pins -= 1
-        if _is_leaf(parent):
+        if parent.account.group.may_go(parent):
             return found, parent
         parent.account.enter(parent)
         return found, None
@@ -266,11 +266,6 @@ class Eviction:
                     seen[at] = 1
                 waiting.append(block.child)
         return True
-
-
-def _is_leaf(block: Block) -> bool:
-    """Whether the block may go: nothing hangs below it, and nobody reads it."""
-    return not block.pins and block.child is None and block.visible and block.parent is not None
 
 
 def _may_go(extent: Extent[Block]) -> bool:
