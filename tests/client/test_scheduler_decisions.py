@@ -219,6 +219,15 @@ def test_what_running_loads_pin_is_waited_for_and_what_is_beyond_the_quota_is_le
     assert engine.ask(second) == hit(1)
 
 
+def test_another_request_of_the_same_name_starts_from_nothing(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    cache.store(run)
+    assert engine.ask(engine.request("r", run)) == hit(4)
+    assert len(cache.leases) == 1
+    assert engine.ask(engine.request("r", run[:2])) == hit(2)
+    assert len(cache.leases) == 1, "that of the first one is given back"
+
+
 # Saves.
 
 

@@ -33,7 +33,7 @@ def output(tokens: dict[str, int], fresh: list[Any] = (), cached: list[tuple[Any
 def test_a_request_is_seen_as_it_is_and_what_grows_is_not_copied() -> None:
     request = a_request()
     view = request_view(request)
-    assert view == RequestView("r", 40, 33, [b"h"] * 2, list(range(40)))
+    assert view == RequestView("r", 40, 33, [b"h"] * 2, list(range(40)), key=request)
     request.block_hashes.append(b"next")
     assert view.hashes is request.block_hashes and view.token_ids is request.all_token_ids
 

@@ -208,7 +208,7 @@ class Request:
 
     @property
     def view(self) -> RequestView:
-        return RequestView(self.id, self.tokens, self.tokens, self.hashes, **self.facts)
+        return RequestView(self.id, self.tokens, self.tokens, self.hashes, key=self, **self.facts)
 
 
 class Engine:

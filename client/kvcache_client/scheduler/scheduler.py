@@ -368,7 +368,7 @@ class Scheduler:
 
     def _track(self, request: RequestView) -> RequestState:
         state = self._requests.get(request.id)
-        if state is not None and state.request.hashes is request.hashes:
+        if state is not None and state.request.key is request.key:
             state.request = request
             return state
         if state is not None:  # another request of the same name

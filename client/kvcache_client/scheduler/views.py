@@ -17,7 +17,7 @@ class RequestView(msgspec.Struct, frozen=True):
     """A request as it is now.
 
     Attributes:
-        id: its name. A request that has the name of an earlier one has another list of hashes.
+        id: its name.
         tokens: how many it has, generated ones included.
         prompt_tokens: how many of them are its prompt's.
         hashes: chained hashes of the engine's full blocks; the list grows while the request runs.
@@ -25,6 +25,7 @@ class RequestView(msgspec.Struct, frozen=True):
         salted: whether the hashes have a salt in them.
         uncacheable: why the hashes do not name the content of the blocks ("lora", ...); "" where they do.
         skips_cache: whether it asked not to be served from a cache.
+        key: distinguishes it from an earlier request of the same name; compared by identity, never looked into.
     """
 
     id: str
@@ -35,6 +36,7 @@ class RequestView(msgspec.Struct, frozen=True):
     salted: bool = False
     uncacheable: str = ""
     skips_cache: bool = False
+    key: object = None
 
 
 class NewTable(msgspec.Struct, frozen=True):

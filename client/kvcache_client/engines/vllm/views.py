@@ -18,6 +18,7 @@ def request_view(request: Any) -> RequestView:
         bool(getattr(request, "cache_salt", None)),
         _uncacheable(request),
         bool(getattr(request, "skip_reading_prefix_cache", False)),
+        key=request,
     )
 
 
