@@ -17,7 +17,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_server.core.cache import Cache
-from kvcache_server.events.stream import Stream
+from kvcache_server.events.batches import Batches
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ class Rig:
     def __init__(self, told: bool) -> None:
         geometry = plan_geometry(bytes(16), 64 * MIB, 4 * MIB)
         self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, seed=1)
-        self.stream = Stream(self.cache, "kv@{namespace}", 10_000, 1) if told else None
+        self.stream = Batches(self.cache, "kv@{namespace}", 10_000, 1) if told else None
         self.session = self.cache.open_session("one", "", 0.0)
         spec = NamespaceSpec("m", (GroupSpec(16, 4096),))
         self.namespace = self.cache.handle(self.session, m.Attach(1, b"", spec, (0,)), 0.0).namespace
@@ -49,7 +49,7 @@ class Rig:
         self.cache.handle(self.session, m.Acquire(1, b"", self.namespace, hashes, pin=False), 0.0)
         acquired = time.perf_counter()
         if self.stream is not None:
-            self.stream.batches(0.0)
+            self.stream.due(0.0)
             self.batch.append((time.perf_counter() - acquired) * 1e6 / len(hashes))
         self.store.append((stored - begin) * 1e6 / len(hashes))
         self.acquire.append((acquired - stored) * 1e6)

@@ -140,7 +140,7 @@ def test_only_a_session_that_has_resumed_restates_and_once() -> None:
             engine.ask(m.Restate(1, b"", 0, [(1, ref)]))
         assert engine.settle(writing.reservation) == [Verdict.VISIBLE]
         host.restart()
-        lease = host.cache.leases.last
+        lease = host.cache.lookups.last
         assert engine.come_back(writing.reservation, ((lease, ref),)) == []
         writing = engine.reserve([f"w{host.cache.epoch}"])
     check_integrity(host.cache)
@@ -173,7 +173,7 @@ def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
     group = host.cache.namespaces[1].groups[0]
     ends = {name: group.visible[digest(f"{name}2")].ref for name in "abcdef"}
     quota = int(0.25 * host.cache.pool.capacity) // group.slot_bytes
-    last = host.cache.leases.last
+    last = host.cache.lookups.last
     host.cache.leave_session(engine.session)
     # The same chain over and over costs nothing; the fifth lease is one too many.
     assert engine.come_back(0, tuple((last - n, ends["a"]) for n in range(5000))) == [last - n for n in range(4, 5000)]
@@ -191,13 +191,13 @@ def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
 
 
 def test_what_a_restate_looks_through_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache_server.core.leases.MOST_RESTATED", 50)
+    monkeypatch.setattr("kvcache_server.core.lookups.MOST_RESTATED", 50)
     host = Host(extents=3)
     engine = Client(host, "one", spec_of(64 << 10))
     engine.store(chain("a", 40))
     engine.store(chain("b", 40))
     refs = [host.cache.namespaces[1].groups[0].visible[digest(f"{name}39")].ref for name in "ab"]
-    last = host.cache.leases.last
+    last = host.cache.lookups.last
     host.cache.leave_session(engine.session)
     leases = [(last - n, refs[n % 2]) for n in range(6)]
     assert engine.come_back(0, tuple(leases)) == [number for number, ref in leases if ref == refs[1]]

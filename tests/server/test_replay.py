@@ -17,7 +17,7 @@ from insights import figures
 
 from kvcache_proto.errors import ConfigError
 from kvcache_server.cli import commands
-from kvcache_server.core.fit import room
+from kvcache_server.core.extent_sizing import room
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.replay.bounds import distinct, optimum
 from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash

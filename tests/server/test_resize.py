@@ -170,7 +170,7 @@ def test_a_killed_daemon_s_resize_goes_on_and_loses_no_block_that_it_need_not():
             assert given_up <= cache.pool.retired
             assert (
                 cache.eviction.fair_share._capacity == 8 * MIB
-                and cache.leases._quota == 2 * MIB
+                and cache.lookups._quota == 2 * MIB
                 and cache.reservations._quota == 4 * MIB
             )
             assert sum(cache.rows.is_retired(extent) for extent in range(8)) == 4

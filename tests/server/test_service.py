@@ -23,7 +23,7 @@ from kvcache_proto.errors import BadToken, KVCacheError
 from kvcache_proto.types import MAX_HASHES, GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
-from kvcache_server.daemon.descriptors import needed
+from kvcache_server.daemon.descriptor_limit import needed
 from kvcache_server.storage.region_names import LOCK, RegionFolder
 from kvcache_server.transport.zmtp import GREETING, READY, header
 

@@ -21,7 +21,7 @@ from kvcache_server.core.slices import LOOK, STEP, finish
 from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
 
 CUT = (
-    *("core.eviction.policy", "core.index", "core.integrity", "core.invalidation", "core.leases", "core.pool"),
+    *("core.eviction.policy", "core.index", "core.integrity", "core.invalidation", "core.lookups", "core.pool"),
     *("core.reservations", "insight.explanations", "insight.stats"),
 )
 
@@ -731,7 +731,7 @@ def restating(engine: Engine, ends: list[str]) -> Long:
     """Let the engine's session leave and resume, and restate a lease on each of the chains that have these ends."""
     cache = engine.cache
     namespace = cache.namespaces[engine.namespace]
-    last = cache.leases.last
+    last = cache.lookups.last
     leases = [(last - at, namespace.groups[0].visible[name].ref) for at, name in enumerate(hashes(ends))]
     cache.leave_session(engine.session)
     cache.resume_session(engine.session, "", engine.now)
@@ -748,9 +748,9 @@ def test_leases_are_restated_in_slices_however_many_and_long() -> None:
     for _ in range(10 * STEP):
         sibling.acquire(["a0"])
     few = restating(engine, ["a0"])
-    assert few.finish().lost == [cache.leases.last]  # another session holds it
+    assert few.finish().lost == [cache.lookups.last]  # another session holds it
     assert few.slices >= 10  # what its engine holds already is looked at first
-    cache.leases.last += 4096
+    cache.lookups.last += 4096
     many = restating(engine, ["a0"] * 4096)
     assert many.finish().lost == []
     assert many.slices >= 4096 // STEP
@@ -770,8 +770,8 @@ def test_leases_are_restated_while_others_evict_and_read(seed: int) -> None:
         engine.store(chain(name, 4), "a5")
     held = [sibling.acquire(chain("a", 6) + chain("b", length)).lease for length in (1, 4)]
     ends = draw.sample(["a11", "b3", "a5", "c3", "c1", "a11", "b3"], 7)
-    cache.leases.last += len(ends)
-    last, stored = cache.leases.last, 0
+    cache.lookups.last += len(ends)
+    last, stored = cache.lookups.last, 0
     long = restating(engine, ends)
     while long.under_way:
         if draw.random() < 0.5:
@@ -793,7 +793,7 @@ def test_who_leaves_while_it_restates_holds_nothing(slices: int) -> None:
     cache = make_cache(extents=1)
     engine, other = Engine(cache, "one"), Engine(cache, "other")
     engine.store(chain("a", 8))
-    cache.leases.last += 4
+    cache.lookups.last += 4
     long = restating(engine, ["a7", "a3", "a7", "a1"])
     while long.slices < slices:
         long.take_slice()

@@ -23,7 +23,7 @@ from kvcache_server.capacity.host import (
 from kvcache_server.capacity.models import MOST, Attention, Latent, Model, State, read_model
 from kvcache_server.capacity.pages import Pages, page, pages, shards
 from kvcache_server.capacity.weights import weight_bytes
-from kvcache_server.core.fit import room, slots_by_default
+from kvcache_server.core.extent_sizing import room, slots_by_default
 
 KV_ITEMS = {"bf16": 2, "fp8": 1}
 ENDLESS = 1 << 22  # tokens, if the model does not state its limit

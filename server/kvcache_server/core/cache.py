@@ -21,8 +21,8 @@ from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import Holds
 from kvcache_server.core.invalidation import Invalidation
 from kvcache_server.core.journal import SessionEnded
-from kvcache_server.core.leases import Leases
 from kvcache_server.core.limits import Limits
+from kvcache_server.core.lookups import Lookups
 from kvcache_server.core.pins import pay_all
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.registry import Registry
@@ -75,22 +75,22 @@ class Cache:
         # As everybody asks for them.
         self.namespaces, self.engines = self.registry.namespaces, self.registry.engines
         self.sessions = self.registry.sessions
-        self.leases = Leases(self.pool, self.eviction, self.holds, limits, self.counters, self.refusals)
+        self.lookups = Lookups(self.pool, self.eviction, self.holds, limits, self.counters, self.refusals)
         self.reservations = Reservations(
             *(self.pool, self.eviction, self.engines, self.holds, limits),
             *(self.counters, self.refusals, self.effects),
         )
-        self.leases.last = self.reservations.last = epoch << EPOCH_SHIFT
+        self.lookups.last = self.reservations.last = epoch << EPOCH_SHIFT
         self.invalidation = Invalidation(
-            *(self.pool, self.eviction, self.leases, self.reservations, self.counters, self.effects)
+            *(self.pool, self.eviction, self.lookups, self.reservations, self.counters, self.effects)
         )
         self.resizing = Resizing(self.pool, self.eviction, self.effects)
         self.limits = limits
         self._grace_until = 0.0
         self._freeing = False
         self._handlers: dict[type, Any] = {
-            m.Acquire: self.leases.acquire,
-            m.Release: self.leases.release,
+            m.Acquire: self.lookups.acquire,
+            m.Release: self.lookups.release,
             m.Reserve: self._reserve,
             m.Settle: self._settle,
             m.Attach: self._attach,
@@ -104,12 +104,12 @@ class Cache:
 
     def keep_checksums(self, checksums: Checksums) -> None:
         """Note in `checksums` what writers give, and answer readers from there."""
-        self.leases.checksums = self.reservations.checksums = checksums
+        self.lookups.checksums = self.reservations.checksums = checksums
 
     def bound(self, limits: Limits) -> None:
         """Go by `limits` from now on. What exceeds them stays, and nothing is added to it."""
         self.limits = self.registry.limits = limits
-        for part in (self.eviction, self.leases, self.reservations):
+        for part in (self.eviction, self.lookups, self.reservations):
             part.bound(limits)
 
     # Requests.
@@ -258,9 +258,9 @@ class Cache:
 
         It is believed once. Raises NotPermitted for a session that has nothing to restate; nothing has changed then.
         """
-        self.leases.begin_to_restate(session)
+        self.lookups.begin_to_restate(session)
         yield from self.reservations.abandon_unheard(session, request.heard, now)
-        lost = yield from self.leases.restate(session, request)
+        lost = yield from self.lookups.restate(session, request)
         self.registry.awaited.discard(session.id)
         return m.Restated(request.id, lost)
 

@@ -11,7 +11,7 @@ from kvcache_proto.types import MAX_HASHES, REF_BYTES, Finding, SlotRef, Verdict
 from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import GONE, Block
-from kvcache_server.core.leases import Leases
+from kvcache_server.core.lookups import Lookups
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.sessions import Session
@@ -31,14 +31,14 @@ class Invalidation:
         self,
         pool: Pool,
         eviction: Eviction,
-        leases: Leases,
+        lookups: Lookups,
         reservations: Reservations,
         counters: Counter[str],
         effects: Effects,
     ) -> None:
         self.waiting: list[list[Block]] = []
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
-        self._leases, self._reservations = leases, reservations
+        self._lookups, self._reservations = lookups, reservations
         self._counters, self._effects = counters, effects
 
     def distrust(self, session: Session, request: Distrust) -> Steps[Distrusted]:
@@ -90,7 +90,7 @@ class Invalidation:
         group, forgotten, done = top.account.group, 0, 0
         waiting, below = [top], []
         self.waiting.append(waiting)
-        self._leases.start_over()
+        self._lookups.start_over()
         try:
             while waiting:
                 block = waiting.pop()

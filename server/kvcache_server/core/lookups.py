@@ -19,7 +19,7 @@ from kvcache_server.core.slices import LOOK, STEP, Steps, begin
 MOST_RESTATED = 1 << 17  # blocks looked at for one restate
 
 
-class Leases:
+class Lookups:
     """Answers lookups, and pins what they found. `last` is the number of the last lease."""
 
     def __init__(

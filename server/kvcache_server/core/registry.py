@@ -14,7 +14,7 @@ from kvcache_proto.region import slot_size
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.core.effects import Effects, NamespaceClosed, NamespaceOpened
 from kvcache_server.core.eviction.policy import Eviction
-from kvcache_server.core.fit import fit
+from kvcache_server.core.extent_sizing import fit
 from kvcache_server.core.index import Account, Group
 from kvcache_server.core.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade
 from kvcache_server.core.limits import Limits

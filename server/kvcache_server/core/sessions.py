@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
 from kvcache_proto.types import NamespaceSpec
-from kvcache_server.core.fit import Fit
+from kvcache_server.core.extent_sizing import Fit
 from kvcache_server.core.index import KINDS, Account, Block, Group, Reservation
 from kvcache_server.core.pins import Lease, Pins
 

@@ -12,7 +12,7 @@ from kvcache_proto import __version__
 from kvcache_proto.errors import KVCacheError
 from kvcache_server import signals
 from kvcache_server.config import Config, format_size
-from kvcache_server.daemon import descriptors
+from kvcache_server.daemon import descriptor_limit
 from kvcache_server.daemon.service import Service
 from kvcache_server.daemon.systemd import ServiceManager
 from kvcache_server.storage.folder import EndpointLock
@@ -29,8 +29,8 @@ def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progr
     caller has blocked SIGNALS. Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
     """
     faulthandler.enable()  # a watchdog ends a loop that hangs by SIGABRT: say where it hung
-    descriptors.raise_limit()
-    descriptors.warn_if_few(config)
+    descriptor_limit.raise_limit()
+    descriptor_limit.warn_if_few(config)
     manager = ServiceManager(os.environ)
     try:
         _serve(config, read, fresh, progress, manager)

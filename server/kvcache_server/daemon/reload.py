@@ -11,7 +11,7 @@ from kvcache_proto.errors import ConfigError
 from kvcache_server import logs
 from kvcache_server.config import Config, settings
 from kvcache_server.core.cache import Cache
-from kvcache_server.daemon import descriptors
+from kvcache_server.daemon import descriptor_limit
 from kvcache_server.daemon.handshake import Door
 from kvcache_server.rates import Rate
 
@@ -65,7 +65,7 @@ class Reload:
         self.config = config
         self._cache.bound(config.limits())
         if "max_sessions" in live:
-            descriptors.warn_if_few(config)
+            descriptor_limit.warn_if_few(config)
         log_changes = {"log_level", "log_format"} & live.keys()  # else, what was set at run time stays
         if log_changes:  # the line itself goes to the louder of the two
             logs.set_up(min(logs.level(), config.log_level, key=_LOUDEST_FIRST.index), config.log_format)

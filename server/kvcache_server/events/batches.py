@@ -55,7 +55,7 @@ class Batch(NamedTuple):
     payload: bytes
 
 
-class Stream:
+class Batches:
     """Turns changes of a cache into batches. `changes` is what was noted and is in none yet."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Stream:
 
     # Batches.
 
-    def batches(self, now: float) -> list[Batch]:
+    def due(self, now: float) -> list[Batch]:
         """Return what was noted, at most TURN changes of it, in batches; `now` is seconds since the epoch."""
         taken = self.changes[:TURN]
         del self.changes[:TURN]

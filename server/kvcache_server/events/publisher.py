@@ -19,8 +19,8 @@ from kvcache_proto.types import MAX_NAME
 from kvcache_server.config import Config
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change
+from kvcache_server.events.batches import Batch, Batches
 from kvcache_server.events.sequence_file import Numbers
-from kvcache_server.events.stream import Batch, Stream
 from kvcache_server.events.subscribers import TELLS_AGAIN, Audience, Guest, Reader, Subscriber, publishes
 from kvcache_server.events.topics import Topics
 
@@ -48,7 +48,7 @@ class Publisher:
         # Milliseconds, with room for a thousand batches in each.
         path = socket_path(config.endpoint).removesuffix(".sock") + ".numbers"
         self._numbers = Numbers(path, time.time_ns() // 1_000_000 << 10)
-        self._stream = Stream(
+        self._batches = Batches(
             *(cache, config.events_topic, config.events_buffer, self._numbers.first),
             *(config.events_dialect, config.events_hashes),
         )
@@ -99,20 +99,20 @@ class Publisher:
 
     def follow(self, changes: Iterable[Change]) -> None:
         """Note what the core reports."""
-        self._stream.follow(changes)
+        self._batches.follow(changes)
 
     def flush(self) -> None:
         """Publish what has changed; what is too much for one turn follows in the next ones."""
-        if not (self._unpublished or self._stream.changes):
+        if not (self._unpublished or self._batches.changes):
             return
         if not self._unpublished:
-            self._unpublished.extend(self._stream.batches(time.time()))
+            self._unpublished.extend(self._batches.due(time.time()))
         until = time.monotonic() + TURN_SECONDS
         while self._unpublished:
             self._publish(self._unpublished.popleft())
             if time.monotonic() > until:
                 break
-        if self._stream.changes or self._unpublished:
+        if self._batches.changes or self._unpublished:
             self._soon()
 
     def _publish(self, batch: Batch) -> None:
@@ -159,7 +159,7 @@ class Publisher:
             return True
         if not self._announced:
             self._announced = True
-            self._announcement = self._stream.announce(time.time())
+            self._announcement = self._batches.announce(time.time())
             self._soon()
         return True
 
@@ -180,7 +180,7 @@ class Publisher:
         reader.used = True
         self._counts["replays_cut"] += self._forget_replay(reader)  # who asks again wants that instead
         self._counts["replays"] += 1
-        batches = self._stream.replay(int.from_bytes(parts[1], "big"), b"".join(parts[2:]), time.time())
+        batches = self._batches.replay(int.from_bytes(parts[1], "big"), b"".join(parts[2:]), time.time())
         self._asked[reader] = _Replay(reader, batches)
         self._begin_replays()
         return True
@@ -221,7 +221,7 @@ class Publisher:
     def _go_on(self) -> None:
         self._busy = False
         self._send_on()
-        if self._stream.changes or self._unpublished:
+        if self._batches.changes or self._unpublished:
             self.flush()
         now, idle = time.monotonic(), False
         if self._announcement is not None:
@@ -231,7 +231,7 @@ class Publisher:
                 replay.at = now  # it waits, or it would end in the midst of the announcement
         else:
             idle = not self._replay_all(now)
-        if self._stream.changes or self._unpublished or self._announcement is not None or self._can_send_on():
+        if self._batches.changes or self._unpublished or self._announcement is not None or self._can_send_on():
             self._soon()
         elif self._replays:
             self._soon(PAUSE if idle else 0.0)

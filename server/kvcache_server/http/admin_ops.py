@@ -14,7 +14,7 @@ from kvcache_server import logs
 from kvcache_server.config import format_size
 from kvcache_server.core import integrity
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.fit import NOTABLE
+from kvcache_server.core.extent_sizing import NOTABLE
 from kvcache_server.core.slices import Steps
 from kvcache_server.insight.insight import Insight
 

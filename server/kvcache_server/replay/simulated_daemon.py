@@ -14,7 +14,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.fit import Room
+from kvcache_server.core.extent_sizing import Room
 from kvcache_server.core.limits import Limits
 
 STEP_TOKENS = 8192  # that an engine computes, and saves, per step

@@ -13,7 +13,7 @@ import msgspec
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import SLOT_ROW, slot_size
-from kvcache_server.core.fit import Room, room
+from kvcache_server.core.extent_sizing import Room, room
 from kvcache_server.replay.bounds import distinct, optimum
 from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
 from kvcache_server.replay.trace import TraceRequest

@@ -14,14 +14,14 @@ from host import LARGE, SMALL, Client, Host, Story, chain, digest, found, spec_o
 from kvcache_proto import messages as m
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec
-from kvcache_server.events.stream import STEP, Batch, Stream
+from kvcache_server.events.batches import STEP, Batch, Batches
 
 
 def as_int(name: bytes) -> int:
     return int.from_bytes(name[-8:], "big")
 
 
-def present(stream: Stream) -> dict[bytes, Known]:
+def present(stream: Batches) -> dict[bytes, Known]:
     """What lookups find, by topic."""
     return {
         f"kv@{namespace.id}".encode(): {
@@ -31,11 +31,11 @@ def present(stream: Stream) -> dict[bytes, Known]:
     }
 
 
-def told(stream: Stream) -> list[dict[str, Any]]:
+def told(stream: Batches) -> list[dict[str, Any]]:
     """All events that are due."""
     events = []
     while stream.changes:
-        for batch in stream.batches(0.0):
+        for batch in stream.due(0.0):
             events += maps(batch.payload)
     return events
 
@@ -52,7 +52,7 @@ def removed(names: list[str], group: int = 0) -> dict[str, Any]:
     return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "CPU", "group_idx": group}
 
 
-def again(stream: Stream, start: int, prefix: bytes = b"", now: float = 0.0) -> Iterator[Batch]:
+def again(stream: Batches, start: int, prefix: bytes = b"", now: float = 0.0) -> Iterator[Batch]:
     """The batches of a replay."""
     return (batch for batch in stream.replay(start, prefix, now) if batch is not None)
 
@@ -60,8 +60,8 @@ def again(stream: Stream, start: int, prefix: bytes = b"", now: float = 0.0) -> 
 CLEARED = {"type": "AllBlocksCleared"}
 
 
-def follow(host: Host, **options: Any) -> Stream:
-    stream = Stream(host.cache, **{"topic": "kv@{namespace}", "keep": 1000, "first": 100, **options})
+def follow(host: Host, **options: Any) -> Batches:
+    stream = Batches(host.cache, **{"topic": "kv@{namespace}", "keep": 1000, "first": 100, **options})
     host.followers.append(stream.follow)
     return stream
 
@@ -118,12 +118,12 @@ def test_clearing_one_of_two_namespaces_leaves_the_other_one_known() -> None:
     one, two = Client(host, "one", SMALL), Client(host, "two", LARGE)
     for engine in (one, two):
         engine.store(chain("a", 2))
-    batches = stream.batches(0.0)
+    batches = stream.due(0.0)
     assert {batch.topic: maps(batch.payload) for batch in batches} == {
         f"kv@{engine.spec.id}".encode(): [CLEARED, stored(["a0", "a1"])] for engine in (one, two)
     }
     one.ask(m.Clear(1, b"", one.spec.id))
-    (batch,) = stream.batches(0.0)
+    (batch,) = stream.due(0.0)
     assert (batch.topic, maps(batch.payload)) == (f"kv@{one.spec.id}".encode(), [CLEARED])
 
 
@@ -149,7 +149,7 @@ def test_arrays_for_subscribers_of_vllm_0_23() -> None:
     engine.store(["b"], parent="a0")
     engine.ask(m.Clear(1, b""))
     engine.store(["c"])
-    (batch,) = stream.batches(7.0)
+    (batch,) = stream.due(7.0)
     rest = [None, "CPU", None, None, 0]
     assert msgspec.msgpack.decode(batch.payload) == [
         7.0,
@@ -164,7 +164,7 @@ def test_large_changes_come_in_several_batches_with_their_numbers() -> None:
     engine = Client(host, "one", spec_of(4096))
     names = chain("n", 3 * STEP + 5)
     engine.store(names)
-    batches = stream.batches(0.0)
+    batches = stream.due(0.0)
     assert [batch.number for batch in batches] == [100, 101, 102, 103]
     events = [maps(batch.payload) for batch in batches]
     assert events[0].pop(0) == CLEARED
@@ -183,7 +183,7 @@ class Wire:
 
     def __init__(self, draw: random.Random, loss: float) -> None:
         self.draw, self.loss = draw, loss
-        self.stream: Stream | None = None
+        self.stream: Batches | None = None
         self.follower = Follower(self.replay, maps)
 
     def replay(self, start: int, topic: bytes) -> Iterable[Message]:
@@ -198,7 +198,7 @@ class Wire:
     def flush(self) -> None:
         assert self.stream is not None
         while self.stream.changes:
-            self.carry(self.stream.batches(0.0))
+            self.carry(self.stream.due(0.0))
 
     def check(self) -> None:
         """After the losses of a while: what is missing is asked for, as it will be with the next batch."""
@@ -264,14 +264,14 @@ def test_a_replay_of_more_than_is_kept_begins_with_what_there_is_and_the_cache_g
     engine = Client(host, "one", spec_of(4096))
     names = chain("n", 3 * STEP)
     engine.store(names)
-    stream.batches(0.0)
+    stream.due(0.0)
     follower = Follower(lambda start, topic: (), maps)
     replay = again(stream, 0)
     follower.hear(*next(replay))
     lease = engine.acquire(names[:STEP], pin=True).lease
     engine.ask(m.Clear(1, b""))  # all but the leased ones go, before their turn comes
     engine.store(["new"])
-    live = stream.batches(0.0)
+    live = stream.due(0.0)
     for batch in (*replay, *live):
         follower.hear(*batch)
     assert lease
@@ -284,7 +284,7 @@ def test_a_replay_has_no_more_numbers_than_are_missing() -> None:
     stream = follow(host, keep=1)
     engine = Client(host, "one", spec_of(4096))
     engine.store(chain("n", 4 * STEP))
-    batches = stream.batches(0.0)
+    batches = stream.due(0.0)
     last = batches[-1].number
     told_again = list(again(stream, last - 2))
     assert [batch.number for batch in told_again] == [last - 2, last - 1, last]
@@ -300,7 +300,7 @@ def test_no_step_of_a_replay_tells_of_many_blocks_however_few_numbers_are_missin
     stream = follow(host, keep=1)
     engine = Client(host, "one", spec_of(4096))
     engine.store(chain("n", 6 * STEP))
-    last = stream.batches(0.0)[-1].number
+    last = stream.due(0.0)[-1].number
     replay = stream.replay(last - 1, b"", 0.0)
     assert [next(replay), next(replay)] == [None, None]
     engine.ask(m.Clear(1, b""))
@@ -321,7 +321,7 @@ def test_a_replay_of_several_groups_leaves_the_numbers_of_what_is_kept_alone() -
         runs = [m.Run([digest("a")])]
         reserved = host.handle(session, m.Reserve(1, b"", namespace, runs, group))
         host.handle(session, m.Settle(1, b"", host.geometry.region_id, reserved.reservation, (0,), 0))
-    last = stream.batches(0.0)[-1].number
+    last = stream.due(0.0)[-1].number
     follower = Follower(lambda start, topic: (), maps)
     batches = list(again(stream, last - 1))
     for batch in batches:
@@ -337,7 +337,7 @@ def test_a_replay_of_what_is_kept_is_what_was_sent() -> None:
     batches = []
     for name in "abc":
         engine.store([name])
-        batches += stream.batches(0.0)
+        batches += stream.due(0.0)
     assert list(again(stream, 100, b"kv@", 1.0)) == batches
     assert list(again(stream, 101, b"", 1.0)) == batches[1:]
     assert list(again(stream, 100, b"kv@another", 1.0)) == []
@@ -350,7 +350,7 @@ def test_a_namespace_that_comes_again_goes_on_with_higher_numbers() -> None:
     for _ in range(3):
         session = host.open("one")
         host.handle(session, m.Attach(1, b"", SMALL, (0,)))
-        numbers += [batch.number for batch in stream.batches(0.0)]
+        numbers += [batch.number for batch in stream.due(0.0)]
         host.living.pop(session)
         host.end(session)
         assert not host.cache.namespaces
