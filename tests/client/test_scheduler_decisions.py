@@ -45,9 +45,9 @@ def test_the_longest_prefix_is_offered_loaded_and_its_lease_given_back(cache: Ca
     slots = cache.attach(SPEC, (), 0).visible
     assert (job.request, job.region, job.blocks) == ("r", REGION, request.blocks[:3])
     assert [ref.offset for ref in unpack_refs(job.refs)] == [4096 * slots[each] for each in run[:3]]
-    assert cache.lookups, "pinned while it is read"
+    assert cache.leases, "pinned while it is read"
     engine.scheduler.ended(["r"], set())
-    assert not cache.lookups
+    assert not cache.leases
 
 
 def test_one_token_is_left_to_compute(cache: Cache) -> None:
@@ -65,7 +65,7 @@ def test_what_the_device_has_is_not_loaded(cache: Cache) -> None:
     assert engine.ask(request) == hit(1)
     request.computed = 4 * BLOCK
     assert engine.ask(request) == NO_HIT
-    assert not cache.lookups
+    assert not cache.leases
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_blocks_that_are_being_written_are_waited_for_once_and_not_for_long(cach
     space.writing.update({run[2]: 90, run[3]: 91})
     request = engine.request("r", run)
     assert engine.ask(request) == ASK_AGAIN
-    assert not cache.lookups, "a request that waits pins nothing"
+    assert not cache.leases, "a request that waits pins nothing"
     engine.now += lookups.PENDING_WAIT
     assert engine.ask(request) == hit(2), "what is there"
     other = engine.request("s", run)
@@ -158,10 +158,10 @@ def test_a_lease_that_no_load_takes_is_given_back(cache: Cache) -> None:
     for _ in range(5):  # it is asked for in each schedule, and keeps what it has
         assert engine.ask(request) == hit(4)
         engine.step()
-        assert len(cache.lookups) == 1
+        assert len(cache.leases) == 1
     for _ in range(lookups.IDLE_SCHEDULES):
         engine.step()
-    assert not cache.lookups
+    assert not cache.leases
     engine.admit(request, 4 * BLOCK)  # the engine comes with the load after all: one that fails
     (job,) = engine.step().loads
     assert (job.region, job.refs) == (b"", b"")
@@ -223,9 +223,9 @@ def test_another_request_of_the_same_name_starts_from_nothing(cache: Cache) -> N
     engine, run = Engine(cache), chain("a", 4)
     cache.store(run)
     assert engine.ask(engine.request("r", run)) == hit(4)
-    assert len(cache.lookups) == 1
+    assert len(cache.leases) == 1
     assert engine.ask(engine.request("r", run[:2])) == hit(2)
-    assert len(cache.lookups) == 1, "that of the first one is given back"
+    assert len(cache.leases) == 1, "that of the first one is given back"
 
 
 # Saves.
@@ -373,7 +373,7 @@ def test_a_canary_is_computed_and_compared_with_what_the_cache_has(cache: Cache)
     cache.store(run)
     request = engine.request("r", run)
     assert engine.ask(request) == NO_HIT
-    assert not cache.lookups
+    assert not cache.leases
     engine.admit(request)
     assert engine.step((request, 4 * BLOCK - 1)).checks == []
     assert engine.step((request, 1)).checks == []
@@ -431,5 +431,5 @@ def test_whatever_happens_nothing_is_left_behind(seed: int) -> None:
         engine.step()
         cache.answer()
     engine.scheduler.close()
-    assert not cache.lookups
+    assert not cache.leases
     assert cache.writing == 0

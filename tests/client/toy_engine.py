@@ -42,7 +42,7 @@ class Lease:
     region_id: bytes = b""
 
     def release(self) -> None:
-        self.cache.lookups.discard(self.id)
+        self.cache.leases.discard(self.id)
         self.id = 0
 
 
@@ -118,7 +118,7 @@ class Space:
         if not allowed:
             return Lease(cache, pending=pending, withheld=hits)
         number = next(cache.numbers)
-        cache.lookups.add(number)
+        cache.leases.add(number)
         packed = refs([self.visible[each] for each in hashes[:allowed]])
         return Lease(
             cache, number, allowed, pending if allowed == hits else 0, hits - allowed, packed, region_id=REGION
