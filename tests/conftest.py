@@ -71,6 +71,7 @@ class Daemon:
             assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}:\n{self.log}"
             try:
                 with AdminClient(self.endpoint):
+                    assert "Error in sitecustomize" not in self.log, self.log  # a test changes what is no more
                     return self
             except Unavailable:
                 time.sleep(0.02)

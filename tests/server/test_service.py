@@ -558,10 +558,30 @@ Cache.tick, Cache.shrinking, SessionRegistry.sweep = map(fail, ("tick", "shrink"
 """
 
 
+FORGETFUL = """
+from kvcache_server.insight.insight import Insight
+
+def follow(self, changes):
+    raise RuntimeError("insight fails")
+
+Insight.follow = follow
+"""
+
+
+def test_a_defect_of_what_follows_the_cache_costs_no_reply(start_daemon: Any, short_folder: Path) -> None:
+    (short_folder / "sitecustomize.py").write_text(FORGETFUL)
+    path = os.pathsep.join([str(short_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    daemon = start_daemon(env={"PYTHONPATH": path})
+    with Engine(daemon.endpoint) as engine:
+        engine.store(hashes(8))
+        assert engine.acquire(hashes(8)).hits == 8
+    assert "work failed inside the daemon: insight fails" in daemon.log
+
+
 def test_a_tick_that_is_due_as_the_daemon_closes_does_not_miss_its_sockets(
     start_daemon: Any, short_folder: Path
 ) -> None:
-    (short_folder / "sitecustomize.py").write_text("from kvcache_server import service\nservice.TICK = 0.0\n")
+    (short_folder / "sitecustomize.py").write_text("from kvcache_server.daemon import service\nservice.TICK = 0.0\n")
     path = os.pathsep.join([str(short_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     daemon = start_daemon(env={"PYTHONPATH": path})
     assert daemon.stop() == 0, daemon.log

@@ -19,6 +19,7 @@ from kvcache_proto.errors import EndpointLost, ServerError
 from kvcache_proto.messages import Hello
 from kvcache_server import logs, signals
 from kvcache_server.config import Config, format_size
+from kvcache_server.core.effects import Change
 from kvcache_server.daemon.answers import Answers
 from kvcache_server.daemon.handshake import Admission, Door
 from kvcache_server.daemon.reload import Reload, rate_of
@@ -68,6 +69,7 @@ class Service:
         self._shrinking = False
         self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
+        self._followers: list[Callable[[list[Change]], None]] = [self._insight.follow]
         with contextlib.ExitStack() as undo:  # no socket stays of a daemon that does not start
             undo.callback(self._loop.close)
             if config.http:
@@ -85,6 +87,7 @@ class Service:
             self._answers.connect(self._wire, self._admin_ops, self._figures)
             if config.events:
                 self._publisher = Publisher(self._loop, config, self._cache)
+                self._followers.append(self._publisher.follow)
                 undo.callback(self._publisher.close)
             self._door = Door(
                 self._loop,
@@ -165,14 +168,19 @@ class Service:
         return f"{format_size(used)} of {format_size(self._cache.pool.capacity)} used, {len(self._sessions)} sessions"
 
     def _report(self) -> None:
-        """Deliver what the core has reported: the state file goes first, the others are told when it is safe there."""
+        """Deliver what the core has reported: to the state file first, then to those who follow the changes.
+
+        A defect of a follower is logged and costs no reply.
+        """
         if self._cache.effects:
             records, changes = self._cache.effects.take()
             for record in records:
                 self._state_file.note(record)
-            self._insight.follow(changes)
-            if self._publisher is not None:
-                self._publisher.follow(changes)
+            for follow in self._followers:
+                try:
+                    follow(changes)
+                except Exception as error:  # noqa: BLE001 - the cache is right, and its clients are served on
+                    self._answers.failed(0, error)
         if self._publisher is not None:
             self._publisher.flush()
 
