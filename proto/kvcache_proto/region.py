@@ -63,7 +63,7 @@ ROW_FIELDS = {
     "owner": ("<u8", 40),
     "reservation": ("<u8", 48),
     "position": ("<u4", 56),
-    "crew": ("<u4", 60),
+    "writers": ("<u4", 60),
     "hash": ("V32", 64),
     "engine": ("<u4", 96),
     "parent": ("<u8", 112),
@@ -75,7 +75,7 @@ class RowBody(NamedTuple):
     """What a row says about the block that was granted there.
 
     `owner` is the session that reserved it, `engine` the daemon's number for its engine, `position` that of the block
-    in its `reservation`, and `crew` the daemon's number for the set of sessions that write its shards.
+    in its `reservation`, and `writers` the daemon's number for the set of sessions that write its shards.
     """
 
     namespace: int
@@ -84,7 +84,7 @@ class RowBody(NamedTuple):
     owner: int = 0
     reservation: int = 0
     position: int = 0
-    crew: int = 0
+    writers: int = 0
     engine: int = 0
 
 
@@ -302,8 +302,8 @@ class RegionRows:
         w[at + _S_SETTLED] = 0
         w[at + _S_PARENT] = parent
         w[at + _S_STATE] = WRITING
-        namespace, group, block_hash, owner, reservation, position, crew, engine = body
-        fields = (namespace, group, len(block_hash), owner, reservation, position, crew, block_hash, engine)
+        namespace, group, block_hash, owner, reservation, position, writers, engine = body
+        fields = (namespace, group, len(block_hash), owner, reservation, position, writers, block_hash, engine)
         checked = _BODY.pack(generation, *fields)
         begin = row + CHECKED.start + WORD  # after the generation
         self.buffer[begin : row + CHECKED.stop] = checked[WORD:]
@@ -336,8 +336,10 @@ class RegionRows:
         checked = self.buffer[row + CHECKED.start : row + CHECKED.stop]
         if w[at + _S_CHECK] != zlib.crc32(checked):
             return None
-        generation, namespace, group, length, owner, reservation, position, crew, name, engine = _BODY.unpack(checked)
-        body = RowBody(namespace, group, name[:length], owner, reservation, position, crew, engine)
+        generation, namespace, group, length, owner, reservation, position, writers, name, engine = _BODY.unpack(
+            checked
+        )
+        body = RowBody(namespace, group, name[:length], owner, reservation, position, writers, engine)
         return SlotRow(state, generation, w[at + _S_TICK], w[at + _S_SETTLED], w[at + _S_PARENT], body)
 
     # For readers.

@@ -65,7 +65,7 @@ POINTS: dict[str, tuple[Where, ...]] = {
         _in("daemon/handshake", "_welcome"),
         _in("daemon/session_registry", "open", "leave", "sweep"),
         _in("core/cache", "end_session"),
-        _in("core/registry", "leave", "forget"),
+        _in("core/registry", "disconnect", "forget"),
     ),
     "start": (_in("storage/region_file"), _in("storage/region_names"), _in("storage/folder")),
     "rebuild": (
@@ -127,7 +127,7 @@ class Watch:
 
 def watch_replies(watch: Watch, before: bool) -> None:
     """Let `watch` see each reply of the daemon."""
-    from kvcache_server.daemon.requests import Connection
+    from kvcache_server.daemon.request_socket import Connection
 
     send = Connection.send
 

@@ -26,7 +26,7 @@ from kvcache_proto.types import Finding
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
 from kvcache_server.events.publisher import REPLAYS, Publisher
-from kvcache_server.events.sequence_file import ROOM, Numbers
+from kvcache_server.events.sequence_file import ROOM, SequenceFile
 from kvcache_server.events.topics import IN_ALL
 from kvcache_server.transport.zmtp import GREETING, header, ready
 
@@ -129,13 +129,13 @@ def test_numbers_that_make_no_sense_are_not_gone_by(start: Any, short_folder: Pa
 def test_no_number_is_given_that_is_not_noted(short_folder: Path) -> None:
     """The next daemon begins where the room ends that this one has noted, however it ended."""
     path = str(short_folder / "kv.numbers")
-    numbers = Numbers(path, 100)
+    numbers = SequenceFile(path, 100)
     assert numbers.first == 100
     for number in (100, 100 + ROOM - 1, 100 + ROOM, 100 + 5 * ROOM):
         numbers.give(number)
-        assert Numbers(path, 7).first > number
-        numbers = Numbers(path, 7)
-    assert Numbers(path, 1 << 40).first == 1 << 40, "the clock, where it is ahead"
+        assert SequenceFile(path, 7).first > number
+        numbers = SequenceFile(path, 7)
+    assert SequenceFile(path, 1 << 40).first == 1 << 40, "the clock, where it is ahead"
 
 
 def test_vllm_s_own_classes_read_them(start: Any, socket: MakeSocket) -> None:

@@ -16,7 +16,7 @@ from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import KVCacheError, NotPermitted
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.core.registry import OPERATORS
-from kvcache_server.daemon.handshake import MAX_VISITORS
+from kvcache_server.daemon.handshake import MAX_HANDSHAKES
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 
@@ -142,8 +142,8 @@ def test_one_user_leaves_namespaces_for_others(start_daemon: Any) -> None:
 def test_one_user_s_handshakes_give_way_to_another_s(start_daemon: Any) -> None:
     daemon = start_daemon(allow_uids=f"{HOG}")
     daemon.folder.chmod(0o755)
-    with user(HOG, KNOCKS, door_path(daemon.endpoint), str(MAX_VISITORS)) as said:
-        assert said == str(MAX_VISITORS)
+    with user(HOG, KNOCKS, door_path(daemon.endpoint), str(MAX_HANDSHAKES)) as said:
+        assert said == str(MAX_HANDSHAKES)
         status = daemon.status()
         assert status["daemon"]["door_refused"] == {"unavailable": 1}, "the oldest one of the user with most"
 
@@ -152,10 +152,10 @@ def test_a_user_with_most_handshakes_waits(start_daemon: Any) -> None:
     daemon = start_daemon()
     held = []
     try:
-        for _ in range(MAX_VISITORS):
+        for _ in range(MAX_HANDSHAKES):
             held.append(socket.socket(socket.AF_UNIX))
             held[-1].connect(door_path(daemon.endpoint))
-        with pytest.raises(KVCacheError, match="handshakes are under way"):
+        with pytest.raises(KVCacheError, match="handshakes are in progress"):
             AdminClient(daemon.endpoint)
     finally:
         for each in held:

@@ -217,7 +217,7 @@ def test_the_fields_named_for_bulk_readers_are_those_of_the_row() -> None:
     kind = np.dtype({"names": names, "formats": types, "offsets": offsets, "itemsize": SLOT_ROW})
     (found,) = np.frombuffer(buffer, kind, 1, row)
     body = (3, 1, 16, 42, 77, 6, 9)
-    fields = ("namespace", "group", "hash_bytes", "owner", "reservation", "position", "crew")
+    fields = ("namespace", "group", "hash_bytes", "owner", "reservation", "position", "writers")
     assert tuple(found[name] for name in fields) == body
     assert tuple(found[name] for name in ("state", "tick", "settled", "generation")) == (WRITING, 5, 0, 31)
     assert (found["engine"], found["parent"], found["hash"].tobytes()) == (4, 10, HASH[:16].ljust(32, b"\0"))

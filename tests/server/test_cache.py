@@ -323,7 +323,7 @@ def test_a_user_s_sessions_count_from_the_first_to_the_end_of_their_process():
     ones = [cache.open_session(f"engine {number}", "", 0.0, user=1) for number in range(7)]
     with pytest.raises(NotPermitted, match="uid 1 has 7 sessions: max_user_sessions is 7"):
         cache.open_session("one more", "", 0.0, user=1)
-    cache.leave_session(ones[0])
+    cache.disconnect_session(ones[0])
     with pytest.raises(NotPermitted, match="max_user_sessions"):
         cache.open_session("one more", "", 0.0, user=1)
     cache.resume_session(ones[0], "", 0.0, user=2)  # of another user now: whoever has its token
@@ -470,9 +470,9 @@ def test_an_engine_that_left_nothing_behind_is_forgotten_with_its_order():
     (account,) = cache.engines["one"].accounts.values()
     cache.end_session(engine.session, 0.0)
     assert Engine(cache, "two", block_bytes=MIB, model="large").store(["b"]) == [Refusal.GRANTED]
-    assert account.standing()
+    assert account.entries()
     cache.end_session(Engine(cache, "three").session, 0.0)
-    assert "one" not in cache.engines and not account.standing()
+    assert "one" not in cache.engines and not account.entries()
 
 
 def test_extents_that_change_hands_leave_no_trace_in_the_order():
@@ -486,7 +486,7 @@ def test_extents_that_change_hands_leave_no_trace_in_the_order():
         large.ask(m.Clear(1, b"", cache.namespaces[large.namespace].id))  # and gives it up
         check_integrity(cache)
     assert cache.counters["extents_recut"] > 12
-    entries = sum(len(each.standing()) for each in cache.eviction.fair_share.accounts)
+    entries = sum(len(each.entries()) for each in cache.eviction.fair_share.accounts)
     assert entries <= 2 * figures(cache, 0.0)["pool"]["blocks"] + 2 * SPARE
 
 
@@ -509,7 +509,7 @@ def test_an_order_that_is_swept_goes_as_one_that_is_not(seed: int):
             assert account.pop_coldest() is coldest
             there.remove(coldest)
         swept += bool(account.swept)
-        assert account.stale == len(account.standing()) - len(there) <= SPARE + len(there)
+        assert account.stale == len(account.entries()) - len(there) <= SPARE + len(there)
     assert swept
     for coldest in sorted(there, key=lambda each: each.tick):
         assert account.pop_coldest() is coldest

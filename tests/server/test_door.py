@@ -25,7 +25,7 @@ from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
 from kvcache_proto.messages import PROTOCOL_VERSION, Error, Hello, Ping, Welcome
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.daemon import handshake
-from kvcache_server.daemon.handshake import MAX_VISITORS, Admission, Door
+from kvcache_server.daemon.handshake import MAX_HANDSHAKES, Admission, Door
 from kvcache_server.rates import Rate
 from kvcache_server.storage.folder import Folder
 from kvcache_server.storage.session_locks import SessionFiles
@@ -210,7 +210,7 @@ def test_two_sessions_are_two(host: Host) -> None:
         (framed(encode(["hello", "one", "e"])), "bad_frame", ""),
         (framed(encode(["nobody", 1])), "bad_frame", "nobody"),
         (framed(encode(Ping(1, b""))), "bad_frame", "ping"),
-        (framed(encode(Error(0, "x", "y"))), "bad_frame", "where the hello goes"),
+        (framed(encode(Error(0, "x", "y"))), "bad_frame", "expected a hello"),
         (framed(encode(Hello(1, "e"))) + b"more", "bad_frame", "4 bytes after the hello"),
         (framed(encode(Hello(0, "e"))), "version_mismatch", "protocol 0, this daemon"),
         (framed(encode(Hello(99, "e"))), "version_mismatch", "protocol 99, this daemon"),
@@ -248,7 +248,7 @@ def test_the_daemon_may_refuse(host: Host, guest: Guest) -> None:
 
 def test_who_says_nothing_is_shown_out(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.05)
-    assert "no whole hello" in host.connect().say(b"\x05").error().message
+    assert "no complete hello" in host.connect().say(b"\x05").error().message
     monkeypatch.undo()
     host.connect().close()
     assert isinstance(host.connect().hello().hear(), Welcome)
@@ -256,7 +256,7 @@ def test_who_says_nothing_is_shown_out(host: Host, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_crowd_of_silent_visitors_is_bounded(host: Host) -> None:
-    for _ in range(MAX_VISITORS):
+    for _ in range(MAX_HANDSHAKES):
         host.connect()
     assert host.connect().error().code == "unavailable"
 

@@ -34,7 +34,7 @@ def test_many_leases_of_one_prefix_count_it_once():
     engine.store(chain("s", 2000), None)
     assert engine.acquire(chain("s", 2000)).hits == 10_000 - 8192 - 128
     check_integrity(cache)
-    cache.leave_session(engine.session)
+    cache.disconnect_session(engine.session)
     for tick in range(3):
         cache.tick(float(tick))
     assert figures(cache, 0.0)["pool"]["pinned_bytes"] == 0

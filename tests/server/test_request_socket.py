@@ -12,7 +12,7 @@ import pytest
 
 from kvcache_proto.endpoint import routing_id, socket_path
 from kvcache_proto.errors import BadFrame
-from kvcache_server.daemon.requests import Connection, Wire
+from kvcache_server.daemon.request_socket import Connection, RequestSocket
 from kvcache_server.transport.zmtp import GREETING, header
 
 TOKENS = {b"a" * 16: 1, b"b" * 16: 2}
@@ -28,7 +28,7 @@ class Served:
         self.heard: list[tuple[int, bytes]] = []
         self.lost: list[int] = []
         endpoint = f"ipc://{folder}/kv.sock"
-        self.wire = Wire(self.loop, endpoint, TOKENS, self._answer, lambda: None, self._lose)
+        self.wire = RequestSocket(self.loop, endpoint, TOKENS, self._answer, lambda: None, self._lose)
         self.peers = {}
         for token, session in TOKENS.items():
             peer = self.peers[session] = socket.socket(socket.AF_UNIX)
@@ -76,7 +76,7 @@ def test_a_session_whose_door_closes_is_heard_out_by_turns(served: Served) -> No
     served.say(1, MANY)
     served.say(2, 1)
     ended: list[int] = []
-    served.wire.hear_out(1, lambda: ended.append(len(served.everything_of(1))))
+    served.wire.drain(1, lambda: ended.append(len(served.everything_of(1))))
     assert len(served.heard) < MANY and not ended, "others wait for all that it has said"
     served.run(lambda: bool(ended))
     assert ended == [MANY] and served.everything_of(1) == list(range(MANY))
@@ -103,9 +103,9 @@ def test_a_session_whose_connection_ends_is_heard_out_by_turns(served: Served) -
 def test_both_ends_of_a_session_and_a_client_that_comes_back_meanwhile(served: Served) -> None:
     served.say(1, MANY)
     ended: list[str] = []
-    served.wire.hear_out(1, lambda: ended.append("door"))
+    served.wire.drain(1, lambda: ended.append("door"))
     served.peers[1].close()
-    served.wire.hear_out(1, lambda: ended.append("again"))
+    served.wire.drain(1, lambda: ended.append("again"))
     heard = len(served.everything_of(1))
     assert heard < MANY and not ended
     served.wire.cut_short(1)

@@ -65,7 +65,7 @@ def engine(daemon: Any) -> Iterator[Engine]:
         yield engine
 
 
-class Wire:
+class RequestSocket:
     """A DEALER that may say anything, with a session's token or without one."""
 
     def __init__(self, endpoint: str, token: bytes = b"", **options: int) -> None:
@@ -78,7 +78,7 @@ class Wire:
             self.socket.setsockopt(zmq.ROUTING_ID, routing_id(token))
         self.socket.connect(endpoint)
 
-    def __enter__(self) -> Wire:
+    def __enter__(self) -> RequestSocket:
         return self
 
     def __exit__(self, *ended: object) -> None:
@@ -137,7 +137,7 @@ SHAPE = ["m", [[16, 4096, "full"]], {}, 32]
 )
 def test_frames_that_are_no_requests(daemon: Any, engine: Engine, frame: bytes, code: str, told: str) -> None:
     engine.store(hashes(8))
-    with Unheard(daemon.endpoint) as admin, Wire(daemon.endpoint, admin._token) as wire:
+    with Unheard(daemon.endpoint) as admin, RequestSocket(daemon.endpoint, admin._token) as wire:
         error = wire.ask(frame)
     assert (type(error), error.id, error.code) == (m.Error, 0, code)
     assert told in error.message
@@ -146,7 +146,7 @@ def test_frames_that_are_no_requests(daemon: Any, engine: Engine, frame: bytes, 
 
 
 def test_a_message_is_one_frame(daemon: Any, engine: Engine) -> None:
-    with Wire(daemon.endpoint) as wire:
+    with RequestSocket(daemon.endpoint) as wire:
         ping = encode(m.Ping(1, TOKEN))
         for parts in ([ping, ping], [b"", ping], [b"x"] * 100):
             error = wire.ask(*parts)
@@ -157,7 +157,7 @@ def test_a_message_is_one_frame(daemon: Any, engine: Engine) -> None:
 
 
 def test_an_enormous_frame_cuts_its_sender_off_and_nobody_else(daemon: Any, engine: Engine) -> None:
-    with Wire(daemon.endpoint) as wire:
+    with RequestSocket(daemon.endpoint) as wire:
         wire.socket.send(bytes(64 << 20))
         engine.store(hashes(8))
         assert engine.acquire(hashes(8)).hits == 8
@@ -166,7 +166,7 @@ def test_an_enormous_frame_cuts_its_sender_off_and_nobody_else(daemon: Any, engi
 
 @pytest.mark.parametrize("token", [TOKEN, b"", b"short", b"\xff" * 4096])
 def test_a_wrong_token(daemon: Any, engine: Engine, token: bytes) -> None:
-    with Wire(daemon.endpoint) as wire:
+    with RequestSocket(daemon.endpoint) as wire:
         error = wire.ask(encode(m.Acquire(9, token, engine.namespace, hashes(3))))
         assert (error.id, error.code) == (9, "bad_token")
         assert "shake hands again" in error.message
@@ -179,7 +179,7 @@ def test_a_token_ends_with_its_session(daemon: Any) -> None:
     with Engine(daemon.endpoint) as gone:
         stale = gone._token
     daemon.wait_status(lambda status: not status["sessions"])
-    with Wire(daemon.endpoint) as wire:
+    with RequestSocket(daemon.endpoint) as wire:
         assert wire.ask(encode(m.Ping(1, stale))).code == "bad_token"
 
 
@@ -352,10 +352,10 @@ def test_who_ends_its_connection_has_ended_its_session(daemon: Any, engine: Engi
 
 
 def test_a_session_has_one_connection(daemon: Any, engine: Engine) -> None:
-    with Wire(daemon.endpoint) as late:  # it shows the token with what it says
+    with RequestSocket(daemon.endpoint) as late:  # it shows the token with what it says
         assert late.ask(encode(m.Ping(1, engine._token))).code == "bad_token"
     for _ in range(20):
-        with Wire(daemon.endpoint, engine._token) as second:
+        with RequestSocket(daemon.endpoint, engine._token) as second:
             monitor = second.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             assert monitor.poll(20_000)
             second.socket.disable_monitor()

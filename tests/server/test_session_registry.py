@@ -18,7 +18,7 @@ from kvcache_server.daemon.session_registry import LOOKS, SessionRegistry
 from kvcache_server.storage.folder import Folder
 from kvcache_server.storage.session_locks import SessionFiles
 from kvcache_server.storage.state_file import StateFile
-from kvcache_server.storage.warm_start import Opened
+from kvcache_server.storage.warm_start import WarmStart
 from kvcache_server.transport.sockets import Peer
 
 SESSIONS = 3 * LOOKS
@@ -44,7 +44,7 @@ class House:
         self.files, self.failures = Files(home, "sessions"), []
         state = StateFile(home, "state", Manifest(b"r" * 16))
         self.cache = make_cache()
-        opened = Opened(None, state, self.files, self.cache, {})  # type: ignore[arg-type]
+        opened = WarmStart(None, state, self.files, self.cache, {})  # type: ignore[arg-type]
         self.attendance = SessionRegistry(
             opened, lambda session: None, lambda number, error: self.failures.append(error)
         )
@@ -75,11 +75,11 @@ def test_who_leaves_is_looked_at_and_nobody_else(house: House) -> None:
     for session in sessions:
         house.attendance.leave(session)
     assert set(house.files.looks.values()) == {1}
-    assert len(house.cache.registry.absent) == SESSIONS
+    assert len(house.cache.registry.disconnected) == SESSIONS
     late = house.enter().session
     house.die(late)
     house.attendance.leave(late)
-    assert late not in house.cache.registry.absent, "its process is gone: its end is seen at once"
+    assert late not in house.cache.registry.disconnected, "its process is gone: its end is seen at once"
     assert house.files.looks.total() == SESSIONS + 1
 
 
@@ -97,7 +97,7 @@ def test_a_sweep_looks_at_a_few_and_the_next_one_at_others(house: House) -> None
         house.die(session)
     for _ in range(SESSIONS // LOOKS):
         house.attendance.sweep()
-    assert sorted(house.cache.registry.absent) == sessions[1::2]
+    assert sorted(house.cache.registry.disconnected) == sessions[1::2]
     assert len(os.listdir(house.files.folder)) == SESSIONS // 2
 
 
@@ -108,7 +108,7 @@ def test_one_that_was_fenced_off_leaves_no_file(house: House) -> None:
     house.cache.fence_off(first, 0.0)
     house.attendance.look_after(first)
     house.attendance.look_after(first)
-    assert list(house.cache.registry.absent) == [second]
+    assert list(house.cache.registry.disconnected) == [second]
     assert [name.partition("-")[0] for name in os.listdir(house.files.folder)] == [str(second)]
 
 

@@ -383,7 +383,7 @@ def test_who_leaves_in_the_midst_of_a_lookup_pins_nothing(tiny: None, slices: in
     long = Long(other, m.Acquire(1, b"", other.namespace, hashes(chain("a", 6))))
     for _ in range(slices):
         long.take_slice()
-    cache.leave_session(other.session)
+    cache.disconnect_session(other.session)
     with pytest.raises(UnknownHandle):
         long.finish()
     assert engine.ask(m.Clear(1, b"")).blocks == 6
@@ -733,7 +733,7 @@ def restating(engine: Engine, ends: list[str]) -> Long:
     namespace = cache.namespaces[engine.namespace]
     last = cache.lookups.last
     leases = [(last - at, namespace.groups[0].visible[name].ref) for at, name in enumerate(hashes(ends))]
-    cache.leave_session(engine.session)
+    cache.disconnect_session(engine.session)
     cache.resume_session(engine.session, "", engine.now)
     engine.ask(m.Attach(1, b"", namespace.spec, (0,)))
     return Long(engine, m.Restate(1, b"", 0, leases))
@@ -797,7 +797,7 @@ def test_who_leaves_while_it_restates_holds_nothing(slices: int) -> None:
     long = restating(engine, ["a7", "a3", "a7", "a1"])
     while long.slices < slices:
         long.take_slice()
-    cache.leave_session(engine.session)
+    cache.disconnect_session(engine.session)
     with pytest.raises(UnknownHandle):
         long.finish()
     other.store(chain("b", 31))

@@ -14,7 +14,7 @@ import pytest
 
 from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_server.admin_client import AdminClient
-from kvcache_server.transport.sockets import SocketFile, admit
+from kvcache_server.transport.sockets import SocketFile, set_access
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 
@@ -146,7 +146,7 @@ def test_without_access_control_lists_everyone_can_connect(
 ) -> None:
     path = short_folder / "x.sock"
     path.touch(0o600)
-    admit(str(path), range(100_000), ())  # more than any file system stores
+    set_access(str(path), range(100_000), ())  # more than any file system stores
     assert stat.S_IMODE(path.stat().st_mode) == 0o666
     assert "does not support access control lists" in caplog.text
 

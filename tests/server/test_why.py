@@ -196,7 +196,7 @@ def test_later_events_do_not_explain_a_lookup() -> None:
 
 def test_how_the_daemon_started() -> None:
     world = World()
-    insight(world.cache).misses.began(1.0, "resized")
+    insight(world.cache).misses.started(1.0, "resized")
     a = Engine(world, "a")
     run = world.chain(2)
     request, _ = a.look_up(run)
@@ -211,7 +211,11 @@ def test_nothing_is_evicted_for_a_save_in_the_grace_after_a_restart() -> None:
     world = World()
     a = Engine(world, "a")
     fill(a)
-    world.cache.eviction.frozen, world.cache.registry.awaited, world.cache._grace_until = True, {99}, world.now + 10
+    world.cache.eviction.frozen, world.cache.registry.not_restated, world.cache._grace_until = (
+        True,
+        {99},
+        world.now + 10,
+    )
     run = world.chain(2)
     a.reserve(run)
     request, _ = a.look_up(run)
@@ -296,7 +300,7 @@ def test_the_memory_for_explanations_is_bounded(monkeypatch: pytest.MonkeyPatch)
     assert insight(world.cache).misses.departures <= miss_log.GENERATIONS * 50
     assert causes(world, a.look_up(first)[0]) == [(1, "new")]  # and yet it says how far back it knows
     assert 0 < world.why(a.look_up(first)[0])["remembered"]["departures_since_s"] < world.now - 100.0
-    assert len(insight(world.cache).misses.told) <= miss_log.NOTES
+    assert len(insight(world.cache).misses.notes) <= miss_log.NOTES
 
 
 def test_a_very_long_lookup_is_explained_in_part() -> None:

@@ -30,7 +30,7 @@ class World:
         self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**options), seed=11)
         self.draw = random.Random(seed)
         self.now, self.requests = 100.0, 0
-        insight(self.cache).misses.began(0.0, "first")
+        insight(self.cache).misses.started(0.0, "first")
 
     def tick(self, seconds: float = 0.01) -> None:
         self.now += seconds

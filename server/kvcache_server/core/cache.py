@@ -23,7 +23,7 @@ from kvcache_server.core.invalidation import Invalidation
 from kvcache_server.core.journal import SessionEnded
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.lookups import Lookups
-from kvcache_server.core.pins import pay_all
+from kvcache_server.core.pins import uncover_all
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.registry import Registry
 from kvcache_server.core.reservations import Reservations
@@ -106,11 +106,11 @@ class Cache:
         """Note in `checksums` what writers give, and answer readers from there."""
         self.lookups.checksums = self.reservations.checksums = checksums
 
-    def bound(self, limits: Limits) -> None:
+    def set_limits(self, limits: Limits) -> None:
         """Go by `limits` from now on. What exceeds them stays, and nothing is added to it."""
         self.limits = self.registry.limits = limits
         for part in (self.eviction, self.lookups, self.reservations):
-            part.bound(limits)
+            part.set_limits(limits)
 
     # Requests.
 
@@ -165,9 +165,9 @@ class Cache:
         """As Registry.resume."""
         self.registry.resume(session, label, now, user)
 
-    def leave_session(self, session: int) -> None:
+    def disconnect_session(self, session: int) -> None:
         """As Registry.leave."""
-        self.registry.leave(session)
+        self.registry.disconnect(session)
 
     def end_session(self, session: int, now: float) -> None:
         """End all that the session held, for its process is gone: what it might be writing goes into quarantine."""
@@ -178,7 +178,7 @@ class Cache:
         self.chores.do(self.effects.on_behalf(Actor(now, engine.name), self._end(engine, session, now)))
 
     def _end(self, engine: Engine, session: int, now: float) -> Steps[None]:
-        yield from self.reservations.writer_gone(engine, session, now)
+        yield from self.reservations.writer_ended(engine, session, now)
         self.registry.prune()
 
     def abandon(self, session: int, reservation: int, now: float) -> None:
@@ -195,7 +195,7 @@ class Cache:
 
         Returns how many reservations ended. Raises ClientError where the session is not away.
         """
-        absent = self.registry.absent
+        absent = self.registry.disconnected
         if session not in absent:
             there = "it is attached: end its process" if session in self.sessions else "there is none"
             raise ClientError(f"session {session} cannot be fenced off: {there}")
@@ -208,11 +208,11 @@ class Cache:
 
     def tick(self, now: float) -> None:
         """Free the slots whose quarantine is over, and count what was released. Call it a few times a second."""
-        if self.eviction.frozen and (not self.registry.awaited or now >= self._grace_until):
+        if self.eviction.frozen and (not self.registry.not_restated or now >= self._grace_until):
             self.eviction.frozen = False
         if not self._freeing:
             self.chores.do(self._free(now))
-        pay_all(engine.pins for engine in self.engines.values())
+        uncover_all(engine.pins for engine in self.engines.values())
 
     def _free(self, now: float) -> Steps[None]:
         self._freeing = True
@@ -230,7 +230,7 @@ class Cache:
         parts = (self.pool, self.registry, self.reservations, self.counters)
         Restoration(snapshot, *parts, now, self.limits.quarantine).run()
         self.resizing.wanted = snapshot.manifest.wanted
-        self.bound(self.limits)  # the pool may be smaller than the region
+        self.set_limits(self.limits)  # the pool may be smaller than the region
         sessions = snapshot.manifest.sessions
         living = {number: sessions[number] for number in snapshot.living}
         self.await_sessions(
@@ -259,9 +259,9 @@ class Cache:
         It is believed once. Raises NotPermitted for a session that has nothing to restate; nothing has changed then.
         """
         self.lookups.begin_to_restate(session)
-        yield from self.reservations.abandon_unheard(session, request.heard, now)
+        yield from self.reservations.abandon_undelivered(session, request.heard, now)
         lost = yield from self.lookups.restate(session, request)
-        self.registry.awaited.discard(session.id)
+        self.registry.not_restated.discard(session.id)
         return m.Restated(request.id, lost)
 
     # Operators.
@@ -303,7 +303,7 @@ class Cache:
         """As Resizing.shrink; quotas and shares follow."""
         extent = yield from self.effects.on_behalf(Actor(now), self.resizing.shrink())
         if extent is not None:
-            self.bound(self.limits)
+            self.set_limits(self.limits)
         return extent
 
     def shrink(self, now: float) -> int | None:

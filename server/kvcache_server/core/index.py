@@ -200,7 +200,7 @@ class Account:
                 return block
         return None
 
-    def standing(self) -> list[Block]:
+    def entries(self) -> list[Block]:
         """Return the entries of the order, stale ones among them."""
         return self.order + self.swept + self.clearing
 

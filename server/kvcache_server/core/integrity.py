@@ -45,7 +45,7 @@ def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[
     assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
     about_to_be_shown = {id(block) for _, waiting in cache.reservations.showing for block in waiting}
     about_to_be_forgotten = {id(block) for waiting in cache.invalidation.waiting for block in waiting}
-    queued = {id(block) for account in cache.eviction.fair_share.accounts for block in account.standing()}
+    queued = {id(block) for account in cache.eviction.fair_share.accounts for block in account.entries()}
     for block in blocks:
         living[id(block)] = block
         parent = block.parent
@@ -114,9 +114,9 @@ def _check_all_slots(cache: Cache, living: dict[int, Block]) -> None:
     assert survey.used == quarantine + cache.eviction.fair_share.used, "slots without account"
     assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"
     for account in cache.eviction.fair_share.accounts:
-        stale = sum(block.pins == GONE for block in account.standing())
+        stale = sum(block.pins == GONE for block in account.entries())
         assert account.stale == stale, "an order of blocks that have gone"
-        assert account.clearing or stale <= SPARE + len(account.standing()) - stale, "an order that nobody sweeps"
+        assert account.clearing or stale <= SPARE + len(account.entries()) - stale, "an order that nobody sweeps"
         assert account.bytes == accounts.get(id(account), 0), "an account that does not add up"
 
 

@@ -74,7 +74,7 @@ class Invalidation:
         row = self._rows.read_row(self._pool.row(*self._pool.locate(block)))
         if row is None:
             return block.account.engine, 0
-        sessions = writers.get(row.body.crew, ())
+        sessions = writers.get(row.body.writers, ())
         if 0 <= shard < len(sessions):
             return block.account.engine, sessions[shard]
         return block.account.engine, row.body.owner

@@ -36,9 +36,9 @@ class Lookups:
         self.checksums: Checksums | None = None  # given by who has a place for them
         self._pool, self._eviction, self._holds = pool, eviction, holds
         self._counters, self._refusals = counters, refusals
-        self.bound(limits)
+        self.set_limits(limits)
 
-    def bound(self, limits: Limits) -> None:
+    def set_limits(self, limits: Limits) -> None:
         self._max_leases = limits.max_leases
         self._quota = int(limits.pin_quota * self._pool.capacity)
 
@@ -71,7 +71,7 @@ class Lookups:
         """
         check_hashes(hashes, group.hash_bytes)
         yield
-        session.check_here()
+        session.check_connected()
         found: list[Block] = []
         retracted = self._retracted
         while True:
@@ -81,7 +81,7 @@ class Lookups:
                 return found
             with self._holds.hold(session, found[-1]):
                 yield
-            session.check_here()
+            session.check_connected()
             if self._retracted != retracted:
                 found, retracted = [], self._retracted
 
@@ -161,7 +161,7 @@ class Lookups:
         It gets no more than it could have asked for: leases beyond `max_leases` and the pin quota are lost, as those
         are whose blocks are gone.
         """
-        session.check_here()
+        session.check_connected()
         lost = []
         chains = _Chains(self._holds)
         there = [lease for each in session.engine.sessions.values() for lease in each.leases.values()]
@@ -173,7 +173,7 @@ class Lookups:
         for done, (number, ref) in enumerate(request.leases, 1):
             if done % STEP == 0:
                 yield
-            session.check_here()
+            session.check_connected()
             block = self._pool.find(SlotRef.unpack(ref)) if len(ref) == REF_BYTES else None
             taken = any(number in each.leases for each in session.engine.sessions.values())
             if block is None or not block.visible or taken or not 0 < number <= self.last:
@@ -181,7 +181,7 @@ class Lookups:
                 continue
             may_pin = len(session.leases) < self._max_leases
             length = (yield from chains.add(block, self._quota)) if may_pin else 0
-            session.check_here()
+            session.check_connected()
             if not length:
                 lost.append(number)
                 self._counters["leases_over_limits"] += 1

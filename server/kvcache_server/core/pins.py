@@ -7,7 +7,7 @@ its chain is not covered. The covered blocks of a chain are always its first one
 bisection what it adds.
 
 To cover a chain, and to uncover what nobody holds any more, takes time for each block. It is done in slices: `fit` and
-`pay` take so many steps and go on where the last call ended. Until then `bytes` is too large, never too small.
+`uncover` take so many steps and go on where the last call ended. Until then `bytes` is too large, never too small.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Pins:
 
     @property
     def settled(self) -> bool:
-        """Whether `pay` has nothing to do."""
+        """Whether `uncover` has nothing to do."""
         return not self._over
 
     def add(self, number: int, lease: Lease) -> None:
@@ -72,7 +72,7 @@ class Pins:
             self._covers[lease.cover].count += 1
 
     def drop(self, number: int, lease: Lease) -> None:
-        """Count a lease no more. O(1): what it covered counts until it is uncovered by `pay`."""
+        """Count a lease no more. O(1): what it covered counts until it is uncovered by `uncover`."""
         self.bytes -= lease.bytes
         self._loose.pop(number, None)
         if lease.cover:
@@ -85,7 +85,7 @@ class Pins:
         they do not suffice, the answer may be too small, and the next call goes on.
         """
         covers, size = self._covers, found[0].account.group.slot_bytes
-        steps = self.pay(STEPS)
+        steps = self.uncover(STEPS)
         while True:
             covered = bisect_left(found, True, key=lambda block: id(block) not in covers)
             count = min(covered + max(0, quota - self.bytes) // size, len(found))
@@ -94,7 +94,7 @@ class Pins:
             steps = self._cover(steps)
         return count, (count - covered) * size, id(found[covered - 1]) if covered else 0
 
-    def pay(self, steps: int) -> int:
+    def uncover(self, steps: int) -> int:
         """Uncover what no lease holds any more, one block a step, and return how many of the `steps` are left."""
         over = self._over
         while over and steps:
@@ -160,8 +160,8 @@ class Pins:
         assert {id(each) for each in leases if each.bytes} == set(map(id, self._loose.values())), "a lease is not loose"
 
 
-def pay_all(pins: Iterable[Pins]) -> None:
+def uncover_all(pins: Iterable[Pins]) -> None:
     """Uncover what no lease of several engines holds any more, in at most STEPS steps together."""
     steps = STEPS
     for each in pins:
-        steps = each.pay(steps)
+        steps = each.uncover(steps)

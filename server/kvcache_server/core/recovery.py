@@ -111,7 +111,7 @@ class Snapshot:
 
     def writers(self, position: int) -> tuple[int, ...]:
         shards = self._shard_count[int(self.code[position])]
-        return self.manifest.writers.get(int(self.row["crew"][position]), (0,) * shards)
+        return self.manifest.writers.get(int(self.row["writers"][position]), (0,) * shards)
 
     def dead(self, position: int) -> int:
         """Return the bit set of the unsettled shards whose writers are gone."""

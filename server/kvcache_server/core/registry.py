@@ -27,7 +27,7 @@ OPERATORS = 16  # sessions beyond max_sessions that are kept for who runs the da
 
 class Registry:
     """Attributes: `absent` are the engines of sessions whose door has closed and whose processes may live;
-    `awaited` are sessions of the last epoch that have not restated what they hold."""
+    `not_restated` are sessions of the last epoch that have not restated what they hold."""
 
     def __init__(
         self, pool: Pool, eviction: Eviction, limits: Limits, counters: Counter[str], effects: Effects
@@ -37,8 +37,8 @@ class Registry:
         self.engines: dict[str, Engine] = {}
         self.sessions: dict[int, Session] = {}
         self.users = Users()
-        self.absent: dict[int, Engine] = {}
-        self.awaited: set[int] = set()
+        self.disconnected: dict[int, Engine] = {}
+        self.not_restated: set[int] = set()
         self.last_namespace = self.last_engine = self.last_session = 0
         self.limits = limits
         self._pool, self._eviction, self._fair_share = pool, eviction, eviction.fair_share
@@ -53,7 +53,7 @@ class Registry:
         """
         if not 1 <= len(engine) <= MAX_NAME or len(label) > MAX_NAME:
             raise BadArgument(f"engine id of {len(engine)}, label of {len(label)} characters: 1 and 0 to {MAX_NAME}")
-        limits, there = self.limits, len(self.sessions) + len(self.absent)
+        limits, there = self.limits, len(self.sessions) + len(self.disconnected)
         if there >= limits.max_sessions + (OPERATORS if is_operator else 0):
             raise NotPermitted(f"{there} sessions are open: max_sessions is {limits.max_sessions}")
         own = self.users.sessions[user]
@@ -65,10 +65,10 @@ class Registry:
 
     def resume(self, number: int, label: str, now: float, user: int = NOBODY) -> None:
         """Let an absent session go on, without its leases yet. Raises UnknownHandle where it is none."""
-        engine = self.absent.pop(number, None)
+        engine = self.disconnected.pop(number, None)
         if engine is None:
             raise UnknownHandle(f"session {number} is none that could come back")
-        engine.absent.discard(number)
+        engine.disconnected.discard(number)
         session = Session(number, engine, label, now, user)
         session.may_restate = True
         self._enter(session)
@@ -78,7 +78,7 @@ class Registry:
         self.users.add(session.id, session.user)
         self.sessions[session.id] = session.engine.sessions[session.id] = session
 
-    def leave(self, number: int) -> None:
+    def disconnect(self, number: int) -> None:
         """End the session's leases: its door has closed. What it may be writing stays its own, for it may live."""
         session = self.sessions.pop(number)
         engine = session.engine
@@ -87,29 +87,29 @@ class Registry:
             session.unpin(lease)
         for namespace, _ in session.attached.values():
             engine.note_writers(namespace)
-        self._be_absent(number, engine)
-        self.awaited.discard(number)
+        self._note_disconnected(number, engine)
+        self.not_restated.discard(number)
 
-    def _be_absent(self, number: int, engine: Engine) -> None:
-        self.absent[number] = engine
-        engine.absent.add(number)
+    def _note_disconnected(self, number: int, engine: Engine) -> None:
+        self.disconnected[number] = engine
+        engine.disconnected.add(number)
 
     def forget(self, number: int) -> Engine:
         """Forget a session, whose process is gone, and return its engine."""
         if number in self.sessions:
-            self.leave(number)
-        engine = self.absent.pop(number)
-        engine.absent.discard(number)
-        self.awaited.discard(number)
+            self.disconnect(number)
+        engine = self.disconnected.pop(number)
+        engine.disconnected.discard(number)
+        self.not_restated.discard(number)
         self.users.drop(number)
         return engine
 
     def expect(self, sessions: Mapping[int, Engine], users: Mapping[int, int]) -> None:
         """Take over `sessions` of the last epoch, which may come back; `users` says whose each of them is."""
         for number, engine in sessions.items():
-            self._be_absent(number, engine)
+            self._note_disconnected(number, engine)
             self.users.add(number, users[number])
-        self.awaited = set(sessions)
+        self.not_restated = set(sessions)
 
     # Engines and namespaces.
 
@@ -189,7 +189,7 @@ class Registry:
         for account in self._fair_share.prune():
             del self.engines[account.engine].accounts[(account.group.namespace, account.group.number)]
         for engine in list(self.engines.values()):
-            if not (engine.sessions or engine.absent or engine.accounts) and engine.pins.settled:
+            if not (engine.sessions or engine.disconnected or engine.accounts) and engine.pins.settled:
                 del self.engines[engine.name]
                 records.append(EngineForgotten(engine.number))
         used = {account.group.namespace for account in self._fair_share.accounts}

@@ -53,9 +53,9 @@ class Reservations:
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
         self._engines, self._holds = engines, holds
         self._counters, self._refusals, self._effects = counters, refusals, effects
-        self.bound(limits)
+        self.set_limits(limits)
 
-    def bound(self, limits: Limits) -> None:
+    def set_limits(self, limits: Limits) -> None:
         self.limits = limits
         self._quota = int(limits.write_quota * self._pool.capacity) if limits.write_quota < 1 else 1 << 62
 
@@ -76,7 +76,7 @@ class Reservations:
         for at, run in enumerate(request.runs):
             if at and at % LOOK == 0:
                 yield
-                _check_there(session, [])
+                _check_connected(session, [])
             if not run.hashes:
                 raise BadArgument("a run without a hash")
             chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
@@ -85,12 +85,12 @@ class Reservations:
                 raise BadArgument("a hash occurs twice in one run")
         if long:
             yield
-            _check_there(session, [])
+            _check_connected(session, [])
         writers = self._writers(session, namespace)
         if writers not in self.writers:
             self._number(writers)
             yield  # the number is in the state file before it is in a row: the next daemon must not give it again
-            _check_there(session, writers)
+            _check_connected(session, writers)
         self.last += 1
         reservation = Reservation(self.last, group, session.id, writers, now)
         reservation.writers_number, reservation.complete = self.writers[writers], False
@@ -99,7 +99,7 @@ class Reservations:
         for _ in granting:
             yield
             try:
-                _check_there(session, writers)
+                _check_connected(session, writers)
             except UnknownHandle:
                 granting.close()
                 yield from self.abandon(reservation)
@@ -354,7 +354,7 @@ class Reservations:
             if done % STEP == 0:
                 yield
 
-    def abandon_unheard(self, session: Session, heard: int, now: float) -> Steps[None]:
+    def abandon_undelivered(self, session: Session, heard: int, now: float) -> Steps[None]:
         """Abandon those of a session that has resumed whose numbers are above `heard`: it was never told of them."""
         for reservation in list(session.engine.reservations.values()):
             if reservation.owner == session.id and reservation.id > heard:
@@ -362,7 +362,7 @@ class Reservations:
                 yield from self.abandon(reservation, now + self.limits.quarantine)
                 yield
 
-    def writer_gone(self, engine: Engine, session: int, now: float) -> Steps[None]:
+    def writer_ended(self, engine: Engine, session: int, now: float) -> Steps[None]:
         """Settle as dead the shards that `session`, which has ended, might be writing; they go into quarantine."""
         until, done = now + self.limits.quarantine, 0
         for reservation in list(engine.reservations.values()):
@@ -510,8 +510,8 @@ def _note_sums(sums: Checksums, grant: Grant, request: m.Settle, at: int) -> Non
         at += SUM_BYTES
 
 
-def _check_there(session: Session, sessions: Iterable[int]) -> None:
+def _check_connected(session: Session, sessions: Iterable[int]) -> None:
     """Raise UnknownHandle unless `session`, and all of its engine with those numbers, are attached still."""
     inside = session.engine.sessions
-    if not session.here or not all(each in inside for each in sessions):
+    if not session.connected or not all(each in inside for each in sessions):
         raise UnknownHandle("a session that was to write has left")

@@ -68,7 +68,7 @@ class Restoration:
         living = self.old.living
         reservations.writers = {writers: number for number, writers in manifest.writers.items() if living >= {*writers}}
         for each in self.old.groups:
-            self.groups.append(registry.namespaces[each[0]].groups[each[1]] if each else _nowhere())
+            self.groups.append(registry.namespaces[each[0]].groups[each[1]] if each else _unknown_group())
 
     # What the cache has.
 
@@ -174,7 +174,7 @@ class Restoration:
             grant.tainted_until = self.until
             self._counters["blocks_resumed"] += 1
         else:
-            extent.blocks[slot] = Block(HIDDEN, 0, b"", b"", _nowhere().root.account)
+            extent.blocks[slot] = Block(HIDDEN, 0, b"", b"", _unknown_group().root.account)
             extent.busy += 1
             self._pool.quarantine.add(self.until, extent, slot)
         self._counters["shards_dead"] += dead.bit_count()
@@ -199,7 +199,7 @@ class Restoration:
             reservation = None
         if reservation is None:
             reservation = Reservation(number, group, int(row["owner"]), self.old.writers(position), self.now)
-            reservation.writers_number = int(row["crew"])
+            reservation.writers_number = int(row["writers"])
             self.reservations[number] = reservation
             self.reservers[number] = engine
         extent = self.extents[self.old.extent[position]]
@@ -240,6 +240,6 @@ class Restoration:
                 self._counters["reservations_recovered"] += 1
 
 
-def _nowhere() -> Group:
+def _unknown_group() -> Group:
     """Return the group of blocks whose group nobody knows."""
     return Group(0, 0, GroupSpec(1, 1), MIN_HASH_BYTES)

@@ -36,12 +36,12 @@ class Namespace:
 class Engine:
     """The sessions of one engine id, and what they hold together."""
 
-    __slots__ = ("absent", "accounts", "name", "number", "pins", "reservations", "sessions", "writers", "writing")
+    __slots__ = ("accounts", "disconnected", "name", "number", "pins", "reservations", "sessions", "writers", "writing")
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
-        self.absent: set[int] = set()  # its sessions without a door
+        self.disconnected: set[int] = set()  # its sessions without a door
         self.sessions: dict[int, Session] = {}
         self.reservations: dict[int, Reservation] = {}
         self.accounts: dict[tuple[int, int], Account] = {}
@@ -121,7 +121,7 @@ class Session:
         self.leases: dict[int, Lease] = {}
 
     @property
-    def here(self) -> bool:
+    def connected(self) -> bool:
         """Whether it has not left; one that resumes is another one."""
         return self.engine.sessions.get(self.id) is self
 
@@ -129,9 +129,9 @@ class Session:
     def title(self) -> str:
         return f"session {self.id}" + (f" ({self.label})" if self.label else "")
 
-    def check_here(self) -> None:
+    def check_connected(self) -> None:
         """Raise UnknownHandle where it has left."""
-        if not self.here:
+        if not self.connected:
             raise UnknownHandle(f"session {self.id} has left")
 
     def pin(self, number: int, block: Block, size: int, cover: int = 0) -> None:

@@ -37,7 +37,7 @@ from kvcache_proto.messages import (
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.slices import Steps
 from kvcache_server.daemon.long_work import LongWork
-from kvcache_server.daemon.requests import Connection, Wire
+from kvcache_server.daemon.request_socket import Connection, RequestSocket
 from kvcache_server.daemon.session_registry import SessionRegistry
 from kvcache_server.daemon.slow_queue import SLOW, SlowQueue
 from kvcache_server.http.admin_ops import AdminOps
@@ -71,15 +71,17 @@ class Answers:
         self._slow_queue = SlowQueue(loop, self._answer_in_turn)
         self._cache, self._insight, self._sessions, self._report = cache, insight, sessions, report
         self._tokens = sessions.tokens
-        self._wire: Wire
+        self._request_socket: RequestSocket
         self._operations: AdminOps
         self._figures: Callable[[], dict[str, Any]]
 
-    def connect(self, wire: Wire, operations: AdminOps, figures: Callable[[], dict[str, Any]]) -> None:
-        """Name the parts that need the answers themselves; `figures()` are the daemon's own."""
-        self._wire, self._operations, self._figures = wire, operations, figures
+    def connect(
+        self, request_socket: RequestSocket, operations: AdminOps, figures: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Set the parts that depend on this object themselves. `figures()` returns the daemon's own figures."""
+        self._request_socket, self._operations, self._figures = request_socket, operations, figures
 
-    def hear(self, sender: Connection, message: bytes | BadFrame) -> None:
+    def receive(self, sender: Connection, message: bytes | BadFrame) -> None:
         """Answer a message, now or later."""
         self.messages += 1
         if isinstance(message, BadFrame):
@@ -114,7 +116,7 @@ class Answers:
             request = decode_request(frame)
             session = self._tokens[request.token]
             if session != sender.session:
-                self._wire.bind(sender, session)
+                self._request_socket.bind(sender, session)
             now = time.monotonic()
             if self.long_work and session in self.long_work and not (in_order or in_turn):
                 self._wait(session, sender, frame, request, now)
@@ -151,7 +153,7 @@ class Answers:
         except Unavailable:
             if type(request) not in UNANSWERED:
                 raise
-            # Nobody would hear that it is refused. What it ends was told of before the long request came.
+            # Nobody would receive that it is refused. What it ends was told of before the long request came.
             self.drops["out_of_turn"] += 1
             if type(request) is Tell:
                 self._insight.begin(session, request, now)

@@ -7,7 +7,7 @@ import resource
 
 from kvcache_server.config import Config
 from kvcache_server.core.registry import OPERATORS
-from kvcache_server.daemon import handshake, requests
+from kvcache_server.daemon import handshake, request_socket
 from kvcache_server.events import subscribers
 from kvcache_server.http import connection_limiter
 
@@ -24,7 +24,7 @@ def raise_limit() -> None:
 
 def needed(config: Config) -> int:
     """Return the most that the daemon may need: two per session, one per connection of those that have none yet."""
-    crowds = handshake.MAX_VISITORS + requests.UNBOUND
+    crowds = handshake.MAX_HANDSHAKES + request_socket.UNBOUND
     crowds += subscribers.OPEN if config.events else 0
     crowds += connection_limiter.OPEN if config.http else 0
     return 2 * (config.max_sessions + OPERATORS) + crowds + OTHERS

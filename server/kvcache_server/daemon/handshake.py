@@ -1,4 +1,7 @@
-"""The door: a Unix socket that says who is there, hands the region over, and notices the end of a session at once."""
+"""The door: a Unix socket that identifies each peer, hands over the region, and detects the end of a session at once.
+
+The kernel reports the peer's uid, groups and pid. The connection stays open as long as the session.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,13 @@ from kvcache_server.transport.sockets import Listener, Peer, SocketFile
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 2.0
-LEAVE_SECONDS = 0.1  # a process that ends has closed its door by then, if it closed its connection first
-MAX_VISITORS = 128  # handshakes at one time
-LINES_A_MINUTE = 20  # about refusals of one user; all are counted
+LEAVE_SECONDS = 0.1  # an exiting process whose request connection has closed closes its door within this time
+MAX_HANDSHAKES = 128  # at the same time
+LINES_A_MINUTE = 20  # log lines about refusals of one user; every refusal is counted
 
 
 class Admission(NamedTuple):
-    """What a session is let in with: its number and token, and the descriptor of its session file, to be closed."""
+    """The number and token of an admitted session, and a descriptor of its session file, which the door closes."""
 
     session: int
     token: bytes
@@ -44,8 +47,8 @@ class Admission(NamedTuple):
     resumed: bool
 
 
-class Visitor:
-    """One connection: at first a handshake with a deadline, then, once `session` is set, a session."""
+class DoorConnection:
+    """One connection to the door: a handshake with a deadline until `session` is set, then a session."""
 
     __slots__ = ("deadline", "heard", "peer", "session", "sock")
 
@@ -60,8 +63,8 @@ class Visitor:
 class Door:
     """Listens beside the endpoint's socket.
 
-    `open_session(hello, peer)` returns a Admission or raises a KVCacheError, which the visitor is told;
-    `leave(session)` is called once for each, when the visitor has gone.
+    `open_session(hello, peer)` returns an Admission, or raises a KVCacheError, which is sent to the client.
+    `leave(session)` is called once per session, when its connection has closed.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Door:
         allow_gids: tuple[int, ...] = (),
         rate: Rate | None = None,
     ) -> None:
-        """Bind the door, replacing a stale one; `rate` bounds the handshakes of a uid.
+        """Bind the door, and replace a stale one. `rate` limits the handshakes of each uid.
 
         Raises EndpointTaken, ConfigError, NotPermitted.
         """
@@ -86,162 +89,162 @@ class Door:
         self._geometry = geometry
         self._open_session = open_session
         self._left = leave
-        self._visitors: set[Visitor] = set()
-        self._knocking: dict[Visitor, None] = {}  # those of them whose handshake is under way, the oldest first
+        self._connections: set[DoorConnection] = set()
+        self._handshaking: dict[DoorConnection, None] = {}  # those without a session yet, oldest first
         self.refused: dict[str, int] = {}
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
         self._listener = Listener(loop, door_path(endpoint), endpoint, self._enter, self._count)
-        self.let_in(allow_uids, allow_gids, rate)
+        self.allow_users(allow_uids, allow_gids, rate)
 
     @property
     def socket_file(self) -> SocketFile:
         return self._listener.socket_file
 
-    def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...], rate: Rate | None) -> None:
-        """Let these attach from now on, and nobody else; who is attached stays. Raises OSError."""
-        self._listener.let_in(uids, gids)
+    def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...], rate: Rate | None) -> None:
+        """Allow only these users and groups to attach from now on. Open sessions stay. Raises OSError."""
+        self._listener.allow_users(uids, gids)
         self._rate = rate
 
-    # New visitors.
+    # Handshakes.
 
     def _enter(self, sock: socket.socket, peer: Peer) -> bool:
-        visitor = Visitor(sock, peer)
-        if not self._make_room(visitor):
+        connection = DoorConnection(sock, peer)
+        if not self._make_room(connection):
             return False
-        self._visitors.add(visitor)
-        self._knocking[visitor] = None
-        visitor.deadline = self._loop.call_later(HANDSHAKE_SECONDS, self._too_late, visitor)
-        self._loop.add_reader(sock, self._hear, visitor)
-        return self._listener.admits(peer)
+        self._connections.add(connection)
+        self._handshaking[connection] = None
+        connection.deadline = self._loop.call_later(HANDSHAKE_SECONDS, self._time_out, connection)
+        self._loop.add_reader(sock, self._receive, connection)
+        return self._listener.allows(peer)
 
-    def _make_room(self, newcomer: Visitor) -> bool:
-        """Return whether there is room for one more handshake: the user with most under way waits for the others."""
-        if len(self._knocking) < MAX_VISITORS:
+    def _make_room(self, newcomer: DoorConnection) -> bool:
+        """Return whether `newcomer` may shake hands; if all places are taken, the user with the most loses one."""
+        if len(self._handshaking) < MAX_HANDSHAKES:
             return True
-        counts = Counter(visitor.peer.uid for visitor in self._knocking)
+        counts = Counter(connection.peer.uid for connection in self._handshaking)
         uid, most = counts.most_common(1)[0]
         crowded = counts[newcomer.peer.uid] < most
-        leaves = next(visitor for visitor in self._knocking if visitor.peer.uid == uid) if crowded else newcomer
-        self._refuse(leaves, Unavailable(f"{MAX_VISITORS} handshakes are under way: try again"))
+        victim = next(each for each in self._handshaking if each.peer.uid == uid) if crowded else newcomer
+        self._refuse(victim, Unavailable(f"{MAX_HANDSHAKES} handshakes are in progress: try again"))
         return crowded
 
     def _check_peer(self, peer: Peer) -> None:
-        if not self._listener.admits(peer):
+        if not self._listener.allows(peer):
             raise NotPermitted(
                 f"uid {peer.uid} with groups {sorted(peer.groups)} may not attach: add it to the daemon's allow_uids "
                 "or allow_gids"
             )
 
-    def _too_late(self, visitor: Visitor) -> None:
-        self._refuse(visitor, BadFrame(f"no whole hello within {HANDSHAKE_SECONDS} s"))
+    def _time_out(self, connection: DoorConnection) -> None:
+        self._refuse(connection, BadFrame(f"no complete hello within {HANDSHAKE_SECONDS} s"))
 
-    # What they say.
-
-    def _hear(self, visitor: Visitor) -> None:
+    def _receive(self, connection: DoorConnection) -> None:
         try:
-            data = visitor.sock.recv(door.LENGTH.size + MAX_DOOR_FRAME)
+            data = connection.sock.recv(door.LENGTH.size + MAX_DOOR_FRAME)
         except BlockingIOError:
             return
         except OSError:
-            data = b""  # reset: an end like any other
+            data = b""  # a reset ends the connection like a close
         if not data:
-            if not visitor.session:
+            if not connection.session:
                 self._count("left_before_hello")
-            self._leave(visitor)
+            self._leave(connection)
             return
-        if visitor.session:
-            # A session is silent here; who talks has lost count of its frames.
-            self._refuse(visitor, BadFrame(f"{len(data)} bytes after the welcome"))
+        if connection.session:
+            # A session sends nothing here: the client has lost track of its frames.
+            self._refuse(connection, BadFrame(f"{len(data)} bytes after the welcome"))
             return
-        first = not visitor.heard
-        visitor.heard += data
+        first = not connection.heard
+        connection.heard += data
         try:
-            # Only now, not at once: who is refused before it has said hello may fail to write it, and never read why.
-            self._check_peer(visitor.peer)
-            if first and self._rate is not None and not self._rate.allow(visitor.peer.uid, self._loop.time()):
-                why = f"uid {visitor.peer.uid} shakes hands more often than attach_rate allows: try again in a second"
-                self._refuse(visitor, Unavailable(why), "attach_rate")
+            # Not before data has arrived: a client that is refused before its hello may fail to write it, and would
+            # never read the reason.
+            self._check_peer(connection.peer)
+            if first and self._rate is not None and not self._rate.allow(connection.peer.uid, self._loop.time()):
+                why = (
+                    f"uid {connection.peer.uid} shakes hands more often than attach_rate allows: try again in a second"
+                )
+                self._refuse(connection, Unavailable(why), "attach_rate")
                 return
-            frame = _whole_frame(visitor.heard)
+            frame = _whole_frame(connection.heard)
             if frame is not None:
-                self._welcome(visitor, _hello(frame))
+                self._welcome(connection, _hello(frame))
         except KVCacheError as error:
-            self._refuse(visitor, error)
+            self._refuse(connection, error)
 
-    def _welcome(self, visitor: Visitor, hello: Hello) -> None:
-        session, token, file, resumed = self._open_session(hello, visitor.peer)
-        visitor.session = session
-        del self._knocking[visitor]
-        if visitor.deadline is not None:
-            visitor.deadline.cancel()
-        visitor.heard.clear()
+    def _welcome(self, connection: DoorConnection, hello: Hello) -> None:
+        session, token, file, resumed = self._open_session(hello, connection.peer)
+        connection.session = session
+        del self._handshaking[connection]
+        if connection.deadline is not None:
+            connection.deadline.cancel()
+        connection.heard.clear()
         spoken = min(hello.version, PROTOCOL_VERSION)
         welcome = Welcome(spoken, session, token, self._geometry, __version__, resumed)
         try:
             try:
-                socket.send_fds(visitor.sock, [door.frame(welcome)], [self._region_fd, file])
+                socket.send_fds(connection.sock, [door.frame(welcome)], [self._region_fd, file])
             finally:
                 os.close(file)
         except OSError as error:
             log.warning("session %d: the welcome cannot be sent: %s", session, error)
             self._count("welcome_failed")
-            self._leave(visitor)
+            self._leave(connection)
 
-    def _refuse(self, visitor: Visitor, error: KVCacheError, reason: str = "") -> None:
+    def _refuse(self, connection: DoorConnection, error: KVCacheError, reason: str = "") -> None:
         self._count(reason or error.code)
-        if self._lines.allow(visitor.peer.uid, self._loop.time()):  # whoever may knock could fill the disk otherwise
+        if self._lines.allow(connection.peer.uid, self._loop.time()):  # otherwise any local user could fill the disk
             level = logging.WARNING if isinstance(error, NotPermitted) else logging.INFO
-            log.log(level, "door: refused pid %d uid %d: %s", visitor.peer.pid, visitor.peer.uid, error)
-        with contextlib.suppress(OSError):  # it may have gone, or not read; it is shown out either way
-            visitor.sock.send(door.frame(Error(0, error.code, str(error))))
-        self._leave(visitor)
+            log.log(level, "door: refused pid %d uid %d: %s", connection.peer.pid, connection.peer.uid, error)
+        with contextlib.suppress(OSError):  # the peer may have gone, or may not read; it is disconnected in any case
+            connection.sock.send(door.frame(Error(0, error.code, str(error))))
+        self._leave(connection)
 
-    def _leave(self, visitor: Visitor) -> None:
-        if visitor.deadline is not None:
-            visitor.deadline.cancel()
-            visitor.deadline = None
-        self._visitors.discard(visitor)
-        self._knocking.pop(visitor, None)
-        self._loop.remove_reader(visitor.sock)
-        visitor.sock.close()
-        if visitor.session:
-            self._left(visitor.session)
+    def _leave(self, connection: DoorConnection) -> None:
+        if connection.deadline is not None:
+            connection.deadline.cancel()
+            connection.deadline = None
+        self._connections.discard(connection)
+        self._handshaking.pop(connection, None)
+        self._loop.remove_reader(connection.sock)
+        connection.sock.close()
+        if connection.session:
+            self._left(connection.session)
 
-    def show_out(self, session: int) -> None:
-        """Close the door behind a session."""
-        for visitor in self._visitors_of(session):
-            self._leave(visitor)
+    def disconnect(self, session: int) -> None:
+        """Close the door connection of a session."""
+        for connection in self._connections_of(session):
+            self._leave(connection)
 
-    def show_out_soon(self, session: int) -> None:
-        """Close the door behind a session that has left by the other way, if it does not do so by itself.
+    def disconnect_soon(self, session: int) -> None:
+        """Close the door connection of a session whose request connection has ended, unless the client closes it first.
 
-        Where its process was killed it does, and what the kernel closes next tells us that nobody writes any more.
+        The kernel closes the door of a killed process. Its session file, closed next, shows that nothing writes any
+        more.
         """
-        for visitor in self._visitors_of(session):
-            self._loop.call_later(LEAVE_SECONDS, self._leave_at_last, visitor)
+        for connection in self._connections_of(session):
+            self._loop.call_later(LEAVE_SECONDS, self._disconnect_if_open, connection)
 
-    def _visitors_of(self, session: int) -> list[Visitor]:
-        return [visitor for visitor in self._visitors if visitor.session == session]
+    def _connections_of(self, session: int) -> list[DoorConnection]:
+        return [connection for connection in self._connections if connection.session == session]
 
-    def _leave_at_last(self, visitor: Visitor) -> None:
-        if visitor in self._visitors:
-            self._leave(visitor)
+    def _disconnect_if_open(self, connection: DoorConnection) -> None:
+        if connection in self._connections:
+            self._leave(connection)
 
     def _count(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
-    # The end.
-
     def close(self) -> None:
-        """Show everybody out, without a word to `leave`: the sessions outlive this daemon."""
+        """Close all connections without calling `leave`: the sessions outlive this daemon."""
         self._left = lambda session: None
         self._listener.close()
-        for visitor in list(self._visitors):
-            self._leave(visitor)
+        for connection in list(self._connections):
+            self._leave(connection)
 
 
 def _whole_frame(heard: bytearray) -> bytes | None:
-    """Return the frame once it is whole. Raises BadFrame where it cannot become one."""
+    """Return the frame, or None while it is incomplete. Raises BadFrame if bytes follow it."""
     left = door.missing(heard)
     if left < 0:
         raise BadFrame(f"{-left} bytes after the hello")
@@ -251,16 +254,16 @@ def _whole_frame(heard: bytearray) -> bytes | None:
 def _hello(frame: bytes) -> Hello:
     hello = decode_door(frame)
     if not isinstance(hello, Hello):
-        raise BadFrame(f"a {type(hello).__name__.lower()} where the hello goes")
-    # A client one version ahead still speaks ours.
+        raise BadFrame(f"expected a hello, got a {type(hello).__name__.lower()}")
+    # A client that is one version ahead still speaks our version.
     if not OLDEST_VERSION <= hello.version <= PROTOCOL_VERSION + 1:
         raise VersionMismatch(
             f"the client ({hello.client[:MAX_NAME]}) speaks protocol {hello.version}, this daemon "
             f"(kvcache-server {__version__}) {OLDEST_VERSION} to {PROTOCOL_VERSION}: "
-            "bring the older of the two up to date"
+            "upgrade the older of the two"
         )
     if not 1 <= len(hello.engine) <= MAX_NAME:
-        raise BadArgument(f"engine id of {len(hello.engine)} characters: 1 to {MAX_NAME}")
+        raise BadArgument(f"engine id of {len(hello.engine)} characters: must have 1 to {MAX_NAME}")
     for name in ("label", "client"):
         if len(getattr(hello, name)) > MAX_NAME:
             raise BadArgument(f"{name} of {len(getattr(hello, name))} characters: at most {MAX_NAME}")

@@ -1,4 +1,4 @@
-"""Long work in the daemon's loop: a slice in each turn, of one piece after the other, and what waits behind it.
+"""Long work in the daemon's loop: a slice in each turn, of one job after the other, and what waits behind it.
 
 The messages of one session are answered in their order: while a long one is under way, the later ones wait here.
 """
@@ -19,7 +19,7 @@ WAITING, WAITING_BYTES = 1024, 8 << 20  # messages of a session, and their bytes
 Message = tuple[Any, bytes]  # whoever sent it, and the frame
 
 
-class _Piece:
+class _Job:
     """What is done for one session: steps, then the messages that have waited, then whatever comes `after`."""
 
     def __init__(self) -> None:
@@ -50,22 +50,22 @@ class LongWork:
         notes a defect of ours."""
         self._loop, self._chores, self._failed = loop, chores, failed
         self._answer, self._answered = answer, answered
-        self._pieces: dict[object, _Piece] = {}  # by session; those of the daemon by themselves
+        self._jobs: dict[object, _Job] = {}  # by session; those of the daemon by themselves
         self._scheduled = False
 
     def __contains__(self, session: int) -> bool:
-        return session in self._pieces
+        return session in self._jobs
 
     def __bool__(self) -> bool:
-        return bool(self._pieces)
+        return bool(self._jobs)
 
     def begin(
         self, session: int, steps: Steps[Result], done: Callable[[Result | None, Exception | None], object]
     ) -> None:
         """Go on with `steps` for `session`, which has no others; `done` is called with their result, or their error."""
-        piece = self._pieces.setdefault(session, _Piece())
-        piece.steps, piece.done = steps, done
-        self.look()
+        job = self._jobs.setdefault(session, _Job())
+        job.steps, job.done = steps, done
+        self.schedule()
 
     def run(self, steps: Steps[Result]) -> asyncio.Future[Result]:
         """Go on with `steps` of the daemon's own. Who gives the future up does not end them."""
@@ -80,44 +80,44 @@ class LongWork:
             else:
                 future.set_result(result)  # type: ignore[arg-type]
 
-        piece = _Piece()
-        piece.steps, piece.done = steps, done
-        self._pieces[piece] = piece
-        self.look()
+        job = _Job()
+        job.steps, job.done = steps, done
+        self._jobs[job] = job
+        self.schedule()
         return future
 
     def wait(self, session: int, sender: Any, frame: bytes) -> None:
         """Let a message wait behind the session's work. Raises Unavailable where too many do: it is not taken."""
-        piece = self._pieces[session]
-        if len(piece.waiting) >= WAITING or piece.bytes + len(frame) > WAITING_BYTES:
+        job = self._jobs[session]
+        if len(job.waiting) >= WAITING or job.bytes + len(frame) > WAITING_BYTES:
             raise Unavailable("an earlier request of this session takes long, and too many wait behind it")
-        piece.waiting.append((sender, frame))
-        piece.bytes += len(frame)
+        job.waiting.append((sender, frame))
+        job.bytes += len(frame)
 
     def after(self, session: int, then: Callable[[], object]) -> None:
         """Call `then` once nothing is under way for `session`: at once, or later."""
-        if session in self._pieces:
-            self._pieces[session].after = then
+        if session in self._jobs:
+            self._jobs[session].after = then
         else:
             then()
 
     def cut_short(self, session: int) -> None:
         """Let what was to come after the session's work come now. What is begun goes on, and nobody hears of it."""
-        piece = self._pieces.get(session)
-        while piece is not None and (piece.steps is not None or piece.waiting):
-            if piece.steps is not None:
-                self._chores.do(piece.steps)
-                piece.steps = None
-            if piece.waiting:
-                self._answer(*piece.take())
-        if piece is not None:
-            del self._pieces[session]
-            if piece.after is not None:
-                piece.after()
+        job = self._jobs.get(session)
+        while job is not None and (job.steps is not None or job.waiting):
+            if job.steps is not None:
+                self._chores.do(job.steps)
+                job.steps = None
+            if job.waiting:
+                self._answer(*job.take())
+        if job is not None:
+            del self._jobs[session]
+            if job.after is not None:
+                job.after()
 
-    def look(self) -> None:
+    def schedule(self) -> None:
         """See to it that what there is to do is done."""
-        if not self._scheduled and (self._pieces or self._chores):
+        if not self._scheduled and (self._jobs or self._chores):
             self._scheduled = True
             self._loop.call_soon(self._turn)
 
@@ -127,17 +127,17 @@ class LongWork:
         try:
             if self._chores:
                 self._do_chores(until)
-            if self._pieces:
-                key, piece = next(iter(self._pieces.items()))
-                self._take_further(piece, until)
-                if piece.steps is None and not piece.waiting:
-                    del self._pieces[key]
-                    if piece.after is not None:
-                        piece.after()
+            if self._jobs:
+                key, job = next(iter(self._jobs.items()))
+                self._advance(job, until)
+                if job.steps is None and not job.waiting:
+                    del self._jobs[key]
+                    if job.after is not None:
+                        job.after()
                 else:
-                    self._pieces[key] = self._pieces.pop(key)  # the others first
+                    self._jobs[key] = self._jobs.pop(key)  # the others first
         finally:
-            self.look()
+            self.schedule()
             self._answered()
 
     def _do_chores(self, until: float) -> None:
@@ -147,15 +147,15 @@ class LongWork:
         except Exception as error:  # noqa: BLE001 - a defect of ours is logged, the others are served on
             self._failed(0, error)
 
-    def _take_further(self, piece: _Piece, until: float) -> None:
+    def _advance(self, job: _Job, until: float) -> None:
         """Take it one step further at least."""
         while True:
-            if piece.steps is not None:
-                steps, piece.steps = piece.steps, None
-                if advance(steps, piece.done):
-                    piece.steps = steps
-            elif piece.waiting:
-                self._answer(*piece.take())
+            if job.steps is not None:
+                steps, job.steps = job.steps, None
+                if advance(steps, job.done):
+                    job.steps = steps
+            elif job.waiting:
+                self._answer(*job.take())
             else:
                 return
             if time.monotonic() >= until:

@@ -29,11 +29,11 @@ class Reload:
         read: Callable[[], Config],
         cache: Cache,
         door: Door,
-        let_in: Callable[[Config], None],
+        allow_users: Callable[[Config], None],
     ) -> None:
-        """`let_in` does for the other sockets what is done here for the door's. Raises OSError."""
+        """`allow_users` does for the other sockets what is done here for the door's. Raises OSError."""
         self.config = config
-        self._read, self._cache, self._door, self._let_in = read, cache, door, let_in
+        self._read, self._cache, self._door, self._allow_users = read, cache, door, allow_users
 
     def read_again(self) -> None:
         """Apply what has changed, and say in one line what was done, and what waits for a restart.
@@ -53,8 +53,8 @@ class Reload:
         config = msgspec.structs.replace(old, **live)
         if {"allow_uids", "allow_gids", "attach_rate", "max_sessions"} & live.keys():
             try:
-                self._let_in(config)
-                self._door.let_in(config.allow_uids, config.allow_gids, rate_of(config))
+                self._allow_users(config)
+                self._door.allow_users(config.allow_uids, config.allow_gids, rate_of(config))
             except OSError as error:
                 log.error(
                     "the configuration is not read again, and nothing has changed but who may open the sockets, "
@@ -63,7 +63,7 @@ class Reload:
                 )
                 return
         self.config = config
-        self._cache.bound(config.limits())
+        self._cache.set_limits(config.limits())
         if "max_sessions" in live:
             descriptor_limit.warn_if_few(config)
         log_changes = {"log_level", "log_format"} & live.keys()  # else, what was set at run time stays

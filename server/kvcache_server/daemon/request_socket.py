@@ -1,4 +1,4 @@
-"""The wire: the connections that requests come by, one per session, each served in its turn.
+"""The RequestSocket the connections that requests come by, one per session, each served in its turn.
 
 A connection belongs to the session whose token it bears, in the routing id of its socket or else in its first message.
 Until then it may say little, and there are few of its kind. The end of the connection is the end of the session.
@@ -18,7 +18,7 @@ from kvcache_proto.codec import MAX_FRAME
 from kvcache_proto.endpoint import socket_path, token_of
 from kvcache_proto.errors import BadFrame, BadToken
 from kvcache_server.transport.connections import LONG, ZmtpConnection, ZmtpServer
-from kvcache_server.transport.sockets import Listener, Peer, SocketFile, who_gives_way
+from kvcache_server.transport.sockets import Listener, Peer, SocketFile, choose_victim
 from kvcache_server.transport.zmtp import CutOff, header
 
 READ_BYTES = 256 << 10
@@ -33,8 +33,8 @@ class Connection(ZmtpConnection):
 
     __slots__ = ("ends", "held", "peer", "reads", "session")
 
-    def __init__(self, wire: Wire, peer: Peer) -> None:
-        super().__init__(wire)
+    def __init__(self, request_socket: RequestSocket, peer: Peer) -> None:
+        super().__init__(request_socket)
         self.peer = peer
         self.session = 0
         self.held = 0  # bytes of the beginning of a frame, as the wire has them in its sum
@@ -57,7 +57,7 @@ class Connection(ZmtpConnection):
         return ""
 
     @property
-    def may_go_on(self) -> bool:
+    def may_answer(self) -> bool:
         return not self.paused or bool(self.ends)
 
     def rest(self) -> bytes:
@@ -70,7 +70,7 @@ class Connection(ZmtpConnection):
         return b""
 
 
-class Wire(ZmtpServer[Connection]):
+class RequestSocket(ZmtpServer[Connection]):
     """Listens at the endpoint.
 
     `tokens` leads from a token to its session. `answer(connection, message)` answers a message, which may be an error:
@@ -99,9 +99,9 @@ class Wire(ZmtpServer[Connection]):
     def socket_file(self) -> SocketFile:
         return self._listener.socket_file
 
-    def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
+    def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
         """Let these users and groups connect from now on, and nobody else. Raises OSError."""
-        self._listener.let_in(uids, gids)
+        self._listener.allow_users(uids, gids)
 
     def figures(self) -> dict[str, int | dict[str, int]]:
         """Return how many connections there are, and how many were cut, by reason."""
@@ -122,17 +122,17 @@ class Wire(ZmtpServer[Connection]):
         self.cuts[reason] += 1
 
     def _enter(self, sock: socket.socket, peer: Peer) -> bool:
-        if not self._listener.admits(peer):
+        if not self._listener.allows(peer):
             self._count("not_permitted")
             sock.close()
             return False
         self._listener.connect(sock, lambda: Connection(self, peer))
         return True
 
-    def entered(self, connection: Connection) -> None:
+    def connected(self, connection: Connection) -> None:
         self._unbound[connection] = None
         if len(self._unbound) > UNBOUND:  # who has most of them waits for the others
-            self._cut(who_gives_way(self._unbound, lambda each: each.peer.uid), "crowded_out")
+            self._cut(choose_victim(self._unbound, lambda each: each.peer.uid), "crowded_out")
 
     def bind(self, connection: Connection, session: int) -> None:
         """Let the connection be the session's. Raises BadToken where one of them has another already."""
@@ -143,10 +143,10 @@ class Wire(ZmtpServer[Connection]):
         connection.receiver.limit = MAX_FRAME
         self._bound[session] = connection
 
-    def left(self, connection: Connection) -> None:
+    def disconnected(self, connection: Connection) -> None:
         self._unbound.pop(connection, None)
         if self._bound.get(connection.session) is connection:
-            self._hear_out(connection, lambda: self._gone(connection))
+            self._drain(connection, lambda: self._gone(connection))
         else:
             self._hold(connection, 0)
 
@@ -169,15 +169,15 @@ class Wire(ZmtpServer[Connection]):
 
     # Messages.
 
-    def hear_out(self, session: int, then: Callable[[], object]) -> None:
+    def drain(self, session: int, then: Callable[[], object]) -> None:
         """Answer all that the session has sent so far, by turns with the others; then call `then`, now or later."""
         connection = self._bound.get(session)
         if connection is None:
             then()
         else:
-            self._hear_out(connection, then)
+            self._drain(connection, then)
 
-    def _hear_out(self, connection: Connection, then: Callable[[], object]) -> None:
+    def _drain(self, connection: Connection, then: Callable[[], object]) -> None:
         connection.ends.append(then)
         if len(connection.ends) > 1:
             return
@@ -228,7 +228,7 @@ class Wire(ZmtpServer[Connection]):
                     self._hold(connection, receiver.held)
                 return False
             self._answer(connection, message)
-            if not connection.may_go_on or time.monotonic() > until:
+            if not connection.may_answer or time.monotonic() > until:
                 return True
         return False
 

@@ -23,14 +23,14 @@ from kvcache_server.core.effects import Change
 from kvcache_server.daemon.answers import Answers
 from kvcache_server.daemon.handshake import Admission, Door
 from kvcache_server.daemon.reload import Reload, rate_of
-from kvcache_server.daemon.requests import Wire
+from kvcache_server.daemon.request_socket import RequestSocket
 from kvcache_server.daemon.session_registry import SessionRegistry
 from kvcache_server.daemon.systemd import ServiceManager
 from kvcache_server.events.publisher import Publisher
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.insight import Insight
 from kvcache_server.signals import STOP_SIGNALS
-from kvcache_server.storage.warm_start import Opened
+from kvcache_server.storage.warm_start import WarmStart
 from kvcache_server.transport.sockets import Peer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ YOUNG_OBJECTS = 10_000  # between two looks of the garbage collector
 class Service:
     """Serves one cache at one endpoint until it is told to stop."""
 
-    def __init__(self, config: Config, opened: Opened, manager: ServiceManager, read: Callable[[], Config]) -> None:
+    def __init__(self, config: Config, opened: WarmStart, manager: ServiceManager, read: Callable[[], Config]) -> None:
         """Open wire and door; the endpoint's lock is held by the caller. Raises as Door does.
 
         `manager` hears how it goes; `read()` reads the configuration again.
@@ -55,10 +55,10 @@ class Service:
         self._manager = manager
         self._cache, self._state_file, self._region = opened.cache, opened.state, opened.region
         self._insight = Insight(opened.cache)
-        self._insight.misses.began(time.monotonic(), opened.began_how)
+        self._insight.misses.started(time.monotonic(), opened.empty_reason)
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._callback_failed)
-        self._sessions = SessionRegistry(opened, self._show_out, lambda number, error: self._answers.failed(0, error))
+        self._sessions = SessionRegistry(opened, self._disconnect, lambda number, error: self._answers.failed(0, error))
         self._answers = Answers(self._loop, self._cache, self._insight, self._sessions, self._report)
         self._long_work = self._answers.long_work
         self._admin_ops = AdminOps(
@@ -79,12 +79,12 @@ class Service:
 
                 self._http = HttpApp(self._loop, config, self._admin_ops, self._answers.failed)
                 undo.callback(self._http.close)
-            self._wire = Wire(
-                *(self._loop, config.endpoint, self._sessions.tokens, self._answers.hear, self._report),
+            self._request_socket = RequestSocket(
+                *(self._loop, config.endpoint, self._sessions.tokens, self._answers.receive, self._report),
                 self._connection_lost,
             )
-            undo.callback(self._wire.close)
-            self._answers.connect(self._wire, self._admin_ops, self._figures)
+            undo.callback(self._request_socket.close)
+            self._answers.connect(self._request_socket, self._admin_ops, self._figures)
             if config.events:
                 self._publisher = Publisher(self._loop, config, self._cache)
                 self._followers.append(self._publisher.follow)
@@ -101,15 +101,15 @@ class Service:
                 rate=rate_of(config),
             )
             undo.callback(self._door.close)
-            self._let_in(config)
+            self._allow_users(config)
             undo.pop_all()
-        self._reloading = Reload(config, read, self._cache, self._door, self._let_in)
+        self._reloading = Reload(config, read, self._cache, self._door, self._allow_users)
 
-    def _let_in(self, config: Config) -> None:
+    def _allow_users(self, config: Config) -> None:
         """Let those users and groups connect, besides at the door, that `config` names. Raises OSError."""
-        self._wire.let_in(config.allow_uids, config.allow_gids)
+        self._request_socket.allow_users(config.allow_uids, config.allow_gids)
         if self._publisher is not None:
-            self._publisher.let_in(config)
+            self._publisher.allow_users(config)
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions go on with the next daemon.
@@ -136,7 +136,7 @@ class Service:
             if self._http:
                 self._http.close()
             self._door.close()
-            self._wire.close()
+            self._request_socket.close()
             if self._publisher is not None:
                 self._publisher.close()
             loop.close()
@@ -197,21 +197,21 @@ class Service:
 
     def _connection_lost(self, session: int) -> None:
         """The session ends: nobody knows which of the last replies its client has read."""
-        self._door.show_out_soon(session)
+        self._door.disconnect_soon(session)
 
     def _leave(self, session: int) -> None:
         """The door has closed: what the session has asked before is done first."""
-        self._wire.hear_out(session, lambda: self._long_work.after(session, lambda: self._end(session)))
+        self._request_socket.drain(session, lambda: self._long_work.after(session, lambda: self._end(session)))
 
     def _end(self, session: int) -> None:
         self._sessions.leave(session)
         self._report()
-        self._wire.leave(session)
+        self._request_socket.leave(session)
 
-    def _show_out(self, session: int) -> None:
+    def _disconnect(self, session: int) -> None:
         """Its client comes back: let it leave now."""
-        self._door.show_out(session)
-        self._wire.cut_short(session)
+        self._door.disconnect(session)
+        self._request_socket.cut_short(session)
         self._long_work.cut_short(session)
 
     # Timers.
@@ -224,7 +224,7 @@ class Service:
             self._shrink,
             self._report,  # what happened without a message
             self._http.collect if self._http else lambda: None,
-            self._long_work.look,
+            self._long_work.schedule,
             self._look_after_sockets,
             lambda: self._manager.tick(time.monotonic()),
         ):
@@ -250,7 +250,7 @@ class Service:
 
     def _look_after_sockets(self) -> None:
         """Stop where a socket's file has gone: nobody finds us then, and who starts us again makes it anew."""
-        for each in (self._wire.socket_file, self._door.socket_file):
+        for each in (self._request_socket.socket_file, self._door.socket_file):
             if not each.is_ours() and not self._lost:
                 self._lost = each.path
                 log.error("%s was removed or replaced: nobody can attach any more, stopping", each.path)
@@ -280,7 +280,7 @@ class Service:
             "errors": dict(self._answers.errors),
             "drops": dict(self._answers.drops),
             "door_refused": dict(self._door.refused),
-            "connections": self._wire.figures(),
+            "connections": self._request_socket.figures(),
             "integrity": dict(self._admin_ops.integrity),
             "log_level": logs.level(),
             "http": self._http.figures() if self._http else None,

@@ -15,7 +15,7 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.journal import SessionOpened
 from kvcache_server.core.limits import OPERATOR
 from kvcache_server.daemon.handshake import Admission
-from kvcache_server.storage.warm_start import Opened
+from kvcache_server.storage.warm_start import WarmStart
 from kvcache_server.transport.sockets import Peer
 
 log = logging.getLogger(__name__)
@@ -28,20 +28,20 @@ class SessionRegistry:
 
     def __init__(
         self,
-        opened: Opened,
-        show_out: Callable[[int], None],
+        opened: WarmStart,
+        disconnect: Callable[[int], None],
         failed: Callable[[int, Exception], object],
     ) -> None:
-        """`show_out()` closes a door."""
+        """`disconnect()` closes a door."""
         self.tokens: dict[bytes, int] = {}
         self.opened = 0  # so far
         self._cache: Cache = opened.cache
         self._state, self._files = opened.state, opened.files
-        self._returning = opened.returning  # sessions without a door whose files are locked
+        self._disconnected = opened.disconnected  # sessions without a door whose files are locked
         self._entries: dict[int, SessionOpened] = {}  # what the manifest has of the others
         self._names: dict[int, str] = {}
         self._refused: set[int] = set()  # sessions of which it was logged that they may not join
-        self._show_out, self._failed = show_out, failed
+        self._disconnect, self._failed = disconnect, failed
 
     def __len__(self) -> int:
         return len(self._names)
@@ -63,13 +63,13 @@ class SessionRegistry:
     def open(self, hello: Hello, peer: Peer) -> Admission:
         """Let the client in, to go on where it was if it may. Raises Unavailable, BadArgument, NotPermitted."""
         if _held(self._entries.get(hello.resume), hello):
-            self._show_out(hello.resume)  # its client has given that door up; we have not seen it yet
-        held = _held(self._returning.get(hello.resume), hello)
+            self._disconnect(hello.resume)  # its client has given that door up; we have not seen it yet
+        held = _held(self._disconnected.get(hello.resume), hello)
         now = time.monotonic()
         if held:
             session = hello.resume
             self._cache.resume_session(session, hello.label, now, peer.uid)
-            del self._returning[session]
+            del self._disconnected[session]
         else:
             # By root or the daemon's own user alone: anybody may call itself so.
             is_operator = hello.engine == OPERATOR and peer.uid in (0, os.geteuid())
@@ -105,10 +105,10 @@ class SessionRegistry:
         """The door has closed. What the session's process may still be writing waits until its file is unlocked."""
         name = self._names.pop(session)
         self._refused.discard(session)
-        self._returning[session] = entry = self._entries.pop(session)
+        self._disconnected[session] = entry = self._entries.pop(session)
         del self.tokens[entry.token]
         try:
-            self._cache.leave_session(session)
+            self._cache.disconnect_session(session)
         except Exception as error:  # noqa: BLE001 - a defect of ours is logged, the others are served on
             self._failed(0, error)
         self.look_after(session)
@@ -123,20 +123,20 @@ class SessionRegistry:
 
     def sweep(self) -> None:
         """Look after the sessions without a door, those first that were looked after longest ago; LOOKS at most."""
-        for session in list(islice(self._returning, LOOKS)):
+        for session in list(islice(self._disconnected, LOOKS)):
             self.look_after(session)
 
     def look_after(self, session: int) -> None:
         """End a session without a door if its process is gone; tidy up behind one that was fenced off."""
-        entry = self._returning.pop(session, None)
+        entry = self._disconnected.pop(session, None)
         if entry is None:
             return
-        if session in self._cache.registry.absent and any(map(self._files.locked, entry.files)):
-            self._returning[session] = entry  # behind all others
+        if session in self._cache.registry.disconnected and any(map(self._files.locked, entry.files)):
+            self._disconnected[session] = entry  # behind all others
             return
         for name in entry.files:
             self._files.remove(name)
-        if session in self._cache.registry.absent:
+        if session in self._cache.registry.disconnected:
             try:
                 self._cache.end_session(session, time.monotonic())
             except Exception as error:  # noqa: BLE001 - a defect of ours is logged, the others are served on

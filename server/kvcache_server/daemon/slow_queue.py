@@ -52,7 +52,7 @@ class SlowQueue:
             if self._steps is None:
                 self._answer(sender, frame)
             else:
-                self._take_further(began + SLICE_SECONDS)
+                self._advance(began + SLICE_SECONDS)
         finally:
             if self._steps is None:
                 del self._waiting[session]
@@ -60,7 +60,7 @@ class SlowQueue:
             if self._waiting:
                 self._wait()
 
-    def _take_further(self, until: float) -> None:
+    def _advance(self, until: float) -> None:
         """Take it one step further at least."""
         steps, self._steps = self._steps, None
         while steps is not None and advance(steps, self._done):

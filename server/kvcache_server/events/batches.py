@@ -1,8 +1,8 @@
-"""What lookups find from now on, and what no more, as KV events of vLLM's: numbered batches, the last ones kept. Pure.
+"""Changes of the cache's content as vLLM's KV events, in numbered batches, the latest of which are kept. Pure.
 
-The core reports each change, so that who follows the stream holds what lookups find.
-A namespace is a topic with numbers of its own. What is no longer kept is replaced, in a replay, by what there is now:
-events tell of presence alone, so that the same one twice, or one that a later one has overtaken, does no harm.
+A consumer of the stream knows which blocks lookups find. Each namespace is a topic with its own numbers. In a replay,
+batches that are no longer kept are replaced by the current content: events only state that a block is present or
+absent, so a repeated or outdated one does no harm.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Topic:
 
 
 class Source(msgspec.Struct, gc=False, frozen=True, eq=False):
-    """Whose blocks change: a group of a namespace."""
+    """The group of a namespace whose blocks change."""
 
     topic: Topic
     group: int
     block_tokens: int
 
 
-# A block is seen: its hash, and its parent's, empty for a root. It is gone: its hash, and None. All of the source's
-# namespace is gone: an empty hash, and None.
-Told = tuple[Source, bytes, bytes | None]
+# A block was stored: its hash, and its parent's hash, empty for a root. A block was removed: its hash, and None. The
+# source's namespace was cleared: an empty hash, and None.
+BlockChange = tuple[Source, bytes, bytes | None]
 
 
 class Batch(NamedTuple):
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Turns changes of a cache into batches. `changes` is what was noted and is in none yet."""
+    """Turns changes of a cache into batches. `changes` are those that are in no batch yet."""
 
     def __init__(
         self, cache: Cache, topic: str, keep: int, first: int, dialect: str = "0.26", hashes: str = "int"
@@ -64,23 +64,23 @@ class Batches:
         """Follow `cache` from now on.
 
         Args:
-            topic: of a namespace, where `{namespace}` stands for its id and `{model}` for its model.
-            keep: batches kept for a replay.
-            first: the number of the first batch; greater than any that a daemon before this one gave.
-            dialect: the first version of vLLM whose subscribers read the batches: 0.23 had arrays for events.
-            hashes: `int` is what vLLM publishes where it is not told otherwise, the last 64 bits; `bytes` all of them.
+            topic: the topic of a namespace; `{namespace}` stands for its id, `{model}` for its model.
+            keep: the number of batches kept for replays.
+            first: the number of the first batch; greater than any that an earlier daemon has used.
+            dialect: the vLLM version whose subscribers read the batches; 0.23 encodes events as arrays.
+            hashes: `int` for the last 64 bits of a hash, which is vLLM's default; `bytes` for all of it.
         """
-        self.changes: list[Told] = []
+        self.changes: list[BlockChange] = []
         self._sources: dict[bytes, Source] = {}  # by the group's tag
         self._cache, self._pattern, self._hashes = cache, topic, hashes
-        self._events = _Events(dialect, hashes)
+        self._events = _EventEncoder(dialect, hashes)
         self._highest = first
         self._kept: deque[Batch] = deque(maxlen=keep)
         for namespace in cache.namespaces.values():
             self._watch(namespace)
 
     def follow(self, changes: Iterable[Change]) -> None:
-        """Note what the core reports."""
+        """Take up changes that the core has reported."""
         noted, sources = self.changes, self._sources
         for change in changes:
             match change:
@@ -92,17 +92,17 @@ class Batches:
                     noted.append((sources[change.block.account.group.tag], change.block.hash, None))
                 case NamespaceOpened():
                     self._watch(change.namespace)
-                    self._empty(change.namespace)  # whoever remembers blocks of its topic forgets them
+                    self._empty(change.namespace)  # subscribers forget what they know of its topic
                 case NamespaceEmptied():
                     self._empty(change.namespace)
                 case NamespaceClosed():
                     for group in change.namespace.groups:
                         del sources[group.tag]
                 case _:
-                    pass  # what was refused was never seen
+                    pass  # a refused block was never visible
 
     def _empty(self, namespace: Namespace) -> None:
-        """Say in one event that nothing is left of it."""
+        """Add the event that clears the namespace."""
         self.changes.append((self._source(namespace.groups[0]), b"", None))
 
     def _watch(self, namespace: Namespace) -> None:
@@ -117,18 +117,18 @@ class Batches:
     # Batches.
 
     def due(self, now: float) -> list[Batch]:
-        """Return what was noted, at most TURN changes of it, in batches; `now` is seconds since the epoch."""
+        """Return batches with the first changes, at most TURN of them. `now` is in seconds since the epoch."""
         taken = self.changes[:TURN]
         del self.changes[:TURN]
         emptied = {source.topic: at for at, (source, name, _) in enumerate(taken) if not name}
-        if emptied:  # what was said before that need not be said
+        if emptied:  # changes before a clear are superfluous
             taken = [each for at, each in enumerate(taken) if at >= emptied.get(each[0].topic, 0)]
         return [self._keep(topic, events, now) for topic, events in self._events.of(taken)]
 
     def announce(self, now: float) -> Iterator[Batch]:
-        """Yield what there is, as if it all came now, after a word that nothing else is; the cache may go on between.
+        """Yield a clear of each namespace, then its current content; the cache may change between two batches.
 
-        For the first one who listens: a daemon that has found its last one's blocks has told nobody of them.
+        This is for the first subscriber: a restarted daemon has not announced the blocks that it has restored.
         """
         for namespace in list(self._cache.namespaces.values()):
             topic = self._source(namespace.groups[0]).topic
@@ -136,10 +136,10 @@ class Batches:
                 yield self._keep(topic, events, now)
 
     def replay(self, start: int, prefix: bytes, now: float) -> Iterator[Batch | None]:
-        """Yield the batches from number `start` on of the topics that begin with `prefix`; the cache may go on between.
+        """Yield the batches from number `start` on of the topics that begin with `prefix`.
 
-        Where some of them are kept no longer, or were another daemon's, what there is now comes before those that are,
-        under the numbers of the missing ones. Each step is short: None is one after which there is no batch yet.
+        The cache may change between two steps. If batches are no longer kept, or were an earlier daemon's, the current
+        content comes first, under their numbers. Each step is short; a step without a batch yields None.
         """
         oldest: dict[bytes, int] = {}
         for batch in self._kept:
@@ -148,18 +148,18 @@ class Batches:
             topic = self._source(namespace.groups[0]).topic
             missing = oldest.get(topic.name, topic.next) - start
             if missing > 0 and topic.name.startswith(prefix):
-                yield from self._retell(namespace, topic.name, range(start, start + missing), now)
+                yield from self._replay_missing(namespace, topic.name, range(start, start + missing), now)
         for at, batch in enumerate(list(self._kept)):
             if batch.number >= start and batch.topic.startswith(prefix):
                 yield batch
             elif at % SKIM == 0:
                 yield None
 
-    def _retell(self, namespace: Namespace, topic: bytes, numbers: range, now: float) -> Iterator[Batch | None]:
-        """Yield what there is under no other numbers, evenly.
+    def _replay_missing(self, namespace: Namespace, topic: bytes, numbers: range, now: float) -> Iterator[Batch | None]:
+        """Yield the current content, spread evenly over the given numbers.
 
-        A reader drops a number that it has had, and all from the live batch on that it waits with: so where numbers are
-        few, a batch is large, but no step is.
+        A client ignores a number that it has seen, and every number from the live batch on that it has put off. So no
+        other numbers can be used: with few of them, batches are large, but each step stays short.
         """
         pieces = sum(-(-len(group.visible) // STEP) for group in namespace.groups)
         each = max(1, -(-pieces // len(numbers)))
@@ -176,16 +176,16 @@ class Batches:
         yield Batch(topic, number, payload.whole())
 
     def _snapshot(self, namespace: Namespace) -> Iterator[list[Any]]:
-        """Yield events, STEP blocks at a time, of what there is now and still is when its turn comes."""
+        """Yield events, STEP blocks at a time, of the blocks that are present now and still are in their turn."""
         events: list[Any] = [self._events.cleared]
         for group in namespace.groups:
             source, rest = self._source(group), deque(group.visible.values())
             while rest:
                 some = [rest.popleft() for _ in range(min(STEP, len(rest)))]
-                told = [
+                stored = [
                     (source, block.hash, block.parent.hash) for block in some if block.parent and group.trusts(block)
                 ]
-                for _, more in self._events.of(told):
+                for _, more in self._events.of(stored):
                     events += more
                 yield events
                 events = []
@@ -200,8 +200,8 @@ class Batches:
         return batch
 
 
-class _Events:
-    """Events of vLLM's schema, as `vllm.distributed.kv_events` has them: maps since vLLM 0.24, before that arrays."""
+class _EventEncoder:
+    """Encodes events in the schema of `vllm.distributed.kv_events`: maps since vLLM 0.24, arrays before that."""
 
     def __init__(self, dialect: str, hashes: str) -> None:
         array, word = dialect == "0.23", Any
@@ -215,13 +215,13 @@ class _Events:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, events: list[Any], now: float) -> bytes:
-        return self._encoder.encode((now, events, None))  # no data parallel rank: the daemon has none
+        return self._encoder.encode((now, events, None))  # None: the daemon has no data parallel rank
 
     def payload(self, now: float) -> _Payload:
         return _Payload(self._encoder, now)
 
-    def of(self, changes: Iterable[Told], step: int = STEP) -> Iterator[tuple[Topic, list[Any]]]:
-        """Yield the events of batches of at most `step` blocks; neighbours that can share an event do."""
+    def of(self, changes: Iterable[BlockChange], step: int = STEP) -> Iterator[tuple[Topic, list[Any]]]:
+        """Yield the events of batches of at most `step` blocks; consecutive changes share an event if they can."""
         batches: dict[Topic, tuple[list[Any], int]] = {}
         for source, parent, hashes in _runs(changes, step):
             topic = source.topic
@@ -247,7 +247,7 @@ class _Events:
 
 
 class _Payload:
-    """What `_Events.encode` makes, of events that come a few at a time."""
+    """Builds what `_EventEncoder.encode` returns, from events that are added a few at a time."""
 
     def __init__(self, encoder: msgspec.msgpack.Encoder, now: float) -> None:
         self._encoder, self._now = encoder, now
@@ -261,14 +261,14 @@ class _Payload:
 
     def whole(self) -> bytes:
         head = b"\x93" + self._encoder.encode(self._now)  # an array of three
-        count = b"\xdd" + self._count.to_bytes(4, "big")  # of them one that has a length of 32 bits
+        count = b"\xdd" + self._count.to_bytes(4, "big")  # an array with a 32-bit length
         return b"".join((head, count, self._events, b"\xc0"))  # and nil
 
 
-def _runs(changes: Iterable[Told], step: int) -> Iterator[tuple[Source, bytes | None, list[bytes]]]:
-    """Yield (source, parent of the first, hashes): chains that are seen, and blocks that are gone (parent None).
+def _runs(changes: Iterable[BlockChange], step: int) -> Iterator[tuple[Source, bytes | None, list[bytes]]]:
+    """Yield (source, parent of the first, hashes) for stored chains, and with parent None for removed blocks.
 
-    Without a hash: all is gone.
+    No hashes stand for a clear.
     """
     source: Source | None = None
     first: bytes | None = None

@@ -1,8 +1,8 @@
-"""KV events on two sockets that speak ZMTP, in the daemon's loop: one publishes them, one tells them again.
+"""KV events on two ZMTP sockets in the daemon's loop: one publishes them, the other replays them.
 
-Nothing waits for who listens. What a subscriber does not read waits for it as long as it is kept for replays, so that
-it takes no memory of its own; then it is lost, which is counted, and which the subscriber sees by the numbers. What it
-has lost it may ask for.
+Nothing waits for subscribers. Batches that a subscriber has not read yet are kept for as long as replays keep them, and
+so take no memory of their own. After that they are lost for this subscriber: the loss is counted, and the subscriber
+sees it as a gap in the numbers. It can ask for a replay.
 """
 
 from __future__ import annotations
@@ -20,36 +20,43 @@ from kvcache_server.config import Config
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change
 from kvcache_server.events.batches import Batch, Batches
-from kvcache_server.events.sequence_file import Numbers
-from kvcache_server.events.subscribers import TELLS_AGAIN, Audience, Guest, Reader, Subscriber, publishes
+from kvcache_server.events.sequence_file import SequenceFile
+from kvcache_server.events.subscribers import (
+    REPLAY_ROLE,
+    EventConnection,
+    ReplayClient,
+    Subscriber,
+    SubscriberServer,
+    publisher_role,
+)
 from kvcache_server.events.topics import Topics
 
 log = logging.getLogger(__name__)
 
-END = Batch(b"", (1 << 64) - 1, b"")  # the replay has ended; its number is -1
-REPLAYS = 8  # at one time, one a reader; more wait for their turn
-TURN = 4  # steps of an announcement or of one replay between two looks at messages: a millisecond
-TURN_SECONDS = 0.005  # of publishing between two looks at messages
-PATIENCE = 5.0  # seconds for which a replay waits for its reader
-PAUSE = 0.01  # seconds between two looks at a reader that does not read
-TOPIC_BYTES = 256  # beside the topic's form
-TOPICS = 1024  # that one subscriber may name, unless there may be more namespaces
+END = Batch(b"", (1 << 64) - 1, b"")  # marks the end of a replay; its number is -1
+REPLAYS = 8  # at the same time, one per client; further ones wait for their turn
+TURN = 4  # steps of an announcement or a replay in one turn of the loop: a millisecond
+TURN_SECONDS = 0.005  # of publishing in one turn of the loop
+PATIENCE = 5.0  # seconds for which a replay waits for its client to read
+PAUSE = 0.01  # seconds between two checks of a client that does not read
+TOPIC_BYTES = 256  # beyond the configured topic's own length
+TOPICS = 1024  # topics of one subscriber, unless there may be more namespaces
 
 
 class Publisher:
-    """The publisher: `flush` after each drain, `close` at the end."""
+    """Publishes what the core reports. Call `follow` with changes, `flush` after each turn, and `close` at the end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, config: Config, cache: Cache) -> None:
-        """Bind `config.events`, and `config.events_replay` if there is one.
+        """Bind `config.events`, and `config.events_replay` if it is set.
 
-        Raises NotPermitted where one cannot be bound, EndpointTaken, ConfigError.
+        Raises NotPermitted if a socket cannot be bound, EndpointTaken, ConfigError.
         """
         self._loop = loop
-        # Milliseconds, with room for a thousand batches in each.
+        # The clock's milliseconds, with room for a thousand batches in each.
         path = socket_path(config.endpoint).removesuffix(".sock") + ".numbers"
-        self._numbers = Numbers(path, time.time_ns() // 1_000_000 << 10)
+        self._sequence_file = SequenceFile(path, time.time_ns() // 1_000_000 << 10)
         self._batches = Batches(
-            *(cache, config.events_topic, config.events_buffer, self._numbers.first),
+            *(cache, config.events_topic, config.events_buffer, self._sequence_file.first),
             *(config.events_dialect, config.events_hashes),
         )
         self._topic_in_replay = config.events_dialect == "0.26"
@@ -57,52 +64,52 @@ class Publisher:
         self._counts: Counter[str] = Counter()
         self._topics: Topics[Subscriber] = Topics(max(TOPICS, config.max_namespaces))
         self._unpublished: deque[Batch] = deque()
-        self._behind: dict[Subscriber, None] = {}  # for whom batches wait
+        self._behind: dict[Subscriber, None] = {}  # subscribers with unsent batches
         self._announcement: Iterator[Batch] | None = None
         self._announced = False
-        self._replays: dict[Reader, _Replay] = {}
-        self._asked: dict[Reader, _Replay] = {}  # replays that have not begun
-        self._busy = False  # whether `_go_on` is to be called
-        self._audience = Audience(loop, self._hear, self._gone, lambda subscriber: self._soon())
+        self._replays: dict[ReplayClient, _Replay] = {}
+        self._asked: dict[ReplayClient, _Replay] = {}  # replays that have not begun
+        self._busy = False  # whether a call of `_continue` is scheduled
+        self._server = SubscriberServer(loop, self._receive, self._gone, lambda subscriber: self._soon())
         topic = config.events_topic
-        role = publishes(TOPIC_BYTES + len(topic.encode()) + (4 * MAX_NAME if "{model}" in topic else 0))
+        role = publisher_role(TOPIC_BYTES + len(topic.encode()) + (4 * MAX_NAME if "{model}" in topic else 0))
         try:
-            self._endpoints = [self._audience.bind(config.events, role, Subscriber)]
+            self._endpoints = [self._server.bind(config.events, role, Subscriber)]
             if config.events_replay:
-                self._endpoints.append(self._audience.bind(config.events_replay, TELLS_AGAIN, Reader))
-            self.let_in(config)
+                self._endpoints.append(self._server.bind(config.events_replay, REPLAY_ROLE, ReplayClient))
+            self.allow_users(config)
         except BaseException:
             self.close()
             raise
 
-    def let_in(self, config: Config) -> None:
-        """Let those users and groups connect that `config` names, and nobody else. Who is connected stays."""
-        self._audience.let_in(config.allow_uids, config.allow_gids)
+    def allow_users(self, config: Config) -> None:
+        """Allow only the users and groups in `config` to connect. Open connections stay."""
+        self._server.allow_users(config.allow_uids, config.allow_gids)
 
     def close(self) -> None:
-        """End all connections. Not while the loop runs."""
-        self._audience.close()
-        self._numbers.close()
+        """Close all connections. The loop must not be running."""
+        self._server.close()
+        self._sequence_file.close()
 
     def report(self) -> dict[str, Any]:
-        """Return endpoints as they were bound, topics subscribed to, connections, counts of batches and refusals."""
+        """Return the bound endpoints, connections, the number of subscribed topics, and counts of batches, errors."""
         counts = ("batches", "batches_lost", "replays", "replays_cut", "subscriptions_cut", "nonsense")
         return {
             "endpoint": self._endpoints[0],
             "replay": self._endpoints[1] if len(self._endpoints) > 1 else "",
             "subscriptions": len(self._topics),
             **{name: self._counts[name] for name in counts},
-            "connections": self._audience.figures(),
+            "connections": self._server.figures(),
         }
 
     # Publishing.
 
     def follow(self, changes: Iterable[Change]) -> None:
-        """Note what the core reports."""
+        """Take up changes that the core has reported."""
         self._batches.follow(changes)
 
     def flush(self) -> None:
-        """Publish what has changed; what is too much for one turn follows in the next ones."""
+        """Publish what has changed. What does not fit in one turn follows in later ones."""
         if not (self._unpublished or self._batches.changes):
             return
         if not self._unpublished:
@@ -116,37 +123,39 @@ class Publisher:
             self._soon()
 
     def _publish(self, batch: Batch) -> None:
-        self._numbers.give(batch.number)
+        self._sequence_file.give(batch.number)
         self._counts["batches"] += 1
         sequence = self._counts["batches"]
         parts = _parts(batch)
         for subscriber in self._topics.of(batch.topic):
-            if subscriber.tell(sequence, parts):
+            if subscriber.publish(sequence, parts):
                 self._behind[subscriber] = None
         for subscriber in self._behind:
             self._counts["batches_lost"] += subscriber.forget(sequence - self._buffer + 1)
 
     def _send_on(self) -> None:
-        """Send what waits for those who have read again."""
+        """Send unsent batches to subscribers that have resumed reading."""
         for subscriber in list(self._behind):
             if not subscriber.send_on(TURN):
                 del self._behind[subscriber]
 
-    # What is heard.
+    # Messages.
 
-    def _hear(self, guest: Guest, parts: list[bytes]) -> None:
-        if not (self._subscribe(guest, parts) if isinstance(guest, Subscriber) else self._ask(guest, parts)):
+    def _receive(self, connection: EventConnection, parts: list[bytes]) -> None:
+        if not (
+            self._subscribe(connection, parts) if isinstance(connection, Subscriber) else self._ask(connection, parts)
+        ):
             self._counts["nonsense"] += 1
 
-    def _gone(self, guest: Guest) -> None:
-        if isinstance(guest, Subscriber):
-            self._topics.leave(guest)
-            self._behind.pop(guest, None)
-        elif isinstance(guest, Reader):
-            self._counts["replays_cut"] += self._forget_replay(guest)
+    def _gone(self, connection: EventConnection) -> None:
+        if isinstance(connection, Subscriber):
+            self._topics.leave(connection)
+            self._behind.pop(connection, None)
+        elif isinstance(connection, ReplayClient):
+            self._counts["replays_cut"] += self._forget_replay(connection)
 
     def _subscribe(self, subscriber: Subscriber, parts: list[bytes]) -> bool:
-        """Take a subscription, or its end. Returns whether it is one."""
+        """Handle a subscription or its end. Return whether the message is one."""
         what, topic = (parts[0][:1], parts[0][1:]) if parts else (b"", b"")
         if what == b"\x00":
             self._topics.discard(subscriber, topic)
@@ -166,69 +175,69 @@ class Publisher:
     def _cut_off(self, subscriber: Subscriber) -> None:
         count = self._topics.leave(subscriber)
         if not self._counts["subscriptions_cut"]:
-            log.warning("a subscriber to events is cut off: %d topics of %s are too many", count, subscriber.whose)
+            log.warning("disconnected a subscriber of %s: %d topics are too many", subscriber.owner, count)
         self._counts["subscriptions_cut"] += count
-        self._audience.cut(subscriber, "too_many_topics")
+        self._server.cut(subscriber, "too_many_topics")
 
-    # Telling again.
+    # Replays.
 
-    def _ask(self, reader: Guest, parts: list[bytes]) -> bool:
-        """Take a request for a replay. Returns whether it is one."""
-        # A REQ puts an empty frame before the number; what follows it, vLLM's have nothing, is a topic.
-        if not isinstance(reader, Reader) or len(parts) not in (2, 3) or parts[0] or len(parts[1]) != 8:
+    def _ask(self, client: EventConnection, parts: list[bytes]) -> bool:
+        """Handle a request for a replay. Return whether the message is one."""
+        # A REQ socket puts an empty frame before the number. A topic may follow; vLLM's clients send none.
+        if not isinstance(client, ReplayClient) or len(parts) not in (2, 3) or parts[0] or len(parts[1]) != 8:
             return False
-        reader.used = True
-        self._counts["replays_cut"] += self._forget_replay(reader)  # who asks again wants that instead
+        client.used = True
+        self._counts["replays_cut"] += self._forget_replay(client)  # a new request replaces the previous one
         self._counts["replays"] += 1
         batches = self._batches.replay(int.from_bytes(parts[1], "big"), b"".join(parts[2:]), time.time())
-        self._asked[reader] = _Replay(reader, batches)
+        self._asked[client] = _Replay(client, batches)
         self._begin_replays()
         return True
 
-    def _forget_replay(self, reader: Reader) -> bool:
-        """Drop the replay of a reader. Returns whether there was one."""
-        forgotten = self._asked.pop(reader, None) or self._replays.pop(reader, None)
+    def _forget_replay(self, client: ReplayClient) -> bool:
+        """Drop the client's replay. Return whether it had one."""
+        forgotten = self._asked.pop(client, None) or self._replays.pop(client, None)
         self._begin_replays()
         return forgotten is not None
 
     def _begin_replays(self) -> None:
         while self._asked and len(self._replays) < REPLAYS:
-            reader = next(iter(self._asked))
-            replay = self._replays[reader] = self._asked.pop(reader)
+            client = next(iter(self._asked))
+            replay = self._replays[client] = self._asked.pop(client)
             replay.at = time.monotonic()
             self._soon()
 
     def _replay_on(self, replay: _Replay, now: float) -> bool:
-        """Take it some steps further, as far as it is read. Returns whether there are more."""
+        """Send a few more batches if the client reads them. Return whether there are more."""
         for _ in range(TURN):
-            if replay.reader.paused:
+            if replay.client.paused:
                 return True
             batch = next(replay.batches, END)
             replay.at = now
             if batch is not None:
-                replay.reader.send_parts((b"", *_parts(batch)[not self._topic_in_replay :]))
+                replay.client.send_parts((b"", *_parts(batch)[not self._topic_in_replay :]))
             if batch is END:
                 return False
         return True
 
-    # Both, a little at a time.
+    # One turn of the loop.
 
     def _soon(self, delay: float = 0.0) -> None:
         if not self._busy:
             self._busy = True
-            self._loop.call_later(delay, self._go_on)
+            self._loop.call_later(delay, self._continue)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         self._busy = False
         self._send_on()
         if self._batches.changes or self._unpublished:
             self.flush()
         now, idle = time.monotonic(), False
         if self._announcement is not None:
-            if not self._unpublished:  # their numbers come first
+            if not self._unpublished:  # their numbers are lower
                 self._announce_on(self._announcement)
             for replay in self._replays.values():
-                replay.at = now  # it waits, or it would end in the midst of the announcement
+                replay.at = now  # replays wait for the announcement: they would end in the middle of it
         else:
             idle = not self._replay_all(now)
         if self._batches.changes or self._unpublished or self._announcement is not None or self._can_send_on():
@@ -248,15 +257,15 @@ class Publisher:
             self._publish(batch)
 
     def _replay_all(self, now: float) -> bool:
-        """Take the one further that waits longest and is read. Returns whether there was one."""
+        """Advance the replay that has waited longest and whose client reads. Return whether there was one."""
         for replay in list(self._replays.values()):
             more = self._replay_on(replay, now)
             if more and now - replay.at >= PATIENCE:
                 self._counts["replays_cut"] += 1
                 more = False
-            del self._replays[replay.reader]
+            del self._replays[replay.client]
             if more:
-                self._replays[replay.reader] = replay  # the last in turn
+                self._replays[replay.client] = replay  # at the end of the queue
             else:
                 self._begin_replays()
             if replay.at == now:
@@ -269,8 +278,8 @@ def _parts(batch: Batch) -> tuple[bytes, bytes, bytes]:
 
 
 class _Replay:
-    """One reader's, and when it came further last."""
+    """The replay of one client; `at` is the time of its last progress."""
 
-    def __init__(self, reader: Reader, batches: Iterator[Batch | None]) -> None:
-        self.reader, self.batches = reader, batches
+    def __init__(self, client: ReplayClient, batches: Iterator[Batch | None]) -> None:
+        self.client, self.batches = client, batches
         self.at = 0.0

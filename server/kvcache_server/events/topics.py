@@ -1,4 +1,4 @@
-"""Who has subscribed to which topics. A subscription is a prefix, as ZeroMQ has it. Pure."""
+"""Which subscriber has subscribed to which topics. A subscription is a prefix, as in ZeroMQ. Pure."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-IN_ALL = 8  # times what one may have: subscriptions of all together
+IN_ALL = 8  # all subscribers together may have this many times as many subscriptions as one
 
 S = TypeVar("S", bound=Hashable)
 
 
 class Topics(Generic[S]):
-    """Subscriptions by topic and by subscriber; `len` is how many topics somebody has subscribed to."""
+    """Subscriptions by topic and by subscriber; `len` is the number of topics with a subscriber."""
 
     def __init__(self, most: int) -> None:
-        """A subscriber may have `most`, all together IN_ALL times as many."""
+        """A subscriber may have `most` subscriptions, all subscribers together IN_ALL times as many."""
         self._most = most
         self._by_topic: dict[bytes, dict[S, None]] = {}
         self._of: dict[S, dict[bytes, None]] = {}
-        self._lengths: Counter[int] = Counter()  # of topics, so that what a name begins with is found in few steps
+        self._lengths: Counter[int] = Counter()  # of topics, so that the prefixes of a name are found in few steps
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._by_topic)
 
     def add(self, subscriber: S, topic: bytes) -> S | None:
-        """Note a subscription; the same one again changes nothing. O(1) within the bounds.
+        """Add a subscription; adding it again changes nothing. O(1) within the bounds.
 
-        Returns who has to leave: the subscriber, where it has too many; where all together have, whoever has most.
+        Return the subscriber that must be disconnected, if any: this one if it has too many subscriptions, or the one
+        with the most if all together have too many.
         """
         own = self._of.setdefault(subscriber, {})
         if topic in own:
@@ -44,7 +45,7 @@ class Topics(Generic[S]):
         return None
 
     def discard(self, subscriber: S, topic: bytes) -> None:
-        """Forget a subscription, if there is one."""
+        """Remove a subscription, if it exists."""
         own = self._of.get(subscriber, {})
         if topic not in own:
             return
@@ -61,14 +62,14 @@ class Topics(Generic[S]):
             del self._by_topic[topic]
 
     def leave(self, subscriber: S) -> int:
-        """Forget all of a subscriber's. Returns how many there were."""
+        """Remove all subscriptions of a subscriber. Return how many there were."""
         own = list(self._of.get(subscriber, ()))
         for topic in own:
             self.discard(subscriber, topic)
         return len(own)
 
     def of(self, name: bytes) -> list[S]:
-        """Return who hears what is published under `name`, each once."""
+        """Return the subscribers that receive what is published under `name`, each once."""
         found: dict[S, None] = {}
         for length in self._lengths:
             if length <= len(name) and (those := self._by_topic.get(name[:length])):

@@ -25,7 +25,7 @@ from kvcache_server.core.index import TAG_BYTES, Group, tag, tagged
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import LOOK, STEP, Steps
-from kvcache_server.insight.miss_log import Lookup, MissLog, Told
+from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
 
 MOST_BLOCKS = 8192  # of one lookup that are looked at, from the first miss on,
 MOST_RUNS = 512  # or as many as make so many runs
@@ -67,7 +67,7 @@ class Explanations:
                 done += 1
                 if done % LOOK == 0:
                     yield
-            self._misses.told.append(Told(at, session.engine.name, note.request, note.cause, len(note.hashes)))
+            self._misses.notes.append(EngineNote(at, session.engine.name, note.request, note.cause, len(note.hashes)))
             done += 1
             if done % LOOK == 0:
                 yield
@@ -78,8 +78,8 @@ class Explanations:
     def _explain(self, text: str, now: float) -> Steps[dict[str, Any]]:
         """Return what is known of the misses of the request whose name is or contains `text`. O(hashes asked)."""
         misses = self._misses
-        lookups, notes = list(misses.lookups), list(misses.told)  # more come between the slices
-        heard: list[Lookup | Told] = [*lookups, *notes]
+        lookups, notes = list(misses.lookups), list(misses.notes)  # more come between the slices
+        heard: list[Lookup | EngineNote] = [*lookups, *notes]
         heard.sort(key=attrgetter("at"))
         yield
         known = dict.fromkeys(map(attrgetter("request"), heard))  # in the order in which they were first heard of
@@ -97,13 +97,13 @@ class Explanations:
                 "lookups_since_s": round(now - lookups[0].at, 1) if lookups else 0.0,
                 "departures": misses.departures,
                 "departures_since_s": round(now - misses.since, 1),
-                "began_s": round(now - misses.began_at, 1),
-                "began_empty": misses.began_how,
+                "began_s": round(now - misses.started_at, 1),
+                "began_empty": misses.empty_reason,
             },
         }
         if len(found) == 1:
             yield
-            engines: dict[str, tuple[list[Lookup], list[Told]]] = {}  # what there is of the request, an engine
+            engines: dict[str, tuple[list[Lookup], list[EngineNote]]] = {}  # what there is of the request, an engine
             for lookup in lookups:
                 if lookup.request == found[0]:
                     engines.setdefault(lookup.engine, ([], []))[0].append(lookup)
@@ -117,7 +117,7 @@ class Explanations:
         return answer
 
     def _request(
-        self, engine: str, name: str, lookups: list[Lookup], notes: list[Told], now: float
+        self, engine: str, name: str, lookups: list[Lookup], notes: list[EngineNote], now: float
     ) -> Steps[dict[str, Any]]:
         """Return what became of one engine's request: of its last lookup, and what the engine told."""
         told: dict[str, Any] = {
@@ -302,7 +302,7 @@ class _Walk:
                     return "other_hashes", apart
         if self._parts(place):
             return "diverged", {}
-        if self._misses.began_how not in ("", "first") and self._at - self._misses.began_at < LATELY:
+        if self._misses.empty_reason not in ("", "first") and self._at - self._misses.started_at < LATELY:
             return "began_empty", {}
         return "new", {}
 

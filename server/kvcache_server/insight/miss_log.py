@@ -50,7 +50,7 @@ class Occasion(msgspec.Struct, gc=False, frozen=True):
     namespace: int
 
 
-class Told(NamedTuple):
+class EngineNote(NamedTuple):
     """An engine's note about one of its requests; `blocks` is how many were not saved."""
 
     at: float
@@ -65,11 +65,11 @@ class MissLog:
 
     def __init__(self) -> None:
         self.lookups: deque[Lookup] = deque()
-        self.told: deque[Told] = deque(maxlen=NOTES)
+        self.notes: deque[EngineNote] = deque(maxlen=NOTES)
         self.spaces: dict[int, NamespaceSpec] = {}
         self.facts: dict[int, frozenset[tuple[str, str]]] = {}  # of each of them: what may set it apart
-        self.began_at = 0.0
-        self.began_how = ""
+        self.started_at = 0.0
+        self.empty_reason = ""
         self._held = 0
         self._names: deque[dict[bytes, Occasion]] = deque([{}], GENERATIONS)
         self._since: deque[float] = deque([0.0], GENERATIONS)
@@ -77,10 +77,10 @@ class MissLog:
         self._actor: Actor | None = None  # of the latest occasion
         self._occasion = Occasion(0.0, "", "", 0)
 
-    def began(self, now: float, how: str) -> None:
+    def started(self, now: float, how: str) -> None:
         """Note that the daemon begins, and `how` it came to be empty: "" where it found what the last one had."""
-        self.began_at = self._since[0] = now
-        self.began_how = how
+        self.started_at = self._since[0] = now
+        self.empty_reason = how
 
     # Lookups.
 

@@ -154,7 +154,7 @@ class Report:
         written = yield from self._reservations(lambda reservation: set(reservation.writers))
         return [
             {"id": number, "engine": engine.name, "reservations": written[number]}
-            for number, engine in self._cache.registry.absent.items()
+            for number, engine in self._cache.registry.disconnected.items()
         ]
 
     def _reservations(self, whose: Callable[[Reservation], Iterable[int]]) -> Steps[Counter[int]]:

@@ -41,7 +41,7 @@ def open_sums(folder: Folder, name: str, geometry: PoolGeometry, epoch: int) -> 
         for piece in have:  # one that was cut short by a full mount is made whole
             os.posix_fallocate(fd, piece * PIECE, PIECE)
         os.pwrite(fd, sums_header(geometry, epoch), 0)
-        return Checksums(memoryview(mmap.mmap(fd, size)), have, _Giver(fd, path, have))
+        return Checksums(memoryview(mmap.mmap(fd, size)), have, _PieceAllocator(fd, path, have))
     except OSError as error:
         os.close(fd)
         log.warning("no checksums of blocks are kept: %s of %d bytes: %s", path, size, error)
@@ -60,7 +60,7 @@ def _pieces(fd: int, size: int) -> set[int]:
     return found
 
 
-class _Giver:
+class _PieceAllocator:
     """Gives pieces of the file their memory, for as long as the process lives. Where there is none, it says so once."""
 
     def __init__(self, fd: int, path: str, have: set[int]) -> None:

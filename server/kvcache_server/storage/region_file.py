@@ -69,7 +69,7 @@ class Region:
         def work() -> None:
             g = self.geometry
             skipped = [(g.data_offset + index * g.extent_bytes, g.extent_bytes) for index in sorted(holes)]
-            why_not = _Filling(self.buffer, self.fd, lock, "never").run(lambda done, total: None, skipped)
+            why_not = _Prefault(self.buffer, self.fd, lock, "never").run(lambda done, total: None, skipped)
             self.locked = lock != "never" and not why_not
             if why_not:
                 log.warning("the region is not locked into memory: %s", why_not)
@@ -169,11 +169,11 @@ def create_region(
         undo.callback(region.close)
         if kind not in ("tmpfs", "hugetlbfs", "ramfs"):
             region.notes.append(f"region_dir {directory} is on {kind}, not in memory: the kernel writes it to disk")
-        filling = _Filling(mapping, fd, lock, "never" if kind == "hugetlbfs" else huge_pages)
-        why_not = filling.run(progress or (lambda done, total: None))
-        region.huge_bytes = geometry.region_bytes if kind == "hugetlbfs" else filling.huge_bytes
-        if filling.why_small and huge_pages == "always":
-            raise RegionError(f"huge_pages = always: {filling.why_small}")
+        prefault = _Prefault(mapping, fd, lock, "never" if kind == "hugetlbfs" else huge_pages)
+        why_not = prefault.run(progress or (lambda done, total: None))
+        region.huge_bytes = geometry.region_bytes if kind == "hugetlbfs" else prefault.huge_bytes
+        if prefault.why_small and huge_pages == "always":
+            raise RegionError(f"huge_pages = always: {prefault.why_small}")
         if why_not and lock == "always":
             raise NotPermitted(f"lock = always: {why_not}")
         region.locked = lock != "never" and not why_not
@@ -239,9 +239,9 @@ def no_huge_pages(directory: str) -> str:
         return f"no file can be made in {directory}: {error.strerror}"
     try:
         os.ftruncate(descriptor, HUGE_PAGE)
-        filling = _Filling(map_file(descriptor, HUGE_PAGE), descriptor, "never", "always")
-        filling.run(lambda done, total: None)
-        return filling.why_small
+        prefault = _Prefault(map_file(descriptor, HUGE_PAGE), descriptor, "never", "always")
+        prefault.run(lambda done, total: None)
+        return prefault.why_small
     except (OSError, RegionError) as error:
         return str(error)
     finally:
@@ -323,7 +323,7 @@ def group_room() -> Iterator[int]:
                 break
 
 
-class _Filling:
+class _Prefault:
     """Makes every page of a mapping present, by several threads, in huge pages where they can be had, and locks them.
 
     Attributes:

@@ -41,7 +41,7 @@ class StateFile:
         self._fd = -1
         folder.check(name)
         try:
-            self._write_anew()
+            self._rewrite()
         except OSError as error:
             raise RegionError(
                 f"state file {self.path}: {error.strerror}: the next daemon could not read the region"
@@ -70,7 +70,7 @@ class StateFile:
         self._size += len(packed)
         if self._size > self._limit:
             try:
-                self._write_anew()
+                self._rewrite()
             except (OSError, ConfigError) as error:
                 # What is there is whole, only longer than it need be.
                 self._limit += self._size
@@ -93,7 +93,7 @@ class StateFile:
             os.close(self._fd)
             self._fd = -1
 
-    def _write_anew(self) -> None:
+    def _rewrite(self) -> None:
         packed = MAGIC + b"".join(map(pack, self.manifest.records(__version__)))
         new = self._name + NEW
         self._folder.remove(new)

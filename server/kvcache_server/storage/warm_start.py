@@ -31,19 +31,20 @@ SESSIONS, STATE, SUMS = ".sessions", ".state", ".sums"
 
 
 @dataclass
-class Opened:
-    """All that outlives a daemon, and the cache over it.
+class WarmStart:
+    """What a daemon starts with: everything that outlives a daemon, and the cache on top of it.
 
-    `returning` are the sessions that may come back, by number. `began_how` says why the cache is empty, "" where it is
-    the last daemon's.
+    Attributes:
+        disconnected: the sessions that may come back, by number.
+        empty_reason: why the cache is empty; "" if it is the previous daemon's.
     """
 
     region: Region
     state: StateFile
     files: SessionFiles
     cache: Cache
-    returning: dict[int, SessionOpened]
-    began_how: str = ""
+    disconnected: dict[int, SessionOpened]
+    empty_reason: str = ""
 
     def close(self, folder: Folder, config: Config) -> None:
         """Let go of it; where the configuration does not keep it, remove it."""
@@ -61,7 +62,7 @@ def _remove_files(folder: Folder, config: Config) -> None:
     SessionFiles(folder, file_of(config.endpoint, SESSIONS)).close()
 
 
-def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Progress | None = None) -> Opened:
+def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Progress | None = None) -> WarmStart:
     """Return the cache of the last daemon of this endpoint, or a new one; the caller holds the endpoint's lock.
 
     `folder` is the endpoint's. `fresh` discards what the last one left. What cannot be trusted is put aside; with
@@ -72,21 +73,21 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
     for suffix in (STATE, SUMS):
         folder.check(file_of(config.endpoint, suffix))
     with RegionFolder(config.region_dir, socket_path(config.endpoint)) as regions:
-        found: tuple[Region, Manifest] | _Nothing
+        found: tuple[Region, Manifest] | _NoRegion
         if fresh or not config.keep:
             _remove_regions(config, folder, regions)
-            found = _Nothing("fresh" if fresh else "not_kept")
+            found = _NoRegion("fresh" if fresh else "not_kept")
         else:
-            found = _last(config, folder, regions)
-        if isinstance(found, _Nothing):
-            opened = _begin(config, folder, regions, files, progress, found.why)
+            found = _find_last(config, folder, regions)
+        if isinstance(found, _NoRegion):
+            opened = _start_empty(config, folder, regions, files, progress, found.why)
             if found.put_aside:
                 opened.cache.counters["regions_put_aside"] += found.put_aside
             return opened
-    return _go_on(config, folder, files, *found)
+    return _resume(config, folder, files, *found)
 
 
-def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, manifest: Manifest) -> Opened:
+def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region, manifest: Manifest) -> WarmStart:
     """Return the cache of the last daemon."""
 
     from kvcache_server.core.recovery import Snapshot  # numpy with it: an empty daemon starts sooner without
@@ -94,18 +95,18 @@ def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, 
     began = time.monotonic()
     try:
         manifest.epoch += 1
-        returning = {
+        disconnected = {
             number: opened for number, opened in manifest.sessions.items() if any(map(files.locked, opened.files))
         }
-        files.keep([name for opened in returning.values() for name in opened.files])
-        state = _state_of(config, folder, region, manifest)
+        files.keep([name for opened in disconnected.values() for name in opened.files])
+        state = _open_state(config, folder, region, manifest)
         gc.disable()  # millions of blocks come to be, and none goes
         cache = Cache(
             *(region.buffer, region.geometry, config.limits()),
             epoch=manifest.epoch,
             secret=secrets.token_bytes(16),
         )
-        cache.restore(Snapshot(cache.rows, manifest, set(returning)), time.monotonic())
+        cache.restore(Snapshot(cache.rows, manifest, set(disconnected)), time.monotonic())
         for record in cache.effects.take()[0]:
             state.note(record)
         _keep_checksums(config, folder, cache)
@@ -118,10 +119,10 @@ def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, 
     log.info(
         "found %s blocks of the last daemon in %s after %.2f s; %d of its sessions live, %d saves are under way",
         *(f"{found['blocks_recovered']:,}", region.path, time.monotonic() - began),
-        *(len(returning), found["reservations_recovered"]),
+        *(len(disconnected), found["reservations_recovered"]),
         extra={"fields": {"event": "recovered", **found}},
     )
-    _count_in(state, cache)
+    _share_counters(state, cache)
     retired = cache.pool.retired
     for extent in retired:  # its memory is there yet where the last daemon was killed before it could give it back
         region.give_back(extent)
@@ -131,12 +132,12 @@ def _go_on(config: Config, folder: Folder, files: SessionFiles, region: Region, 
             *(format_size(cache.pool.capacity), format_size(region.geometry.extents * region.geometry.extent_bytes)),
         )
     region.lock_later(config.lock, retired)
-    return Opened(region, state, files, cache, returning)
+    return WarmStart(region, state, files, cache, disconnected)
 
 
-def _begin(
+def _start_empty(
     config: Config, folder: Folder, regions: RegionFolder, files: SessionFiles, progress: Progress | None, why: str
-) -> Opened:
+) -> WarmStart:
     """Return a new cache, which is empty because of `why`."""
     _make_room(config, regions)
     region = create_region(
@@ -151,7 +152,7 @@ def _begin(
     try:
         files.keep(())
         # The manifest goes first, then the region's header: what has no header yet was never used by anybody.
-        state = _state_of(config, folder, region, Manifest(region.geometry.region_id))
+        state = _open_state(config, folder, region, Manifest(region.geometry.region_id))
         cache = Cache(
             *(region.buffer, region.geometry, config.limits(), secrets.randbits(63)), secret=secrets.token_bytes(16)
         )
@@ -159,11 +160,11 @@ def _begin(
     except BaseException:
         region.close(keep=False)
         raise
-    _count_in(state, cache)
-    return Opened(region, state, files, cache, {}, why)
+    _share_counters(state, cache)
+    return WarmStart(region, state, files, cache, {}, why)
 
 
-def _state_of(config: Config, folder: Folder, region: Region, manifest: Manifest) -> StateFile:
+def _open_state(config: Config, folder: Folder, region: Region, manifest: Manifest) -> StateFile:
     rows = RegionRows(region.buffer, region.geometry)
     return StateFile(folder, file_of(config.endpoint, STATE), manifest, rows.give_up)
 
@@ -174,7 +175,7 @@ def _keep_checksums(config: Config, folder: Folder, cache: Cache) -> None:
         cache.keep_checksums(checksums)
 
 
-def _count_in(state: StateFile, cache: Cache) -> None:
+def _share_counters(state: StateFile, cache: Cache) -> None:
     """Have the cache count what the state file has counted so far, and from now on."""
     cache.counters.update(state.counters)
     state.counters = cache.counters
@@ -201,14 +202,14 @@ def _wanted(config: Config, region_id: bytes) -> PoolGeometry:
 # What the last daemon left.
 
 
-class _Nothing(NamedTuple):
+class _NoRegion(NamedTuple):
     """There is nothing to go on with: why, and how many regions were put aside."""
 
     why: str
     put_aside: int = 0
 
 
-class _Left(NamedTuple):
+class _FoundRegion(NamedTuple):
     """A region that was found, and how it is cut; None where it has no use, and `distrust` where that is odd."""
 
     claim: Claim
@@ -217,7 +218,7 @@ class _Left(NamedTuple):
     distrust: str = ""
 
 
-def _last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[Region, Manifest] | _Nothing:
+def _find_last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[Region, Manifest] | _NoRegion:
     """Return what the last daemon left; where there is nothing, or nothing that this one has a use for, why.
 
     Raises EndpointTaken where its region has a living daemon, RegionError where `strict` and it cannot be trusted.
@@ -251,7 +252,7 @@ def _last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[Region
         if doubtful:
             _put_state_aside(folder, file_of(config.endpoint, STATE))
             why = "distrusted"
-    return _Nothing(why, len(doubtful))
+    return _NoRegion(why, len(doubtful))
 
 
 def _manifest(config: Config, folder: Folder) -> tuple[Manifest | None, str]:
@@ -277,20 +278,20 @@ def _claims(regions: RegionFolder, manifest: Manifest | None) -> Iterator[Claim]
             log.warning("%s is let alone: %s", regions.folder.path_of(name + REGION), error)
 
 
-def _examined(regions: RegionFolder, claim: Claim) -> _Left:
+def _examined(regions: RegionFolder, claim: Claim) -> _FoundRegion:
     header, size = regions.header(claim.name)
     if size < PAGE:
-        return _Left(claim, None)  # a daemon was killed as it began to make it
+        return _FoundRegion(claim, None)  # a daemon was killed as it began to make it
     try:
         geometry = found_geometry(memoryview(header))
         if geometry is not None and geometry.region_bytes != size:
             raise RegionError(f"a file of {size} bytes for a region of {geometry.region_bytes}")
     except RegionError as error:
-        return _Left(claim, None, distrust=str(error))
-    return _Left(claim, geometry, given_up=is_given_up(memoryview(header)))
+        return _FoundRegion(claim, None, distrust=str(error))
+    return _FoundRegion(claim, geometry, given_up=is_given_up(memoryview(header)))
 
 
-def _distrust(left: _Left, manifest: Manifest | None, broken: str) -> str:
+def _distrust(left: _FoundRegion, manifest: Manifest | None, broken: str) -> str:
     """Return why a region is not to be trusted; `broken` is what is wrong with the state file."""
     if left.geometry is None:
         return left.distrust
@@ -299,7 +300,7 @@ def _distrust(left: _Left, manifest: Manifest | None, broken: str) -> str:
     return broken
 
 
-def _dismiss(left: _Left, manifest: Manifest | None) -> str:
+def _dismiss(left: _FoundRegion, manifest: Manifest | None) -> str:
     """Remove a region that there is no use for; return why, in the word of the misses."""
     path, why = left.claim.path, "first"
     if left.given_up:

@@ -39,11 +39,11 @@ class ZmtpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
         self._transport.set_write_buffer_limits(self.UNREAD)
         self._transport.write(GREETING)
-        self._server.entered(self)
+        self._server.connected(self)
 
     def data_received(self, data: bytes) -> None:
         self.receiver.feed(data)
-        self._server.heard(self)
+        self._server.received(self)
 
     def pause_writing(self) -> None:
         self.paused = True
@@ -51,11 +51,11 @@ class ZmtpConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.paused = False
-        self._server.go_on_with(self)
+        self._server.resume(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._server.left(self)
+        self._server.disconnected(self)
 
     def listen(self, on: bool) -> None:
         """Start or stop reading from the peer."""
@@ -63,7 +63,7 @@ class ZmtpConnection(asyncio.Protocol):
             (self._transport.resume_reading if on else self._transport.pause_reading)()
 
     @property
-    def may_go_on(self) -> bool:
+    def may_answer(self) -> bool:
         """Whether its messages may be answered: the peer reads the replies."""
         return not self.paused
 
@@ -109,18 +109,18 @@ class ZmtpServer(abc.ABC, Generic[C]):
         self._slice = self._until = 0.0  # the loop's time at which the slice began; when it ends
 
     @abc.abstractmethod
-    def entered(self, connection: C) -> None:
+    def connected(self, connection: C) -> None:
         """The peer has connected."""
 
     @abc.abstractmethod
-    def left(self, connection: C) -> None:
+    def disconnected(self, connection: C) -> None:
         """The peer has disconnected."""
 
     @abc.abstractmethod
     def _take(self, connection: C, until: float) -> bool:
         """Answer messages until `until`, at least one. Return whether there may be more."""
 
-    def heard(self, connection: C) -> None:
+    def received(self, connection: C) -> None:
         """Answer received messages, now or when it is the connection's turn."""
         if connection.waiting:
             return
@@ -133,27 +133,27 @@ class ZmtpServer(abc.ABC, Generic[C]):
         if now != self._slice:
             self._slice, self._until = now, time.monotonic() + self.SECONDS
         if self._waiting or self._take(connection, self._until):
-            self._let_wait(connection)
+            self._enqueue(connection)
 
-    def go_on_with(self, connection: C) -> None:
+    def resume(self, connection: C) -> None:
         """Resume a connection whose peer has read its replies."""
         if not connection.waiting:
-            self._let_wait(connection)
+            self._enqueue(connection)
 
-    def _let_wait(self, connection: C) -> None:
+    def _enqueue(self, connection: C) -> None:
         connection.waiting = True
         connection.listen(False)
         if not self._waiting:
-            self.loop.call_soon(self._go_on)
+            self.loop.call_soon(self._continue)
         self._waiting.append(connection)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         """Answer one message of each waiting connection, over and over, until the slice is used up."""
         until = time.monotonic() + self.SECONDS
         try:
             while self._waiting:
                 connection = self._waiting.popleft()
-                if connection.may_go_on and self._take(connection, 0.0):
+                if connection.may_answer and self._take(connection, 0.0):
                     self._waiting.append(connection)
                 else:
                     connection.waiting = False
@@ -162,5 +162,5 @@ class ZmtpServer(abc.ABC, Generic[C]):
                     break
         finally:
             if self._waiting:
-                self.loop.call_soon(self._go_on)
+                self.loop.call_soon(self._continue)
             self._answered()

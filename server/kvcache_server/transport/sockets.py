@@ -136,9 +136,9 @@ class Acceptor:
 
     def _rest(self, seconds: float) -> None:
         self._loop.remove_reader(self._socket)
-        self._loop.call_later(seconds, self._go_on)
+        self._loop.call_later(seconds, self._continue)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         if self._socket.fileno() >= 0:
             self._loop.add_reader(self._socket, self._accept)
 
@@ -161,17 +161,17 @@ class Listener:
         """
         listener = _listen(path, endpoint)
         self.socket_file = SocketFile(path)
-        self.let_in((), ())
+        self.allow_users((), ())
         self._acceptor = Acceptor(loop, listener, path, lambda sock, _: enter(sock, peer_of(sock)), count, rate)
         self.connect = self._acceptor.connect
 
-    def let_in(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
+    def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
         """Let these users and groups connect from now on, besides our own, and nobody else. Raises OSError."""
-        admit(self.socket_file.path, uids, gids)
+        set_access(self.socket_file.path, uids, gids)
         self._uids = {os.geteuid(), *uids}
         self._gids = {os.stat(self.socket_file.path).st_gid, *gids}
 
-    def admits(self, peer: Peer) -> bool:
+    def allows(self, peer: Peer) -> bool:
         """Return whether `peer` may connect. The kernel checks it, too, where there are access control lists."""
         return peer.uid in self._uids or not self._gids.isdisjoint(peer.groups)
 
@@ -181,10 +181,10 @@ class Listener:
         self.socket_file.remove()
 
 
-Crowded = TypeVar("Crowded")
+Member = TypeVar("Member")
 
 
-def who_gives_way(crowd: Iterable[Crowded], whose: Callable[[Crowded], Hashable]) -> Crowded:
+def choose_victim(crowd: Iterable[Member], whose: Callable[[Member], Hashable]) -> Member:
     """Return the first member of `crowd` that belongs to the owner of most members."""
     crowd = list(crowd)
     most, _ = Counter(map(whose, crowd)).most_common(1)[0]
@@ -241,11 +241,11 @@ def private() -> Iterator[None]:
         os.umask(umask)
 
 
-def admit(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
+def set_access(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
     """Let the owner and group of the socket at `path` connect, and these users and groups, and nobody else.
 
     If the file system has no access control lists, everybody can connect, and is refused only then, by
-    `Listener.admits`; a warning says so.
+    `Listener.allows`; a warning says so.
     """
     uids, gids = sorted(set(uids)), sorted(set(gids))
     if not uids and not gids:

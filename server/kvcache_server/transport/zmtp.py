@@ -168,7 +168,7 @@ class Receiver:
         self._data, self._at = b"", 0
         return None
 
-    def take_parts(self) -> list[bytes] | None:
+    def next_parts(self) -> list[bytes] | None:
         """Return the parts of the next message, None if no complete one is left. Raises like `take`."""
         last = self.take()
         if last is None:

@@ -23,9 +23,9 @@ class FairShare:
         self._over: list[tuple[float, Account]] = []
         self._turned_over = 0
         self._since_look = 0
-        self.bound(capacity, namespace_floor)
+        self.set_limits(capacity, namespace_floor)
 
-    def bound(self, capacity: int, namespace_floor: float) -> None:
+    def set_limits(self, capacity: int, namespace_floor: float) -> None:
         self._capacity, self._namespace_floor = capacity, namespace_floor
         self._stale = True
 

@@ -49,11 +49,11 @@ class Eviction:
         self.evictions: Counter[str] = Counter()  # blocks by cause
         self.evicted_unread = 0  # of them, those that no lookup had found
         self.frozen = False  # nothing is evicted while leases of an earlier life may not be restated yet
-        self.bound(limits)
+        self.set_limits(limits)
 
-    def bound(self, limits: Limits) -> None:
+    def set_limits(self, limits: Limits) -> None:
         capacity, ceiling = self._pool.capacity, limits.namespace_ceiling
-        self.fair_share.bound(capacity, limits.namespace_floor)
+        self.fair_share.set_limits(capacity, limits.namespace_floor)
         self._namespace_ceiling = int(ceiling * capacity) if ceiling < 1 else 0
 
     def make_room(self, account: Account, fixed: Container[int]) -> tuple[Extent[Block], int] | Refusal | Reassign:
