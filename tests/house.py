@@ -78,7 +78,7 @@ def states() -> str:
     """Return a table for each of the state machines."""
     lines: list[str] = []
     for name, steps in TABLES.items():
-        lines += [f"| {name} is | and becomes | when |", "| --- | --- | --- |"]
+        lines += [f"| {name} state | next state | when |", "| --- | --- | --- |"]
         lines += [f"| {step.before} | {step.after} | {step.when} |" for step in steps]
         lines += [""]
     return "\n".join(lines[:-1]) + "\n"

@@ -1,4 +1,4 @@
-"""What client and daemon share: types, messages, codec, region layout, errors.
+"""The code that client and daemon share: types, messages, codec, region layout, errors.
 
 It imports only the standard library and msgspec, and nothing of the client or the daemon.
 """

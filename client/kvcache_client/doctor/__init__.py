@@ -1,1 +1,1 @@
-"""The checks of `kvcache-server doctor` on the engine's side. Each has a process of its own, which may crash."""
+"""The engine-side checks of `kvcache-server doctor`. Each runs in its own process, which may crash."""

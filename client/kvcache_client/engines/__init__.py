@@ -1,4 +1,4 @@
-"""The inference engines that the cache serves, one package per engine.
+"""The inference engines that can use the cache, one package per engine.
 
 Only this package knows engines.
 """

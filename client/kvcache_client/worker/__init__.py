@@ -1,4 +1,4 @@
-"""What each rank of an engine does: it carries out the plan of a step, and verifies blocks.
+"""The code that runs in each rank of an engine: it carries out the plan of each step, and verifies blocks.
 
 It never decides what is loaded or saved.
 """

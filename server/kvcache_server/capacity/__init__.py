@@ -1,4 +1,4 @@
-"""`kvcache-server plan`: the size of a model's KV, what fits on a host and on a device, and the flags to paste."""
+"""`kvcache-server plan`: sizes a model's KV cache for a host and its devices, and prints the flags to paste."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shell around the core: one loop, the handshake, requests, sessions, signals, systemd.
+"""The process around the core: event loop, handshake, requests, sessions, signals, systemd.
 
 It never decides what is cached.
 """

@@ -1,4 +1,4 @@
-"""KV events for subscribers: numbered batches on two sockets that speak ZeroMQ's protocol.
+"""Publishes KV events to subscribers, as numbered batches on two sockets that speak ZeroMQ's protocol.
 
 It never delays a request of an engine.
 """

@@ -1,4 +1,4 @@
-"""`kvcache-server replay`: runs a trace through the daemon's own index: does sharing help, and with how much memory?"""
+"""`kvcache-server replay`: runs a trace through the daemon's own index, to show how much sharing would help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outlives a daemon: the region, the state file, checksums, session files; and the start that restores them.
+"""Files that outlive the daemon (region, state file, checksums, session files), and the code that restores them.
 
 It never answers a client.
 """

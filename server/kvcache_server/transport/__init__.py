@@ -1,4 +1,4 @@
-"""Unix sockets and ZeroMQ's wire protocol, as the daemon serves them.
+"""Unix sockets and the daemon's implementation of ZeroMQ's wire protocol.
 
 It never looks into messages.
 """
