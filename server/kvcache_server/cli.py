@@ -29,9 +29,9 @@ EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (ConfigError, 2, "an invalid flag, file or environment variable"),
     (EndpointTaken, 3, "another daemon serves the endpoint"),
     (Unavailable, 4, "no daemon answers at the endpoint"),
-    (RegionError, 5, "the region does not fit this host, or strict is set and the previous one cannot be trusted"),
+    (RegionError, 5, "the region does not fit this host, or strict is set and the previous region cannot be trusted"),
     (NotPermitted, 6, "no permission"),
-    (EndpointLost, 7, "the daemon's sockets were removed"),
+    (EndpointLost, 7, "the daemon's sockets were removed or replaced"),
 )
 _LATER = {
     "bench": "kvcache_server.commands.bench",
@@ -160,9 +160,9 @@ def session() -> None:
 @endpoint_option
 @click.argument("number", type=int)
 def fence_off(endpoint: str, number: int) -> None:
-    """Give up session NUMBER, which is away and keeps the slots that it may be writing.
+    """End session NUMBER, which is away but still holds slots because its process exists.
 
-    Only for a process that is stuck and will never write again: anything it still writes corrupts others' blocks.
+    Use this only for a stuck process that will never write again: anything it still wrote would corrupt others' blocks.
     """
     from kvcache_server.admin_client import AdminClient
 

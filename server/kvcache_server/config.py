@@ -86,58 +86,75 @@ def _doc(text: str, *, size: bool = False, live: bool = False) -> msgspec.Meta:
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting of the daemon; sizes are bytes, times are seconds."""
 
-    endpoint: Annotated[str, _doc("Address that clients connect to: `ipc://` and an absolute path.")] = ""
-    size: Annotated[int, _doc("Host memory for blocks; the region's header of 2 to 6 MiB comes on top.", size=True)] = (
-        4 << 30
-    )
+    endpoint: Annotated[str, _doc("Address that clients connect to: `ipc://` followed by an absolute path.")] = ""
+    size: Annotated[
+        int, _doc("Host memory for blocks. The region also needs 2 to 6 MiB for its header.", size=True)
+    ] = 4 << 30
     region_dir: Annotated[str, _doc("Folder on tmpfs or hugetlbfs that holds the region file.")] = "/dev/shm"
     extent_size: Annotated[
         int,
         _doc(
-            "Unit in which memory moves between block sizes; 0 takes what common blocks fill best, 4 to 514 MiB.",
+            "Unit in which memory is reassigned from one block size to another. 0 selects the "
+            "unit, between 4 and 514 MiB, that common block sizes fill best.",
             size=True,
         ),
     ] = 0
     lock: Annotated[
         Literal["auto", "always", "never"],
-        _doc("Lock the region into memory: `auto` tries and logs why it could not, `always` refuses to start without."),
+        _doc(
+            "Lock the region into memory. `auto` tries to, and logs the reason if it cannot; "
+            "`always` refuses to start if it cannot."
+        ),
     ] = "auto"
     huge_pages: Annotated[
         Literal["auto", "always", "never"],
-        _doc("Huge pages for the region: `auto` takes what the kernel provides, `always` refuses to start without."),
+        _doc(
+            "Use huge pages for the region. `auto` uses what the kernel provides; `always` "
+            "refuses to start without huge pages."
+        ),
     ] = "auto"
     keep: Annotated[
         bool,
-        _doc("Keep the region in memory at exit, so that the next daemon finds its blocks; false removes it."),
+        _doc(
+            "Keep the region in memory at exit, so that the next daemon finds its blocks. If "
+            "false, the region is removed."
+        ),
     ] = True
     strict: Annotated[
         bool,
         _doc(
-            "Refuse to start if the previous daemon's region cannot be trusted; otherwise it is put aside, and the "
-            "cache starts empty."
+            "Refuse to start if the previous daemon's region cannot be trusted. If false, the "
+            "region is set aside, and the cache starts empty."
         ),
     ] = False
     allow_uids: Annotated[
         tuple[int, ...],
-        _doc("Users, by name or number, whose processes may attach, besides the daemon's own.", live=True),
+        _doc("Users, by name or number, whose processes may attach, in addition to the daemon's own user.", live=True),
     ] = ()
     allow_gids: Annotated[
         tuple[int, ...],
-        _doc("Groups, by name or number, whose processes may attach, besides the sockets' own.", live=True),
+        _doc(
+            "Groups, by name or number, whose processes may attach, in addition to the sockets' own group.", live=True
+        ),
     ] = ()
     attach_rate: Annotated[
-        float, _doc("Handshakes per second of one user; after a pause, a burst of up to `max_sessions`.", live=True)
+        float,
+        _doc(
+            "Handshakes per second allowed to each user. After a pause, a burst of up to "
+            "`max_sessions` handshakes is allowed.",
+            live=True,
+        ),
     ] = 100.0
     pin_quota: Annotated[float, _doc("Share of the region that the leases of one engine may hold.", live=True)] = 0.25
     write_quota: Annotated[
         float,
         _doc(
-            "Share of the region that the unsettled saves of one engine may hold; one block is always allowed.",
+            "Share of the region that the unsettled saves of one engine may hold. One block is always allowed.",
             live=True,
         ),
     ] = 0.5
     namespace_floor: Annotated[
-        float, _doc("Share of the region that each namespace keeps when others need room.", live=True)
+        float, _doc("Share of the region that each namespace keeps when other namespaces need room.", live=True)
     ] = 0.0
     namespace_ceiling: Annotated[float, _doc("Share of the region that one namespace may fill.", live=True)] = 1.0
     supersede_after: Annotated[
@@ -145,54 +162,86 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 2.0
     quarantine: Annotated[
         float,
-        _doc("Seconds for which the slots of a dead writer are held back: its device may still be copying.", live=True),
+        _doc(
+            "Seconds for which the slots of a dead writer are held back, because its device may still be copying.",
+            live=True,
+        ),
     ] = 10.0
     grace: Annotated[
         float,
-        _doc("Seconds after a restart during which nothing is evicted, while engines reconnect.", live=True),
+        _doc(
+            "Maximum number of seconds after a restart during which nothing is evicted, while engines reconnect.",
+            live=True,
+        ),
     ] = 10.0
-    max_sessions: Annotated[int, _doc("Most sessions at one time.", live=True)] = 1024
+    max_sessions: Annotated[int, _doc("Maximum number of sessions at one time.", live=True)] = 1024
     max_user_sessions: Annotated[
-        int, _doc("Most sessions of one user at one time; 0 means seven eighths of `max_sessions`.", live=True)
+        int,
+        _doc("Maximum number of sessions of one user at one time; 0 means seven eighths of `max_sessions`.", live=True),
     ] = 0
-    max_namespaces: Annotated[int, _doc("Most namespaces at one time.", live=True)] = 1024
+    max_namespaces: Annotated[int, _doc("Maximum number of namespaces at one time.", live=True)] = 1024
     max_user_namespaces: Annotated[
-        int, _doc("Most namespaces that one user may create; 0 means seven eighths of `max_namespaces`.", live=True)
+        int,
+        _doc(
+            "Maximum number of namespaces created by one user at one time; 0 means seven eighths of `max_namespaces`.",
+            live=True,
+        ),
     ] = 0
-    max_leases: Annotated[int, _doc("Most leases of one session; beyond that its lookups hit nothing.", live=True)] = (
-        4096
-    )
+    max_leases: Annotated[
+        int,
+        _doc(
+            "Maximum number of leases of one session. Beyond this number, the session's lookups are misses.", live=True
+        ),
+    ] = 4096
     http: Annotated[
-        str, _doc("Address and port of health, metrics and API, as in `127.0.0.1:9464` or `[::1]:9464`; empty: off.")
+        str,
+        _doc(
+            "Address and port for health checks, metrics and the API, such as `127.0.0.1:9464` or "
+            "`[::1]:9464`. Empty: off."
+        ),
     ] = ""
     http_anywhere: Annotated[
         bool,
-        _doc("Allow an `http` address that other hosts can reach: they can read all figures; changes need the token."),
+        _doc(
+            "Allow an `http` address that other hosts can reach. They can read all statistics; changes need the token."
+        ),
     ] = False
     events: Annotated[
         str,
-        _doc("Where KV events are published, as vLLM does it: `tcp://127.0.0.1:5557` or `ipc:///path`; empty: off."),
+        _doc(
+            "Address at which KV events are published in vLLM's format, such as "
+            "`tcp://127.0.0.1:5557` or `ipc:///path`. Empty: off."
+        ),
     ] = ""
-    events_replay: Annotated[str, _doc("Where missed KV events can be requested again; empty: off.")] = ""
+    events_replay: Annotated[
+        str, _doc("Address at which subscribers can request missed KV events again. Empty: off.")
+    ] = ""
     events_topic: Annotated[
-        str, _doc("Topic of a namespace's events; `{namespace}` stands for its id, `{model}` for its model.")
+        str,
+        _doc("Topic of a namespace's events. `{namespace}` stands for the namespace's id, `{model}` for its model."),
     ] = "kvcache@{namespace}"
-    events_buffer: Annotated[int, _doc("Batches of events kept for replays and for slow subscribers.")] = 10_000
+    events_buffer: Annotated[int, _doc("Number of event batches kept for replays and for slow subscribers.")] = 10_000
     events_dialect: Annotated[
         Literal["0.26", "0.24", "0.23"],
-        _doc("Format of the events: that of the subscribers' vLLM version, or of the latest one before it."),
+        _doc(
+            "Format of the events. Choose the vLLM version of the subscribers, or the latest listed version before it."
+        ),
     ] = "0.26"
     events_hashes: Annotated[
         Literal["int", "bytes"],
-        _doc("Form of block hashes: `int` is the last 64 bits, vLLM's default; `bytes` is the whole hash."),
+        _doc("Format of block hashes. `int` is the last 64 bits, vLLM's default; `bytes` is the whole hash."),
     ] = "int"
     events_anywhere: Annotated[
-        bool, _doc("Allow an `events` address that other hosts can reach: they can read every block's hash.")
+        bool,
+        _doc(
+            "Allow `events` and `events_replay` addresses that other hosts can reach. They can "
+            "read the hash of every block."
+        ),
     ] = False
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], _doc("Least severity that is logged.", live=True)
+        Literal["debug", "info", "warning", "error"], _doc("Lowest severity that is logged.", live=True)
     ] = "info"
-    log_format: Annotated[Literal["text", "json"], _doc("Form of a log line.", live=True)] = "text"
+    log_format: Annotated[Literal["text", "json"], _doc("Format of log lines.", live=True)] = "text"
 
     def __post_init__(self) -> None:
         if not self.endpoint:
@@ -287,7 +336,7 @@ def settings() -> list[Setting]:
         else:
             label = "size" if is_size else {tuple[int, ...]: "list"}.get(kind, getattr(kind, "__name__", ""))
         if field.name == "endpoint":
-            default = "`ipc:///run/kvcache/kvcache.sock` for root, else below `$XDG_RUNTIME_DIR`"
+            default = "`ipc:///run/kvcache/kvcache.sock` for root; otherwise a path below `$XDG_RUNTIME_DIR`"
         elif is_size and field.default:
             default = f"`{field.default >> 30}GiB`"
         else:
