@@ -215,7 +215,9 @@ class Run:
         for who, words in self.crowd.journal("E"):
             what = " ".join(words)
             # Who reserves while a rank is away, or leaves before all is granted, is told so.
-            told = any(said in what for said in ("not every one of", "a session that was to write has left"))
+            told = any(
+                said in what for said in ("shards are attached by sessions", "a session that should write has left")
+            )
             if not (who.startswith("scheduler") and told) and not proxied:
                 raise Broken(f"{who}: {what}")
         hung = [breach for breach in self.crowd.breaches() if float(breach.split()[-2]) > HUNG]

@@ -31,7 +31,7 @@ from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 from kvcache_server.daemon.handshake import Door
 from kvcache_server.daemon.reload import Reload
-from kvcache_server.transport.sockets import admit
+from kvcache_server.transport.sockets import set_access
 
 ACL = "system.posix_acl_access"
 SPEC = NamespaceSpec(model="llama", groups=[GroupSpec(16, (1 << 20,))])
@@ -239,10 +239,10 @@ def test_what_the_sockets_do_not_take_is_tried_again_the_next_time(
     cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry)
     old = Config(endpoint=endpoint, max_sessions=4, pin_quota=0.5)
     new = Config(endpoint=endpoint, max_sessions=9, pin_quota=0.25)
-    cache.bound(old.limits())
+    cache.set_limits(old.limits())
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         door = Door(loop, endpoint, -1, geometry, _nobody, _nobody)
-        in_force = Reload(old, lambda: new, cache, door, lambda config: admit(str(router), (), ()))
+        in_force = Reload(old, lambda: new, cache, door, lambda config: set_access(str(router), (), ()))
         with caplog.at_level("INFO"):
             router.unlink()
             in_force.read_again()
@@ -267,6 +267,6 @@ def test_the_state_machine_goes_by_new_limits_at_once() -> None:
     geometry = plan_geometry(bytes(16), 16 << 20)
     cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry)
     wanted = Config(endpoint="ipc:///x/kv.sock", supersede_after=0.5, write_quota=0.25, namespace_floor=0.125).limits()
-    cache.bound(wanted)
+    cache.set_limits(wanted)
     assert (cache.limits, cache.reservations.limits) == (wanted, wanted)
     check_integrity(cache)

@@ -222,7 +222,7 @@ class CacheMachine(RuleBasedStateMachine):
         parent = digest(path[:cut]) if cut else None
         request = m.Reserve(1, b"", self.namespace, [m.Run(list(map(digest, run)), parent)])
         if set(RANKS) - set(self.sessions):
-            with pytest.raises(BadArgument, match="shards is attached"):
+            with pytest.raises(BadArgument, match="shards are attached"):
                 self.ask_as(self.sessions[RANKS[0]], request)
             return
         number = self.cache.reservations.last + 1

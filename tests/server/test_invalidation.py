@@ -140,7 +140,7 @@ def test_sums_that_do_not_fit_change_nothing(size: int) -> None:
     cache = make_cache()
     engine = Engine(cache, "one")
     reserved = engine.reserve(chain("a", 3))
-    with pytest.raises(BadArgument, match="bytes of sums"):
+    with pytest.raises(BadArgument, match="bytes of checksums"):
         engine.settle(reserved, 0, bytes(size))
     assert engine.settle(reserved, 0, bytes(24)) == [Verdict.PARTIAL] * 3
 

@@ -219,7 +219,7 @@ def test_an_unsupported_file_is_refused_naming_the_field(change: dict[str, Any],
         (["--weights", "0"], "weights 0: at least 1"),
         (["--engine-block-size", "0"], "engine_block 0: at least 1"),
         (["--engines", "99999999999999999999"], "engines 99999999999999999999: at most"),
-        (["--ram", "20GiB", "--leave", "19.9GiB", "--extent-size", "2MiB"], "does not fit an extent"),
+        (["--ram", "20GiB", "--leave", "19.9GiB", "--extent-size", "2MiB"], "does not fit into an extent"),
     ],
 )
 def test_invalid_flags_are_refused(arguments: list[str], says: str) -> None:

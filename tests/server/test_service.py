@@ -192,7 +192,7 @@ def wrong_requests(engine: Engine, reservation: int) -> Iterator[tuple[m.Request
     yield m.Attach(0, b"", other, (0,)), "geometry_mismatch", "shards (8192,); registered with (4096,)"
     yield m.Attach(0, b"", NamespaceSpec("model", SPEC.groups, hash_bytes=16)), "geometry_mismatch", "hashes of 16"
     huge = NamespaceSpec("huge", (GroupSpec(16, 1 << 40),))
-    yield m.Attach(0, b"", huge, (0,)), "bad_argument", "does not fit an extent"
+    yield m.Attach(0, b"", huge, (0,)), "bad_argument", "does not fit into an extent"
     yield m.Attach(0, b"", SPEC, (-1,)), "bad_argument", "shards"
     yield m.Attach(0, b"", SPEC, (0, 0)), "bad_argument", "shards"
     yield m.Attach(0, b"", SPEC, (1,)), "bad_argument", "shards"
@@ -527,7 +527,7 @@ def test_a_daemon_that_nobody_can_find_any_more_says_so_and_ends(known: Any, rem
     if replaced:
         Path(path).write_text("somebody else's")
     assert known.process.wait(20) == 7
-    assert known.log.count(f"{path} was removed or replaced: nobody can attach any more") == 1
+    assert known.log.count(f"{path} was removed or replaced: no client can attach any more") == 1
     assert "Traceback" not in known.log
     assert left_behind(known) == ([path] if replaced else [])
 

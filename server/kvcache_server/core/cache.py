@@ -1,8 +1,8 @@
-"""The cache as one pure state machine: requests in, replies out, and effects for who follows it.
+"""The cache as one pure state machine: requests in, replies out, and effects for the daemon to deliver.
 
-No socket, clock, thread or torch. Each part below has one job; the cache hands every request to its part, and does what
-needs several of them: the end of a session, a clear, a restart. Every change of a slot's row is written into the region
-before the reply that tells of it.
+No socket, clock, thread or torch. Each part has one responsibility. The cache passes each request to its part, and does
+what involves several parts: the end of a session, a clear, a restart. Every change of a slot's row is written into the
+region before the reply that reports it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from kvcache_server.core.slices import Chores, Result, Steps, begin, finish
 if TYPE_CHECKING:
     from kvcache_server.core.recovery import Snapshot
 
-EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's epoch: none comes again
+EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's epoch: none is used twice
 
 
 class Cache:
-    """All state of the daemon. Every method either does what it says, or raises a KVCacheError and changes nothing.
+    """All state of the daemon. A method either succeeds, or raises a KVCacheError and changes nothing.
 
-    Attributes: `effects` is the outbox of what happened; `chores` is work that nobody waits for. Whoever drives the
-    cache empties both.
+    Attributes: `effects` is the outbox of what happened; `chores` is work that no request waits for. The caller
+    delivers and does both.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Cache:
         epoch: int = 1,
         secret: bytes = b"",
     ) -> None:
-        """An empty cache in a fresh region; with `epoch` above 1, one that is to be restored from the region's rows.
+        """Make an empty cache in a fresh region; with `epoch` above 1, one to be restored from the region's rows.
 
-        `secret`, up to 64 bytes that no client knows, decides which blocks are in samples.
+        `secret`, up to 64 bytes that no client knows, determines which blocks are in samples.
         """
         limits = limits or Limits()
         self.geometry, self.epoch = geometry, epoch
@@ -68,11 +68,11 @@ class Cache:
         self.counters: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.holds = Holds()
-        # A fresh region starts at random generations: a reference into an older one matches nothing here.
+        # Generations of a fresh region start at random, so references into an older region match nothing.
         self.pool = Pool(self.rows, seed & ((1 << 63) - 1))
         self.eviction = Eviction(self.pool, limits, self.counters, self.effects, keyed_draw(secret))
         self.registry = Registry(self.pool, self.eviction, limits, self.counters, self.effects)
-        # As everybody asks for them.
+        # Shorthands.
         self.namespaces, self.engines = self.registry.namespaces, self.registry.engines
         self.sessions = self.registry.sessions
         self.lookups = Lookups(self.pool, self.eviction, self.holds, limits, self.counters, self.refusals)
@@ -103,11 +103,11 @@ class Cache:
         }
 
     def keep_checksums(self, checksums: Checksums) -> None:
-        """Note in `checksums` what writers give, and answer readers from there."""
+        """Store the checksums of writers in `checksums`, and answer readers from there."""
         self.lookups.checksums = self.reservations.checksums = checksums
 
     def set_limits(self, limits: Limits) -> None:
-        """Go by `limits` from now on. What exceeds them stays, and nothing is added to it."""
+        """Apply `limits` from now on. What already exceeds them stays, but does not grow."""
         self.limits = self.registry.limits = limits
         for part in (self.eviction, self.lookups, self.reservations):
             part.set_limits(limits)
@@ -117,20 +117,20 @@ class Cache:
     def handle(self, session: int, request: m.Request, now: float) -> m.Reply | None:
         """Answer one request of an open session; Release has no answer.
 
-        Raises a ClientError that says what is wrong with the request; the state is then unchanged.
+        Raises a ClientError if something is wrong with the request; then the state is unchanged.
         """
         reply = self.begin(session, request, now)
         return finish(reply) if isinstance(reply, Generator) else reply
 
     def begin(self, session: int, request: m.Request, now: float) -> m.Reply | None | Steps[m.Reply | None]:
-        """As `handle`, but take one slice: where that is not all of it, return what is left to do.
+        """Like `handle`, but do only one slice; if more is left, return it as steps.
 
-        Whoever gets it goes on with it to the end, also where the session ends in between.
+        The caller must continue them to the end, even if the session ends in between.
         """
         return self._handlers[type(request)](self.sessions[session], request, now)  # type: ignore[no-any-return]
 
     def _for(self, session: Session, now: float, steps: Steps[Result], namespace: int = 0) -> Result | Steps[Result]:
-        """Begin with `steps` on behalf of the session's engine."""
+        """Do the first slice of `steps` on behalf of the session's engine."""
         return begin(self.effects.on_behalf(Actor(now, session.engine.name, namespace), steps))
 
     def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved | Steps[m.Reserved]:
@@ -158,19 +158,19 @@ class Cache:
     # Sessions.
 
     def open_session(self, engine: str, label: str, now: float, user: int = NOBODY, is_operator: bool = False) -> int:
-        """As Registry.open."""
+        """See Registry.open."""
         return self.registry.open(engine, label, now, user, is_operator)
 
     def resume_session(self, session: int, label: str, now: float, user: int = NOBODY) -> None:
-        """As Registry.resume."""
+        """See Registry.resume."""
         self.registry.resume(session, label, now, user)
 
     def disconnect_session(self, session: int) -> None:
-        """As Registry.leave."""
+        """See Registry.disconnect."""
         self.registry.disconnect(session)
 
     def end_session(self, session: int, now: float) -> None:
-        """End all that the session held, for its process is gone: what it might be writing goes into quarantine."""
+        """End a session whose process is gone, with all that it holds; slots that it may be writing are quarantined."""
         engine = self.registry.forget(session)
         self.reservations.forget_writer(session)
         self.effects.records.append(SessionEnded(session))
@@ -182,7 +182,7 @@ class Cache:
         self.registry.prune()
 
     def abandon(self, session: int, reservation: int, now: float) -> None:
-        """Give back what was granted and what its session could not be told of."""
+        """Give back a reservation whose reply could not be sent."""
         engine = self.sessions[session].engine
         giving_back = self.reservations.abandon(engine.reservations[reservation])
         self.chores.do(self.effects.on_behalf(Actor(now, engine.name), giving_back))
@@ -191,9 +191,9 @@ class Cache:
         return m.Fenced(request.id, self.fence_off(request.session, now))
 
     def fence_off(self, session: int, now: float) -> int:
-        """Give a session up that holds slots and never comes back: an operator says that it writes no more.
+        """End a disconnected session that holds slots: an operator states that it no longer writes.
 
-        Returns how many reservations ended. Raises ClientError where the session is not away.
+        Returns how many reservations ended. Raises ClientError if the session is not disconnected.
         """
         absent = self.registry.disconnected
         if session not in absent:
@@ -207,7 +207,7 @@ class Cache:
     # Time.
 
     def tick(self, now: float) -> None:
-        """Free the slots whose quarantine is over, and count what was released. Call it a few times a second."""
+        """Free slots whose quarantine is over, and account for released leases. Call it a few times per second."""
         if self.eviction.frozen and (not self.registry.not_restated or now >= self._grace_until):
             self.eviction.frozen = False
         if not self._freeing:
@@ -224,8 +224,8 @@ class Cache:
     # After a restart.
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
-        """Become the cache that `snapshot` was read from; this one is empty, over the same region, of a later epoch."""
-        from kvcache_server.core.restore import Restoration  # numpy with it: an empty daemon starts sooner without
+        """Restore the cache from `snapshot`. This cache must be empty, on the same region, with a later epoch."""
+        from kvcache_server.core.restore import Restoration  # imports numpy: an empty daemon starts faster without it
 
         parts = (self.pool, self.registry, self.reservations, self.counters)
         Restoration(snapshot, *parts, now, self.limits.quarantine).run()
@@ -242,9 +242,9 @@ class Cache:
         self.registry.prune()
 
     def await_sessions(self, sessions: dict[int, Engine], users: Mapping[int, int], now: float) -> None:
-        """Evict nothing until `sessions`, of the last epoch, have restated what they hold, or the grace is over.
+        """Evict nothing until `sessions`, of the last epoch, have restated what they hold, or the grace period is over.
 
-        `users` says whose each of them is.
+        `users` has the user of each session.
         """
         self.registry.expect(sessions, users)
         self.eviction.frozen = bool(sessions)
@@ -254,9 +254,9 @@ class Cache:
         return self._for(session, now, self._restating(session, request, now))
 
     def _restating(self, session: Session, request: m.Restate, now: float) -> Steps[m.Restated]:
-        """Take back what a session that has resumed holds: its leases, and of its reservations those it has heard of.
+        """Restore what a resumed session holds: its leases, and the reservations whose replies it received.
 
-        It is believed once. Raises NotPermitted for a session that has nothing to restate; nothing has changed then.
+        It may restate once. Raises NotPermitted if the session has nothing to restate; then nothing has changed.
         """
         self.lookups.begin_to_restate(session)
         yield from self.reservations.abandon_undelivered(session, request.heard, now)
@@ -273,16 +273,19 @@ class Cache:
         return m.Cleared(request.id, (yield from self.clearing(request.namespace, session.engine.name, now)))
 
     def clearing(self, namespace: str, by: str, now: float) -> Steps[int]:
-        """Forget what may be forgotten of the namespace with that id, or of all for ""; return how many blocks.
+        """Forget the unused blocks of the namespace with that id, or of all for ""; return how many.
 
-        What is stored meanwhile stays. Raises ClientError where there is none, Unavailable during the grace.
+        Blocks stored in the meantime stay. Raises ClientError if the namespace does not exist, Unavailable during the
+        grace period.
         """
         ids = self.registry.by_id
         only = ids.get(namespace)
         if namespace and only is None:
             raise ClientError(f"no namespace {namespace!r}; there are: {', '.join(ids) or 'none'}")
         if self.eviction.frozen:
-            raise Unavailable("engines are coming back after a restart, what they read is not known yet: try again")
+            raise Unavailable(
+                "engines are reconnecting after a restart, and the blocks that they read are not known yet: try again"
+            )
         accounts = self.eviction.fair_share.accounts
         chosen = [each for each in accounts if only is None or each.group.namespace == only.number]
         cleared = yield from self.effects.on_behalf(Actor(now, by), self.eviction.clear(chosen))
@@ -296,11 +299,11 @@ class Cache:
         return finish(self.clearing(namespace, by, now))
 
     def resize(self, size: int) -> int:
-        """As Resizing.ask; `shrinking` then does it."""
+        """See Resizing.ask; `shrinking` then does the work."""
         return self.resizing.ask(size)
 
     def shrinking(self, now: float) -> Steps[int | None]:
-        """As Resizing.shrink; quotas and shares follow."""
+        """Like Resizing.shrink; then adapt quotas and shares."""
         extent = yield from self.effects.on_behalf(Actor(now), self.resizing.shrink())
         if extent is not None:
             self.set_limits(self.limits)

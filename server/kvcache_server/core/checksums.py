@@ -1,10 +1,10 @@
-"""The checksums that writers gave of their shards, as they will be compared by readers. Pure, over a buffer.
+"""The checksums of shards, given by their writers and compared by readers. Pure, over a buffer.
 
     0       header, one page: magic, region id, the daemon's epoch
-    4,096   one u64 for each page of the region: the sum of the shard that begins there, 0 for none
+    4,096   one u64 per page of the region: the checksum of the shard that begins there, 0 for none
 
-Engines map the region and not this, so that who spoils a block cannot make its sum fit. A group whose shards are
-smaller than a page has none: two of them might begin in one.
+Engines map the region but not this buffer, so a process that corrupts a block cannot make the checksum match. A group
+whose shards are smaller than a page has no checksums: two shards could begin in one page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from kvcache_proto.region import PAGE, WORD
 from kvcache_proto.types import GroupSpec, PoolGeometry
 
-PIECE = 1 << 20  # bytes of the buffer that get memory together: the sums of 512 MiB of the region
+PIECE = 1 << 20  # bytes of the buffer that are allocated together: the checksums of 512 MiB of the region
 _PIECE_SHIFT = (PIECE // WORD).bit_length() - 1
 _FIRST = PAGE // WORD
 _MAGIC = b"KVCSUMS1"
@@ -24,21 +24,21 @@ _REF = struct.Struct("<QQQ")
 
 
 def sums_bytes(geometry: PoolGeometry) -> int:
-    """Return how long the buffer is: whole pieces."""
+    """Return the size of the buffer in bytes, in whole pieces."""
     return -(-(PAGE + -(-geometry.region_bytes // PAGE) * WORD) // PIECE) * PIECE
 
 
 def sums_header(geometry: PoolGeometry, epoch: int) -> bytes:
-    """Return what the buffer begins with.
+    """Return the header of the buffer.
 
-    One with another header is of another region, or a daemon between did not keep it: it must be begun anew, for a sum
-    must never be older than what its shard's slot holds.
+    A buffer with another header belongs to another region, or a daemon in between did not maintain it. It must be
+    cleared: a checksum must never be older than the content of its slot.
     """
     return _HEADER.pack(_MAGIC, geometry.region_id, epoch)
 
 
 class Checksums:
-    """`have` are the pieces that have memory; `get(piece)` gives one more its memory, and says whether it could."""
+    """`have` are the allocated pieces; `get(piece)` allocates another one and returns whether it succeeded."""
 
     def __init__(self, buffer: memoryview, have: set[int], get: Callable[[int], bool]) -> None:
         self._words = buffer.cast("Q")
@@ -46,20 +46,20 @@ class Checksums:
 
     @staticmethod
     def offsets(spec: GroupSpec) -> tuple[int, ...]:
-        """Return where in a slot of `spec` the shards begin that have a sum: all or none."""
+        """Return the offsets of the shards with checksums in a slot of `spec`: all shards or none."""
         if min(spec.shards) < PAGE:
             return ()
         return tuple(spec.shard_offset(shard) for shard in range(len(spec.shards)))
 
     def put(self, offset: int, packed: bytes) -> None:
-        """Note the sum of the shard at `offset` of the region; b"" is none, as is any where there is no memory."""
+        """Store the checksum of the shard at `offset` of the region, b"" for none. Without memory, none is stored."""
         word = _FIRST + offset // PAGE
         piece = word >> _PIECE_SHIFT
         if piece in self._have or (packed and self._get(piece)):
             self._words[word] = int.from_bytes(packed, "little")
 
     def read(self, refs: bytes, offsets: Sequence[int]) -> bytes:
-        """Return the sums of the blocks in `refs`, references one after the other: those at `offsets` of each slot."""
+        """Return the checksums of the blocks in `refs`, concatenated references: those at `offsets` of each slot."""
         words, have = self._words, self._have
         at = [_FIRST + (begin + offset) // PAGE for begin, _, _ in _REF.iter_unpack(refs) for offset in offsets]
         found = [words[word] if word >> _PIECE_SHIFT in have else 0 for word in at]

@@ -1,8 +1,8 @@
-"""What the core reports of its work, for the state file, for insight and for KV events. Pure.
+"""What the core reports about its work: to the state file, to insight and to KV events. Pure.
 
-The core calls none of them. It appends to one outbox, which the daemon empties after each slice of work, and so before
-the reply leaves: nobody hears of a change that the state file does not have. A lookup that finds what it asked for
-appends nothing.
+The core calls none of them. It appends to one outbox, which the daemon delivers after each slice of work, before the
+reply is sent: no client learns of a change that the state file does not contain. A lookup with full hits appends
+nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvcache_server.core.slices import Result, Steps
 
 
 class Actor(msgspec.Struct, gc=False, frozen=True):
-    """On whose behalf the core works: an engine, or the daemon itself, "".
+    """On whose behalf the core works: an engine, or "" for the daemon itself.
 
-    `at` is when the request came, in seconds; `namespace` is the number of the one that it names, 0 for none.
+    `at` is the time of the request in seconds, `namespace` the number of the namespace in it, 0 for none.
     """
 
     at: float = 0.0
@@ -27,16 +27,15 @@ class Actor(msgspec.Struct, gc=False, frozen=True):
 
 
 class Shown(msgspec.Struct, gc=False):
-    """Lookups find `blocks` from now on. A block without a parent has gone again since: a `Gone` follows."""
+    """Lookups find `blocks` from now on. A block without a parent has been removed since: a `Gone` follows."""
 
     blocks: list[Block]
 
 
 class Gone(msgspec.Struct, gc=False):
-    """Lookups find `block` no more.
+    """Lookups no longer find `block`.
 
-    `evicted` is whether it gave way to others; then `lot` is what it drew for samples (sampling.py), NO_LOT for a block
-    that is in none.
+    If it was `evicted` for others, `lot` is its lot for samples (sampling.py), NO_LOT if it is in none.
     """
 
     block: Block
@@ -47,7 +46,7 @@ class Gone(msgspec.Struct, gc=False):
 
 
 class Refused(msgspec.Struct, gc=False):
-    """A block that was to be stored is not. `name` is its hash and the tag of its group."""
+    """A block is not stored. `name` is its hash and the tag of its group."""
 
     name: bytes
     cause: str
@@ -55,36 +54,36 @@ class Refused(msgspec.Struct, gc=False):
 
 
 class NamespaceOpened(msgspec.Struct, gc=False):
-    """Somebody has attached a namespace that was not there."""
+    """A session has attached a new namespace."""
 
     namespace: Namespace
 
 
 class NamespaceClosed(msgspec.Struct, gc=False):
-    """A namespace that nobody was in and that held nothing is forgotten."""
+    """A namespace without sessions and blocks is forgotten."""
 
     namespace: Namespace
 
 
 class NamespaceEmptied(msgspec.Struct, gc=False):
-    """A clear has left no block of the namespace."""
+    """A clear has removed all blocks of the namespace."""
 
     namespace: Namespace
 
 
 class SessionGone(msgspec.Struct, gc=False):
-    """The session with that number has ended, and its process with it."""
+    """The session with this number has ended: its process is gone."""
 
     session: int
 
 
-NO_LOT = -1  # of a block that is in no sample
+NO_LOT = -1  # for a block that is in no sample
 
 Change = Shown | Gone | Refused | NamespaceOpened | NamespaceClosed | NamespaceEmptied | SessionGone
 
 
 class Effects:
-    """The outbox. `records` are for the state file, `changes` for all others; both are in the order of events."""
+    """The outbox: `records` for the state file, `changes` for all others, both in order."""
 
     __slots__ = ("actor", "changes", "records")
 
@@ -97,13 +96,13 @@ class Effects:
         return bool(self.records or self.changes)
 
     def take(self) -> tuple[list[Record], list[Change]]:
-        """Return what there is, and forget it."""
+        """Return and remove all records and changes."""
         taken = self.records, self.changes
         self.records, self.changes = [], []
         return taken
 
     def on_behalf(self, actor: Actor, steps: Steps[Result]) -> Steps[Result]:
-        """Do the work of `steps`; `actor` is behind whatever each of its slices reports."""
+        """Do the work of `steps`; `actor` is named in all that its slices report."""
         while True:
             self.actor = actor
             try:

@@ -9,9 +9,9 @@ Resident = TypeVar("Resident")
 
 
 class Extent(Generic[Resident]):
-    """One run of the region, cut into `slots` of `slot_bytes`; `blocks[slot]` is who lives there, in those laid out.
+    """One run of the region, cut into `slots` of `slot_bytes`; `blocks[slot]` is the content of each laid out slot.
 
-    `vacant` is empty only where all slots are laid out and taken.
+    `vacant` is only empty if all slots are laid out and taken.
     """
 
     __slots__ = (
@@ -27,15 +27,15 @@ class Extent(Generic[Resident]):
         self.rows = rows
         self.generation = generation
         self.blocks: list[Resident | None] = []
-        self.read = bytearray()  # by slot: 0 where no lookup has found the block since it was placed here
-        self.vacant = array("I")  # not a list, which it takes long to free
+        self.read = bytearray()  # by slot: 0 if no lookup has found the block since it was placed
+        self.vacant = array("I")  # not a list: freeing a long one takes long
         self.used = 0
-        self.busy = 0  # slots that a writer may still write: WRITING or in quarantine
-        self.closed = False  # it is being emptied: its slots are not given away
-        self.newest = 0  # the latest tick stored or touched here; ancestors are touched through their descendants
+        self.busy = 0  # slots that may still be written: WRITING or in quarantine
+        self.closed = False  # it is being emptied: its slots are not granted
+        self.newest = 0  # the latest tick of its blocks; ancestors are touched through their descendants
 
     def lay_out(self, slots: int) -> int:
-        """Let there be so many more slots, or all; return the first of them."""
+        """Lay out up to `slots` more slots; return the first of them."""
         first = len(self.blocks)
         slots = min(slots, self.slots - first)
         self.blocks += [None] * slots

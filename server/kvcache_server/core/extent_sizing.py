@@ -10,12 +10,12 @@ from kvcache_proto.region import ALIGN, SLOT_ROW, plan_geometry, slot_size, slot
 from kvcache_proto.types import NamespaceSpec, PoolGeometry
 
 LARGEST_EXTENT = 1 << 30
-WASTE = 0.01  # of the region, from which on another extent size is worth a flag
-NOTABLE = 0.05  # of the region, from which on whoever runs the daemon hears of it
+WASTE = 0.01  # fraction of the region above which another extent size is worthwhile
+NOTABLE = 0.05  # fraction of the region above which the operator is notified
 
 
 class Room(NamedTuple):
-    """A region of `size` bytes, as `serve --size --extent-size` makes it, for blocks of `block_bytes`."""
+    """A region of `size` bytes, as made by `serve --size --extent-size`, for blocks of `block_bytes`."""
 
     size: int
     geometry: PoolGeometry
@@ -23,7 +23,7 @@ class Room(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Blocks that it holds."""
+        """How many blocks fit into it."""
         return self.geometry.extents * slots_per_extent(self.geometry.extent_bytes, slot_size(self.block_bytes))
 
     @property
@@ -32,15 +32,15 @@ class Room(NamedTuple):
 
     @property
     def waste(self) -> float:
-        """The part of `size` in which no block lies."""
+        """The fraction of `size` that no block can use."""
         return 1 - self.slots * self.block_bytes / self.size
 
 
 def room(size: int, block_bytes: int, extent_bytes: int = 0) -> Room:
-    """Return what a daemon with that size holds, without `extent_bytes` in extents of the best size: the default one
-    where another is hardly better, else the smallest one that wastes next to nothing.
+    """Return the layout of a region of that size.
 
-    Raises ConfigError where it holds no block.
+    Without `extent_bytes`, the extent size is the default if another is hardly better, else the smallest one that
+    wastes next to nothing. Raises ConfigError if no block fits.
     """
     try:
         default = Room(size, plan_geometry(bytes(16), size, extent_bytes), block_bytes)
@@ -53,14 +53,14 @@ def room(size: int, block_bytes: int, extent_bytes: int = 0) -> Room:
         found = next(each for each in rooms if each.slots >= most * (1 - WASTE / 2))
     if not found.slots:
         raise ConfigError(
-            f"a block of {block_bytes:,} bytes does not fit an extent of {found.geometry.extent_bytes:,}: a larger "
-            "size or --extent-size, or a smaller --block-size"
+            f"a block of {block_bytes:,} bytes does not fit into an extent of {found.geometry.extent_bytes:,}: "
+            "choose a larger size or --extent-size, or a smaller --block-size"
         )
     return found
 
 
 def _rooms(default: Room) -> Iterator[Room]:
-    """Yield the rooms whose extents some number of slots just fills, the smallest extents first."""
+    """Yield layouts whose extents are exactly filled by some number of slots, the smallest extents first."""
     slot = slot_size(default.block_bytes) + SLOT_ROW
     least, most = default.geometry.extent_bytes // 2, min(LARGEST_EXTENT, default.size)
     fitting = (-(-slots * slot // ALIGN) * ALIGN for slots in range(max(1, least // slot), most // slot + 1))
@@ -70,15 +70,16 @@ def _rooms(default: Room) -> Iterator[Room]:
 
 
 def slots_by_default(size: int, block_bytes: int) -> int:
-    """Return the blocks that a daemon holds which is told its size alone."""
+    """Return how many blocks fit if only the size is configured."""
     return Room(size, plan_geometry(bytes(16), size), block_bytes).slots
 
 
 class Fit(NamedTuple):
-    """How the blocks of a namespace fill the region: of the KV cache group that fills it worst.
+    """How well the blocks of a namespace fill the region, for the KV cache group that fills it worst.
 
-    `overhead` is the part of each extent that holds no block: rows, and the end. `better_extent` is the extent size
-    that would leave `better_overhead` of the region; 0 where the overhead is small, or no extent size helps.
+    `overhead` is the fraction of each extent without blocks: slot rows, and the rest at the end. `better_extent` is the
+    extent size that would reduce it to `better_overhead` of the region; 0 if the overhead is small or no extent size
+    helps.
     """
 
     block_bytes: int
@@ -88,16 +89,16 @@ class Fit(NamedTuple):
 
 
 def fit(spec: NamespaceSpec, geometry: PoolGeometry) -> Fit:
-    """Return how the blocks of `spec`, which fit into extents, fill them."""
+    """Return how well the blocks of `spec` fill extents; they must fit into them."""
     extent = geometry.extent_bytes
     worst = max((Fit(each.block_bytes, _overhead(extent, each.block_bytes)) for each in spec.groups), key=_by_overhead)
     slot = slot_size(worst.block_bytes) + SLOT_ROW
     end = extent % slot / extent
-    if worst.overhead <= NOTABLE or end <= WASTE:  # rows take a part of any extent
+    if worst.overhead <= NOTABLE or end <= WASTE:  # rows take a part of every extent
         return worst
     try:
         better = room(geometry.extents * extent, worst.block_bytes)
-    except ConfigError:  # the region is smaller than any extent by default
+    except ConfigError:  # the region is smaller than a default extent
         return worst
     if better.geometry.extent_bytes == extent or better.waste > worst.overhead - WASTE:
         return worst

@@ -1,9 +1,8 @@
-"""Which blocks are cached, how they hang together, and which are being written. Pure.
+"""The index of cached blocks, as trees, and of blocks that are being written. Pure.
 
-The blocks of a group form a tree under `Group.root`: a block's parent is the block before it in the prompt. Only a leaf
-may be evicted, so that every cached block can be reached. An account (what one engine stored in one group) keeps its
-evictable leaves in a heap, by tick; a touch only sets the block's own tick, and the heap is put right when the block
-comes up.
+The blocks of a group form a tree below `Group.root`: a block's parent is the previous block of the prompt. Only leaves
+are evicted, so every cached block stays reachable. An account (what one engine stored in one group) keeps its evictable
+leaves in a heap, by tick. A touch only sets the block's own tick; the heap is corrected when the block reaches the top.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.extent import Extent
 from kvcache_server.core.slices import LOOK
 
-HIDDEN = -1  # `queued`: WRITING, or READY below something that is not visible
-UNQUEUED = 0  # `queued`: visible, and not in its account's order
-MOST_PENDING = 16_384  # blocks that are counted behind the hits of a lookup: some milliseconds
-GONE = -1  # `pins`: forgotten, but perhaps still in a heap, whose keys must not change
-SPARE = 1024  # stale entries of an order that do not matter
-_SWEPT = 8  # entries of an order that are moved at one change
+HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
+UNQUEUED = 0  # `queued`: visible, and not in the order of its account
+MOST_PENDING = 16_384  # blocks counted after the hits of a lookup: some milliseconds
+GONE = -1  # `pins`: removed, but possibly still in a heap, whose keys must not change
+SPARE = 1024  # stale entries of an order that are tolerated
+_SWEPT = 8  # entries of an order that are moved per change
 
 
 class Block(msgspec.Struct, gc=False, order=True):
     """One cached block. There may be millions: no GC header, and the sibling list is threaded through the blocks.
 
-    `queued` leads, for the heap compares blocks by it: the tick by which the block stands in its account's order,
-    UNQUEUED where it does not, HIDDEN where it is not visible yet.
+    `queued` is first, because the heap compares blocks by it: the block's tick in the order of its account, UNQUEUED if
+    it is not in the order, HIDDEN if it is not visible yet.
     """
 
     queued: int
@@ -48,7 +47,7 @@ class Block(msgspec.Struct, gc=False, order=True):
 
     @property
     def generation(self) -> int:
-        """Of the slot that it lives in; 0 for a root."""
+        """The generation of its slot; 0 for a root."""
         return int.from_bytes(self.ref[8:16], "little")
 
     @property
@@ -56,7 +55,7 @@ class Block(msgspec.Struct, gc=False, order=True):
         return self.queued >= UNQUEUED
 
     def unpin(self) -> None:
-        """Hold it once less; it may stand in the order again."""
+        """Remove one pin; the block may enter the order again."""
         self.pins -= 1
         self.account.enter(self)
 
@@ -68,7 +67,7 @@ class Block(msgspec.Struct, gc=False, order=True):
         parent.child = self
 
     def unlink(self) -> None:
-        """Leave the parent, which keeps its other children."""
+        """Leave the parent, and keep the parent's other children linked."""
         if self.prev is not None:
             self.prev.next = self.next
         elif self.parent is not None:
@@ -85,27 +84,27 @@ class Block(msgspec.Struct, gc=False, order=True):
             child = following
 
     def ancestors(self) -> Iterator[Block]:
-        """Yield this block and those above it, the root left out."""
+        """Yield this block and those above it, without the root."""
         block = self
         while block.parent is not None:
             yield block
             block = block.parent
 
     def is_below(self, other: Block) -> bool:
-        """Whether this block is `other`, or hangs somewhere below it. O(1) where `other` is a child of this one."""
+        """Whether this block is `other` or one of its descendants. O(1) if `other` is a child of this one."""
         return other.parent is not self and any(each is other for each in self.ancestors())
 
     def upwards(self) -> Iterator[Block | None]:
         """Yield the blocks below this one and then itself, children before parents.
 
-        Whoever takes a block must unlink it before asking for the next one; others may change the tree in between. None
-        is a pause on a long way down.
+        The caller must unlink each block before it asks for the next one. The tree may change in between. None is a
+        pause on a long way down.
         """
         path = [self]
         while self.pins != GONE:
             at = path[-1]
             if at.pins == GONE or (at is not self and at.parent is not path[-2]):
-                path = [self]  # others have taken it away
+                path = [self]  # it was removed in the meantime
             elif at.child is not None:
                 path.append(at.child)
                 if len(path) % LOOK == 0:
@@ -125,11 +124,11 @@ class Block(msgspec.Struct, gc=False, order=True):
 
 
 class Account:
-    """What one engine stored in one group: its bytes, its worth, and the order in which its leaves go.
+    """What one engine stored in one group: its bytes, its hits, and the order in which its leaves are evicted.
 
-    A block that goes while it stands in the order leaves a stale entry there. Where there are many, `_sweep` moves the
-    order over into another heap, some entries for each change, and leaves the stale ones out: they stay fewer than the
-    others and SPARE, and no change takes longer because there are millions of others.
+    A block that is removed while it is in the order leaves a stale entry. If there are many, `_sweep` moves the order
+    to another heap, a few entries per change, and drops the stale ones. So they stay fewer than the other entries plus
+    SPARE, and a change takes no longer if there are millions of entries.
     """
 
     __slots__ = ("bytes", "ceiling", "clearing", "engine", "group", "hit_bytes", "live", "order", "stale", "swept")
@@ -139,28 +138,29 @@ class Account:
         self.group = group
         self.bytes = 0
         self.ceiling = 0  # 0: none
-        self.hit_bytes = 0.0  # bytes that lookups found here, fading
+        self.hit_bytes = 0.0  # bytes that lookups found here, decaying
         self.live = True
         self.order: list[Block] = []  # a heap
-        self.swept: list[Block] = []  # the heap that is being moved into `order`
-        self.clearing: list[Block] = []  # leaves that a clear has come to: in no heap, and about to go
-        self.stale = 0  # entries of these whose blocks have gone
+        self.swept: list[Block] = []  # the heap being moved into `order`
+        self.clearing: list[Block] = []  # leaves that a clear is about to remove; in no heap
+        self.stale = 0  # entries of these three whose blocks were removed
 
     def enter(self, block: Block) -> None:
-        """Let `block` stand in the order if it may go and does not stand there yet."""
+        """Add `block` to the order if it may be evicted and is not in the order yet."""
         if block.queued == UNQUEUED and block.child is None and not block.pins and block.parent is not None:
             block.queued = block.tick
             heapq.heappush(self.order, block)
 
     def leave(self, block: Block) -> None:
-        """Note that `block` has gone: no lookup finds it again, nor does the order."""
+        """Mark `block` as removed; its entry in the order, if any, is stale."""
         block.pins = GONE
         if block.queued > UNQUEUED:
             self.stale += 1
             self._sweep()
 
     def pop_coldest(self) -> Block | None:
-        """Return the leaf whose last use, its own or a gone descendant's, is longest ago, out of the order, or None."""
+        """Remove from the order, and return, the leaf least recently used, itself or by a removed descendant; or
+        None."""
         while True:
             if self.stale:
                 self._sweep()
@@ -183,13 +183,13 @@ class Account:
                 return block
 
     def begin_to_clear(self) -> None:
-        """Let `pop_clearing` return all that stand in the order now."""
+        """Let `pop_clearing` return all leaves that are in the order now."""
         self.clearing += self.order
         self.clearing += self.swept
         self.order, self.swept = [], []
 
     def pop_clearing(self) -> Block | None:
-        """Return one of the leaves that a clear has come to, or None."""
+        """Return one of the leaves to clear, or None."""
         while self.clearing:
             block = self.clearing.pop()
             if block.pins == GONE:
@@ -201,15 +201,15 @@ class Account:
         return None
 
     def entries(self) -> list[Block]:
-        """Return the entries of the order, stale ones among them."""
+        """Return the entries of the order, including stale ones."""
         return self.order + self.swept + self.clearing
 
     def clear(self) -> None:
-        """Let go of the order's entries."""
+        """Drop all entries of the order."""
         self.order, self.swept, self.clearing, self.stale = [], [], [], 0
 
     def _sweep(self) -> None:
-        """Begin to move the order over where a third of it is stale; go on with it where that has begun."""
+        """Start to move the order to a new heap if a third of it is stale, or continue to move it."""
         if not self.swept:
             if self.stale <= SPARE // 2 + len(self.order) // 3:
                 return
@@ -226,12 +226,12 @@ TAG_BYTES = 5
 
 
 def tag(namespace: int, group: int) -> bytes:
-    """Return what makes a hash of the group a name that no other group of the daemon has."""
+    """Return the suffix that makes a hash of the group unique within the daemon."""
     return namespace.to_bytes(4, "little") + bytes([group])
 
 
 def tagged(name: bytes) -> int:
-    """Return the number of the namespace whose tag ends the name."""
+    """Return the number of the namespace in the tag at the end of the name."""
     return int.from_bytes(name[-TAG_BYTES:-1], "little")
 
 
@@ -260,22 +260,21 @@ class Group:
         self.root = Block(UNQUEUED, 0, b"", b"", Account("", self))
 
     def forget(self) -> None:
-        """Let go of what refers back, once nobody asks for it: the garbage collector does not look for circles that
-        lead through blocks."""
+        """Drop the reference that forms a cycle: the garbage collector does not find cycles through blocks."""
         del self.root
 
     def prefix(self, hashes: Sequence[bytes]) -> list[Block]:
         """Return the blocks of the longest visible prefix. O(hits)."""
         found: list[Block] = []
         try:
-            # extend() keeps what it took before the first miss raises, and never looks past it.
+            # extend() keeps the items from before the first miss, which raises, and never looks beyond it.
             found.extend(map(self.visible.__getitem__, hashes))
         except KeyError:
             return found
         return found
 
     def pending_after(self, hashes: Sequence[bytes], hits: int) -> int:
-        """Return how many blocks follow the first `hits` without a gap, visible or soon to be: MOST_PENDING at most."""
+        """Return how many visible or pending blocks follow the first `hits` without a gap, at most MOST_PENDING."""
         if not self.pending or hits == len(hashes):
             return 0
         end, most = hits, min(len(hashes), hits + MOST_PENDING)
@@ -284,7 +283,7 @@ class Group:
         return end - hits
 
     def show(self, block: Block, waiting: list[Block]) -> None:
-        """Make a READY block visible whose parent is; its READY children go into `waiting`."""
+        """Make a READY block with a visible parent visible; add its READY children to `waiting`."""
         pending = self.pending
         del pending[block.hash]
         self.visible[block.hash] = block
@@ -298,7 +297,7 @@ class Group:
             child = child.next
 
     def remove(self, block: Block) -> bool:
-        """Forget a block without children; return whether lookups found it. Its parent inherits its last use."""
+        """Remove a block without children; return whether lookups found it. Its parent inherits its last use."""
         trusted = self.trusts(block)
         if trusted:
             del self.visible[block.hash]
@@ -317,11 +316,11 @@ class Group:
         return not block.pins and block.child is None and block.visible and block.parent is not None
 
     def reaches(self, parent: Block) -> bool:
-        """Whether lookups find what hangs below `parent` once it is READY."""
+        """Whether lookups find a child of `parent` once it is READY."""
         return self.visible.get(parent.hash) is parent or parent is self.root
 
     def trusts(self, block: Block) -> bool:
-        """Whether lookups find it. What is distrusted may stand in the tree yet: its slot is being read."""
+        """Whether lookups find it. A distrusted block may still be in the tree, because its slot is being read."""
         return self.visible.get(block.hash) is block
 
 
@@ -329,12 +328,12 @@ KINDS = {"full": Group}  # by `GroupSpec.kind`: another kind is another class wi
 
 
 class Grant:
-    """One WRITING slot of a reservation: which shards are settled, and what became of it.
+    """One WRITING slot of a reservation, which of its shards are settled, and the outcome.
 
-        pending --- last shard settles ---> ready          all committed, nobody took its place
+        pending --- last shard settles ---> ready          all committed, and not superseded
                                       +---> given back     `verdict` says why
 
-    `verdict` is None, or the Verdict for which the block cannot become visible any more.
+    `verdict` is None, or the Verdict that says why the block cannot become visible.
     """
 
     __slots__ = (
@@ -349,14 +348,14 @@ class Grant:
         self.row = extent.rows + slot * SLOT_ROW  # the byte offset of the slot's row
         self.reservation = reservation
         self.settled = 0  # bit set of shards
-        self.claimed = 0  # those that have failed, and are settled once all below the block is doomed
+        self.claimed = 0  # failed shards, which are settled once all blocks below are doomed
         self.ready = False
         self.verdict: Verdict | None = None
-        self.tainted_until = 0.0  # the end of the quarantine that a dead writer asks for
+        self.tainted_until = 0.0  # the end of the quarantine after a dead writer
 
     @property
     def taken(self) -> int:
-        """The shards that nobody can settle any more."""
+        """The shards that can no longer be settled."""
         return self.settled | self.claimed
 
     @property
@@ -367,8 +366,8 @@ class Grant:
 class Reservation:
     """The grants of one Reserve. `writers[shard]` is the session that may write that shard.
 
-    `writers_number` stands for `writers` in the slots' rows. `complete` is false while it is being granted: nobody may
-    settle it yet.
+    `writers_number` stands for `writers` in slots' rows. `complete` is false while blocks are being granted: it cannot
+    be settled yet.
     """
 
     __slots__ = (
@@ -390,21 +389,21 @@ class Reservation:
 
     @property
     def state(self) -> str:
-        """As states.RESERVATION has it."""
+        """The state, as in states.RESERVATION."""
         if not self.complete:
             return "granting"
         return "open" if self.unsettled else "settled"
 
 
 class Holds:
-    """Blocks that long work keeps between two of its slices, by what that work is."""
+    """Blocks that long work keeps pinned between two of its slices, by the object that does the work."""
 
     def __init__(self) -> None:
         self.blocks: dict[object, Block] = {}
 
     @contextlib.contextmanager
     def hold(self, work: object, block: Block) -> Iterator[None]:
-        """Pin `block`, and with it all above it."""
+        """Pin `block`, and so all above it."""
         block.pins += 1
         self.blocks[work] = block
         try:

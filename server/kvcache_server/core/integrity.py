@@ -1,7 +1,7 @@
 """The invariants of the cache's state, checked. Pure.
 
-`check_integrity` looks at everything at one instant, and so knows the sums over all blocks, too; a million of them take
-some seconds. `audit` looks at one part after the other, in slices, while others go on.
+`check_integrity` checks everything at once, including sums over all blocks; a million blocks take some seconds. `audit`
+checks one part after the other, in slices, while requests are served.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from kvcache_server.core.extent import Extent
 from kvcache_server.core.index import GONE, HIDDEN, SPARE, UNQUEUED, Block, Group
 from kvcache_server.core.slices import LOOK, STEP, Steps, finish
 
-_FEW = 10_000  # microseconds that the whole may take, where somebody waits meanwhile
-_SUMMED = 4 * LOOK  # slots that are added up at one instant, in some milliseconds
+_FEW = 10_000  # microseconds that the whole check may take while requests wait
+_SUMMED = 4 * LOOK  # slots that are added up at once, in some milliseconds
 
 
 def check_integrity(cache: Cache) -> None:
-    """Raise AssertionError, which names what is broken, unless all invariants hold. O(blocks)."""
+    """Raise AssertionError, naming what is broken, unless all invariants hold. O(blocks)."""
     pins: dict[int, int] = {}
     for session in cache.sessions.values():
         for lease in session.leases.values():
@@ -109,7 +109,7 @@ def _check_all_slots(cache: Cache, living: dict[int, Block]) -> None:
         assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"
         assert extent.used == len(extent.blocks) - len(vacant) and len(vacant) == len(extent.vacant)
     empty = {index: extent for index, extent in cache.pool.extents.items() if not extent.used}
-    assert cache.pool.empty == empty, "extents that are empty, or not, and nobody knows"
+    assert cache.pool.empty == empty, "the list of empty extents is wrong"
     survey, quarantine = finish(cache.pool.surveying()), cache.pool.quarantine.bytes
     assert survey.used == quarantine + cache.eviction.fair_share.used, "slots without account"
     assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"
@@ -121,13 +121,13 @@ def _check_all_slots(cache: Cache, living: dict[int, Block]) -> None:
 
 
 def takes_long(cache: Cache) -> bool:
-    """Whether to look at all at one instant takes longer than a request may."""
+    """Whether `check_integrity` would take longer than a request may."""
     blocks = sum(len(group.visible) for namespace in cache.namespaces.values() for group in namespace.groups)
     return 8 * blocks + sum(len(extent.blocks) for extent in cache.pool.extents.values()) > _FEW
 
 
 def audit(cache: Cache) -> Steps[None]:
-    """Raise AssertionError, naming what is broken, unless each part is sound when it is looked at."""
+    """Raise AssertionError, naming what is broken, unless each part is consistent when it is checked."""
     for session in list(cache.sessions.values()):
         for lease in session.leases.values():
             assert lease.block.visible and lease.block.pins > 0, "a lease on a block that is not visible"
@@ -149,12 +149,12 @@ def audit(cache: Cache) -> Steps[None]:
             if slot % STEP == 0:
                 yield
             if cache.pool.extents.get(extent.index) is not extent:
-                break  # it was given up meanwhile
+                break  # it was removed in the meantime
             _check_slot(cache, extent, slot)
 
 
 def _check_extent(cache: Cache, extent: Extent[Block]) -> None:
-    """Look at an extent's sums. Of too many slots, each is looked at alone: see `_check_slot`."""
+    """Check an extent's sums. With too many slots, only `_check_slot` checks them, one by one."""
     blocks = extent.blocks
     if len(blocks) > _SUMMED:
         return

@@ -1,4 +1,4 @@
-"""What becomes of blocks that hold other bytes than were stored: lookups find them no more. Pure."""
+"""Invalidation of blocks that contain other bytes than were stored: lookups stop finding them. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COUNTERS = {Finding.CORRUPT: "blocks_corrupt", Finding.DIFFERENT: "canary_misma
 class Invalidation:
     """Forgets blocks that engines found to be wrong.
 
-    Attributes: `waiting` are blocks that are about to be forgotten, whose ancestors among them are already.
+    Attributes: `waiting` are blocks that are about to be forgotten, because a block above them was.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Invalidation:
         self._counters, self._effects = counters, effects
 
     def distrust(self, session: Session, request: Distrust) -> Steps[Distrusted]:
-        """Forget the blocks that `request` names, with all below them, and say who stored them.
+        """Forget the blocks named in `request` and all below them, and report which engine stored them.
 
-        Raises UnknownHandle for another region, BadArgument for what names no slots, shard or finding.
+        Raises UnknownHandle for another region, BadArgument for malformed references or an unknown finding.
         """
         if request.region != self._pool.geometry.region_id:
             raise UnknownHandle("the slots belong to another region")
@@ -64,13 +64,13 @@ class Invalidation:
                 stored_by.append(("", 0))
                 continue
             stored_by.append(self._writer(writers, block, request.shard))
-            if block.account.group.trusts(block):  # else somebody else was faster
+            if block.account.group.trusts(block):  # else it was already distrusted
                 self._counters[_COUNTERS[finding]] += 1
                 forgotten += yield from self._forget(block, finding.name.lower())
         return Distrusted(request.id, forgotten, stored_by)
 
     def _writer(self, writers: Mapping[int, Sequence[int]], block: Block, shard: int) -> tuple[str, int]:
-        """Return the engine, and the session that wrote the shard; where that has ended, the one that reserved."""
+        """Return the engine, and the session that wrote the shard; if that has ended, the session that reserved it."""
         row = self._rows.read_row(self._pool.row(*self._pool.locate(block)))
         if row is None:
             return block.account.engine, 0
@@ -80,12 +80,13 @@ class Invalidation:
         return block.account.engine, row.body.owner
 
     def _forget(self, top: Block, cause: str) -> Steps[int]:
-        """Let no lookup find the block, nor any below it; return how many lookups found before.
+        """Hide the block and all below it from lookups; return how many blocks lookups found before.
 
-        What is being written below it is orphaned. What is leased, or may be as long as engines of before a restart are
-        awaited, stays where it is in the tree, and so keeps what is leased above it; it is the first to be evicted.
+        Blocks below it that are being written are orphaned. Blocks that are leased, or that may be leased as long as
+        engines have not restated their leases after a restart, stay in the tree, and so keep leased blocks above them;
+        they are the first to be evicted.
 
-        The block goes first: the next daemon shall find none of them, and this one least of all.
+        The block itself goes first: the next daemon must find none of them, and this one least of all.
         """
         group, forgotten, done = top.account.group, 0, 0
         waiting, below = [top], []

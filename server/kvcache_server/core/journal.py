@@ -1,7 +1,7 @@
-"""What the state file keeps so that the next daemon can read the region's rows. Pure.
+"""The records of the state file, which allow the next daemon to read the region's rows. Pure.
 
-A row names its namespace, engine, session and writers by number. A record says what a number means, or that it means
-nothing any more; the manifest is the sum of the records. Neither the region nor its manifest is of use without the
+A row refers to its namespace, engine, session and writers by number. A record says what a number means, or that it is
+no longer used. The manifest is the result of all records. Neither the region nor its manifest is of use without the
 other.
 """
 
@@ -22,7 +22,7 @@ MAX_RECORD = 1 << 20
 
 
 class Began(msgspec.Struct, tag="began", array_like=True, frozen=True):
-    """A daemon has started. `last` are the last numbers of namespaces, engines, sessions and tuples of writers."""
+    """A daemon has started. `last` has the last numbers of namespaces, engines, sessions and tuples of writers."""
 
     region: bytes
     epoch: int
@@ -49,9 +49,11 @@ class EngineForgotten(msgspec.Struct, tag="engine-gone", array_like=True, frozen
 
 
 class SessionOpened(msgspec.Struct, tag="session", array_like=True, frozen=True):
-    """`file` names the session file, which its client keeps locked; a later record of the number replaces this one.
+    """`file` is the name of the session file, which the client keeps locked. A later record of a session replaces this
+    one.
 
-    A resumed session's client may not have heard of it yet: it holds the `former` file and comes by that token.
+    The client of a resumed session may not have received its new token and file yet: then it still holds the `former`
+    file and uses the `former` token.
     """
 
     number: int
@@ -61,11 +63,11 @@ class SessionOpened(msgspec.Struct, tag="session", array_like=True, frozen=True)
     file: str
     former_token: bytes = b""
     former_file: str = ""
-    user: int = -1  # a daemon of 0.1 has not noted it
+    user: int = -1  # unknown in records of 0.1
 
     @property
     def files(self) -> list[str]:
-        """The files of which one is locked while the client lives."""
+        """The files, one of which is locked while the client lives."""
         return [name for name in (self.file, self.former_file) if name]
 
 
@@ -74,20 +76,20 @@ class SessionEnded(msgspec.Struct, tag="session-gone", array_like=True, frozen=T
 
 
 class WritersNumbered(msgspec.Struct, tag="crew", array_like=True, frozen=True):
-    """`writers[shard]` is the session that writes that shard. Forgotten with the last of these sessions."""
+    """`writers[shard]` is the session that writes that shard. Forgotten when the last of these sessions has ended."""
 
     number: int
     writers: tuple[int, ...]
 
 
 class Resized(msgspec.Struct, tag="resized", array_like=True, frozen=True):
-    """The pool is to have so many bytes."""
+    """A size of `bytes` was requested for the pool."""
 
     bytes: int
 
 
 class ExtentRetired(msgspec.Struct, tag="extent-gone", array_like=True, frozen=True):
-    """The extent's memory is the host's again."""
+    """The extent's memory was returned to the host."""
 
     index: int
 
@@ -109,7 +111,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Manifest:
-    """What the records add up to."""
+    """The result of all records."""
 
     def __init__(self, region: bytes, epoch: int = 1) -> None:
         self.region = region
@@ -118,12 +120,12 @@ class Manifest:
         self.engines: dict[int, str] = {}
         self.sessions: dict[int, SessionOpened] = {}
         self.writers: dict[int, tuple[int, ...]] = {}
-        self.wanted = 0  # bytes of the pool after a resize; 0: all
+        self.wanted = 0  # requested size of the pool in bytes; 0: the whole region
         self.retired: set[int] = set()
         self.last_namespace = self.last_engine = self.last_session = self.last_writers = 0
 
     def apply(self, record: Record) -> None:
-        """Note one change."""
+        """Apply one record."""
         match record:
             case Began():
                 self.region, self.epoch = record.region, record.epoch
@@ -157,7 +159,7 @@ class Manifest:
                 self.retired.add(record.index)
 
     def records(self, daemon: str = "") -> Iterator[Record]:
-        """Yield the fewest records that add up to this manifest."""
+        """Yield the fewest records that result in this manifest."""
         last = (self.last_namespace, self.last_engine, self.last_session, self.last_writers)
         yield Began(self.region, self.epoch, last, daemon)
         for number, spec in self.namespaces.items():
@@ -173,19 +175,19 @@ class Manifest:
 
 
 def pack(record: Record) -> bytes:
-    """Return the record as it stands in the file."""
+    """Return the record's bytes in the file."""
     packed = _encoder.encode(record)
     return _HEAD.pack(len(packed), zlib.crc32(packed)) + packed
 
 
 def read(data: bytes) -> Manifest:
-    """Return the manifest that `data`, a whole state file, adds up to.
+    """Return the manifest in `data`, the content of a state file.
 
-    A record at the end that a killed daemon did not finish is left out: nobody was told of it. Raises RegionError where
-    it is no state file, or is torn before its end.
+    An incomplete record at the end, left by a killed daemon, is ignored: no client was told about it. Raises
+    RegionError if it is not a state file, or is damaged before its end.
     """
     if not data.startswith(MAGIC):
-        raise RegionError("no state file: the magic is missing")
+        raise RegionError("not a state file: the magic number is missing")
     manifest, at = Manifest(b"", 0), len(MAGIC)
     while len(data) - at >= _HEAD.size:
         length, checksum = _HEAD.unpack_from(data, at)
@@ -201,5 +203,5 @@ def read(data: bytes) -> Manifest:
             raise RegionError(f"state file of another version: the record at byte {at}: {error}") from None
         at = end
     if not manifest.epoch:
-        raise RegionError("torn state file: it does not say which region it belongs to")
+        raise RegionError("torn state file: it does not name its region")
     return manifest

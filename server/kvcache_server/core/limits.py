@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-OPERATOR = "kvcache-server"  # the engine that a command is, where it says nothing else; some sessions are kept for it
+OPERATOR = "kvcache-server"  # the engine id of commands by default; some sessions are reserved for it
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Bounds of the state machine. Times are seconds, quotas and floors are parts of the pool."""
+    """Bounds of the state machine. Times are in seconds; quotas, floors and ceilings are fractions of the pool."""
 
     pin_quota: float = 0.25
     write_quota: float = 0.5
@@ -30,10 +30,10 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def user_namespaces(self) -> int:
-        """How many of the namespaces that there are one user may have made."""
+        """How many of the existing namespaces one user may have created."""
         return self.max_user_namespaces or _most_of(self.max_namespaces)
 
 
 def _most_of(count: int) -> int:
-    """Return what one user may have of what all share, where nothing is configured: the others find an eighth."""
+    """Return one user's default share of a limit: an eighth is left for the others."""
     return count - count // 8

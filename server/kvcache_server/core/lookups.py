@@ -1,4 +1,4 @@
-"""Lookups and leases: what an engine may read, and for how long. Pure."""
+"""Lookups, and the leases on what they find. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.core.slices import LOOK, STEP, Steps, begin
 
-MOST_RESTATED = 1 << 17  # blocks looked at for one restate
+MOST_RESTATED = 1 << 17  # blocks examined per restate
 
 
 class Lookups:
@@ -32,8 +32,8 @@ class Lookups:
         refusals: Counter[str],
     ) -> None:
         self.last = 0
-        self._retracted = 0  # times that blocks were found to be wrong
-        self.checksums: Checksums | None = None  # given by who has a place for them
+        self._retracted = 0  # how often blocks were invalidated
+        self.checksums: Checksums | None = None  # set if there is a file for them
         self._pool, self._eviction, self._holds = pool, eviction, holds
         self._counters, self._refusals = counters, refusals
         self.set_limits(limits)
@@ -47,7 +47,7 @@ class Lookups:
     def acquire(self, session: Session, request: m.Acquire, now: float) -> m.Acquired | Steps[m.Acquired]:
         """Answer with the longest visible prefix, under a lease if `request.pin`.
 
-        Raises UnknownHandle, BadArgument; nothing has changed then.
+        Raises UnknownHandle, BadArgument; then nothing has changed.
         """
         namespace, group = session.group(request.namespace, request.group)
         hashes = request.hashes
@@ -64,10 +64,10 @@ class Lookups:
     def _long_prefix(self, session: Session, group: Group, hashes: Sequence[bytes]) -> Steps[list[Block]]:
         """Return the blocks of the longest visible prefix, found in slices.
 
-        Raises BadArgument for hashes of another length, or too many, UnknownHandle where the session leaves meanwhile.
+        Between two slices the last block found is pinned, which keeps the blocks above it. If blocks are distrusted in
+        the meantime, the search starts over, because they may be among those found.
 
-        The last block found is pinned between two slices, and keeps those above it. Where blocks are distrusted
-        meanwhile, the search starts over: they may be among those found.
+        Raises BadArgument for too many hashes or a wrong length, UnknownHandle if the session leaves in the meantime.
         """
         check_hashes(hashes, group.hash_bytes)
         yield
@@ -86,7 +86,7 @@ class Lookups:
                 found, retracted = [], self._retracted
 
     def start_over(self) -> None:
-        """Have lookups under way start over: what they have found may be wrong."""
+        """Make lookups in progress start over: blocks that they have found may be wrong."""
         self._retracted += 1
 
     def _answer(
@@ -96,7 +96,7 @@ class Lookups:
         hits = len(found)
         if hits < len(hashes):
             missed = hashes[hits:]
-            if len(hashes) <= LOOK:  # else they are checked
+            if len(hashes) <= LOOK:  # longer ones are checked already
                 check_hashes(missed, group.hash_bytes)
             self._eviction.missed(group, missed)
         engine = session.engine
@@ -104,7 +104,7 @@ class Lookups:
         namespace.requested_blocks += len(hashes)
         self._counters["blocks_requested"] += len(hashes)
         if hits and engine.writers[request.namespace] is None:
-            # A rank that has not mapped the region could not load what its scheduler is offered.
+            # A rank that has not mapped the region could not load the blocks that its scheduler is offered.
             self._counters["ranks_missing"] += 1
             hits = 0
         pending = group.pending_after(hashes, hits) if hits == len(found) else 0
@@ -137,7 +137,7 @@ class Lookups:
         return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums)
 
     def release(self, session: Session, request: m.Release, now: float) -> None:
-        """End the leases that the session has; count the others."""
+        """End the session's leases named in `request`; count unknown ones."""
         unknown = 0
         for lease in request.leases:
             if lease in session.leases:
@@ -150,16 +150,16 @@ class Lookups:
     # After a restart.
 
     def begin_to_restate(self, session: Session) -> None:
-        """Raise NotPermitted for a session that has nothing to restate. Nothing has changed then."""
+        """Raise NotPermitted if the session has nothing to restate; then nothing has changed."""
         if not session.may_restate:
             raise NotPermitted(f"session {session.id} has nothing to restate: it has not resumed since it last did")
         session.may_restate = False
 
     def restate(self, session: Session, request: m.Restate) -> Steps[list[int]]:
-        """Take back the leases that a session which has resumed says it holds; return the numbers of those lost.
+        """Restore the leases that a resumed session reports to hold; return the numbers of those that are lost.
 
-        It gets no more than it could have asked for: leases beyond `max_leases` and the pin quota are lost, as those
-        are whose blocks are gone.
+        The limits of new leases apply: leases beyond `max_leases` or the pin quota are lost, as are leases whose blocks
+        are gone.
         """
         session.check_connected()
         lost = []
@@ -168,7 +168,7 @@ class Lookups:
         for done, lease in enumerate(there, 1):
             if done % STEP == 0:
                 yield
-            if lease.block.pins != GONE:  # else it has ended meanwhile
+            if lease.block.pins != GONE:  # otherwise it has ended in the meantime
                 yield from chains.add(lease.block, 1 << 62)
         for done, (number, ref) in enumerate(request.leases, 1):
             if done % STEP == 0:
@@ -193,19 +193,20 @@ class Lookups:
 
 
 class _Chains:
-    """The distinct blocks that leases pin together: one walk says what more may be pinned beside them."""
+    """The distinct blocks that leases pin together, to find out how much more may be pinned."""
 
     def __init__(self, holds: Holds) -> None:
         self._holds = holds
-        self._lengths: dict[int, int] = {}  # of the chain that ends in a block, by the block's identity
-        self._counted: list[Block] = []  # those blocks: as long as they are held here, no other has their identities
+        self._lengths: dict[int, int] = {}  # of the chain that ends in a block, by the block's id()
+        self._counted: list[Block] = []  # those blocks: while they are referenced here, no other has their id()
         self._bytes, self._left = 0, MOST_RESTATED
         self._looks = 0
 
     def add(self, block: Block, quota: int) -> Steps[int]:
-        """Count the chain that ends in `block` and return its length; 0, uncounted, where all exceed `quota` bytes.
+        """Count the chain that ends in `block` and return its length. If the total exceeds `quota` bytes, return 0 and
+        do not count it.
 
-        The block is pinned meanwhile, and keeps those above it.
+        The block is pinned in the meantime, which keeps the blocks above it.
         """
         with self._holds.hold(self, block):
             return (yield from self._add(block, quota))

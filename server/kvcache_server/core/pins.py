@@ -1,13 +1,14 @@
-"""What one engine's leases pin, against its quota. Pure.
+"""How many bytes one engine's leases pin, for its quota. Pure.
 
-A lease counts with all blocks of its chain, so that a prefix that many leases share counts once per lease: an upper
-bound, which costs an addition. Only where it exceeds the quota are shared blocks told apart. Then chains are covered: a
-covered block has a Cover and counts once, however many leases are on it or below it, and a lease counts with what of
-its chain is not covered. The covered blocks of a chain are always its first ones, so that a new lease finds by
-bisection what it adds.
+A lease counts with all blocks of its chain. A prefix shared by several leases counts once per lease: an upper bound
+that costs one addition. Shared blocks are only deduplicated when this bound exceeds the quota. Then chains are covered:
+a covered block has a Cover and counts once, regardless of how many leases are on it or below it, and a lease counts
+only with the uncovered blocks of its chain. The covered blocks of a chain are always its first ones, so a new lease
+finds by bisection how much it adds.
 
-To cover a chain, and to uncover what nobody holds any more, takes time for each block. It is done in slices: `fit` and
-`uncover` take so many steps and go on where the last call ended. Until then `bytes` is too large, never too small.
+Covering a chain, and uncovering blocks that no lease holds any more, takes time per block. It is done in slices: `fit`
+and `uncover` take a bounded number of steps and continue where the last call ended. Until then `bytes` is too large,
+never too small.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ import msgspec
 
 from kvcache_server.core.index import Block
 
-STEPS = 4096  # of one request or tick: a millisecond or two
+STEPS = 4096  # per request or tick: one or two milliseconds
 
 
 class Cover(msgspec.Struct, gc=False):
-    """A covered block. There may be as many as blocks are pinned: no GC header, and parents are named by key.
+    """A covered block. There may be one per pinned block: no GC header, and parents are referred to by key.
 
-    `count` says who holds it: the leases that it is the last covered block of, its covered children, and those of both
-    that have not let go of it yet.
+    `count` is the number of its holders: leases whose last covered block it is, its covered children, and those former
+    leases and children whose hold has not been released yet.
     """
 
-    block: Block  # as long as it is held here, no other block has its id()
+    block: Block  # while it is referenced here, no other block has its id()
     parent: int  # the key of the covered block above it, 0 for none
     count: int = 1
 
 
 class Lease(msgspec.Struct, gc=False):
-    """Pins `block` and with it the whole chain above it: an ancestor is no leaf, and only leaves are evicted.
+    """Pins `block`, and with it the chain above it: an ancestor is not a leaf, and only leaves are evicted.
 
-    `cover` is the key of the last covered block of the chain, 0 for none; `bytes` are those of the blocks below it.
+    `cover` is the key of the chain's last covered block, 0 for none; `bytes` is the size of the blocks below that.
     """
 
     block: Block
@@ -47,24 +48,24 @@ class Lease(msgspec.Struct, gc=False):
 
 
 class Pins:
-    """Attributes: `bytes`, at least as many as the engine's leases pin together; exact where all chains are covered."""
+    """Attributes: `bytes`, an upper bound of what the engine's leases pin together; exact if all chains are covered."""
 
     __slots__ = ("_climb", "_covers", "_loose", "_over", "bytes")
 
     def __init__(self) -> None:
         self.bytes = 0
         self._covers: dict[int, Cover] = {}  # the key is the id() of the block
-        self._loose: dict[int, Lease] = {}  # by number: the leases that have uncovered blocks
-        self._climb: tuple[int, list[Block]] = (0, [])  # the lease that is being covered: its uncovered blocks, upwards
-        self._over: list[int] = []  # keys of covers, each to be held once less
+        self._loose: dict[int, Lease] = {}  # by number: the leases with uncovered blocks
+        self._climb: tuple[int, list[Block]] = (0, [])  # the lease being covered, and its uncovered blocks, upwards
+        self._over: list[int] = []  # keys of covers that each lose one holder
 
     @property
     def settled(self) -> bool:
-        """Whether `uncover` has nothing to do."""
+        """Whether no block remains to be uncovered."""
         return not self._over
 
     def add(self, number: int, lease: Lease) -> None:
-        """Count a new lease. If it has a cover, `fit` has just found it."""
+        """Count a new lease. Its cover, if it has one, was returned by `fit` just now."""
         self.bytes += lease.bytes
         if lease.bytes:
             self._loose[number] = lease
@@ -72,17 +73,17 @@ class Pins:
             self._covers[lease.cover].count += 1
 
     def drop(self, number: int, lease: Lease) -> None:
-        """Count a lease no more. O(1): what it covered counts until it is uncovered by `uncover`."""
+        """Stop counting a lease. O(1): the blocks that it covered count until `uncover` gets to them."""
         self.bytes -= lease.bytes
         self._loose.pop(number, None)
         if lease.cover:
             self._over.append(lease.cover)
 
     def fit(self, found: Sequence[Block], quota: int) -> tuple[int, int, int]:
-        """Return how many blocks of `found`, a chain from its root on, may be pinned without exceeding `quota`.
+        """Return how many blocks of `found`, a chain from its root on, may be pinned within `quota` bytes.
 
-        With it, what a lease on the last of them is made of: its bytes and its cover. Takes STEPS steps at most. Where
-        they do not suffice, the answer may be too small, and the next call goes on.
+        Also returns the bytes and the cover of a lease on the last of them. Takes at most STEPS steps. If they do not
+        suffice, the count may be too small, and the next call continues.
         """
         covers, size = self._covers, found[0].account.group.slot_bytes
         steps = self.uncover(STEPS)
@@ -95,7 +96,7 @@ class Pins:
         return count, (count - covered) * size, id(found[covered - 1]) if covered else 0
 
     def uncover(self, steps: int) -> int:
-        """Uncover what no lease holds any more, one block a step, and return how many of the `steps` are left."""
+        """Uncover blocks that no lease holds any more, one per step, and return how many of the `steps` are left."""
         over = self._over
         while over and steps:
             steps -= 1
@@ -110,14 +111,14 @@ class Pins:
         return steps
 
     def _cover(self, steps: int) -> int:
-        """Cover the chain of a lease, or go on with one; return how many of the `steps` are left.
+        """Cover the chain of a lease, or continue with one; return how many of the `steps` are left.
 
-        A block takes two: one on the way up to what is covered, and one to cover it on the way down again.
+        Each block takes two steps: one on the way up to the covered part, and one to cover it on the way down.
         """
         covers, (number, path) = self._covers, self._climb
         lease = self._loose.get(number)
         if lease is None:
-            number, lease = self._loose.popitem()  # the latest: a dict looks for its first one among all that are gone
+            number, lease = self._loose.popitem()  # the latest: finding a dict's first entry scans deleted ones
             self._loose[number] = lease
             path = []
             self._climb = number, path
@@ -136,7 +137,7 @@ class Pins:
                 self._over.append(lease.cover)
         self.bytes += len(path) * size - lease.bytes
         while path and steps:
-            # It takes over the hold that the lease has on the block above it.
+            # The cover takes over the lease's hold on the block above.
             block = path.pop()
             covers[id(block)] = Cover(block, key)
             key = id(block)
@@ -148,7 +149,7 @@ class Pins:
         return max(steps - 1, 0)
 
     def check(self, leases: Sequence[Lease]) -> None:
-        """Raise AssertionError unless all adds up, given the engine's leases."""
+        """Raise AssertionError if the counts do not match the engine's leases."""
         covers = self._covers
         held = Counter([*(each.cover for each in leases), *(each.parent for each in covers.values()), *self._over])
         for key, cover in covers.items():
@@ -161,7 +162,7 @@ class Pins:
 
 
 def uncover_all(pins: Iterable[Pins]) -> None:
-    """Uncover what no lease of several engines holds any more, in at most STEPS steps together."""
+    """Uncover blocks that no lease holds any more, for several engines, in at most STEPS steps together."""
     steps = STEPS
     for each in pins:
         steps = each.uncover(steps)

@@ -1,8 +1,8 @@
 """Extents, slots and their free lists: which bytes of the region hold which block. Pure.
 
-An extent is cut into slots of one size on demand. An extent that has become empty stays as it was cut, so that a size
-that comes and goes does not pay for the cut each time, and is given to another size when no uncut one is left. Slots
-are laid out LOOK at a time, when those before them are taken: tiny blocks make millions of them in one extent.
+An extent is cut into slots of one size on demand. An extent that becomes empty stays cut, so that a size that comes and
+goes does not pay for the cut each time; it is given to another size when no uncut extent is left. Slots are laid out
+LOOK at a time, as the previous ones are taken: with tiny blocks, one extent has millions of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from kvcache_server.core.states import SETTLED
 
 
 class Survey(NamedTuple):
-    """Bytes of slots that are taken, of those that may be written still, of what is free, and of the largest free run
-    that a block could lie in."""
+    """In bytes: the taken slots, those that may still be written, the free space, and the largest block that fits."""
 
     used: int
     busy: int
@@ -32,19 +31,19 @@ class Survey(NamedTuple):
 
 
 class Pool:
-    """Hands out slots and takes them back. Generations never repeat within a region; ticks only grow."""
+    """Gives out slots and takes them back. Generations never repeat within a region; ticks only increase."""
 
     def __init__(self, rows: RegionRows, generation: int) -> None:
-        """`generation` is the last one given: a random one for a fresh region."""
+        """`generation` is the last one used; for a fresh region it is random."""
         self.rows = rows
         self.tick = 0
         self.geometry = rows.geometry
         self.generation = generation
         self.quarantine = Quarantine()
-        self.retired: set[int] = set()  # extents whose memory is the host's again
+        self.retired: set[int] = set()  # extents whose memory was returned to the host
         self._uncut = list(range(self.geometry.extents - 1, -1, -1))
-        self._roomy: dict[int, list[Extent[Block]]] = {}  # by slot size: extents that may have a vacant slot
-        self.empty: dict[int, Extent[Block]] = {}  # those in which nothing is
+        self._roomy: dict[int, list[Extent[Block]]] = {}  # by slot size: extents that may have vacant slots
+        self.empty: dict[int, Extent[Block]] = {}  # the extents without blocks
         self.extents: dict[int, Extent[Block]] = {}
 
     @property
@@ -60,7 +59,7 @@ class Pool:
         return len(self._uncut)
 
     def surveying(self) -> Steps[Survey]:
-        """Look at every extent; what changes between two slices may be counted twice, or not at all. O(extents)."""
+        """Add up all extents. What changes between two slices may be counted twice, or not at all. O(extents)."""
         used = busy = free = largest = 0
         empty = self.uncut
         for at, extent in enumerate(list(self.extents.values()), 1):
@@ -77,15 +76,15 @@ class Pool:
         return Survey(used, busy, free + self.uncut * self.extent_bytes, self.extent_bytes if empty else largest)
 
     def check_size(self, slot_bytes: int) -> None:
-        """Raise BadArgument where a slot of `slot_bytes` fits no extent."""
+        """Raise BadArgument if a slot of `slot_bytes` does not fit into an extent."""
         if slots_per_extent(self.extent_bytes, slot_bytes) < 1:
             raise BadArgument(
-                f"a block of {slot_bytes} bytes does not fit an extent of {self.extent_bytes} bytes "
+                f"a block of {slot_bytes} bytes does not fit into an extent of {self.extent_bytes} bytes "
                 f"(the region has {self.geometry.extents}): start the daemon with a larger size or extent size"
             )
 
     def take(self, slot_bytes: int) -> tuple[Extent[Block], int] | None:
-        """Return a vacant slot of that size, cutting an empty extent where none has room, or None."""
+        """Return a vacant slot of that size, or None. Cuts an empty extent if no other has room."""
         roomy = self._roomy.setdefault(slot_bytes, [])
         while roomy:
             extent = roomy[-1]
@@ -97,7 +96,7 @@ class Pool:
                 if not extent.vacant and len(extent.blocks) < extent.slots:
                     self._lay_out(extent)
                 elif not extent.vacant:
-                    roomy.pop()  # `give_back` enters it again: once, however often it fills and empties
+                    roomy.pop()  # `give_back` adds it again, once
                 return extent, slot
             roomy.pop()
         index = self._uncut.pop() if self._uncut else self._empty_extent(slot_bytes)
@@ -107,7 +106,7 @@ class Pool:
         return self.take(slot_bytes)
 
     def place(self, extent: Extent[Block], slot: int, block: Block) -> int:
-        """Let `block`, in use now, live in the slot under a new generation, which it returns."""
+        """Put `block` into the slot, as just used, under a new generation; return the generation."""
         self.generation = (self.generation + 1) & ((1 << 64) - 1)
         self.tick = block.tick = extent.newest = self.tick + 1
         extent.blocks[slot] = block
@@ -116,7 +115,7 @@ class Pool:
         return self.generation
 
     def give_back(self, extent: Extent[Block], slot: int) -> None:
-        """Make the slot FREE."""
+        """Free the slot."""
         self.rows.set_state(self.row(extent, slot), SETTLED)
         extent.blocks[slot] = None
         if not extent.vacant and not extent.closed:
@@ -127,7 +126,7 @@ class Pool:
             self.empty[extent.index] = extent
 
     def touch(self, block: Block) -> tuple[Extent[Block], int]:
-        """Note a use of `block`; return where it lives."""
+        """Record a use of `block`; return its extent and slot."""
         self.tick = block.tick = self.tick + 1
         extent, slot = self.locate(block)
         self.rows.set_tick(self.row(extent, slot), block.tick)
@@ -135,36 +134,36 @@ class Pool:
         return extent, slot
 
     def read(self, block: Block) -> None:
-        """Note that a lookup found `block`, and what is above it."""
+        """Record that a lookup found `block`, and the blocks above it."""
         extent, slot = self.touch(block)
         extent.read[slot] = 1
 
     def inherit(self, parent: Block, read: int) -> None:
-        """Note what `parent` has from a child that is gone: its tick, and whether it was `read`."""
+        """Store what `parent` inherits from a removed child: its tick, and whether it was `read`."""
         extent, slot = self.locate(parent)
         self.rows.set_tick(self.row(extent, slot), parent.tick)
         extent.read[slot] |= read
 
     def close(self, extent: Extent[Block]) -> None:
-        """Give none of its slots away until `open`."""
+        """Grant none of its slots until `open`."""
         extent.closed = True
         roomy = self._roomy[extent.slot_bytes]
         roomy[:] = [each for each in roomy if each is not extent]
 
     def open(self, extent: Extent[Block]) -> None:
-        """Take back `close`. Nothing is done where the extent has been cut anew."""
+        """Undo `close`. Does nothing if the extent has been cut again in the meantime."""
         if self.extents.get(extent.index) is extent:
             extent.closed = False
             if extent.vacant:
                 self._roomy[extent.slot_bytes].append(extent)
 
     def uncut_extent(self, extent: Extent[Block]) -> None:
-        """Give an empty extent up to whichever size asks next."""
+        """Make an empty extent available to any slot size."""
         del self.empty[extent.index], self.extents[extent.index]
         self._uncut.append(extent.index)
 
     def idle(self) -> int | None:
-        """Return an extent in which nothing is, the last one that nobody has cut if there is one, or None."""
+        """Return an empty extent, uncut, or None. Prefers the last one in the region."""
         if not self._uncut:
             if not self.empty:
                 return None
@@ -172,19 +171,19 @@ class Pool:
         return max(self._uncut)
 
     def retire(self, index: int) -> None:
-        """Give an idle extent up for good."""
+        """Remove an idle extent from the pool for good."""
         self._uncut.remove(index)
         self.rows.retire(index)
         self.retired.add(index)
 
     def locate(self, block: Block) -> tuple[Extent[Block], int]:
-        """Return the extent and the slot that `block` lives in."""
+        """Return the extent and the slot of `block`."""
         offset = int.from_bytes(block.ref[:8], "little")
         extent = self.extents[(offset - self.geometry.data_offset) // self.geometry.extent_bytes]
         return extent, (offset - extent.start) // extent.slot_bytes
 
     def find(self, ref: SlotRef) -> Block | None:
-        """Return the block that `ref` was given for, or None where it lives there no more."""
+        """Return the block that `ref` refers to, or None if the slot has another block now."""
         inside = ref.offset - self.geometry.data_offset
         extent = self.extents.get(inside // self.geometry.extent_bytes)
         if extent is None:
@@ -198,17 +197,19 @@ class Pool:
         return extent.rows + slot * SLOT_ROW
 
     def adopt(self, index: int, slot_bytes: int, generation: int, slots: int, laid_out: int) -> Extent[Block]:
-        """Take over an extent as an earlier daemon cut it; the caller fills `blocks` and counts who is busy."""
+        """Take over an extent as an earlier daemon cut it; the caller fills `blocks` and counts busy slots."""
         start = self.rows.extent_start(index)
-        rows = start + self.extent_bytes - slots * SLOT_ROW  # not as the row has it: engines could write there
+        rows = start + self.extent_bytes - slots * SLOT_ROW  # not from the row: engines could write there
         extent = self.extents[index] = Extent(index, start, slot_bytes, slots, rows, generation)
         extent.lay_out(laid_out)
         self.empty[index] = extent
         return extent
 
     def resume(self, generation: int, retired: Iterable[int] = ()) -> None:
-        """With all extents adopted and filled, go on after the last generation that an earlier daemon gave, without
-        those that it retired."""
+        """Continue after an earlier daemon, with all extents adopted and filled.
+
+        `generation` is the last one that it used, `retired` are the extents that it retired.
+        """
         self.generation = generation
         vacant = [index for index in range(self.geometry.extents - 1, -1, -1) if index not in self.extents]
         self.retired = set(retired) & set(vacant)
@@ -236,7 +237,7 @@ class Pool:
         return self.adopt(index, slot_bytes, self.generation, slots, LOOK)
 
     def _lay_out(self, extent: Extent[Block]) -> None:
-        """Lay some more slots out, if there are any."""
+        """Lay out more slots, if there are any."""
         first = extent.lay_out(LOOK)
         self.rows.clear(extent.index, extent.rows, first, len(extent.blocks))
 
@@ -249,7 +250,7 @@ class Pool:
 
 
 class Quarantine:
-    """Slots that a dead writer's DMA may still reach, until their time is over."""
+    """Slots that DMA of a dead writer may still reach, until a deadline each."""
 
     def __init__(self) -> None:
         self._slots: list[tuple[float, int, int, Extent[Block]]] = []
@@ -263,7 +264,7 @@ class Quarantine:
         heapq.heappush(self._slots, (until, extent.index, slot, extent))
 
     def over(self, now: float) -> Iterator[tuple[Extent[Block], int]]:
-        """Take out the slots whose time is over, one after the other."""
+        """Remove the slots whose deadline has passed, and yield them."""
         while self._slots and self._slots[0][0] <= now:
             _, _, slot, extent = heapq.heappop(self._slots)
             self.bytes -= extent.slot_bytes

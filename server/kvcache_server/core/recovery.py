@@ -1,11 +1,11 @@
-"""What the last daemon's cache was, read from the region's rows and the manifest of what their numbers mean. Pure.
+"""Reads the previous daemon's cache from the region's rows, and the manifest that explains their numbers. Pure.
 
-A daemon may have been killed between any two stores, so that each row is taken at its word: one whose checksum fails is
-FREE, for nobody was ever told of it. READY blocks are found again with their parents and their last use. A reservation
-goes on where its writers live, for they will settle it; the shards of writers that are gone are dead.
+A daemon may have been killed between any two stores, so each row is judged on its own. A row with a wrong checksum is
+FREE: no client was told about its block. READY blocks are restored with their parents and last use. A reservation
+continues if its writers live, because they will settle it; the shards of dead writers are dead.
 
-There may be millions of rows: what is done with each is done by numpy, or by one pass of a loop. restore.py makes a
-cache of what is found here.
+There may be millions of rows, so numpy, or one pass of a loop, processes them. restore.py builds a cache from the
+result.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Cut(NamedTuple):
-    """An extent as its row says."""
+    """An extent as described by its row."""
 
     number: int
     slot_bytes: int
     generation: int
     rows: int
     slots: int
-    cleared: int  # of the slots, from the first one on: no row behind them was ever written
+    cleared: int  # of the slots, the first ones; no later row was ever written
 
 
 def _cuts(rows: RegionRows) -> Iterator[Cut]:
-    """Yield the extents that are cut; one whose row was being written is not, nor does it hold a block."""
+    """Yield the extents that are cut. An extent whose row was incomplete contains no blocks and is left out."""
     size = rows.geometry.extent_bytes
     for index in range(rows.geometry.extents):
         slot_bytes, generation, at, slots = rows.extent_row(index)
@@ -70,20 +70,20 @@ def _cuts(rows: RegionRows) -> Iterator[Cut]:
 
 
 class Snapshot:
-    """One reading of the rows, which also mends them. All arrays have an entry for each row that is not FREE.
+    """The content of the rows, which it also repairs. All arrays have one entry per row that is not FREE.
 
     Attributes:
-        cuts: the extents that have such rows; `extent` has positions in it.
-        groups: number of the namespace and of the group; None where nobody knows it. `code` has positions in it.
-        parent: the parent's position; one beyond the last for a root, two beyond where there is none.
-        visible: what lookups will find.
-        pending: positions of what will become visible or may, parents first.
-        known: whether the row names a group and an engine that there are.
-        last: the last generation that was given.
+        cuts: the extents with such rows; `extent` has positions in this list.
+        groups: numbers of namespace and group, None if unknown; `code` has positions in this list.
+        parent: the position of the parent; one beyond the last for a root, two beyond for none.
+        visible: whether lookups will find the block.
+        pending: positions of blocks that may become visible, parents first.
+        known: whether the row names an existing group and engine.
+        last: the last generation that was used.
     """
 
     def __init__(self, rows: RegionRows, manifest: Manifest, living: Set[int]) -> None:
-        """`living` are the sessions of the manifest whose files are locked: they may be writing, and may come back."""
+        """`living` are sessions of the manifest with locked files: they may be writing, and may come back."""
         self.rows, self.manifest, self.living = rows, manifest, frozenset(living)
         self.counters: Counter[str] = Counter()
         self.groups: list[tuple[int, int] | None] = []
@@ -98,7 +98,7 @@ class Snapshot:
         self._find_pending()
 
     def doomed(self) -> list[int]:
-        """Return the positions of slots that nobody may use until their writers have settled."""
+        """Return the positions of slots that may not be used until their writers have settled."""
         return [int(position) for position in np.flatnonzero(self.state == DOOMED)]
 
     def hash(self, position: int) -> bytes:
@@ -106,7 +106,7 @@ class Snapshot:
         return bytes(row["hash"].tobytes()[: int(row["hash_bytes"])])
 
     def shards(self, position: int) -> int:
-        """Return the bit set of all shards of the row's block."""
+        """Return all shards of the row's block as a bit set."""
         return (1 << self._shard_count[int(self.code[position])]) - 1
 
     def writers(self, position: int) -> tuple[int, ...]:
@@ -114,12 +114,12 @@ class Snapshot:
         return self.manifest.writers.get(int(self.row["writers"][position]), (0,) * shards)
 
     def dead(self, position: int) -> int:
-        """Return the bit set of the unsettled shards whose writers are gone."""
+        """Return the unsettled shards with dead writers as a bit set."""
         settled = int(self.row["settled"][position])
         gone = sum(1 << shard for shard, writer in enumerate(self.writers(position)) if writer not in self.living)
         return gone & ~settled & self.shards(position)
 
-    # What the rows say.
+    # Steps.
 
     def _read(self) -> None:
         cuts = list(_cuts(self.rows))
@@ -132,16 +132,16 @@ class Snapshot:
         counts = [len(used) for used in taken if len(used)]
         self.extent: Ints = np.repeat(np.arange(len(counts)), counts)  # position in `cuts`
         self.slot: Ints = np.concatenate([used for used in taken if len(used)] or [np.zeros(0, np.int64)])
-        # Whole, for what lies between the fields is under the checksum, too, and numpy copies fields alone.
+        # Whole rows, because the checksum includes the bytes between fields, and numpy copies only fields.
         rows = [view.view(f"V{SLOT_ROW}")[used] for view, used in zip(views, taken, strict=True) if len(used)]
         self.raw: npt.NDArray[Any] = np.concatenate([np.zeros(0, f"V{SLOT_ROW}"), *rows])
         self.row: npt.NDArray[Any] = self.raw.view(_ROW)
         self.state: Ints = self.row["state"].astype(np.int64)
-        # Not under the checksum; 0 and below have a meaning of their own in the order of eviction.
+        # Not covered by the checksum; values below 1 have a special meaning in the order of eviction.
         self.tick: Ints = np.clip(self.row["tick"], 1, 1 << 62).astype(np.int64)
 
     def _at(self, position: int) -> int:
-        """Return where in the region the row lies."""
+        """Return the row's offset in the region."""
         cut = self.cuts[int(self.extent[position])]
         return cut.rows + int(self.slot[position]) * SLOT_ROW
 
@@ -150,7 +150,7 @@ class Snapshot:
         self.rows.set_state(self._at(position), state)
 
     def _check(self) -> None:
-        """Free what fails its checksum, or is READY with numbers that nobody knows; DOOM what else is not known."""
+        """Free rows with wrong checksums, and READY rows with unknown numbers; doom other rows with unknown numbers."""
         row, begin, end = self.row, CHECKED.start, CHECKED.stop
         packed, crc32 = self.raw.view(np.uint8).data, zlib.crc32
         sums = [crc32(packed[at + begin : at + end]) for at in range(0, len(packed), SLOT_ROW)]
@@ -176,7 +176,7 @@ class Snapshot:
             self.counters["rows_discarded"] += 1
 
     def _finish_commits(self) -> None:
-        """Make READY what was settled to the last shard; DOOM what has a rival for its hash that came later."""
+        """Make blocks READY whose shards are all committed; doom blocks that a later block superseded."""
         heirs: dict[tuple[int, bytes], int] = {}
         self.heir: dict[int, int] = {}
         for position in np.flatnonzero(self.state == WRITING).tolist():
@@ -189,11 +189,11 @@ class Snapshot:
                 generation = self.row["generation"]
                 late, early = sorted((position, rival), key=lambda each: -int(generation[each]))
                 heirs[name], self.heir[early] = late, late
-        for early, late in reversed(self.heir.items()):  # whoever came later than `late` was entered later
+        for early, late in reversed(self.heir.items()):  # a block later than `late` was entered later
             self.heir[early] = self.heir.get(late, late)
 
     def _resolve_parents(self) -> None:
-        """Find each row's parent: a position, or one beyond the last for a root, or two beyond for one without."""
+        """Find each row's parent, as described for `parent`."""
         count = len(self.row)
         alive = (self.state == READY) | (self.state == WRITING)
         candidates = np.flatnonzero(alive)
@@ -216,11 +216,11 @@ class Snapshot:
         self.parent = parent
 
     def _free_twins(self) -> None:
-        """Free what is READY with a name that another row has: only who writes where it must not makes such rows."""
+        """Free READY rows whose hash another row has. They only exist if a process wrote where it must not."""
         ready = np.flatnonzero(self.state == READY)
         words = self.row["hash"][ready].view("<u8").reshape(-1, 4).astype(np.uint64)
         mixed = self.code[ready].astype(np.uint64)
-        for word in range(4):  # two equal names mix alike; two that are not rarely do, and are then told apart
+        for word in range(4):  # a hash of the hashes; equal values are compared in full below
             mixed = (mixed ^ words[:, word]) * _MIX
             mixed ^= mixed >> np.uint64(29)
         order = np.argsort(mixed)
@@ -232,7 +232,7 @@ class Snapshot:
                 self.counters["rows_discarded"] += 1
 
     def _find_visible(self) -> Bools:
-        """Return what is READY with all its ancestors. O(n log depth): each round looks twice as far up."""
+        """Return which blocks are READY with all their ancestors. O(n log depth): each round looks twice as far up."""
         count = len(self.row)
         good: Bools = np.append(self.state == READY, [True, False])
         up: Ints = np.append(self.parent, [count, count + 1])
@@ -241,11 +241,11 @@ class Snapshot:
                 break
             good &= good[up]
             up = up[up]
-        good &= up == count  # what never gets there is a circle, which no daemon writes
+        good &= up == count  # otherwise it is a cycle, which no daemon writes
         return good[:count]
 
     def _find_pending(self) -> None:
-        """Let what is not visible yet wait for its writers, where it can become so; give up the rest."""
+        """Collect the hidden blocks that can become visible in `pending`; free or doom the others."""
         count, visible = len(self.row), self.visible
         hopeful: dict[int, bool] = {}
         for start in np.flatnonzero(~visible & ((self.state == READY) | (self.state == WRITING))).tolist():

@@ -1,4 +1,4 @@
-"""Which namespaces, engines and sessions there are: who may come in, who is away, and what goes when nobody is left.
+"""The registry of namespaces, engines and sessions: admission, disconnected sessions, and removal of unused entries.
 
 Pure; time is an argument.
 """
@@ -21,13 +21,14 @@ from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import NOBODY, Engine, Namespace, Session, Users
 
-MAX_ATTACHED = 16  # namespaces of a session: an engine is in one, and in the next one after a reset
-OPERATORS = 16  # sessions beyond max_sessions that are kept for who runs the daemon
+MAX_ATTACHED = 16  # namespaces per session: an engine is in one, and after a reset also in the next one
+OPERATORS = 16  # sessions beyond max_sessions that are reserved for operators
 
 
 class Registry:
-    """Attributes: `absent` are the engines of sessions whose door has closed and whose processes may live;
-    `not_restated` are sessions of the last epoch that have not restated what they hold."""
+    """Attributes: `disconnected` has, by session, the engines of sessions whose door has closed but whose process may
+    live. `not_restated` are sessions of the last epoch that have not restated what they hold.
+    """
 
     def __init__(
         self, pool: Pool, eviction: Eviction, limits: Limits, counters: Counter[str], effects: Effects
@@ -49,10 +50,12 @@ class Registry:
     def open(self, engine: str, label: str, now: float, user: int = NOBODY, is_operator: bool = False) -> int:
         """Return the number of a new session of `engine`, run by `user`. Raises BadArgument, NotPermitted at a limit.
 
-        Operators have a few places more: `status` must get in where all others are taken.
+        Operators have some extra places, so that `status` works when all others are taken.
         """
         if not 1 <= len(engine) <= MAX_NAME or len(label) > MAX_NAME:
-            raise BadArgument(f"engine id of {len(engine)}, label of {len(label)} characters: 1 and 0 to {MAX_NAME}")
+            raise BadArgument(
+                f"engine id of {len(engine)}, label of {len(label)} characters: must have 1 and 0 to {MAX_NAME}"
+            )
         limits, there = self.limits, len(self.sessions) + len(self.disconnected)
         if there >= limits.max_sessions + (OPERATORS if is_operator else 0):
             raise NotPermitted(f"{there} sessions are open: max_sessions is {limits.max_sessions}")
@@ -64,10 +67,10 @@ class Registry:
         return self.last_session
 
     def resume(self, number: int, label: str, now: float, user: int = NOBODY) -> None:
-        """Let an absent session go on, without its leases yet. Raises UnknownHandle where it is none."""
+        """Resume a disconnected session, without its leases. Raises UnknownHandle if it is not disconnected."""
         engine = self.disconnected.pop(number, None)
         if engine is None:
-            raise UnknownHandle(f"session {number} is none that could come back")
+            raise UnknownHandle(f"session {number} cannot be resumed: it has ended")
         engine.disconnected.discard(number)
         session = Session(number, engine, label, now, user)
         session.may_restate = True
@@ -79,7 +82,7 @@ class Registry:
         self.sessions[session.id] = session.engine.sessions[session.id] = session
 
     def disconnect(self, number: int) -> None:
-        """End the session's leases: its door has closed. What it may be writing stays its own, for it may live."""
+        """End the leases of a session whose door has closed. It keeps its reservations: its process may still write."""
         session = self.sessions.pop(number)
         engine = session.engine
         del engine.sessions[number]
@@ -95,7 +98,7 @@ class Registry:
         engine.disconnected.add(number)
 
     def forget(self, number: int) -> Engine:
-        """Forget a session, whose process is gone, and return its engine."""
+        """Remove a session whose process is gone, and return its engine."""
         if number in self.sessions:
             self.disconnect(number)
         engine = self.disconnected.pop(number)
@@ -105,7 +108,7 @@ class Registry:
         return engine
 
     def expect(self, sessions: Mapping[int, Engine], users: Mapping[int, int]) -> None:
-        """Take over `sessions` of the last epoch, which may come back; `users` says whose each of them is."""
+        """Add `sessions` of the last epoch, which may come back, as disconnected; `users` has the user of each."""
         for number, engine in sessions.items():
             self._note_disconnected(number, engine)
             self.users.add(number, users[number])
@@ -114,7 +117,7 @@ class Registry:
     # Engines and namespaces.
 
     def engine(self, name: str) -> Engine:
-        """Return the engine with that id, new where there is none."""
+        """Return the engine with that id; create it if needed."""
         if name not in self.engines:
             self.last_engine += 1
             self.engines[name] = Engine(self.last_engine, name)
@@ -122,7 +125,7 @@ class Registry:
         return self.engines[name]
 
     def account(self, engine: Engine, group: Group) -> Account:
-        """Return what the engine stored in the group."""
+        """Return the engine's account in the group; create it if needed."""
         key = (group.namespace, group.number)
         account = engine.accounts.get(key)
         if account is None:
@@ -131,12 +134,12 @@ class Registry:
         return account
 
     def attach(self, session: Session, request: m.Attach) -> m.Attached:
-        """Let the session into a namespace, which is made where there is none."""
+        """Attach the session to a namespace, which is created if needed. Raises BadArgument, NotPermitted."""
         spec, shards = request.spec, request.shards
         if len(set(shards)) != len(shards) or any(not 0 <= shard < spec.shards for shard in shards):
-            raise BadArgument(f"shards {shards}: distinct numbers from 0 to {spec.shards - 1}")
+            raise BadArgument(f"shards {shards}: must be distinct, 0 to {spec.shards - 1}")
         if not 0 <= request.ceiling_bytes < 1 << 62:
-            raise BadArgument(f"ceiling_bytes {request.ceiling_bytes}: 0 to {1 << 62}")
+            raise BadArgument(f"ceiling_bytes {request.ceiling_bytes}: must be 0 to {1 << 62}")
         namespace = self.by_id.get(spec.id)
         if len(session.attached) >= MAX_ATTACHED and (namespace is None or namespace.number not in session.attached):
             raise NotPermitted(f"this session has attached {MAX_ATTACHED} namespaces: detach one first")
@@ -175,7 +178,7 @@ class Registry:
         self.namespaces[namespace.number] = self.by_id[namespace.id] = namespace
 
     def detach(self, session: Session, request: m.Detach) -> None:
-        """Let the session out of a namespace."""
+        """Detach the session from a namespace."""
         left = session.attached.pop(request.namespace, None)
         if left is None:
             self._counters["detaches_unknown"] += 1
@@ -184,7 +187,7 @@ class Registry:
         self.prune()
 
     def prune(self) -> None:
-        """Drop engines and namespaces that nobody is in and that hold nothing."""
+        """Remove engines and namespaces without sessions and blocks."""
         records = self._effects.records
         for account in self._fair_share.prune():
             del self.engines[account.engine].accounts[(account.group.namespace, account.group.number)]

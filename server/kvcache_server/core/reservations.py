@@ -1,8 +1,8 @@
-"""Reservations: who may write which slot, how each shard ends, and when lookups find the block. Pure.
+"""Reservations: which session may write which slot, how its shards are settled, and when lookups find the block. Pure.
 
-Every change of a slot's row is written before the reply that tells of it, in an order that a daemon killed between two
-stores can be read from: a row is WRITING before anybody may write there, and DOOMED before a shard that failed counts
-as settled.
+Every change of a slot's row is written before the reply that reports it. The order is safe if the daemon is killed
+between two stores: a row is WRITING before any session may write the slot, and DOOMED before a failed shard counts as
+settled.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from kvcache_server.core.sessions import Engine, Namespace, Session
 from kvcache_server.core.slices import LOOK, STEP, Steps
 from kvcache_server.core.states import COMMITTED, DOOMED, FORGOTTEN
 
-# Answers of most blocks: to look up an enum's member takes longer than to look up a hash.
+# The most frequent answers: looking up an enum's member takes longer than looking up a hash.
 _GRANTED, _PRESENT, _VISIBLE = Refusal.GRANTED, Refusal.PRESENT, Verdict.VISIBLE
 
 
 class Reservations:
     """Grants and settles reservations, in slices.
 
-    Attributes: `last` is the number of the last reservation. `writers` numbers the tuples of sessions that write the
-    shards of a block, for the slots' rows. `showing` are READY blocks below visible ones that are about to be shown.
+    Attributes: `last` is the number of the last reservation. `writers` has the numbers, used in slots' rows, of tuples
+    of sessions that write the shards of a block. `showing` are READY blocks below visible ones that are about to become
+    visible.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Reservations:
         self.last = self.last_writers = 0
         self.writers: dict[tuple[int, ...], int] = {}
         self.showing: list[tuple[Group, list[Block]]] = []
-        self.checksums: Checksums | None = None  # given by who has a place for them
+        self.checksums: Checksums | None = None  # set if there is a file for them
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
         self._engines, self._holds = engines, holds
         self._counters, self._refusals, self._effects = counters, refusals, effects
@@ -62,10 +63,10 @@ class Reservations:
     # Reserve.
 
     def reserve(self, session: Session, request: m.Reserve, account: Account, now: float) -> Steps[m.Reserved]:
-        """Grant what may be granted of the request's runs. Raises BadArgument; nothing has changed then.
+        """Grant what may be granted of the request's runs. Raises BadArgument; then nothing has changed.
 
-        Nobody can settle the reservation before the end. Where the session or a writer leaves in between, all of it is
-        given back, and UnknownHandle is raised.
+        The reservation cannot be settled before it is complete. If the session or a writer leaves before that, all of
+        it is given back, and UnknownHandle is raised.
         """
         namespace, group = session.group(request.namespace, request.group)
         names = [each for run in request.runs for each in run.hashes]
@@ -89,7 +90,7 @@ class Reservations:
         writers = self._writers(session, namespace)
         if writers not in self.writers:
             self._number(writers)
-            yield  # the number is in the state file before it is in a row: the next daemon must not give it again
+            yield  # the state file has the number before a row does: the next daemon must not assign it again
             _check_connected(session, writers)
         self.last += 1
         reservation = Reservation(self.last, group, session.id, writers, now)
@@ -137,7 +138,9 @@ class Reservations:
             return (session.id,) * shards
         writers = session.engine.writers[namespace.number]
         if writers is None:
-            raise BadArgument(f"not every one of {shards} shards is attached by a session of {session.engine.name!r}")
+            raise BadArgument(
+                f"not all {shards} shards are attached by sessions of {session.engine.name!r}: attach them first"
+            )
         return writers
 
     def _number(self, writers: tuple[int, ...]) -> None:
@@ -145,16 +148,16 @@ class Reservations:
         self._effects.records.append(WritersNumbered(self.last_writers, writers))
 
     def forget_writer(self, session: int) -> None:
-        """Forget the numbers of writers that `session`, which has ended, was one of: no new reservation has them."""
+        """Forget the tuples of writers with `session`, which has ended: no new reservation has them."""
         self.writers = {writers: number for writers, number in self.writers.items() if session not in writers}
 
     def _grant_runs(
         self, reservation: Reservation, account: Account, runs: Sequence[m.Run], answers: bytearray, now: float
     ) -> Steps[None]:
-        """Grant one run after the other."""
+        """Grant the runs in order."""
         group, work = reservation.group, 0
         pending = group.pending
-        fixed: set[int] = set()  # slot sizes of which every extent is in use
+        fixed: set[int] = set()  # slot sizes whose extents are all in use
         for run in runs:
             parent = group.root if run.parent is None else self._known(group, run.parent)
             for at, block_hash in enumerate(run.hashes):
@@ -165,7 +168,7 @@ class Reservations:
                     answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
                     work += 1
                     break
-                # Whether a pending block stands above the parent, is found out by walking all the way up.
+                # Checking whether a pending block is above the parent means walking all the way up.
                 work += STEP if block_hash in pending else 1
                 answer, block = self._grant(reservation, account, parent, block_hash, now, fixed)
                 while isinstance(answer, Reassign):
@@ -179,30 +182,30 @@ class Reservations:
                 answers.append(answer)
                 parent = block
                 if block is None:
-                    work += STEP  # every account was asked for room
+                    work += STEP  # all accounts were searched for room
         if max(answers, default=0) > Refusal.IN_FLIGHT:
             yield from self._note_refused([each for run in runs for each in run.hashes], account, answers)
 
     def _pause(self, reservation: Reservation, parent: Block | None) -> Steps[Block | None]:
-        """Let others have their turn. Return the block that has the hash of `parent` by then: nobody evicts it."""
+        """Yield to other work. Return the block that then has the hash of `parent`, which is not evicted in between."""
         if parent is None:
             yield
             return None
         with self._holds.hold(reservation, parent):
             yield
-        # It may have been doomed or distrusted, or another block has superseded it.
+        # It may have been doomed, distrusted or superseded.
         group = reservation.group
         return parent if parent is group.root else self._known(group, parent.hash)
 
     def _reassign(
         self, reservation: Reservation, parent: Block | None, wanted: Reassign
     ) -> Steps[tuple[bool, Block | None]]:
-        """Return whether an extent was emptied, and what `parent` has become meanwhile."""
+        """Return whether an extent was emptied, and the block that now has the hash of `parent`."""
         emptying = self._eviction.reassign(wanted)
         try:
             while parent is not None:
                 try:
-                    next(emptying)  # takes no block of the parent's slot size
+                    next(emptying)  # never evicts blocks of the parent's slot size
                 except StopIteration as done:
                     return done.value, parent
                 parent = yield from self._pause(reservation, parent)
@@ -224,9 +227,9 @@ class Reservations:
         now: float,
         fixed: Container[int],
     ) -> tuple[Refusal | Reassign, Block | None]:
-        """Answer for one hash below `parent`; the block, if there is one, is the parent of the next.
+        """Return the answer for one hash below `parent`, and its block, if any, which is the parent of the next.
 
-        A Reassign is no answer: without it, or the size in `fixed`, there is no room.
+        A Reassign is not an answer: an extent must be reassigned first, or its size added to `fixed`.
         """
         group = reservation.group
         block = group.visible.get(block_hash)
@@ -239,13 +242,13 @@ class Reservations:
         if rival is not None and (
             rival.ready
             or now - rival.reservation.created < self.limits.supersede_after
-            or parent.is_below(rival.block)  # no chain of hashes asks for this, and its children would form a circle
+            or parent.is_below(rival.block)  # not possible in a chain of hashes; the children would form a cycle
         ):
             return Refusal.IN_FLIGHT, rival.block
         engine = self._engines[account.engine]
         if engine.writing and engine.writing + group.slot_bytes > self._quota:
             return Refusal.QUOTA, None
-        parent.pins += 1  # it must not make room for its own child
+        parent.pins += 1  # it must not be evicted for its own child
         place = self._eviction.make_room(account, fixed)
         parent.pins -= 1
         if not isinstance(place, tuple):
@@ -274,23 +277,23 @@ class Reservations:
         return _GRANTED, block
 
     def _untrust(self, group: Group, block: Block) -> None:
-        """Let no lookup find a block below one that is being forgotten: whoever forgets that has yet to come to it, and
-        then gives its slot back."""
+        """Hide from lookups a block below one that is being forgotten. The invalidation in progress frees its slot
+        later."""
         del group.visible[block.hash]
         self._effects.gone(block, "corrupt")
-        block.tick = 1  # before all others
+        block.tick = 1  # evicted before all others
         self._rows.set_state(self._pool.row(*self._pool.locate(block)), FORGOTTEN)
 
     def _supersede(self, rival: Grant, block: Block) -> None:
-        """Let `block` take the place of one that is long in the writing; what hangs below it moves over.
+        """Replace a block that has been WRITING for long by `block`, which also takes over its children.
 
-        It is counted when its last shard is settled, as every ending is.
+        The replaced block is counted when its last shard is settled.
         """
         rival.verdict = Verdict.SUPERSEDED
         parent = rival.block.parent
         rival.block.unlink()
         if parent is not None:
-            parent.account.enter(parent)  # the heir may hang elsewhere
+            parent.account.enter(parent)  # `block` may have another parent
         rival.block.pins = GONE
         for child in rival.block.children():
             child.unlink()
@@ -301,28 +304,29 @@ class Reservations:
     # Settle.
 
     def settle(self, session: Session, request: m.Settle) -> Steps[m.Settled]:
-        """Note how shards ended, and their checksums. Raises UnknownHandle, BadArgument; nothing has changed then."""
+        """Record the outcome of shards, and their checksums. Raises UnknownHandle, BadArgument; then nothing has
+        changed."""
         if request.region != self._rows.geometry.region_id:
             raise UnknownHandle("the reservation belongs to another region")
         reservation = session.engine.reservations.get(request.reservation)
         if reservation is None or not reservation.complete:
-            raise UnknownHandle(f"reservation {request.reservation}: settled, or of another engine")
+            raise UnknownHandle(f"reservation {request.reservation} is settled, or belongs to another engine")
         count = len(reservation.writers)
         for shard in request.shards:
             if not 0 <= shard < count:
-                raise BadArgument(f"shard {shard}: 0 to {count - 1}")
+                raise BadArgument(f"shard {shard}: must be 0 to {count - 1}")
             if session.id != reservation.writers[shard] and not (
                 session.id == reservation.owner and request.outcome == Outcome.NEVER_STARTED
             ):
                 raise BadArgument(f"shard {shard} is written by session {reservation.writers[shard]}")
         if not request.shards or request.outcome not in list(Outcome):
             raise BadArgument(f"shards {request.shards}, outcome {request.outcome}: at least one shard, 0 to 2")
-        grants = reservation.grants  # goes on with all of them, also when the last shard is settled
+        grants = reservation.grants  # a reference of our own: the last settlement clears the reservation's
         positions = request.positions or range(len(grants))
         if min(positions) < 0 or max(positions) >= len(grants) or len(set(positions)) != len(positions):
-            raise BadArgument(f"positions of {len(grants)} granted blocks, each once")
+            raise BadArgument(f"positions: must be distinct, 0 to {len(grants) - 1}")
         if request.sums and len(request.sums) != len(positions) * len(request.shards) * SUM_BYTES:
-            raise BadArgument(f"{len(request.sums)} bytes of sums: {SUM_BYTES} a shard and position")
+            raise BadArgument(f"{len(request.sums)} bytes of checksums: must be {SUM_BYTES} per shard and position")
         shards = sum(1 << shard for shard in set(request.shards))
         committed = request.outcome == Outcome.COMMITTED
         cause = "write_failed" if request.outcome == Outcome.FAILED else "not_started"
@@ -343,9 +347,9 @@ class Reservations:
         return m.Settled(request.id, bytes(verdicts))
 
     def abandon(self, reservation: Reservation, tainted_until: float = 0.0) -> Steps[None]:
-        """Settle as never started what is unsettled: nobody was told of it, or so its session says.
+        """Settle all unsettled shards as never started: the reply never arrived, or so its session reports.
 
-        With `tainted_until`, by way of the quarantine: whoever was told all the same may be writing.
+        With `tainted_until`, the slots go through the quarantine, in case a writer received the reply nevertheless.
         """
         for done, grant in enumerate(list(reservation.grants), 1):
             if not grant.whole:
@@ -355,7 +359,7 @@ class Reservations:
                 yield
 
     def abandon_undelivered(self, session: Session, heard: int, now: float) -> Steps[None]:
-        """Abandon those of a session that has resumed whose numbers are above `heard`: it was never told of them."""
+        """Abandon the reservations of a resumed session with numbers above `heard`: it never received the replies."""
         for reservation in list(session.engine.reservations.values()):
             if reservation.owner == session.id and reservation.id > heard:
                 self._counters["reservations_unheard"] += 1
@@ -363,11 +367,11 @@ class Reservations:
                 yield
 
     def writer_ended(self, engine: Engine, session: int, now: float) -> Steps[None]:
-        """Settle as dead the shards that `session`, which has ended, might be writing; they go into quarantine."""
+        """Settle as dead the shards that `session`, which has ended, may be writing; their slots are quarantined."""
         until, done = now + self.limits.quarantine, 0
         for reservation in list(engine.reservations.values()):
             if not reservation.complete:
-                continue  # who grants it sees that a writer is gone, and gives it back
+                continue  # `reserve`, still running, notices it and gives all back
             written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
             for grant in list(reservation.grants) if written else ():
                 if dead := written & ~grant.taken:
@@ -387,10 +391,11 @@ class Reservations:
                 yield
 
     def _fail(self, grant: Grant, shards: int, cause: str) -> Steps[Verdict]:
-        """Settle those shards of one grant that are not settled, for `cause`, and doom it and all below it."""
+        """Settle the given shards of one grant, if unsettled, as failed for `cause`; doom the block and all below
+        it."""
         shards &= ~grant.taken
         if shards and grant.verdict is None:
-            # Whatever waits below it can never be reached by way of it.
+            # Blocks below it can never become visible.
             grant.claimed |= shards
             yield from self.doom(grant, cause)
             grant.claimed &= ~shards
@@ -414,7 +419,7 @@ class Reservations:
         engine.writing -= group.slot_bytes
         if not reservation.unsettled:
             engine.reservations.pop(reservation.id, None)
-            reservation.grants = []  # each refers back to it, and the daemon never looks for circles among the old
+            reservation.grants = []  # grants refer back to it, and old cycles are never collected
         if grant.verdict is not None:
             self._counters[f"blocks_{grant.verdict.name.lower()}"] += 1
             self._give_back(grant)
@@ -442,17 +447,17 @@ class Reservations:
         return _VISIBLE
 
     def _show(self) -> Steps[None]:
-        """Show what has not been shown at once."""
+        """Make the remaining blocks of `showing` visible."""
         while self.showing:
             yield
-            if self.showing:  # else another settlement has shown it
+            if self.showing:  # otherwise another settlement has done it
                 group, waiting = self.showing[0]
                 self._show_some(group, waiting)
                 if not waiting:
                     del self.showing[0]
 
     def _show_some(self, group: Group, waiting: list[Block]) -> None:
-        """Make the READY blocks in `waiting`, whose parents are visible, visible, and READY descendants with them.
+        """Make the READY blocks in `waiting`, whose parents are visible, and their READY descendants visible.
 
         At most LOOK of them: the rest is left in `waiting`.
         """
@@ -461,14 +466,14 @@ class Reservations:
                 return
             block = waiting.pop()
             if block.pins == GONE or block.parent is None or not group.reaches(block.parent):
-                continue  # it was doomed while it waited, or will be: its parent is distrusted
+                continue  # it was doomed in the meantime, or will be: its parent is distrusted
             group.show(block, waiting)
             self._effects.shown(block)
 
     def doom(self, grant: Grant, cause: str = "orphaned") -> Steps[None]:
-        """A block that hangs in the tree will not become visible: take it, and all below it, out of the index.
+        """Remove a block that will not become visible, and all below it, from the index.
 
-        The lowest ones go first. Nothing is done where it has been taken out meanwhile.
+        Descendants go first. Does nothing if the block was removed in the meantime.
         """
         group, done = grant.reservation.group, 0
         parent = grant.block.parent
@@ -480,8 +485,8 @@ class Reservations:
                 each.verdict = Verdict.FAILED if each is grant else Verdict.ORPHANED
                 self._effects.refused(block.hash + group.tag, cause if each is grant else "orphaned")
                 if each.ready:
-                    # Its writers have all settled: nobody will come back for it.
-                    self._counters["blocks_unreachable"] += 1  # not as orphaned: it is counted as committed already
+                    # All its shards are settled: no writer will come back to it.
+                    self._counters["blocks_unreachable"] += 1  # not as orphaned: it was counted as committed
                     each.extent.busy += 1
                     self._give_back(each)
                 else:
@@ -502,7 +507,7 @@ class Reservations:
 
 
 def _note_sums(sums: Checksums, grant: Grant, request: m.Settle, at: int) -> None:
-    """Before the shards count as settled, and none where none was given: those of the slot's last block go."""
+    """Store the given checksums before the shards count as settled; clear those of the slot's previous block."""
     begin, offsets = int.from_bytes(grant.block.ref[:8], "little"), grant.reservation.group.sum_offsets
     for shard in request.shards if offsets else ():
         if not grant.settled >> shard & 1:
@@ -511,7 +516,7 @@ def _note_sums(sums: Checksums, grant: Grant, request: m.Settle, at: int) -> Non
 
 
 def _check_connected(session: Session, sessions: Iterable[int]) -> None:
-    """Raise UnknownHandle unless `session`, and all of its engine with those numbers, are attached still."""
+    """Raise UnknownHandle unless `session`, and all `sessions` of its engine, are still connected."""
     inside = session.engine.sessions
     if not session.connected or not all(each in inside for each in sessions):
-        raise UnknownHandle("a session that was to write has left")
+        raise UnknownHandle("a session that should write has left")

@@ -1,4 +1,4 @@
-"""Making the pool smaller while it is in use, one extent after the other. Pure."""
+"""Shrinks the pool while it is in use, one extent after the other. Pure."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from kvcache_server.core.slices import Steps
 
 
 class Resizing:
-    """`wanted` are the bytes that the pool is to have; 0 where nobody has asked for another size."""
+    """`wanted` is the requested size of the pool in bytes; 0 if no other size was requested."""
 
     def __init__(self, pool: Pool, eviction: Eviction, effects: Effects) -> None:
         self.wanted = 0
         self._pool, self._eviction, self._effects = pool, eviction, effects
 
     def ask(self, size: int) -> int:
-        """Want the whole extents in `size` bytes from now on; return how many bytes these are.
+        """Request a size of `size` bytes, rounded down to whole extents; return the rounded size.
 
-        Raises BadArgument where that is none, or more than there is.
+        Raises BadArgument if it is less than one extent or more than the current size.
         """
         pool = self._pool
         extents = size // pool.extent_bytes
         if not 1 <= extents * pool.extent_bytes <= pool.capacity:
             raise BadArgument(
-                f"{size} bytes: {pool.extent_bytes}, an extent, to {pool.capacity}, what there is; "
-                "the pool grows only with another region, when the daemon is started again"
+                f"{size} bytes: must be {pool.extent_bytes} (one extent) to {pool.capacity} (the current size); "
+                "to enlarge the pool, restart the daemon with a larger size"
             )
         self.wanted = extents * pool.extent_bytes
         self._effects.records.append(Resized(self.wanted))
         return self.wanted
 
     def shrink(self) -> Steps[int | None]:
-        """Give up one extent on the way to the wanted size; return its number, whose memory may go now.
+        """Retire one extent on the way to the requested size; return its number: its memory may be returned now.
 
-        None where the size is reached, or all extents are being read or written: try again later.
+        Returns None if the size is reached, or if all extents are being read or written: try again later.
         """
         if not self.wanted or self.wanted >= self._pool.capacity:
             return None

@@ -1,4 +1,4 @@
-"""Makes a cache of what recovery.py has read: the extents, the index, and reservations that go on. Pure."""
+"""Builds a cache from what recovery.py has read: extents, index, and unfinished reservations. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Restoration:
-    """Fills empty parts of a cache."""
+    """Fills the parts of an empty cache."""
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class Restoration:
         now: float,
         quarantine: float,
     ) -> None:
-        """`quarantine` is how many seconds the slots of dead writers are kept from everybody."""
-        self.old = snapshot  # what the last daemon left
+        """`quarantine` is for how many seconds the slots of dead writers are not used."""
+        self.old = snapshot  # of the previous daemon
         self._pool, self._registry, self._reservations, self._counters = pool, registry, reservations, counters
         self.now, self.until = now, now + quarantine
         self.groups: list[Group] = []
         self.engines: dict[int, Engine] = {}
         self.reservations: dict[int, Reservation] = {}
-        self.reservers: dict[int, int] = {}  # the engine of each
+        self.reservers: dict[int, int] = {}  # the engine of each reservation
         self.granted: dict[int, dict[int, Grant]] = {}  # by reservation and position
         self.blocks: dict[int, Block] = {}  # by position among the rows
 
@@ -57,7 +57,7 @@ class Restoration:
         self._counters.update(self.old.counters)
 
     def _name(self) -> None:
-        """Make the namespaces, engines and writers that the rows name by number."""
+        """Create the namespaces, engines and tuples of writers that the rows refer to by number."""
         manifest, registry, reservations = self.old.manifest, self._registry, self._reservations
         for number, spec in manifest.namespaces.items():
             registry.add_namespace(Namespace(number, spec))
@@ -70,11 +70,11 @@ class Restoration:
         for each in self.old.groups:
             self.groups.append(registry.namespaces[each[0]].groups[each[1]] if each else _unknown_group())
 
-    # What the cache has.
+    # Cached blocks.
 
     def _adopt_extents(self) -> None:
         pool = self._pool
-        # The rows lie in the order of their extents, each of which has some: no extent is searched for in all rows.
+        # Rows are ordered by extent, and each extent has some, so no extent is searched for.
         begins = np.flatnonzero(np.diff(self.old.extent, prepend=-1))
         tops = np.maximum.reduceat(self.old.tick, begins).tolist() if len(begins) else []
         self.extents: list[Extent[Block]] = []
@@ -89,7 +89,7 @@ class Restoration:
         return self.refs[REF_BYTES * position : REF_BYTES * (position + 1)]
 
     def _refs(self) -> bytes:
-        """Return the references of all rows, REF_BYTES each."""
+        """Return the slot references of all rows, REF_BYTES each."""
         starts = np.array([self.old.rows.extent_start(cut.number) for cut in self.old.cuts], np.uint64)
         sizes = np.array([cut.slot_bytes for cut in self.old.cuts], np.uint64)
         generations = np.array([cut.generation for cut in self.old.cuts], np.uint64)
@@ -105,7 +105,7 @@ class Restoration:
         return account
 
     def _show(self) -> None:
-        """Put the visible blocks into the index, under their parents, and the leaves in the order of their last use."""
+        """Put the visible blocks into the index, below their parents, and leaves into the order of eviction."""
         chosen = np.flatnonzero(self.old.visible)
         chosen = chosen[np.argsort(self.old.tick[chosen], kind="stable")]
         positions, refs = chosen.tolist(), self.refs
@@ -131,13 +131,13 @@ class Restoration:
         )
         for block, name, of, above, number, slot in zip(blocks, hashes, owner.tolist(), *places, strict=True):
             homes[number][slot] = visibles[of][name] = block
-            # As Block.link does, without the call.
+            # The same as Block.link, inlined.
             block.parent = parent = by_position[above] if above < count else roots[of]
             block.next = child = parent.child
             if child is not None:
                 child.prev = block
             parent.child = block
-        for block in blocks:  # by their last use: a list in this order is a heap
+        for block in blocks:  # ordered by last use: a sorted list is a heap
             account = block.account
             account.bytes += account.group.slot_bytes
             if block.child is None:
@@ -145,10 +145,10 @@ class Restoration:
                 account.order.append(block)
         self._counters["blocks_recovered"] += len(blocks)
 
-    # What was being written.
+    # Blocks that were being written.
 
     def _pend(self, position: int) -> None:
-        """Let the block wait, out of sight, for its writers or its parent."""
+        """Restore a hidden block that waits for its writers or its parent."""
         block = self._block(position)
         above = int(self.old.parent[position])
         group = block.account.group
@@ -161,9 +161,10 @@ class Restoration:
         group.pending[block.hash] = grant
 
     def _hold(self, position: int) -> None:
-        """Keep a slot from everybody until its writers have settled and the quarantine is over, begun anew.
+        """Keep a slot unused until its writers have settled and a new quarantine is over.
 
-        For a shard that counts as settled may be that of a writer who died shortly before the daemon did.
+        The quarantine starts again, because a settled shard may be that of a writer that died shortly before the
+        daemon.
         """
         extent, slot = self.extents[self.old.extent[position]], int(self.old.slot[position])
         dead = self.old.dead(position) if self.old.known[position] else 0
@@ -194,7 +195,7 @@ class Restoration:
         reservation = self.reservations.get(number)
         engine = int(row["engine"])
         if reservation is not None and (reservation.group is not group or self.reservers[number] != engine):
-            # Only who writes where it must not makes such rows: this one waits for its writers to end.
+            # Such rows only exist if a process wrote where it must not. The slot waits until its writers end.
             number = self._reservations.last = self._reservations.last + 1
             reservation = None
         if reservation is None:
@@ -212,8 +213,8 @@ class Restoration:
         return grant
 
     def _settle_up(self) -> None:
-        """Give each reservation its grants in their order; those whose blocks are gone have failed."""
-        # Numbers that are forged may be large, and a list of small and large ones becomes one of inexact floats.
+        """Give each reservation its grants in order; those whose blocks are gone have failed."""
+        # Forged numbers may be large, and numpy would turn a list of small and large ones into inexact floats.
         mine = self.old.visible & np.isin(self.old.row["reservation"], np.array(list(self.reservations), np.uint64))
         for position in np.flatnonzero(mine).tolist():
             block, reservation = (
@@ -241,5 +242,5 @@ class Restoration:
 
 
 def _unknown_group() -> Group:
-    """Return the group of blocks whose group nobody knows."""
+    """Return a placeholder for an unknown group."""
     return Group(0, 0, GroupSpec(1, 1), MIN_HASH_BYTES)

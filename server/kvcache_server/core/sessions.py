@@ -1,4 +1,4 @@
-"""Namespaces, engines and their sessions, and what each of them holds. Pure; registry.py says which there are."""
+"""Namespaces, engines and sessions, and what each of them holds. Pure; registry.py has the lists of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcache_server.core.extent_sizing import Fit
 from kvcache_server.core.index import KINDS, Account, Block, Group, Reservation
 from kvcache_server.core.pins import Lease, Pins
 
-NOBODY = -1  # the user of what an older daemon has noted without one, and of sessions without a process
+NOBODY = -1  # the user of sessions without a process, and of those that an older daemon stored without a user
 
 
 class Namespace:
@@ -19,41 +19,42 @@ class Namespace:
 
     def __init__(self, number: int, spec: NamespaceSpec, user: int = NOBODY) -> None:
         self.number = number
-        self.user = user  # who made it; the last daemon's have none
+        self.user = user  # who created it; unknown for those of an earlier daemon
         self.spec = spec
         self.id = spec.id
         self.groups = [KINDS[each.kind](number, at, each, spec.hash_bytes) for at, each in enumerate(spec.groups)]
         self.lookups = self.requested_blocks = 0
         self.fit = Fit(0, 0.0)
-        self.noted = False  # whether the log says how it fits
+        self.noted = False  # whether its fit has been logged
 
     def forget(self) -> None:
-        """Fall apart: nobody will ask for it again."""
+        """Drop references that form cycles. The namespace is not used again."""
         for group in self.groups:
             group.forget()
 
 
 class Engine:
-    """The sessions of one engine id, and what they hold together."""
+    """The sessions with one engine id, and what they hold together."""
 
     __slots__ = ("accounts", "disconnected", "name", "number", "pins", "reservations", "sessions", "writers", "writing")
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
-        self.disconnected: set[int] = set()  # its sessions without a door
+        self.disconnected: set[int] = set()  # its sessions whose door has closed
         self.sessions: dict[int, Session] = {}
         self.reservations: dict[int, Reservation] = {}
         self.accounts: dict[tuple[int, int], Account] = {}
-        self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None where a shard has no writer
+        self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None if a shard has no writer
         self.pins = Pins()
-        self.writing = 0  # bytes of slots that its reservations have not settled
+        self.writing = 0  # bytes of slots that are unsettled in its reservations
 
     def check_writers(self, joining: Session, namespace: Namespace, shards: Collection[int]) -> None:
-        """Raise NotPermitted unless it stays clear who writes which shard once `joining` writes `shards`.
+        """Raise NotPermitted if two sessions would write one shard once `joining` writes `shards`.
 
-        Sessions that each write all shards are each their own writer. Beside one that writes fewer, or none, as a
-        scheduler does, each shard has one writer: ranks of two engines with one id would get each other's reservations.
+        Sessions that write all shards are each their own writer. If one session writes fewer, or none, as a scheduler
+        does, each shard must have one writer: ranks of two engines with the same id would get each other's
+        reservations.
         """
         whole, writers = len(shards) == namespace.spec.shards, dict.fromkeys(shards, joining)
         rivals: tuple[int, Session, Session] | None = None
@@ -69,11 +70,11 @@ class Engine:
             shard, first, second = rivals
             raise NotPermitted(
                 f"shard {shard} of namespace {namespace.id} has two writers, {first.title} and {second.title}, "
-                f"with one engine id, {self.name!r}: give each engine an id of its own"
+                f"with the same engine id, {self.name!r}: give each engine its own id"
             )
 
     def note_writers(self, namespace: Namespace) -> None:
-        """Find out which session writes which shard, after one has come or gone."""
+        """Update which session writes which shard, after a session has attached or detached."""
         writers: dict[int, int] = {}
         inside = [session for session in self.sessions.values() if namespace.number in session.attached]
         for session in inside:
@@ -87,14 +88,14 @@ class Engine:
 
 
 class Users:
-    """How many sessions each user has, present or away."""
+    """The number of sessions per user, connected or disconnected."""
 
     def __init__(self) -> None:
         self._of: dict[int, int] = {}
         self.sessions: Counter[int] = Counter()
 
     def add(self, session: int, user: int) -> None:
-        """Note whose `session` is, from now on."""
+        """Assign `session` to `user`."""
         self.drop(session)
         self._of[session] = user
         self.sessions[user] += 1
@@ -116,13 +117,13 @@ class Session:
         self.engine = engine
         self.label = label
         self.opened = opened
-        self.may_restate = False  # it has resumed, and not said yet what it holds
+        self.may_restate = False  # it has resumed, and has not restated what it holds
         self.attached: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
         self.leases: dict[int, Lease] = {}
 
     @property
     def connected(self) -> bool:
-        """Whether it has not left; one that resumes is another one."""
+        """Whether its door is open. A resumed session is a new object."""
         return self.engine.sessions.get(self.id) is self
 
     @property
@@ -130,12 +131,12 @@ class Session:
         return f"session {self.id}" + (f" ({self.label})" if self.label else "")
 
     def check_connected(self) -> None:
-        """Raise UnknownHandle where it has left."""
+        """Raise UnknownHandle if it has left."""
         if not self.connected:
             raise UnknownHandle(f"session {self.id} has left")
 
     def pin(self, number: int, block: Block, size: int, cover: int = 0) -> None:
-        """Begin a lease on `block`, and with it on all above it; see Lease for `size` and `cover`."""
+        """Start a lease on `block`, and so on all above it; see Lease for `size` and `cover`."""
         block.pins += 1
         self.leases[number] = lease = Lease(block, size, cover)
         self.engine.pins.add(number, lease)

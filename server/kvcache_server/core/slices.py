@@ -1,7 +1,7 @@
-"""Long work, cut into slices: between two of them the daemon answers others. Pure.
+"""Long work, cut into slices: between two slices the daemon does other work. Pure.
 
-A piece of work is a generator. It yields after each STEP blocks or so, in a state in which all invariants hold, and
-returns its result. Others may change anything while it waits, so it looks again at what it relies on.
+A piece of work is a generator. It yields after about STEP blocks, in a state in which all invariants hold, and returns
+its result. The state may change before it continues, so it checks again what it relies on.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TypeVar
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
 
-STEP = 64  # blocks that are granted, settled or evicted at a time: half a millisecond
-LOOK = 4096  # blocks, hashes or rows that are only looked at
-SLICE_SECONDS = 0.002  # of the loop's time, for steps one after the other
+STEP = 64  # blocks granted, settled or evicted in one slice: half a millisecond
+LOOK = 4096  # blocks, hashes or rows examined in one slice
+SLICE_SECONDS = 0.002  # of the loop's time for consecutive slices
 
 
 def begin(steps: Steps[Result]) -> Result | Steps[Result]:
-    """Take the first slice. Return the result where that was all of it, else the work, to go on with."""
+    """Do the first slice. Return the result if that was all, else the remaining work."""
     try:
         next(steps)
     except StopIteration as done:
@@ -29,7 +29,7 @@ def begin(steps: Steps[Result]) -> Result | Steps[Result]:
 
 
 def finish(steps: Steps[Result]) -> Result:
-    """Do all of it at once, and return the result."""
+    """Do all the work at once, and return the result."""
     while True:
         try:
             next(steps)
@@ -39,12 +39,12 @@ def finish(steps: Steps[Result]) -> Result:
 
 
 def advance(steps: Steps[Result], done: Callable[[Result | None, Exception | None], object]) -> bool:
-    """Take one slice; return whether there are more. Where there are none, `done` hears of the result, or the error."""
+    """Do one slice; return whether there are more. After the last one, call `done` with the result or the error."""
     try:
         next(steps)
     except StopIteration as ended:
         done(ended.value, None)
-    except Exception as error:  # noqa: BLE001 - whoever asked is answered
+    except Exception as error:  # noqa: BLE001 - reported to the caller
         done(None, error)
     else:
         return True
@@ -52,7 +52,7 @@ def advance(steps: Steps[Result], done: Callable[[Result | None, Exception | Non
 
 
 class Chores:
-    """What is left to do and nobody waits for, one after the other."""
+    """Work that no request waits for, done in order."""
 
     def __init__(self) -> None:
         self._left: deque[Steps[object]] = deque()
@@ -61,12 +61,12 @@ class Chores:
         return bool(self._left)
 
     def do(self, steps: Steps[object]) -> None:
-        """Do it after those that there are; take the first slice where there are none."""
+        """Add work after the existing work; if there is none, do the first slice now."""
         if self._left or begin(steps) is steps:
             self._left.append(steps)
 
     def go_on(self) -> bool:
-        """Take one slice; return whether there are more. Raises what a chore does, which is over then."""
+        """Do one slice; return whether there are more. An exception ends the piece of work that raised it."""
         if self._left:
             chore = self._left.popleft()
             if begin(chore) is chore:

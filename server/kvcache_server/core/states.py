@@ -1,7 +1,7 @@
 """The states of slots, shards, reservations and leases, as tables. Pure.
 
-The code takes from them what it stores in a slot's row, tests hold what happens against them, and `make drawing` draws
-them in CONTRIBUTING.md.
+The code takes the states of slots' rows from these tables, tests compare real transitions with them, and `make drawing`
+draws them in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Step(NamedTuple):
     when: str
 
 
-# As it stands in the slot's row. A DOOMED slot's block will never be visible, but its writers may still write.
+# The states as stored in the slot's row. The block of a DOOMED slot will never be visible, but its writers may still
+# write.
 SLOT = (
     Step("FREE", "granted", "WRITING", "a reservation gets the slot"),
     Step("WRITING", "committed", "READY", "every shard is committed"),
@@ -32,19 +33,19 @@ SLOT = (
 SHARD = (
     Step("pending", "commit", "committed", "its writer has written it"),
     Step("pending", "fail", "failed", "its writer could not write it"),
-    Step("pending", "skip", "never_started", "nobody began to write it: its writer or the owner says so"),
+    Step("pending", "skip", "never_started", "it was never written: its writer or the reservation's owner says so"),
     Step("pending", "death", "dead", "its writer's process ended: the slot goes through the quarantine"),
 )
 
 RESERVATION = (
     Step("granting", "complete", "open", "every hash of the request is answered"),
-    Step("granting", "abandon", "settled", "a session that was to write left meanwhile"),
+    Step("granting", "abandon", "settled", "a session that should have written has left in the meantime"),
     Step("open", "settle", "settled", "the last shard of its last slot is settled"),
 )
 
 LEASE = (
     Step("held", "release", "released", "the engine releases it, or its session leaves"),
-    Step("held", "restate", "held", "after a restart of the daemon, its session says that it holds it"),
+    Step("held", "restate", "held", "after a restart of the daemon, its session reports that it still holds it"),
     Step("held", "lose", "lost", "after a restart, the block is gone or the quota is reached"),
 )
 

@@ -1,6 +1,6 @@
-"""How a message is answered: by the cache or by insight, at once, in slices or in its turn; and what follows.
+"""Answers messages: by the cache or by insight; at once, in slices, or in turn.
 
-What the core reports is delivered before the reply leaves, so that nobody knows more than the state file.
+What the core reports is delivered before the reply is sent, so that no client knows more than the state file.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from kvcache_server.insight.insight import Insight
 
 log = logging.getLogger(__name__)
 
-ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # a bucket up to each
+ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # upper bounds of buckets
 UNANSWERED = (Release, Detach, Tell, Remark)
 _ASKED_OF_INSIGHT = frozenset(Insight.requests)
 
 
 class Answers:
-    """Attributes: `messages` that came, `errors` by code, and `drops` of replies by reason, as counted so far."""
+    """Counters: `messages` received, `errors` by code, and `drops` of replies by reason."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Answers:
             self._answer(sender, message)
 
     def failed(self, number: int, error: Exception) -> bytes:
-        """Log a defect of ours, and return the frame that says so to who sent request `number`."""
+        """Log an internal error, and return the error reply to request `number`."""
         what = f"request {number}" if number else "work"
         log.error("%s failed inside the daemon: %s", what, error, exc_info=error)
         self.errors["internal"] += 1
@@ -99,12 +99,12 @@ class Answers:
     # Requests.
 
     def _answer_in_turn(self, sender: Connection, frame: bytes) -> None:
-        """Answer what has waited in the slow queue."""
+        """Answer a request from the slow queue."""
         self._answer(sender, frame, in_turn=True)
         self._report()
 
     def _answer_in_order(self, sender: Connection, frame: bytes) -> None:
-        """Answer what has waited behind an earlier request of its session."""
+        """Answer a message that has waited for an earlier request of its session."""
         self._answer(sender, frame, in_order=True)
 
     def _answer(self, sender: Connection, frame: bytes, in_turn: bool = False, in_order: bool = False) -> None:
@@ -139,7 +139,7 @@ class Answers:
         try:
             self._finish(sender, frame, session, request, now, reply, error)
         finally:
-            error = None  # its traceback has this frame, and with it the request: a circle that nobody looks for
+            error = None  # its traceback refers to this frame: a cycle that is never collected
 
     def _begin(self, session: int, request: Request, now: float) -> Reply | None | Steps[Reply | None]:
         if type(request) in _ASKED_OF_INSIGHT:
@@ -147,13 +147,13 @@ class Answers:
         return self._cache.begin(session, request, now)
 
     def _wait(self, session: int, sender: Connection, frame: bytes, request: Request, now: float) -> None:
-        """Let a message wait for the session's long request. Raises Unavailable where it may not."""
+        """Queue a message behind the session's long request. Raises Unavailable at the limit."""
         try:
             self.long_work.wait(session, sender, frame)
         except Unavailable:
             if type(request) not in UNANSWERED:
                 raise
-            # Nobody would receive that it is refused. What it ends was told of before the long request came.
+            # It has no reply, so it cannot be refused. What it ends was replied to before the long request came.
             self.drops["out_of_turn"] += 1
             if type(request) is Tell:
                 self._insight.begin(session, request, now)
@@ -172,7 +172,7 @@ class Answers:
         reply: Reply | None,
         error: Exception | None,
     ) -> None:
-        """Answer a request: with the reply, or with what was wrong. `now` is when it came."""
+        """Answer a request with the reply or the error. `now` is when the request came."""
         packed: bytes | None = None
         if self._cache.effects:
             self._report()
@@ -195,7 +195,7 @@ class Answers:
             self._looked_up(session, request, reply, frame, now)
 
     def _pack(self, session: int, request: Request | None, reply: Reply, now: float) -> bytes:
-        """Return the reply's frame, with all that goes along with the reply done."""
+        """Return the reply's frame; do the logging and counting that goes with the reply."""
         operations = self._operations
         if type(reply) is Acquired:
             self.acquire.add(time.monotonic() - now)
@@ -212,9 +212,9 @@ class Answers:
         return encode(reply)
 
     def _refusal(self, session: int, request: Request | None, error: Exception) -> bytes | None:
-        """Return the frame that says what is wrong; a defect of ours is answered and logged, the others are served on.
+        """Return the frame of the error reply. An internal error is also logged, and other sessions are still served.
 
-        None where a request without a reply came from nobody.
+        Returns None for an unknown token in a request that has no reply.
         """
         number = request.id if request is not None else 0
         if isinstance(error, KVCacheError):
@@ -236,7 +236,7 @@ class Answers:
             self.failed(0, error)
 
     def _undo(self, session: int, reply: Reply) -> None:
-        """Take back what nobody has been told of: it would be held until the session's end."""
+        """Release what a dropped reply granted: otherwise it would be held until the end of the session."""
         now = time.monotonic()
         if type(reply) is Acquired and reply.lease:
             self._cache.handle(session, Release(0, b"", [reply.lease]), now)

@@ -1,4 +1,4 @@
-"""How many descriptors the daemon may have, and how many it may need."""
+"""The limit on file descriptors, and how many the daemon may need."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvcache_server.http import connection_limiter
 
 log = logging.getLogger(__name__)
 
-OTHERS = 64  # the region, files, listening sockets, the loop's own; connections that are about to be closed
+OTHERS = 64  # the region, files, listening sockets, the loop's own; connections about to be closed
 
 
 def raise_limit() -> None:
-    """Allow as many descriptors as may be had."""
+    """Raise the soft limit on descriptors to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def needed(config: Config) -> int:
-    """Return the most that the daemon may need: two per session, one per connection of those that have none yet."""
+    """Return the most descriptors that the daemon may need: two per session, one per other connection."""
     crowds = handshake.MAX_HANDSHAKES + request_socket.UNBOUND
     crowds += subscribers.OPEN if config.events else 0
     crowds += connection_limiter.OPEN if config.http else 0
@@ -31,7 +31,7 @@ def needed(config: Config) -> int:
 
 
 def warn_if_few(config: Config) -> None:
-    """Say so where `max_sessions` cannot be reached. Sessions beyond the limit wait, and then miss."""
+    """Log a warning if the limit is too low for `max_sessions`. Sessions beyond it wait, and their lookups miss."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)[0], needed(config)
     if limit != resource.RLIM_INFINITY and limit < most:
         log.warning(

@@ -1,4 +1,4 @@
-"""A daemon's life: it takes the endpoint, finds or makes the region, serves until told to stop, and lets go."""
+"""The daemon's lifecycle: lock the endpoint, find or create the region, serve until stopped, and release both."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 
 def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progress: Progress | None = None) -> None:
-    """Be the daemon: take the endpoint, find or make the region, open the door, serve until told to stop.
+    """Run the daemon: lock the endpoint, find or create the region, open the sockets, serve until stopped.
 
-    `read()` returns the configuration as it is by now, for SIGHUP; `fresh` discards what the last daemon left. The
-    caller has blocked SIGNALS. Raises ConfigError, EndpointTaken, RegionError or NotPermitted where it cannot start.
+    `read()` returns the current configuration, for SIGHUP; `fresh` discards what the previous daemon left. The caller
+    has blocked SIGNALS. Raises ConfigError, EndpointTaken, RegionError or NotPermitted if it cannot start.
     """
-    faulthandler.enable()  # a watchdog ends a loop that hangs by SIGABRT: say where it hung
+    faulthandler.enable()  # a watchdog ends a hanging loop with SIGABRT: log where it hung
     descriptor_limit.raise_limit()
     descriptor_limit.warn_if_few(config)
     manager = ServiceManager(os.environ)
@@ -76,7 +76,7 @@ def _serve(
 
 
 def _until_told_to_stop(progress: Progress) -> Progress:
-    """Return `progress` such that a stop signal ends the start there: not in between, where something is half made."""
+    """Return `progress`, which also ends the start if a stop signal is pending: only where nothing is half done."""
 
     def check(done: int, total: int) -> None:
         if signals.stop_is_pending():

@@ -1,6 +1,6 @@
-"""Long work in the daemon's loop: a slice in each turn, of one job after the other, and what waits behind it.
+"""Long work in the daemon's loop: one slice per turn, round-robin, and the messages that wait for it.
 
-The messages of one session are answered in their order: while a long one is under way, the later ones wait here.
+The messages of one session are answered in order: while a long one is in progress, later ones wait here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from kvcache_proto.errors import Unavailable
 from kvcache_server.core.slices import SLICE_SECONDS, Chores, Result, Steps, advance
 
-WAITING, WAITING_BYTES = 1024, 8 << 20  # messages of a session, and their bytes; the protocol tells of it
+WAITING, WAITING_BYTES = 1024, 8 << 20  # messages of a session, and their bytes; the protocol documents both
 
-Message = tuple[Any, bytes]  # whoever sent it, and the frame
+Message = tuple[Any, bytes]  # the sender, and the frame
 
 
 class _Job:
-    """What is done for one session: steps, then the messages that have waited, then whatever comes `after`."""
+    """The work for one session: steps, then the waiting messages, then the call of `after`."""
 
     def __init__(self) -> None:
         self.steps: Steps[object] | None = None
@@ -36,7 +36,7 @@ class _Job:
 
 
 class LongWork:
-    """`chores` are the cache's; what else there is comes by `begin`, for a session, and by `run`, for the daemon."""
+    """Does the cache's `chores`, work of sessions (`begin`), and work of the daemon (`run`)."""
 
     def __init__(
         self,
@@ -46,11 +46,12 @@ class LongWork:
         answered: Callable[[], object],
         failed: Callable[[int, Exception], object],
     ) -> None:
-        """`answer(sender, frame)` takes a message that has waited, `answered()` follows each turn, `failed(0, error)`
-        notes a defect of ours."""
+        """`answer(sender, frame)` answers a message that has waited. `answered()` is called after each turn, `failed(0,
+        error)` with an internal error.
+        """
         self._loop, self._chores, self._failed = loop, chores, failed
         self._answer, self._answered = answer, answered
-        self._jobs: dict[object, _Job] = {}  # by session; those of the daemon by themselves
+        self._jobs: dict[object, _Job] = {}  # by session; the daemon's own by the job itself
         self._scheduled = False
 
     def __contains__(self, session: int) -> bool:
@@ -62,13 +63,13 @@ class LongWork:
     def begin(
         self, session: int, steps: Steps[Result], done: Callable[[Result | None, Exception | None], object]
     ) -> None:
-        """Go on with `steps` for `session`, which has no others; `done` is called with their result, or their error."""
+        """Start `steps` for `session`, which has no others; `done` is called with their result or error."""
         job = self._jobs.setdefault(session, _Job())
         job.steps, job.done = steps, done
         self.schedule()
 
     def run(self, steps: Steps[Result]) -> asyncio.Future[Result]:
-        """Go on with `steps` of the daemon's own. Who gives the future up does not end them."""
+        """Start `steps` of the daemon's own. Cancelling the future does not stop them."""
         future: asyncio.Future[Result] = self._loop.create_future()
 
         def done(result: object, error: Exception | None) -> None:
@@ -87,22 +88,24 @@ class LongWork:
         return future
 
     def wait(self, session: int, sender: Any, frame: bytes) -> None:
-        """Let a message wait behind the session's work. Raises Unavailable where too many do: it is not taken."""
+        """Queue a message behind the session's work. Raises Unavailable, and does not queue it, at the limit."""
         job = self._jobs[session]
         if len(job.waiting) >= WAITING or job.bytes + len(frame) > WAITING_BYTES:
-            raise Unavailable("an earlier request of this session takes long, and too many wait behind it")
+            raise Unavailable(
+                "an earlier request of this session takes long, and too many wait for it: wait for replies"
+            )
         job.waiting.append((sender, frame))
         job.bytes += len(frame)
 
     def after(self, session: int, then: Callable[[], object]) -> None:
-        """Call `then` once nothing is under way for `session`: at once, or later."""
+        """Call `then` once no work of `session` is in progress: now or later."""
         if session in self._jobs:
             self._jobs[session].after = then
         else:
             then()
 
     def cut_short(self, session: int) -> None:
-        """Let what was to come after the session's work come now. What is begun goes on, and nobody hears of it."""
+        """Call what was to follow the session's work now. Work in progress continues, without a reply."""
         job = self._jobs.get(session)
         while job is not None and (job.steps is not None or job.waiting):
             if job.steps is not None:
@@ -116,7 +119,7 @@ class LongWork:
                 job.after()
 
     def schedule(self) -> None:
-        """See to it that what there is to do is done."""
+        """Schedule a turn if there is work."""
         if not self._scheduled and (self._jobs or self._chores):
             self._scheduled = True
             self._loop.call_soon(self._turn)
@@ -135,7 +138,7 @@ class LongWork:
                     if job.after is not None:
                         job.after()
                 else:
-                    self._jobs[key] = self._jobs.pop(key)  # the others first
+                    self._jobs[key] = self._jobs.pop(key)  # to the end of the queue
         finally:
             self.schedule()
             self._answered()
@@ -144,11 +147,11 @@ class LongWork:
         try:
             while self._chores.go_on() and time.monotonic() < until:
                 pass
-        except Exception as error:  # noqa: BLE001 - a defect of ours is logged, the others are served on
+        except Exception as error:  # noqa: BLE001 - an internal error is logged; other sessions are still served
             self._failed(0, error)
 
     def _advance(self, job: _Job, until: float) -> None:
-        """Take it one step further at least."""
+        """Do at least one step of the job."""
         while True:
             if job.steps is not None:
                 steps, job.steps = job.steps, None

@@ -1,4 +1,4 @@
-"""The settings in force. On SIGHUP the configuration is read again; what can change while the daemon serves does."""
+"""The settings in effect. On SIGHUP the configuration is read again, and live settings are applied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOUDEST_FIRST = ("debug", "info", "warning", "error")
 
 
 class Reload:
-    """What the daemon goes by: `config` is what it was started with, and what it has changed since."""
+    """Applies changed settings. `config` has the settings in effect."""
 
     def __init__(
         self,
@@ -31,15 +31,15 @@ class Reload:
         door: Door,
         allow_users: Callable[[Config], None],
     ) -> None:
-        """`allow_users` does for the other sockets what is done here for the door's. Raises OSError."""
+        """`allow_users` applies the allowed users and groups to sockets other than the door's. Raises OSError."""
         self.config = config
         self._read, self._cache, self._door, self._allow_users = read, cache, door, allow_users
 
     def read_again(self) -> None:
-        """Apply what has changed, and say in one line what was done, and what waits for a restart.
+        """Apply what has changed, and log one line with what was applied and what needs a restart.
 
-        A configuration that cannot be used changes nothing, nor does one that the sockets do not take, who may open
-        them apart; the line says why, and the next time all of it is tried anew.
+        An invalid configuration changes nothing. If applying the allowed users fails, nothing else is changed. The line
+        says why, and the next reload tries everything again.
         """
         try:
             wanted = self._read()
@@ -57,8 +57,8 @@ class Reload:
                 self._door.allow_users(config.allow_uids, config.allow_gids, rate_of(config))
             except OSError as error:
                 log.error(
-                    "the configuration is not read again, and nothing has changed but who may open the sockets, "
-                    "perhaps: %s",
+                    "the configuration is not read again; nothing has changed, except perhaps who may use the sockets: "
+                    "%s",
                     error,
                 )
                 return
@@ -66,8 +66,8 @@ class Reload:
         self._cache.set_limits(config.limits())
         if "max_sessions" in live:
             descriptor_limit.warn_if_few(config)
-        log_changes = {"log_level", "log_format"} & live.keys()  # else, what was set at run time stays
-        if log_changes:  # the line itself goes to the louder of the two
+        log_changes = {"log_level", "log_format"} & live.keys()  # otherwise, a level set at run time stays
+        if log_changes:  # the line is logged with the more verbose of the two
             logs.set_up(min(logs.level(), config.log_level, key=_LOUDEST_FIRST.index), config.log_format)
         applied = ", ".join(f"{name} {_shown(getattr(old, name))} -> {_shown(value)}" for name, value in live.items())
         log.log(
@@ -82,7 +82,7 @@ class Reload:
 
 
 def rate_of(config: Config) -> Rate:
-    """Return how often a user may shake hands: at once, all that may be there, for they come back together."""
+    """Return the allowed rate of handshakes per user. The burst is max_sessions: clients reconnect all at once."""
     return Rate(config.attach_rate, max(config.max_sessions, config.attach_rate))
 
 

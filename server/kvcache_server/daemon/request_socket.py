@@ -1,7 +1,8 @@
-"""The RequestSocket the connections that requests come by, one per session, each served in its turn.
+"""The request socket: the connections that carry requests, one per session, served round-robin.
 
-A connection belongs to the session whose token it bears, in the routing id of its socket or else in its first message.
-Until then it may say little, and there are few of its kind. The end of the connection is the end of the session.
+A connection belongs to the session whose token it presents, in the routing id of its socket or in its first message.
+Until then, its frames and the number of such connections are limited. The end of the connection is the end of the
+session.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from kvcache_server.transport.sockets import Listener, Peer, SocketFile, choose_
 from kvcache_server.transport.zmtp import CutOff, header
 
 READ_BYTES = 256 << 10
-LAST_READS = 8  # of what a session has sent that ends: more than the kernel keeps for it
-MOST_UNREAD_BYTES = 8 << 20  # of replies that were due already; what is beyond that is dropped
-HELD_BYTES = 64 << 20  # beginnings of frames, of all connections together
-UNBOUND = 64  # connections that have shown no token
+LAST_READS = 8  # of what an ending session has sent: more than the kernel's buffer contains
+MOST_UNREAD_BYTES = 8 << 20  # of unread replies; further ones are dropped
+HELD_BYTES = 64 << 20  # incomplete frames of all connections together
+UNBOUND = 64  # connections without a token
 
 
 class Connection(ZmtpConnection):
-    """One peer. `session` is whose it is, 0 as long as it has shown no token."""
+    """The connection of one peer. `session` is 0 until it has presented a token."""
 
     __slots__ = ("ends", "held", "peer", "reads", "session")
 
@@ -37,12 +38,12 @@ class Connection(ZmtpConnection):
         super().__init__(request_socket)
         self.peer = peer
         self.session = 0
-        self.held = 0  # bytes of the beginning of a frame, as the wire has them in its sum
-        self.ends: list[Callable[[], object]] = []  # what follows once all that it has said is answered
-        self.reads = 0  # how often more of that may be read
+        self.held = 0  # bytes of an incomplete frame that the socket has counted
+        self.ends: list[Callable[[], object]] = []  # called once all that it has sent is answered
+        self.reads = 0  # how many more reads `ends` may take
 
     def send(self, message: bytes) -> str:
-        """Send a reply. Returns "", or why it is dropped: peer_gone, peer_slow."""
+        """Send a reply. Return "", or the reason why it was dropped: peer_gone, peer_slow."""
         transport = self._transport
         if transport is None:
             return "peer_gone"
@@ -61,7 +62,7 @@ class Connection(ZmtpConnection):
         return not self.paused or bool(self.ends)
 
     def rest(self) -> bytes:
-        """Return what has come and was not read yet, READ_BYTES at most, LAST_READS times."""
+        """Read more of what the peer has sent: at most READ_BYTES, and at most LAST_READS times."""
         self.reads -= 1
         if self._transport is None or self.reads < 0:
             return b""
@@ -73,8 +74,8 @@ class Connection(ZmtpConnection):
 class RequestSocket(ZmtpServer[Connection]):
     """Listens at the endpoint.
 
-    `tokens` leads from a token to its session. `answer(connection, message)` answers a message, which may be an error:
-    then it was none; `answered()` follows each turn. `lost(session)` is called where a session's connection has ended.
+    `tokens` maps tokens to sessions. `answer(connection, message)` answers a message, or an invalid one, given as the
+    error. `answered()` is called after each time slice, `lost(session)` when a session's connection has ended.
     """
 
     def __init__(
@@ -89,9 +90,9 @@ class RequestSocket(ZmtpServer[Connection]):
         """Bind the socket. Raises EndpointTaken, ConfigError, NotPermitted."""
         super().__init__(loop, answered)
         self._tokens, self._answer, self._lost = tokens, answer, lost
-        self.cuts: Counter[str] = Counter()  # connections that were refused or ended, by reason
+        self.cuts: Counter[str] = Counter()  # refused and terminated connections, by reason
         self._bound: dict[int, Connection] = {}
-        self._unbound: dict[Connection, None] = {}  # the one that came first is first
+        self._unbound: dict[Connection, None] = {}  # oldest first
         self._held = 0
         self._listener = Listener(loop, socket_path(endpoint), endpoint, self._enter, self._count)
 
@@ -100,21 +101,21 @@ class RequestSocket(ZmtpServer[Connection]):
         return self._listener.socket_file
 
     def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
-        """Let these users and groups connect from now on, and nobody else. Raises OSError."""
+        """Allow only these users and groups to connect from now on. Raises OSError."""
         self._listener.allow_users(uids, gids)
 
     def figures(self) -> dict[str, int | dict[str, int]]:
-        """Return how many connections there are, and how many were cut, by reason."""
+        """Return the number of connections, and how many were terminated, by reason."""
         return {"open": len(self._bound) + len(self._unbound), "unbound": len(self._unbound), "cut": dict(self.cuts)}
 
     def close(self) -> None:
-        """Take no more, and end those that there are. Not while the loop runs."""
+        """Stop accepting, and close all connections. The loop must not be running."""
         self._listener.close()
         self._lost = lambda session: None  # sessions outlive this daemon
         for connection in [*self._bound.values(), *self._unbound]:
             connection.cut = True
             connection.close()
-        self.loop.run_until_complete(asyncio.sleep(0))  # replies that are unsent leave, and descriptors are closed
+        self.loop.run_until_complete(asyncio.sleep(0))  # sends unsent replies, and closes descriptors
 
     # Connections.
 
@@ -131,11 +132,11 @@ class RequestSocket(ZmtpServer[Connection]):
 
     def connected(self, connection: Connection) -> None:
         self._unbound[connection] = None
-        if len(self._unbound) > UNBOUND:  # who has most of them waits for the others
+        if len(self._unbound) > UNBOUND:  # the user with the most of them loses one
             self._cut(choose_victim(self._unbound, lambda each: each.peer.uid), "crowded_out")
 
     def bind(self, connection: Connection, session: int) -> None:
-        """Let the connection be the session's. Raises BadToken where one of them has another already."""
+        """Bind the connection to the session. Raises BadToken if either is already bound."""
         if connection.session or session in self._bound:
             raise BadToken("a session has one connection, and a connection one session")
         self._unbound.pop(connection, None)
@@ -157,20 +158,20 @@ class RequestSocket(ZmtpServer[Connection]):
             self._lost(connection.session)
 
     def leave(self, session: int) -> None:
-        """End the connection of a session that has ended."""
+        """Close the connection of a session that has ended."""
         if connection := self._bound.pop(session, None):
             connection.close()
 
     def _cut(self, connection: Connection, reason: str) -> None:
         self._count(reason)
-        self._unbound.pop(connection, None)  # now: its end comes with a later turn
+        self._unbound.pop(connection, None)  # now: asyncio reports the end in a later turn
         connection.cut = True
         connection.close()
 
     # Messages.
 
     def drain(self, session: int, then: Callable[[], object]) -> None:
-        """Answer all that the session has sent so far, by turns with the others; then call `then`, now or later."""
+        """Answer all that the session has sent so far, in turn with the others; then call `then`, now or later."""
         connection = self._bound.get(session)
         if connection is None:
             then()
@@ -187,19 +188,19 @@ class RequestSocket(ZmtpServer[Connection]):
         self._answered()
 
     def cut_short(self, session: int) -> None:
-        """Let what was to follow once a session is heard out follow now. What is not answered yet never is."""
+        """Stop draining a session and call its `then` now. Unanswered requests are dropped."""
         connection = self._bound.get(session)
         if connection is not None and connection.ends:
             self._count("cut_short")
             self._end(connection)
 
     def _end(self, connection: Connection) -> None:
-        connection.cut = True  # nothing that comes counts any more
+        connection.cut = True  # further messages are ignored
         while connection.ends:
             connection.ends.pop(0)()
 
     def _take(self, connection: Connection, until: float) -> bool:
-        """Answer messages until that time, one at least. Returns whether there may be more."""
+        """Answer messages until `until`, at least one. Return whether there may be more."""
         more = self._take_some(connection, until)
         if connection.ends and not more:
             self._end(connection)
@@ -233,7 +234,7 @@ class RequestSocket(ZmtpServer[Connection]):
         return False
 
     def _show_token(self, connection: Connection) -> None:
-        """Bind a connection that has become ready, if it shows a token."""
+        """Bind a connection whose handshake is complete, if its routing id has a token."""
         session = self._tokens.get(token_of(connection.receiver.routing_id), 0)
         connection.receiver.routing_id = b""
         if session:
@@ -243,7 +244,7 @@ class RequestSocket(ZmtpServer[Connection]):
                 self._cut(connection, "second_connection")
 
     def _hold(self, connection: Connection, size: int) -> None:
-        """Note how much of an unfinished frame a connection has sent; cut those off that have most, past the bound."""
+        """Count a connection's incomplete frame; beyond the bound, disconnect the connections with the most bytes."""
         self._held += size - connection.held
         connection.held = size
         while self._held > HELD_BYTES:

@@ -1,4 +1,4 @@
-"""The daemon at work: one loop, the wire, the timers, the door, and the way down."""
+"""The running daemon: event loop, request socket, door, timers, and shutdown."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 
 TICK = 0.25
 SUMMARY = 10.0
-YOUNG_OBJECTS = 10_000  # between two looks of the garbage collector
+YOUNG_OBJECTS = 10_000  # allocations between two runs of the garbage collector
 
 
 class Service:
-    """Serves one cache at one endpoint until it is told to stop."""
+    """Serves one cache at one endpoint until it is stopped."""
 
     def __init__(self, config: Config, opened: WarmStart, manager: ServiceManager, read: Callable[[], Config]) -> None:
-        """Open wire and door; the endpoint's lock is held by the caller. Raises as Door does.
+        """Open the request socket and the door; the caller holds the endpoint's lock. Raises like Door.
 
-        `manager` hears how it goes; `read()` reads the configuration again.
+        `manager` is notified of the state; `read()` reads the configuration again.
         """
         self._config = config
         self._manager = manager
@@ -64,13 +64,13 @@ class Service:
         self._admin_ops = AdminOps(
             *(self._cache, self._insight, self._sessions.look_after, self._figures, self._long_work.run, self._report)
         )
-        self._lost = ""  # the socket whose file has gone
+        self._lost = ""  # the path of a socket whose file was removed
         self._started, self._started_at = time.monotonic(), time.time()
         self._shrinking = False
         self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
         self._followers: list[Callable[[list[Change]], None]] = [self._insight.follow]
-        with contextlib.ExitStack() as undo:  # no socket stays of a daemon that does not start
+        with contextlib.ExitStack() as undo:  # a daemon that does not start leaves no socket behind
             undo.callback(self._loop.close)
             if config.http:
                 from kvcache_server.http.app import (
@@ -106,32 +106,32 @@ class Service:
         self._reloading = Reload(config, read, self._cache, self._door, self._allow_users)
 
     def _allow_users(self, config: Config) -> None:
-        """Let those users and groups connect, besides at the door, that `config` names. Raises OSError."""
+        """Allow only the users and groups in `config` to connect to sockets other than the door. Raises OSError."""
         self._request_socket.allow_users(config.allow_uids, config.allow_gids)
         if self._publisher is not None:
             self._publisher.allow_users(config)
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions go on with the next daemon.
+        """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions continue with the next daemon.
 
-        The caller has blocked SIGNALS; one that has come meanwhile counts. Raises EndpointLost, after the same
-        tidying, where somebody has removed a socket of ours.
+        The caller has blocked SIGNALS; a pending one counts. Raises EndpointLost, after the same clean-up, if a socket
+        of ours was removed.
         """
         loop = self._loop
         loop.call_soon(self._listen_to_signals)
         self._next_tick = loop.call_later(TICK, self._tick)
         loop.call_later(SUMMARY, self._summarise)
-        # Blocks are millions of objects, and looking through them all takes half a second. Only what is new since the
-        # last look is looked through: nothing here forms cycles when it is older (tests/chaos/churn.py), but for what
-        # HTTP leaves behind, which is collected there.
+        # Millions of blocks are objects, and a full collection would take half a second. Only objects created since the
+        # last collection are examined: older ones form no cycles (tests/chaos/churn.py), except those of HTTP, which
+        # are collected there.
         gc.collect()
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS, 1 << 30, 1 << 30)
         try:
             loop.run_forever()
         finally:
-            signals.block()  # a second one must not cut the tidying short
-            self._next_tick.cancel()  # the loop turns once more, and a tick would miss the sockets that are closed
+            signals.block()  # a second signal must not interrupt the clean-up
+            self._next_tick.cancel()  # the loop runs once more, and a tick would find closed sockets
             self._manager.stopping()
             if self._http:
                 self._http.close()
@@ -141,10 +141,10 @@ class Service:
                 self._publisher.close()
             loop.close()
         if self._lost:
-            raise EndpointLost(f"{self._lost} was removed or replaced, so that nobody could attach any more")
+            raise EndpointLost(f"{self._lost} was removed or replaced, so that no client could attach any more")
 
     def _listen_to_signals(self) -> None:
-        """Take signals from now on: before the loop runs, its handlers would lose them."""
+        """Start to handle signals; before the loop runs, its handlers would lose them."""
         for signum in STOP_SIGNALS:
             self._loop.add_signal_handler(signum, self._loop.stop)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
@@ -153,7 +153,7 @@ class Service:
         signals.unblock()
 
     def _reload(self) -> None:
-        if os.isatty(0):  # its terminal has gone
+        if os.isatty(0):  # the terminal was closed
             self._loop.stop()
             return
         self._manager.reloading()
@@ -168,9 +168,9 @@ class Service:
         return f"{format_size(used)} of {format_size(self._cache.pool.capacity)} used, {len(self._sessions)} sessions"
 
     def _report(self) -> None:
-        """Deliver what the core has reported: to the state file first, then to those who follow the changes.
+        """Deliver what the core has reported: first to the state file, then to the followers of changes.
 
-        A defect of a follower is logged and costs no reply.
+        An internal error of a follower is logged; the reply is still sent.
         """
         if self._cache.effects:
             records, changes = self._cache.effects.take()
@@ -179,7 +179,7 @@ class Service:
             for follow in self._followers:
                 try:
                     follow(changes)
-                except Exception as error:  # noqa: BLE001 - the cache is right, and its clients are served on
+                except Exception as error:  # noqa: BLE001 - the cache is intact, and clients are still served
                     self._answers.failed(0, error)
         if self._publisher is not None:
             self._publisher.flush()
@@ -196,11 +196,11 @@ class Service:
             self._report()
 
     def _connection_lost(self, session: int) -> None:
-        """The session ends: nobody knows which of the last replies its client has read."""
+        """End the session: it is unknown which of the last replies its client has read."""
         self._door.disconnect_soon(session)
 
     def _leave(self, session: int) -> None:
-        """The door has closed: what the session has asked before is done first."""
+        """End a session whose door has closed, after its earlier requests are done."""
         self._request_socket.drain(session, lambda: self._long_work.after(session, lambda: self._end(session)))
 
     def _end(self, session: int) -> None:
@@ -209,7 +209,7 @@ class Service:
         self._request_socket.leave(session)
 
     def _disconnect(self, session: int) -> None:
-        """Its client comes back: let it leave now."""
+        """End the session now: its client has reconnected."""
         self._door.disconnect(session)
         self._request_socket.cut_short(session)
         self._long_work.cut_short(session)
@@ -222,7 +222,7 @@ class Service:
             lambda: self._cache.tick(time.monotonic()),
             lambda: self._insight.tick(time.monotonic()),
             self._shrink,
-            self._report,  # what happened without a message
+            self._report,  # changes without a message
             self._http.collect if self._http else lambda: None,
             self._long_work.schedule,
             self._look_after_sockets,
@@ -235,8 +235,8 @@ class Service:
         self._next_tick = self._loop.call_later(TICK, self._tick)
 
     def _shrink(self) -> None:
-        """Go on with a resize, one extent after the other."""
-        # What is being locked would be taken again, and the thread that gives back is to keep up.
+        """Continue a resize, one extent after the other."""
+        # Locking would allocate the memory again, and the thread that returns memory must keep up.
         if not self._shrinking and not self._region.being_locked and not self._region.giving_back:
             self._long_work.run(self._cache.shrinking(time.monotonic())).add_done_callback(self._shrunk)
             self._shrinking = True
@@ -249,15 +249,15 @@ class Service:
             self._shrink()
 
     def _look_after_sockets(self) -> None:
-        """Stop where a socket's file has gone: nobody finds us then, and who starts us again makes it anew."""
+        """Stop if a socket's file was removed: clients cannot find the daemon; the next start creates it again."""
         for each in (self._request_socket.socket_file, self._door.socket_file):
             if not each.is_ours() and not self._lost:
                 self._lost = each.path
-                log.error("%s was removed or replaced: nobody can attach any more, stopping", each.path)
+                log.error("%s was removed or replaced: no client can attach any more; stopping", each.path)
                 self._loop.stop()
 
     def _summarise(self) -> None:
-        """Log one line of what happened since the last one, if anything did."""
+        """Log one line about what happened since the last one, if anything."""
         self._loop.call_later(SUMMARY, self._summarise)
         self._manager.status(self._state())
         self._admin_ops.summarise(self._answers.messages, len(self._sessions))
@@ -272,7 +272,7 @@ class Service:
             "region": self._region.path,
             "region_bytes": self._region.geometry.region_bytes,
             "locked": self._region.locked,
-            "draining": False,  # no more, and yet `status` of 0.1.0 asks for it
+            "draining": False,  # no longer used, but `status` of 0.1.0 reads it
             "messages": self._answers.messages,
             "sessions_opened": self._sessions.opened,
             "max_sessions": self._reloading.config.max_sessions,

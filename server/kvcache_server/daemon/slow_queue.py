@@ -1,6 +1,6 @@
-"""Requests that no engine waits for, and that take long: answered one after the other, within a share of the loop.
+"""Long requests that no engine waits for: answered one after the other, within a fraction of the loop's time.
 
-One that comes in slices has each of them paid for before the next.
+The fraction also applies between the slices of one request.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ SHARE = 0.1  # of the loop's time
 
 
 class SlowQueue:
-    """Those that wait for their turn: one a session, so that nobody waits behind a crowd of another's."""
+    """The waiting requests: one per session, so that no session waits for many requests of another."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, answer: Callable[[Any, bytes], object]) -> None:
-        """`answer(sender, frame)` takes a request as it came, and may call `go_on`."""
+        """`answer(sender, frame)` answers a request; it may call `go_on`."""
         self._loop, self._answer = loop, answer
         self._duty_cycle = DutyCycle(SHARE)
-        self._waiting: dict[int, tuple[Any, bytes]] = {}  # the first one is being answered, if there are steps
+        self._waiting: dict[int, tuple[Any, bytes]] = {}  # if there are steps, they are the first one's
         self._steps: Steps[Any] | None = None
         self._done: Callable[[Any, Exception | None], object]
 
     def add(self, session: int, sender: Any, frame: bytes) -> None:
-        """Let it wait for its turn. Raises Unavailable where another one of the session's does: it is not taken."""
+        """Add a request. Raises Unavailable, and adds nothing, if one of the session is waiting already."""
         if session in self._waiting:
-            raise Unavailable("an earlier question of this session waits for its turn: have its answer first")
+            raise Unavailable("an earlier request of this session is still waiting: wait for its reply first")
         self._waiting[session] = sender, frame
         if len(self._waiting) == 1:
             self._wait()
 
     def go_on(self, steps: Steps[Result], done: Callable[[Result | None, Exception | None], object]) -> None:
-        """Take `steps` for the question that is being answered; `done` is called with their result, or their error."""
+        """Continue the current request with `steps`; `done` is called with their result or error."""
         self._steps, self._done = steps, done
 
     def _wait(self) -> None:
@@ -61,7 +61,7 @@ class SlowQueue:
                 self._wait()
 
     def _advance(self, until: float) -> None:
-        """Take it one step further at least."""
+        """Do at least one step of the current request."""
         steps, self._steps = self._steps, None
         while steps is not None and advance(steps, self._done):
             if time.monotonic() >= until:

@@ -1,9 +1,9 @@
-"""Who gives way when the pool is full: each account's share of the region. Pure.
+"""Each account's share of the region, which decides from which account blocks are evicted. Pure.
 
-A share follows what the account earns: the bytes that lookups found in it, or would have found but for an eviction
-(ghosts.py), fading by half with each turnover of the pool. So an engine that streams prompts nobody asks for again
-lives on its floor, and does not cost the others their hits. Every live account has a floor, so that it can begin to
-earn.
+A share follows the account's hits: the bytes that lookups found in it, or would have found without evictions
+(ghosts.py), halved with each turnover of the pool. So an engine that streams prompts which nobody requests again is
+limited to its floor and does not cost the others their hits. Every live account has a floor, so that it can gain hits
+in the first place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvcache_server.core.index import Account
 
 _FLOOR = 1 / 16  # of an even split
 _PRIOR = 0.02  # of the capacity: the weight of a live account before its first hit
-_REFRESH = 1 / 256  # of the capacity that changes hands between two looks at the shares: a look costs O(accounts)
+_REFRESH = 1 / 256  # of the capacity: bytes evicted between two computations of the shares, which cost O(accounts)
 
 
 class FairShare:
@@ -35,7 +35,7 @@ class FairShare:
 
     @property
     def used(self) -> int:
-        """Bytes of the pool that accounts have, together."""
+        """Bytes of the pool that all accounts have together."""
         return sum(account.bytes for account in self._accounts)
 
     def join(self, account: Account) -> None:
@@ -43,16 +43,16 @@ class FairShare:
         self._stale = True
 
     def prune(self) -> list[Account]:
-        """Drop and return the accounts of engines that are gone and left nothing."""
+        """Remove and return the accounts of engines that are gone and have left no blocks."""
         gone = [account for account in self._accounts if not account.live and not account.bytes]
         self._accounts = [account for account in self._accounts if account.live or account.bytes]
         self._stale = True
         for account in gone:
-            account.clear()  # blocks that went with their extent, each of which refers back to it
+            account.clear()  # entries of removed blocks, each of which refers back to the account
         return gone
 
     def evicted(self, size: int) -> None:
-        """Count `size` bytes of turnover; at each full turn of the pool, what was earned fades by half."""
+        """Count `size` bytes of turnover; with each full turnover of the pool, hits are halved."""
         self._turned_over += size
         self._since_look += size
         if self._turned_over >= self._capacity:
@@ -61,7 +61,7 @@ class FairShare:
                 account.hit_bytes /= 2
 
     def by_excess(self) -> list[tuple[float, Account]]:
-        """Return (bytes above its share, account), the greatest excess first."""
+        """Return pairs (bytes above the share, account), the greatest excess first."""
         if self._stale or self._since_look >= _REFRESH * self._capacity:
             self._stale = False
             self._since_look = 0

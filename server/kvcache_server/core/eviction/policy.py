@@ -1,4 +1,4 @@
-"""Making room: which block, or which whole extent, gives way to a new block. Pure."""
+"""Making room for new blocks: which block, or which whole extent, is evicted. Pure."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.sampling import Draw
 from kvcache_server.core.slices import LOOK, STEP, Steps
 
-# Why a block was evicted: for another one; the engine's ceiling; its namespace's; slots of another size; a resize.
+# Why a block was evicted: for another block; the engine's or its namespace's ceiling; slots of another size; a resize.
 EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "resize")
 ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT, RESIZE = EVICTED_FOR
 
-_LOOKS = 8  # of the coldest extents and of the latest: each costs a walk of all below its blocks,
-_LOOK_BLOCKS = 4096  # or of so many: a look at 16 extents takes some 10 ms at most
+_LOOKS = 8  # of the coldest and of the latest extents: each costs a walk of all descendants of its blocks,
+_LOOK_BLOCKS = 4096  # or of this many: 16 extents take 10 ms at most
 
 
 @final
 class Reassign(msgspec.Struct, frozen=True):
-    """An extent with slots of that size has to be emptied first, for slots of another size."""
+    """An extent with slots of this size must be emptied first, for slots of another size."""
 
     slot_bytes: int
 
@@ -47,8 +47,8 @@ class Eviction:
         self._ghosts: dict[bytes, Ghosts] = {}  # by the group's tag
         self.fair_share = self._shares = FairShare(pool.capacity, limits.namespace_floor)
         self.evictions: Counter[str] = Counter()  # blocks by cause
-        self.evicted_unread = 0  # of them, those that no lookup had found
-        self.frozen = False  # nothing is evicted while leases of an earlier life may not be restated yet
+        self.evicted_unread = 0  # evicted blocks that no lookup had found
+        self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
@@ -57,9 +57,9 @@ class Eviction:
         self._namespace_ceiling = int(ceiling * capacity) if ceiling < 1 else 0
 
     def make_room(self, account: Account, fixed: Container[int]) -> tuple[Extent[Block], int] | Refusal | Reassign:
-        """Return a vacant slot, or QUOTA or NO_SPACE, or the Reassign that would give one.
+        """Return a vacant slot, or QUOTA or NO_SPACE, or the Reassign that would free one.
 
-        `fixed` are slot sizes of which no extent can be had.
+        `fixed` are slot sizes whose extents cannot be reassigned.
         """
         size = account.group.slot_bytes
         if account.ceiling and account.bytes + size > account.ceiling and not self.evict(account, OWN_CEILING):
@@ -73,7 +73,7 @@ class Eviction:
             if victim.group.slot_bytes == size:
                 freed = self.evict(victim, ROOM)
             else:
-                # A whole extent changes hands: not for the sake of a few slots, unless there is nothing to begin with.
+                # A whole extent is reassigned only for more than a few slots, unless the account has none.
                 worth = excess >= self._pool.extent_bytes or (excess > 0 and not account.bytes)
                 if worth and not self.frozen and victim.group.slot_bytes not in fixed:
                     return Reassign(victim.group.slot_bytes)
@@ -85,7 +85,7 @@ class Eviction:
         return Refusal.NO_SPACE
 
     def evict(self, account: Account, cause: str) -> bool:
-        """Forget the coldest leaf of `account`; False where it has none that may go."""
+        """Evict the coldest leaf of `account`; return False if it has none that may be evicted."""
         block = None if self.frozen else account.pop_coldest()
         if block is None:
             return False
@@ -93,14 +93,14 @@ class Eviction:
         return True
 
     def clear(self, accounts: Sequence[Account]) -> Steps[int]:
-        """Forget all blocks of `accounts` that may go and return how many; what is above a block that stays, stays.
+        """Forget the blocks of `accounts` and return how many.
 
-        So does what is stored meanwhile.
+        Blocks in use stay, with all blocks above them, and so do blocks that are stored in the meantime.
         """
         newest = self._pool.generation
         cleared = looks = 0
         before = -1
-        while cleared > before:  # what others make a leaf by evictions is found the next time
+        while cleared > before:  # blocks that become leaves by evictions in between are found next time
             before = cleared
             for account in accounts:
                 account.begin_to_clear()
@@ -123,9 +123,9 @@ class Eviction:
         return cleared
 
     def _clear(self, block: Block) -> tuple[bool, Block | None]:
-        """Forget a leaf; return whether anybody could have found it, and its parent, where that is a leaf now.
+        """Forget a leaf; return whether lookups could find it, and its parent if that has become a leaf.
 
-        The parent does not stand in the order yet: it would be found there in a moment.
+        The parent does not enter the order yet, because it is cleared next.
         """
         parent = block.parent
         assert parent is not None
@@ -165,11 +165,11 @@ class Eviction:
             ghosts.missed(hashes)
 
     def forget(self, group: Group) -> None:
-        """Note that the group is no more: its ghosts refer to accounts, and these to it."""
+        """Drop the ghosts of a removed group: they refer to accounts, which refer to the group."""
         self._ghosts.pop(group.tag, None)
 
     def _forget(self, block: Block) -> tuple[bool, int]:
-        """Return whether anybody could have found it, and whether a lookup had."""
+        """Forget a block; return whether lookups could find it, and whether one has."""
         extent, slot = self._pool.locate(block)
         parent, read = block.parent, extent.read[slot]
         visible = block.account.group.remove(block)
@@ -186,15 +186,16 @@ class Eviction:
         return any(self.evict(each, NAMESPACE_CEILING) for each in mine)
 
     def idle(self) -> Steps[int | None]:
-        """Return an extent in which nothing is, the coldest one, emptied, where all are in use; None where each one is
-        read or written."""
+        """Return an empty extent. If all are in use, empty the coldest one first; None if each is being read or
+        written."""
         index = self._pool.idle()
         if index is None and not self.frozen and (yield from self._empty_one(self._pool.extents.values(), RESIZE)):
             index = self._pool.idle()
         return index
 
     def reassign(self, wanted: Reassign) -> Steps[bool]:
-        """Empty the coldest extent of that slot size that nobody reads from or writes to; False where there is none."""
+        """Empty the coldest extent of that slot size that is not being read or written; return False if there is
+        none."""
         mine = [extent for extent in self._pool.extents.values() if extent.slot_bytes == wanted.slot_bytes]
         done = yield from self._empty_one(mine, RECUT)
         self._counters["extents_recut"] += done
@@ -202,7 +203,7 @@ class Eviction:
 
     def _empty_one(self, extents: Iterable[Extent[Block]], cause: str) -> Steps[bool]:
         candidates = sorted((each for each in extents if _may_go(each)), key=lambda extent: extent.newest)
-        # The coldest, and the latest cut: of a chain in many extents, the first one takes all others along.
+        # The coldest, and the latest: with a chain in many extents, emptying the first one empties all others.
         middle = max(_LOOKS, len(candidates) - _LOOKS)
         looks = []
         for extent in candidates[middle:][::-1] + candidates[:_LOOKS][::-1]:
@@ -217,7 +218,7 @@ class Eviction:
         return False
 
     def _empty(self, extent: Extent[Block], cause: str) -> Steps[bool]:
-        """Evict what lives in the extent, and all below; False where somebody reads or writes some of it."""
+        """Evict the blocks of the extent and all below them; return False if one is being read or written."""
         if not (yield from self._unused(extent)):
             return False
         self._pool.close(extent)
@@ -230,7 +231,7 @@ class Eviction:
                     for each in block.upwards():
                         if each is not None:
                             if each.pins or not each.visible or extent.busy:
-                                return False  # since it was looked at
+                                return False  # since it was checked
                             self._evicted(each, cause)
                             done += 1
                         if each is None or done % STEP == 0:
@@ -242,8 +243,8 @@ class Eviction:
             self._pool.open(extent)
 
     def _unused(self, extent: Extent[Block]) -> Steps[bool]:
-        """Whether nobody reads or writes what lives in the extent, or below that."""
-        seen = bytearray(extent.slots)  # by slot; what lives elsewhere is met once, after its parent
+        """Whether no block of the extent, or below one, is being read or written."""
+        seen = bytearray(extent.slots)  # by slot; a block in another extent is visited once, after its parent
         looks = 0
         for slot in range(len(extent.blocks)):
             first = None if seen[slot] else extent.blocks[slot]
@@ -269,15 +270,14 @@ class Eviction:
 
 
 def _may_go(extent: Extent[Block]) -> bool:
-    """Whether nothing is written in the extent, and nobody empties it already."""
+    """Whether no slot of the extent is being written, and the extent is not being emptied already."""
     return not extent.busy and not extent.closed
 
 
 def _loss(extent: Extent[Block]) -> tuple[float, float] | None:
-    """Return the latest tick of the extent's blocks and all below them, and how many these are; None where one is read
-    or written.
+    """Return the latest tick of the extent's blocks and all below them, and their number; None if one is in use.
 
-    Past a bound, nobody looks on: such an extent goes last.
+    Beyond a bound, the search stops, and the extent comes last.
     """
     if extent.used > _LOOK_BLOCKS:
         return math.inf, math.inf
