@@ -71,7 +71,7 @@ def test_the_host_has_its_memory_back_and_the_rest_serves_on_after_a_restart_too
         while not session.up:  # it has yet to say what it holds
             time.sleep(0.01)
         assert daemon.status()["pool"]["bytes"] == 16 * MIB
-        assert "64.0 MiB; `serve --fresh` begins with all of it" in daemon.log
+        assert "64.0 MiB; `serve --fresh` starts with all of it" in daemon.log
         with namespace.acquire(hashes(100)) as lease:
             assert lease.hits == left
         store(session, namespace, hashes(60))

@@ -461,7 +461,7 @@ def test_a_region_that_was_put_aside_gives_way_where_there_is_no_room(
                 file.write(b"spoilt")
             again = start_daemon(region_dir=region_dir, keep="true")
             assert again.status()["counters"]["regions_put_aside"] == 1
-            assert ("there is no room for another one" in again.log) == (room == "120m")
+            assert ("to make room for a new one" in again.log) == (room == "120m")
             again.stop()
             assert len(list(region_dir.glob("*.aside"))) == (room != "120m")
     finally:
@@ -575,7 +575,7 @@ def test_a_state_file_that_can_be_neither_written_nor_removed_is_not_trusted_aga
         before = daemon.status()["daemon"]["errors"]
         store(daemon.endpoint, some(10, "b"), "second")  # no handshake hangs for it
         assert daemon.status()["daemon"]["errors"] == before
-        assert daemon.log.count("the next daemon will begin with an empty cache") == 1
+        assert daemon.log.count("the next daemon will start with an empty cache") == 1
         daemon.kill()
     finally:
         immutable(state, False)

@@ -65,7 +65,7 @@ def test_who_gets_the_descriptor_gets_the_bytes_and_not_the_lock(socket_path: st
         fcntl.flock(handed_over, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with RegionFolder(SHM, socket_path) as regions:
             assert regions.found() == [name]
-            with pytest.raises(EndpointTaken, match="living daemon"):
+            with pytest.raises(EndpointTaken, match="running daemon"):
                 regions.claim(name)
             region.close(keep=True)
             regions.claim(name).remove()

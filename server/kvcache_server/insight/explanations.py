@@ -1,9 +1,9 @@
-"""Why a request had no hit, made of what miss_log.py remembers when somebody asks. Pure.
+"""Explains why a request had no hit, from what miss_log.py remembers. Pure.
 
-An answer is a list of runs of blocks, each with one cause and the facts that go with it. What left or was not let in is
-remembered by its name. A block that nothing is known of was never stored here, as far back as the memory reaches: then
-it is looked for in other namespaces, whose identities tell what keeps the two apart, and else the last hit says where
-the tokens part from what is cached.
+An answer is a list of runs of blocks; each has one cause, and the facts that go with it. Removed and refused blocks are
+remembered by name. A block without a record was never stored here, as far back as the memory reaches. Then it is
+searched for in other namespaces, whose identities show what differs. Otherwise the last hit shows where the tokens
+diverge from what is cached.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import LOOK, STEP, Steps
 from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
 
-MOST_BLOCKS = 8192  # of one lookup that are looked at, from the first miss on,
-MOST_RUNS = 512  # or as many as make so many runs
-EXAMINED = 16  # blocks at a time: each may be looked for in OTHERS namespaces, of as many groups
-FEW_BLOCKS = 256  # of which every other namespace is asked
-OTHERS = 16  # namespaces that are looked into, the most similar ones first
+MOST_BLOCKS = 8192  # examined per lookup, from the first miss on,
+MOST_RUNS = 512  # or until there are this many runs
+EXAMINED = 16  # blocks per slice: each may be searched for in all groups of OTHERS namespaces
+FEW_BLOCKS = 256  # for which every other namespace is asked
+OTHERS = 16  # namespaces that are searched, the most similar ones first
 LATEST = 10
-LATELY = 3600.0  # seconds for which a daemon that threw blocks away when it began is to blame for what it has not
-HASHING = ("seed", "hash", "vllm", "block")  # facts of an identity by which equal tokens have other hashes
+LATELY = 3600.0  # seconds after an empty start for which misses are attributed to it
+HASHING = ("seed", "hash", "vllm", "block")  # identity fields that change the hashes of equal tokens
 _WORD = re.compile(r"[a-z_]{1,64}")
-_OLDEST = 1 << 53  # milliseconds that a note may be old
+_OLDEST = 1 << 53  # maximum age of a note in milliseconds
 
 
 class Explanations:
@@ -44,7 +44,7 @@ class Explanations:
         self._cache, self._misses = cache, misses
 
     def remark(self, session: Session, request: Remark, now: float) -> Steps[None]:
-        """Take an engine's notes. What cannot be used is counted: nobody waits for an answer."""
+        """Store an engine's notes. Invalid ones are only counted, because this request has no reply."""
         try:
             namespace, group = session.group(request.namespace, request.group)
             if sum(len(note.hashes) for note in request.notes) > MAX_HASHES:
@@ -52,7 +52,7 @@ class Explanations:
             for checked, note in enumerate(request.notes, 1):
                 check_hashes(note.hashes, group.hash_bytes)
                 if not (_WORD.fullmatch(note.cause) and 0 <= note.age_ms < _OLDEST):
-                    raise BadArgument("a cause is a word of small letters, an age is not negative")
+                    raise BadArgument("invalid note: the cause must be a lower-case word, the age not negative")
                 if checked % LOOK == 0 or len(note.hashes) > LOOK:
                     yield
         except ClientError:
@@ -63,7 +63,7 @@ class Explanations:
             at = now - note.age_ms / 1000
             actor = Actor(at, session.engine.name, namespace.number)
             for each in note.hashes:
-                self._misses.left(each + group.tag, note.cause, actor)
+                self._misses.removed(each + group.tag, note.cause, actor)
                 done += 1
                 if done % LOOK == 0:
                     yield
@@ -76,13 +76,13 @@ class Explanations:
         return Explained(request.id, (yield from self._explain(request.request, now)))
 
     def _explain(self, text: str, now: float) -> Steps[dict[str, Any]]:
-        """Return what is known of the misses of the request whose name is or contains `text`. O(hashes asked)."""
+        """Return what is known about the misses of the request whose name is or contains `text`. O(its hashes)."""
         misses = self._misses
-        lookups, notes = list(misses.lookups), list(misses.notes)  # more come between the slices
+        lookups, notes = list(misses.lookups), list(misses.notes)  # copies: both may grow between slices
         heard: list[Lookup | EngineNote] = [*lookups, *notes]
         heard.sort(key=attrgetter("at"))
         yield
-        known = dict.fromkeys(map(attrgetter("request"), heard))  # in the order in which they were first heard of
+        known = dict.fromkeys(map(attrgetter("request"), heard))  # in order of their first record
         yield
         found = [text] if text in known else [each for each in known if text and text in each]
         answer: dict[str, Any] = {
@@ -103,7 +103,7 @@ class Explanations:
         }
         if len(found) == 1:
             yield
-            engines: dict[str, tuple[list[Lookup], list[EngineNote]]] = {}  # what there is of the request, an engine
+            engines: dict[str, tuple[list[Lookup], list[EngineNote]]] = {}  # the records of the request, by engine
             for lookup in lookups:
                 if lookup.request == found[0]:
                     engines.setdefault(lookup.engine, ([], []))[0].append(lookup)
@@ -119,7 +119,7 @@ class Explanations:
     def _request(
         self, engine: str, name: str, lookups: list[Lookup], notes: list[EngineNote], now: float
     ) -> Steps[dict[str, Any]]:
-        """Return what became of one engine's request: of its last lookup, and what the engine told."""
+        """Return the result of an engine's request: of its last lookup, and the engine's notes."""
         told: dict[str, Any] = {
             "request": name,
             "engine": engine,
@@ -148,7 +148,7 @@ class Explanations:
 
 
 def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limits) -> tuple[str, int]:
-    """Return why, and how many, blocks were there and were not given, ("", 0) where none were."""
+    """Return why, and how many, cached blocks were withheld; ("", 0) for none."""
     if reply.pending:
         return "pending", reply.pending
     if reply.withheld:
@@ -160,7 +160,7 @@ def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limit
 
 
 class _Walk:
-    """The blocks of one lookup, one after the other. What is told of those that come last may be younger."""
+    """Examines the blocks of one lookup in order. The last ones may be examined later, in a newer state."""
 
     def __init__(self, cache: Cache, misses: MissLog, lookup: Lookup, asked: Acquire) -> None:
         self._cache, self._misses = cache, misses
@@ -173,7 +173,7 @@ class _Walk:
 
     @property
     def _group(self) -> Group | None:
-        """The group that was asked for, as long as there is one: it may go between two slices."""
+        """The requested group, or None: it may be removed between two slices."""
         space = self._cache.namespaces.get(self._asked.namespace)
         return space.groups[self._asked.group] if space else None
 
@@ -210,7 +210,7 @@ class _Walk:
         return self._runs
 
     def _add(self, first: int, count: int, cause: str, facts: dict[str, Any] | None = None) -> None:
-        """Let the last run go on, where it has the same cause and facts; else begin one."""
+        """Extend the last run if it has the same cause and facts; otherwise start a new one."""
         if not count:
             return
         facts = facts or {}
@@ -225,7 +225,7 @@ class _Walk:
             last["ages_s"] = [min(old[0], ages), max(old[1], ages)]
 
     def _missed(self, block: bytes) -> tuple[str, dict[str, Any]] | None:
-        """Return why a block was not there, None where nothing is known of it."""
+        """Return why a block was missing, None if nothing is known about it."""
         occasion = self._misses.find(block + self._tag, self._at)
         if occasion is not None:
             facts: dict[str, Any] = {"engine": occasion.engine, "ages": round(self._at - occasion.at, 3)}
@@ -246,7 +246,8 @@ class _Walk:
         return [each for each in self._others if each[0] in known] if known else []
 
     def _known_places(self, hashes: list[bytes]) -> Steps[dict[bytes, set[int]]]:
-        """Return the namespaces that know of each block. O(blocks that left): for few hashes to ask each is quicker."""
+        """Return, by block, the namespaces with a record of it. O(removed blocks): slower than asking each for few
+        hashes."""
         places: dict[bytes, set[int]] = {}
         asked = set(hashes)
         yield
@@ -277,7 +278,7 @@ class _Walk:
         return False
 
     def _bridge(self, missed: list[tuple[str, dict[str, Any]] | None]) -> None:
-        """Blocks of another length share some hashes: those between them are elsewhere, too."""
+        """Attribute blocks between two found ones: namespaces with another block length share only some hashes."""
         following: tuple[str, dict[str, Any]] | None = None
         for place in range(len(missed) - 1, -1, -1):
             known = missed[place]
@@ -288,7 +289,7 @@ class _Walk:
                 following = known if block else None
 
     def _unknown(self, place: int) -> tuple[str, dict[str, Any]]:
-        """Return the cause for a block that nobody is known to have stored."""
+        """Return the cause for a block that was never stored, as far as is known."""
         last = self._runs[-1] if self._runs else None
         if last is not None and last["cause"] in UNKNOWN:
             return last["cause"], {key: value for key, value in last.items() if key in ("fields", "namespace", "model")}
@@ -307,23 +308,23 @@ class _Walk:
         return "new", {}
 
     def _parts(self, place: int) -> bool:
-        """Return whether something else went on, at the time of the lookup, where this block would have."""
+        """Return whether, at the time of the lookup, the parent had another child."""
         if (group := self._group) is None:
             return False
         above = group.root if not place else group.visible.get(self._asked.hashes[place - 1])
         mine = self._asked.hashes[place]
         return above is not None and any(
             child.visible and child.hash != mine and child.generation <= self._generation
-            for child in islice(above.children(), 2 * LOOK)  # the latest ones first
+            for child in islice(above.children(), 2 * LOOK)  # latest first
         )
 
     def _similar(self) -> Steps[list[tuple[int, dict[str, Any]]]]:
-        """Return the other namespaces, and what sets them apart, those of the fewest differences first."""
+        """Return the other namespaces and their differences, those with the fewest differences first."""
         mine = self._spaces.get(self._asked.namespace)
         if mine is None:
             return []
         ours = self._facts[self._asked.namespace]
-        # There may be a thousand: what sets two apart is spelled out for the nearest alone.
+        # There may be a thousand: differences are only listed for the most similar ones.
         others = []
         for count, (number, spec) in enumerate(self._spaces.items()):
             if count % STEP == 0:
@@ -340,7 +341,7 @@ class _Walk:
         return other is not None and other.spec.model == mine.model and any(group.visible for group in other.groups)
 
     def _writer(self, place: int) -> dict[str, Any]:
-        """Return who was writing the block, as far as that can be told now."""
+        """Return the engine that was writing the block, if it is still known."""
         if (group := self._group) is None:
             return {}
         name = self._asked.hashes[place]
@@ -349,7 +350,7 @@ class _Walk:
         return {"engine": account.engine} if account is not None else {}
 
 
-# Causes of a block that was there once; the others are of blocks that never were.
+# Causes of blocks that were cached; the other causes are of blocks that never were.
 _LEFT = {*EVICTED_FOR, "cleared", "corrupt", "different"}
 UNKNOWN = {"new", "diverged", "salted", "other_hashes", "began_empty"}
 

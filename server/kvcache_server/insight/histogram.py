@@ -1,4 +1,4 @@
-"""Counts of values by size, as Prometheus' histograms are. Pure."""
+"""Counts of values by size, like a Prometheus histogram. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Histogram:
-    """`counts[i]` values were at most `bounds[i]` and above the bound before; the last count has those above all."""
+    """`counts[i]` values are at most `bounds[i]` and above the previous bound; the last count is above all bounds."""
 
     __slots__ = ("bounds", "counts", "sum")
 

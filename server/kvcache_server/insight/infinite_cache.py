@@ -1,8 +1,8 @@
 """What more memory would buy: blocks that lookups missed because they had been evicted. Pure.
 
-A missed block that was stored once would be a hit if nothing had ever been evicted. So the hits and these misses
-together are the hits of a pool without end. Blocks that were merely asked for before do not count: a request that
-waits is asked for again and again, and nobody has computed its blocks.
+A missed block that was stored before would be a hit if nothing had ever been evicted. So the hits and these misses
+together are the hits of an infinite pool. Blocks that were only requested before do not count: a waiting request is
+looked up again and again, and its blocks have not been computed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ _LEAST_LOOK = 64
 
 
 class InfiniteCache:
-    """Remembers blocks that were evicted: all that it is told, and beyond 16,384 of them every second, fourth, ...
+    """Remembers evicted blocks: all that it is given, and beyond 16,384 only every second, fourth, and so on.
 
-    Which are remembered is decided by their lots (sampling.py), so that each remembered one stands for as many that are
-    not.
+    Their lots (sampling.py) decide which ones are remembered, so that each stands for the same number of blocks.
     """
 
     __slots__ = ("_every", "_look", "_lots", "_mask", "missed_blocks")
 
     def __init__(self, every: int) -> None:
-        """It hears of one eviction in `every`."""
-        self.missed_blocks = 0  # exact as long as every eviction is remembered, else an estimate
+        """`add` is called for one in `every` evictions."""
+        self.missed_blocks = 0  # exact as long as every eviction is remembered, otherwise an estimate
         self._lots: dict[bytes, int] = {}  # by hash: to halve the sample, no lot is drawn again
         self._mask = 0
         self._sample(every)
@@ -39,7 +38,7 @@ class InfiniteCache:
         return len(self._lots)
 
     def add(self, block_hash: bytes, lot: int) -> None:
-        """Note the eviction of the block that drew `lot`."""
+        """Record the eviction of the block with that `lot`."""
         if lot & self._mask:
             return
         self._lots[block_hash] = lot
@@ -47,13 +46,13 @@ class InfiniteCache:
             self._mask = mask = 2 * self._mask + 1
             self._sample(2 * self._every)
             half = ((name, lot) for name, lot in self._lots.items() if not lot & mask)
-            self._lots = dict(islice(half, _ROOM * 3 // 4))  # about half of them; never so many that it must halve soon
+            self._lots = dict(islice(half, _ROOM * 3 // 4))  # about half; few enough that it is not halved again soon
 
     def missed(self, hashes: Sequence[bytes]) -> None:
-        """Count those of `hashes`, the blocks of one chain that a lookup missed, that were evicted.
+        """Count how many of `hashes`, the blocks of one chain that a lookup missed, were evicted.
 
-        A block is stored below its parent alone, so these are the first ones: their end is searched for, and most
-        hashes are never looked at. One time in 50, by the luck of the draw, the search stops too early.
+        A block is only stored below its parent, so these are the first ones. Their end is found by a search that skips
+        most hashes. In one of 50 cases, by chance, the search stops too early.
         """
         if not self._lots or not self._some(hashes, 0):
             return
@@ -71,5 +70,5 @@ class InfiniteCache:
         self.missed_blocks = min(self.missed_blocks + missed, MAX_COUNT)
 
     def _some(self, hashes: Sequence[bytes], at: int) -> bool:
-        """Whether some of those from `at` on, as many as it looks at together, was evicted."""
+        """Whether one of the next `_look` hashes from `at` on was evicted."""
         return not self._lots.keys().isdisjoint(hashes[at : at + self._look])

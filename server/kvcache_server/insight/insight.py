@@ -1,4 +1,4 @@
-"""What the daemon knows about its own work beyond the cache's state: it follows what the core reports. Pure.
+"""What the daemon knows about its work beyond the cache's state, from the changes that the core reports. Pure.
 
 It answers the requests that ask about the cache and change nothing in it: Stats, Why, Watch, Remark and Tell.
 """
@@ -37,50 +37,50 @@ class Insight:
         self._explanations = Explanations(cache, self.misses)
         self._report = Report(cache, self.residency, self._infinite, self.telemetry)
         for namespace in cache.namespaces.values():
-            self.misses.know(namespace.number, namespace.spec)
+            self.misses.remember_namespace(namespace.number, namespace.spec)
 
     # What happens.
 
     def follow(self, changes: Iterable[Change]) -> None:
-        """Note what the core reports."""
+        """Take up changes that the core has reported."""
         misses, residency = self.misses, self.residency
         for change in changes:
             match change:
                 case Gone():
                     block = change.block
                     tag = block.account.group.tag
-                    misses.left(block.hash + tag, change.cause, change.actor)
+                    misses.removed(block.hash + tag, change.cause, change.actor)
                     if change.evicted:
                         residency.evicted(block)
                     if change.lot != NO_LOT:
-                        infinite = self._infinite.get(tag) or self._remember_all(block.account.group.slot_bytes, tag)
+                        infinite = self._infinite.get(tag) or self._new_infinite(block.account.group.slot_bytes, tag)
                         infinite.add(block.hash, change.lot)
                 case Refused():
-                    misses.left(change.name, change.cause, change.actor)
+                    misses.removed(change.name, change.cause, change.actor)
                 case NamespaceOpened():
-                    misses.know(change.namespace.number, change.namespace.spec)
+                    misses.remember_namespace(change.namespace.number, change.namespace.spec)
                 case NamespaceClosed():
                     for group in change.namespace.groups:
                         self._infinite.pop(group.tag, None)
                 case SessionGone():
                     self.telemetry.forget(change.session)
                 case _:
-                    pass  # what is shown is of no interest here
+                    pass  # shown blocks are of no interest here
 
-    def _remember_all(self, slot_bytes: int, tag: bytes) -> InfiniteCache:
+    def _new_infinite(self, slot_bytes: int, tag: bytes) -> InfiniteCache:
         geometry = self._cache.geometry
         every = sampled_every(geometry.extents * geometry.extent_bytes // slot_bytes)
         found = self._infinite[tag] = InfiniteCache(every)
         return found
 
     def wants(self, request: m.Acquire, reply: m.Acquired) -> bool:
-        """Whether `looked_up` has any use for a lookup."""
+        """Whether `looked_up` must be called for a lookup."""
         return reply.hits < len(request.hashes) or self.tap.on
 
     def looked_up(self, session: int, request: m.Acquire, reply: m.Acquired, frame: bytes, now: float) -> None:
-        """Note a lookup that was just answered, for who asks later. `frame` is the request as it came.
+        """Record a lookup that was just answered, for later questions. `frame` is the encoded request.
 
-        Call it after the answer has left: nobody waits for this.
+        Call it after the reply was sent, so that no client waits for it.
         """
         cache, asker = self._cache, self._cache.sessions[session]
         _, group = asker.group(request.namespace, request.group)
@@ -97,16 +97,16 @@ class Insight:
             self.misses.missed(Lookup(now, engine, request.request, frame, reply.hits, cause, blocks, generation))
 
     def tick(self, now: float) -> None:
-        """Call it a few times a second."""
+        """Call it a few times per second."""
         self.residency.tick(self._cache.pool.generation, now)
         self.tap.tick(now)
 
-    # Who asks.
+    # Requests.
 
     def begin(self, session: int, request: m.Request, now: float) -> m.Reply | None | Steps[m.Reply | None]:
-        """Answer one of `requests` of an open session, or take a first slice of it, as Cache.begin does.
+        """Answer one of `requests` of an open session, or do its first slice, like Cache.begin.
 
-        Raises a ClientError that says what is wrong with the request; nothing has changed then.
+        Raises a ClientError if something is wrong with the request; then nothing has changed.
         """
         asker = self._cache.sessions[session]
         match request:
@@ -131,5 +131,5 @@ class Insight:
         return self._report.figures(now)
 
     def stats(self, now: float) -> dict[str, Any]:
-        """Do all of `reporting` at once."""
+        """Do all of `reporting` at once, and return its result."""
         return finish(self.reporting(now))

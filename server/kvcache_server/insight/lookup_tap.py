@@ -1,7 +1,7 @@
-"""The lookups of the moment, for who writes them down. Pure.
+"""The current lookups, for clients that record them. Pure.
 
-They are kept only while somebody asks for them now and then, and only so many: who asks too seldom is told how many it
-has lost.
+They are only kept while a client asks for them regularly, and only up to a limit. A client that asks too rarely learns
+how many it has missed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections import deque
 
 from kvcache_proto.messages import Acquire, Seen, Watch, Watched
 
-PATIENCE = 10.0  # seconds after the last question
-KEPT = 1 << 18  # hashes, each lookup of which counts for EACH more
+PATIENCE = 10.0  # seconds after the last request
+KEPT = 1 << 18  # hashes; each lookup counts as EACH more
 EACH = 16
-SENT = 1 << 15  # hashes in one answer: one mebibyte
+SENT = 1 << 15  # hashes in one reply: one mebibyte
 
 
 class LookupTap:
-    """A ring with numbers; `next` is that of the lookup to come. It takes none in unless it is `on`."""
+    """A ring buffer of numbered lookups; `next` is the number of the next one. Records nothing unless `on`."""
 
     def __init__(self) -> None:
         self.next = 1
@@ -36,7 +36,7 @@ class LookupTap:
             self._held -= len(self._ring.popleft().hashes) + EACH
 
     def since(self, request: Watch, now: float) -> Watched:
-        """Return the lookups from number `request.since` on, as many as one answer holds; 0 is from now on."""
+        """Return the lookups from number `request.since` on, as many as fit in one reply; 0 means from now on."""
         self.on, self._until = True, now + PATIENCE
         first = self.next - len(self._ring)
         begin = min(request.since or self.next, self.next)
@@ -49,7 +49,7 @@ class LookupTap:
         return Watched(request.id, at, lost, at < self.next, lookups)
 
     def tick(self, now: float) -> None:
-        """Forget all where nobody has asked for a while."""
+        """Drop all lookups if none were requested for a while."""
         if self.on and now >= self._until:
             self.on, self._held = False, 0
             self._ring.clear()

@@ -1,8 +1,7 @@
-"""What is remembered in case somebody asks why a request had no hit. Pure; explanations.py makes an answer of it.
+"""The memory for questions why a request had no hit. Pure; explanations.py makes answers from it.
 
-Of a lookup that misses, the frame is kept in which it came. Of a block that leaves, or is refused, the name is kept,
-and an Occasion that it shares with the other blocks of the same request. Everything is bounded, and says what it has
-forgotten.
+For a lookup that misses, the request's frame is kept. For a block that is removed or refused, its name is kept, with an
+Occasion shared by all blocks of the same request. Everything is bounded, and reports how far back it reaches.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import msgspec
 from kvcache_proto.types import NamespaceSpec
 from kvcache_server.core.effects import Actor
 
-LOOKUPS = 16 << 20  # bytes of the lookups that are remembered, each of which counts for EACH more
+LOOKUPS = 16 << 20  # bytes of remembered lookups; each counts as EACH more
 EACH = 512
-GENERATIONS, GENERATION = 8, 1 << 14  # blocks that left: so many dicts of so many names, the oldest of which goes whole
+GENERATIONS, GENERATION = 8, 1 << 14  # removed blocks: number of dicts, and names in each; the oldest dict is dropped
 NOTES = 4096
 SPACES = 1024
 
@@ -26,9 +25,9 @@ SPACES = 1024
 class Lookup(msgspec.Struct, gc=False, frozen=True):
     """A lookup that missed something.
 
-    `frame` is the request as it came: what it asked for is decoded again when somebody wants to know, for to keep
-    some dozen objects costs more than to keep one. After its `hits`, that many `blocks` were kept back for `cause`;
-    `generation` is that of the last slot that was given away before.
+    `frame` is the encoded request. It is only decoded for an answer, because keeping dozens of objects costs more than
+    keeping one. After its `hits`, `blocks` blocks were withheld for `cause`. `generation` is that of the last slot
+    granted before.
     """
 
     at: float
@@ -42,7 +41,7 @@ class Lookup(msgspec.Struct, gc=False, frozen=True):
 
 
 class Occasion(msgspec.Struct, gc=False, frozen=True):
-    """When, why and for whom blocks left, or were not let in; `namespace` is the number of who asked for it."""
+    """When, why and for whom blocks were removed or refused. `namespace` is that of the request behind it."""
 
     at: float
     cause: str
@@ -51,7 +50,7 @@ class Occasion(msgspec.Struct, gc=False, frozen=True):
 
 
 class EngineNote(NamedTuple):
-    """An engine's note about one of its requests; `blocks` is how many were not saved."""
+    """An engine's note about one of its requests; `blocks` is the number of blocks not saved."""
 
     at: float
     engine: str
@@ -61,13 +60,13 @@ class EngineNote(NamedTuple):
 
 
 class MissLog:
-    """Lookups that missed, what engines told, blocks that left, and namespaces that were."""
+    """Lookups that missed, notes of engines, removed blocks, and current and former namespaces."""
 
     def __init__(self) -> None:
         self.lookups: deque[Lookup] = deque()
         self.notes: deque[EngineNote] = deque(maxlen=NOTES)
         self.spaces: dict[int, NamespaceSpec] = {}
-        self.facts: dict[int, frozenset[tuple[str, str]]] = {}  # of each of them: what may set it apart
+        self.facts: dict[int, frozenset[tuple[str, str]]] = {}  # by namespace: the facts that identify it
         self.started_at = 0.0
         self.empty_reason = ""
         self._held = 0
@@ -78,7 +77,7 @@ class MissLog:
         self._occasion = Occasion(0.0, "", "", 0)
 
     def started(self, now: float, how: str) -> None:
-        """Note that the daemon begins, and `how` it came to be empty: "" where it found what the last one had."""
+        """Record the start of the daemon, and why its cache is empty; "" if it found the previous one's."""
         self.started_at = self._since[0] = now
         self.empty_reason = how
 
@@ -93,9 +92,8 @@ class MissLog:
 
     # Blocks.
 
-    def left(self, name: bytes, cause: str, actor: Actor) -> None:
-        """Remember that the block has left, or was refused, on behalf of `actor`. `name` is its hash and its group's
-        tag."""
+    def removed(self, name: bytes, cause: str, actor: Actor) -> None:
+        """Record that a block was removed or refused on behalf of `actor`. `name` is its hash and its group's tag."""
         occasion = self._occasion
         if actor is not self._actor or occasion.cause != cause:
             occasion = self._occasion = Occasion(actor.at, cause, actor.engine, actor.namespace)
@@ -107,7 +105,7 @@ class MissLog:
             self._since.append(actor.at)
 
     def find(self, name: bytes, before: float) -> Occasion | None:
-        """Return the last occasion on which the block left, or was not let in, not after `before`."""
+        """Return the last occasion, not after `before`, on which the block was removed or refused."""
         for names in reversed(self._names):
             occasion = names.get(name)
             if occasion is not None and occasion.at <= before:
@@ -115,7 +113,7 @@ class MissLog:
         return None
 
     def names(self) -> Iterator[list[bytes]]:
-        """Yield the names of the blocks that have left, or were not let in, GENERATION at a time."""
+        """Yield the names of removed and refused blocks, GENERATION at a time."""
         return map(list, list(self._names))
 
     @property
@@ -124,13 +122,13 @@ class MissLog:
 
     @property
     def since(self) -> float:
-        """From when on the blocks that left are remembered."""
+        """The time from which on removed blocks are remembered."""
         return self._since[0]
 
     # Namespaces.
 
-    def know(self, number: int, spec: NamespaceSpec) -> None:
-        """Remember a namespace, after it has gone, too."""
+    def remember_namespace(self, number: int, spec: NamespaceSpec) -> None:
+        """Remember a namespace, also after it is forgotten."""
         self.spaces[number] = spec
         self.facts[number] = frozenset({"model": spec.model, **spec.identity}.items())
         if len(self.spaces) > SPACES:

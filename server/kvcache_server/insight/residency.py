@@ -1,7 +1,7 @@
 """How long blocks were cached. Pure; time is an argument.
 
-A block has no time of its own: there may be millions. Generations of slots grow with time, so that a few pairs of both
-tell when a slot was given.
+Blocks have no timestamps, because there may be millions. Generations of slots increase with time, so a few pairs of
+(generation, time) show when a slot was granted.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from kvcache_server.insight.histogram import Histogram
 
 _BOUNDS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 3 * 86400, 7 * 86400)
 _SAMPLES = 4096
-_LOW = 8  # where in a block's reference the lowest byte of its generation is
-_EVERY = 8  # evictions, of which one is looked at: a look costs a fiftieth of what storing a block does
+_LOW = 8  # position of the lowest byte of the generation in a block's reference
+_EVERY = 8  # one eviction in this many is measured: that costs a fiftieth of storing a block
 
 
 class Residency:
-    """Attributes: `residence`, of blocks that were evicted, in seconds; it has one in 8 of them."""
+    """Attributes: `residence` is a histogram of the time in seconds that evicted blocks were cached, of one in 8."""
 
     def __init__(self) -> None:
         self.residence = Histogram(_BOUNDS)
@@ -27,20 +27,20 @@ class Residency:
         self._now = 0.0
 
     def tick(self, generation: int, now: float) -> None:
-        """Note that `generation` is the last one given by `now`. Call it a few times a second.
+        """Record that `generation` is the last one used by `now`. Call it a few times per second.
 
-        Of blocks before the first call, those of an earlier life among them, nothing is known.
+        The age of blocks from before the first call, such as those of an earlier daemon, is unknown.
         """
         self._now = now
         if self._generations and generation == self._generations[-1]:
             return
         self._generations.append(generation)
         self._times.append(now)
-        if len(self._times) > _SAMPLES:  # the older, the fewer: what is old need not be known to the second
+        if len(self._times) > _SAMPLES:  # drop every second old sample: old times need not be exact
             del self._generations[1 : _SAMPLES // 2 : 2], self._times[1 : _SAMPLES // 2 : 2]
 
     def evicted(self, block: Block) -> None:
-        """Count the block, if it is one of those looked at and of this life."""
+        """Count the block, if it is in the sample and was stored by this daemon."""
         if block.ref[_LOW] % _EVERY:
             return
         generation = block.generation

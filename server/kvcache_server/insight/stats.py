@@ -15,8 +15,8 @@ from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.telemetry import Telemetry
 
-# A report is one frame: past so many characters, namespaces are told of without their identities, and of the engines of
-# a namespace only those that hold most of it by name.
+# A report is one frame. Beyond this many characters, namespaces are reported without identities. Of a namespace's
+# engines, only those with the most bytes are named.
 MOST_IDENTITY = 1 << 20
 MOST_ENGINES = 64
 
@@ -25,16 +25,15 @@ class Report:
     def __init__(
         self, cache: Cache, residency: Residency, infinite: Mapping[bytes, InfiniteCache], telemetry: Telemetry
     ) -> None:
-        """`infinite` has what more memory would buy, by the tag of the group."""
+        """`infinite` is by the tag of the group."""
         self._cache, self._residency, self._infinite, self._telemetry = cache, residency, infinite, telemetry
 
     def figures(self, now: float) -> Steps[dict[str, Any]]:
         """Return pool, namespaces, sessions, refusals by reason, and counters.
 
-        O(namespaces, accounts, sessions, grants, extents), in slices: each part is reported as it is when its turn
-        comes.
+        O(namespaces, accounts, sessions, grants, extents), in slices: each part is reported as it is in its turn.
         """
-        # Sessions go first: whoever sees that one has ended also sees what its end has freed.
+        # Sessions first: a report without a session also has the memory that its end has freed.
         sessions, away = (yield from self._sessions(now)), (yield from self._away())
         return {
             "pool": (yield from self._pool()),
@@ -75,7 +74,7 @@ class Report:
             "blocks_hidden": hidden,
             "slots_quarantined": len(self._cache.pool.quarantine),
             "pinned_bytes": sum(engine.pins.bytes for engine in self._cache.engines.values()),
-            # These five are the whole pool: the last is what rows and the ends of extents take.
+            # These five add up to the whole pool; overhead is slot rows and the ends of extents.
             "ready_bytes": survey.used - survey.busy,
             "writing_bytes": survey.busy - quarantined,
             "quarantined_bytes": quarantined,
@@ -158,7 +157,7 @@ class Report:
         ]
 
     def _reservations(self, whose: Callable[[Reservation], Iterable[int]]) -> Steps[Counter[int]]:
-        """Return how many reservations each session has, one for each that `whose` names."""
+        """Return the number of reservations by session; `whose` returns the sessions of a reservation."""
         found: Counter[int] = Counter()
         looks = 0
         for engine in list(self._cache.engines.values()):

@@ -1,4 +1,4 @@
-"""What clients say of themselves: their breakers, and what they count. Pure."""
+"""Telemetry of clients: the states of their breakers, and their counters. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache_server.core.sessions import Session
 
 
 class Client:
-    """What one session's client has said. `breaker` is None where it has said nothing."""
+    """The telemetry of one session's client. `breaker` is None if it has sent none."""
 
     __slots__ = ("breaker", "counts")
 
@@ -25,7 +25,7 @@ _SILENT = Client()
 
 
 class Telemetry:
-    """`total` are the counts of all clients together, those that are gone among them."""
+    """`total` has the counts of all clients together, including former ones."""
 
     def __init__(self) -> None:
         self.total: Counter[str] = Counter()
@@ -35,7 +35,8 @@ class Telemetry:
         return self._clients.get(session, _SILENT)
 
     def tell(self, session: Session, request: Tell) -> None:
-        """Note what a session's client says, and add it to the total. Raises BadArgument; nothing has changed then."""
+        """Store what a session's client sends, and add it to the total. Raises BadArgument; then nothing has
+        changed."""
         counts = request.counts
         if request.breaker not in list(Breaker):
             raise BadArgument(f"breaker {request.breaker}: one of {', '.join(str(int(each)) for each in Breaker)}")
@@ -51,5 +52,5 @@ class Telemetry:
                 told[known] = min(told[known] + count, MAX_COUNT)
 
     def forget(self, session: int) -> None:
-        """Drop what a session's client has said; the total keeps it."""
+        """Drop the telemetry of a session's client; the total keeps it."""
         self._clients.pop(session, None)

@@ -1,7 +1,8 @@
-"""The file of the checksums: the daemon's own, beside its socket, 0600, handed to nobody.
+"""The checksum file: beside the socket, mode 0600, never passed to a client.
 
-Not beside the region: that may be a mount of huge pages, each counted. At most 1/512 of the region's size, a piece at a
-time where somebody verifies: taken before it is written, for on a full mount a missing page would end the daemon.
+It is not beside the region, which may be on a mount of huge pages. It has at most 1/512 of the region's size, and is
+allocated in pieces as checksums arrive. Pieces are allocated before they are written: on a full mount, touching a
+missing page would kill the daemon.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 def open_sums(folder: Folder, name: str, geometry: PoolGeometry, epoch: int) -> Checksums | None:
-    """Return what is kept in the file `name` of this region, by the daemon of the epoch before `epoch`; or None
-    where there is no room, so that blocks are not verified.
+    """Return the checksums in the file `name`, if the daemon of the previous epoch has kept them for this region, else
+    empty ones. Returns None without room for them; then blocks are not verified.
 
-    Raises ConfigError, NotPermitted where something else has that name.
+    Raises ConfigError, NotPermitted if something else has that name.
     """
     size, path = sums_bytes(geometry), folder.path_of(name)
     try:
@@ -38,7 +39,7 @@ def open_sums(folder: Folder, name: str, geometry: PoolGeometry, epoch: int) -> 
             os.ftruncate(fd, size)
         os.posix_fallocate(fd, 0, PAGE)  # the header
         have = _pieces(fd, size)
-        for piece in have:  # one that was cut short by a full mount is made whole
+        for piece in have:  # a full mount may have left one incomplete
             os.posix_fallocate(fd, piece * PIECE, PIECE)
         os.pwrite(fd, sums_header(geometry, epoch), 0)
         return Checksums(memoryview(mmap.mmap(fd, size)), have, _PieceAllocator(fd, path, have))
@@ -49,7 +50,7 @@ def open_sums(folder: Folder, name: str, geometry: PoolGeometry, epoch: int) -> 
 
 
 def _pieces(fd: int, size: int) -> set[int]:
-    """Return the pieces of which the file has something, the header aside."""
+    """Return the pieces with data, without the header."""
     found: set[int] = set()
     end = PAGE
     with contextlib.suppress(OSError):  # ENXIO: nothing follows
@@ -61,7 +62,7 @@ def _pieces(fd: int, size: int) -> set[int]:
 
 
 class _PieceAllocator:
-    """Gives pieces of the file their memory, for as long as the process lives. Where there is none, it says so once."""
+    """Allocates pieces of the file. The first failure is logged and ends all further attempts."""
 
     def __init__(self, fd: int, path: str, have: set[int]) -> None:
         self._fd, self._path, self._have = fd, path, have
@@ -74,7 +75,7 @@ class _PieceAllocator:
             os.posix_fallocate(self._fd, piece * PIECE, PIECE)
         except OSError as error:
             self._full = True
-            log.warning("checksums of further blocks are not kept: %s: %s", self._path, error.strerror)
+            log.warning("no checksums of further blocks are kept: %s: %s", self._path, error.strerror)
             return False
         self._have.add(piece)
         return True

@@ -1,8 +1,8 @@
-"""The daemon's files against other users: whose folder it may be, and how a file of the daemon's own is opened there.
+"""Protects the daemon's files from other users: which folders it accepts, and how it opens its files there.
 
-Everything is relative to a descriptor of the folder, so that nobody who moves folders about leads the daemon elsewhere.
-No link is followed, nothing is waited for, and what was opened is looked at again: it must be a plain file of the
-daemon's user that nobody else may open.
+All paths are relative to a descriptor of the folder, so that moving folders cannot redirect the daemon. Links are not
+followed, opening never blocks, and each opened file is checked again: it must be a regular file of the daemon's user
+that no other user may open.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-# A FIFO or a device must not hold whoever opens it; for a plain file O_NONBLOCK means nothing.
+# Opening a FIFO or a device must not block; O_NONBLOCK has no effect on a regular file.
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class Folder:
-    """A folder by its descriptor, which `close` gives up. Names are those of files right inside of it."""
+    """A folder, held by its descriptor until `close`. Names are those of files directly in it."""
 
     def __init__(self, path: str, descriptor: int | None = None) -> None:
-        """Open the folder at `path`. Raises OSError where there is none."""
+        """Open the folder at `path`. Raises OSError if it does not exist."""
         self.path = path
-        self.refuses_links = False  # a file with two names: it may be a file from elsewhere, which others put here
+        self.refuses_links = False  # whether to refuse hard links, which other users may have made of other files
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if descriptor is None else descriptor
 
     def close(self) -> None:
@@ -56,11 +56,11 @@ class Folder:
         return os.listdir(self.fd)
 
     def open(self, name: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-        """Return a descriptor of the daemon's own file.
+        """Return a descriptor of one of the daemon's own files.
 
-        Raises ConfigError or NotPermitted as `check` does, and OSError with the whole path.
+        Raises ConfigError or NotPermitted like `check`, and OSError with the full path.
         """
-        self.check(name)  # before it is opened: to open a device may already do something
+        self.check(name)  # before opening it: merely opening a device may have effects
         try:
             fd = os.open(name, flags | _SAFELY, mode, dir_fd=self.fd)
         except OSError as error:
@@ -73,10 +73,10 @@ class Folder:
         return fd
 
     def check(self, name: str) -> os.stat_result | None:
-        """Return what is known of the daemon's own file, None where there is none.
+        """Return the status of one of the daemon's own files, None if it does not exist.
 
-        Raises ConfigError where something else than a plain file has the name, NotPermitted where another user's file
-        has it, or one that others may open.
+        Raises ConfigError if it is not a regular file, NotPermitted if it belongs to another user or others may open
+        it.
         """
         try:
             found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
@@ -94,15 +94,15 @@ class Folder:
             raise NotPermitted(f"{path} is a file with {found.st_nlink} names: remove it")
 
     def lock(self, name: str) -> int:
-        """Return a descriptor that holds the lock of the file, which is made if need be.
+        """Return a descriptor that holds the lock of the file, which is created if needed.
 
-        Raises BlockingIOError where somebody else holds it, and as `open` does.
+        Raises BlockingIOError if another process holds it, and like `open`.
         """
         while True:
             fd = self.open(name, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The holder before us may remove the file as it leaves: ours must still be the one in the folder.
+                # The previous holder may have removed the file: ours must still be the one in the folder.
                 if self._is(name, fd):
                     return fd
             except BaseException:
@@ -111,7 +111,7 @@ class Folder:
             os.close(fd)
 
     def unlock(self, name: str, fd: int) -> None:
-        """Close a descriptor from `lock`, and remove the file, unless the name is another one's by now."""
+        """Remove the file, unless it was replaced, and close a descriptor from `lock`."""
         if self._is(name, fd):
             self.remove(name)
         os.close(fd)
@@ -126,9 +126,9 @@ class Folder:
         os.rename(name, to, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def remove(self, name: str) -> bool:
-        """Remove the file, whatever it is but a folder; return whether there was one.
+        """Remove a file of any kind except a folder; return whether it existed.
 
-        Raises ConfigError where it is a folder, and OSError.
+        Raises ConfigError if it is a folder, and OSError.
         """
         try:
             os.unlink(name, dir_fd=self.fd)
@@ -142,7 +142,7 @@ class Folder:
         return True
 
     def folder(self, name: str, make: bool = False) -> Folder:
-        """Return the daemon's own folder `name`. Raises as `check` does, FileNotFoundError where there is none."""
+        """Return the daemon's own folder `name`. Raises like `check`, and FileNotFoundError if it does not exist."""
         path = self.path_of(name)
         if make:
             with contextlib.suppress(FileExistsError):
@@ -162,13 +162,13 @@ class Folder:
         return inner
 
     def remove_folder(self, name: str) -> None:
-        """Remove an empty folder; one with something in it stays."""
+        """Remove a folder if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(name, dir_fd=self.fd)
 
 
 def in_the_way(path: str, found: os.stat_result) -> ConfigError:
-    """Return the error that names what lies at `path`."""
+    """Return the error that says what exists at `path`."""
     kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something odd")
     return ConfigError(f"{path} is {kind}, in the way of the daemon's own: remove it, or choose another endpoint")
 
@@ -186,8 +186,8 @@ def _expect(path: str, found: os.stat_result, kind: int) -> None:
 def open_folder(path: str) -> Folder:
     """Return the endpoint's folder.
 
-    Raises NotPermitted where another user could replace what lies in it, or the folder: it must belong to root or to
-    the daemon's user, and where others may write, it must be sticky, so that they cannot remove what is not theirs.
+    Raises NotPermitted if another user could replace the folder or its content. It must belong to root or to the
+    daemon's user. If others may write to it, it must be sticky, so that they cannot remove files of other users.
     """
     found = os.stat(path, follow_symlinks=False)
     if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
@@ -212,7 +212,7 @@ def open_folder(path: str) -> Folder:
 
 
 def check_folder(path: str) -> None:
-    """Raise NotPermitted as `open_folder` does."""
+    """Raise NotPermitted like `open_folder`."""
     open_folder(path).close()
 
 
@@ -222,10 +222,10 @@ def file_of(endpoint: str, suffix: str) -> str:
 
 
 class EndpointLock:
-    """The endpoint's folder, and the lock in it: whoever holds that is the daemon of this endpoint."""
+    """The endpoint's folder, and the lock in it: its holder is the daemon of this endpoint."""
 
     def __init__(self, endpoint: str) -> None:
-        """Take the lock, making the endpoint's folder if need be. Raises EndpointTaken, NotPermitted, ConfigError."""
+        """Take the lock; create the endpoint's folder if needed. Raises EndpointTaken, NotPermitted, ConfigError."""
         self._name = file_of(endpoint, ".lock")
         path = os.path.dirname(socket_path(endpoint))
         with contextlib.ExitStack() as undo:
@@ -241,7 +241,7 @@ class EndpointLock:
             except (FileExistsError, NotADirectoryError) as error:
                 raise ConfigError(f"endpoint {endpoint}: {error.filename} is not a folder") from None
             except FileNotFoundError as error:
-                raise ConfigError(f"endpoint {endpoint}: {error.filename} cannot be made there") from None
+                raise ConfigError(f"endpoint {endpoint}: {error.filename} cannot be created there") from None
             except BlockingIOError:
                 raise EndpointTaken(f"another daemon serves {endpoint}: stop it, or choose another endpoint") from None
             except OSError as error:
@@ -254,7 +254,7 @@ class EndpointLock:
 
 
 def _make(path: str) -> None:
-    """Make the folder and those above it; none that others may write, whatever the umask."""
+    """Create the folder and its parents; regardless of the umask, other users may not write to them."""
     before = os.umask(0o022)
     try:
         os.umask(before | 0o022)

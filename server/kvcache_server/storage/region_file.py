@@ -1,4 +1,4 @@
-"""The region: made, checked against what the host has, pre-faulted, locked into memory; mapped again, or removed."""
+"""The region file: created within the host's memory, pre-faulted and locked; or mapped again; or removed."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from kvcache_server.storage.region_names import Claim, RegionFolder
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, total bytes
 
 CHUNK = 32 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
-MADV_COLLAPSE = 25  # Linux 6.1: huge pages whatever the host's settings for shared memory are, unless they forbid it
+MADV_COLLAPSE = 25  # Linux 6.1: huge pages regardless of the host's settings for shared memory, unless they forbid it
 MAX_THREADS = 16
-RETURNS = 8  # extents that wait to be given back
-_PUNCH_HOLE = 0x01 | 0x02  # of fallocate: and the file keeps its size
+RETURNS = 8  # extents waiting to be returned to the host
+_PUNCH_HOLE = 0x01 | 0x02  # flags of fallocate: punch a hole, keep the file's size
 RAISE_MEMLOCK = "raise it (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock=-1 in docker), or give CAP_IPC_LOCK"
 
-# Called through ctypes, which lets go of the GIL; `mmap.madvise` keeps it, and the threads would take turns.
+# Called through ctypes, which releases the GIL; `mmap.madvise` keeps it, and threads would not run in parallel.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -44,7 +44,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctype
 
 
 class Region:
-    """The mapped region. `fd` is for handing over; `notes` says what an operator should know, such as why no lock."""
+    """The mapped region. `fd` is passed to clients; `notes` are warnings for the operator."""
 
     def __init__(self, claim: Claim, fd: int, mapping: memoryview, geometry: PoolGeometry) -> None:
         self.path = claim.path
@@ -52,7 +52,7 @@ class Region:
         self.geometry = geometry
         self.buffer = mapping
         self.locked = False
-        self.huge_bytes = 0  # of it, in huge pages, as far as it was this process that filled it
+        self.huge_bytes = 0  # bytes in huge pages, as far as this process has filled it
         self.notes: list[str] = []
         self._claim = claim
         self._closed = False
@@ -61,9 +61,9 @@ class Region:
         self._returns: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None is the end
 
     def lock_later(self, lock: str, holes: Collection[int] = ()) -> None:
-        """Lock the pages, which are all there, into memory on a thread of its own; `lock` is as for `create_region`.
+        """Lock the pages, which are all present, into memory in a thread; `lock` is as for `create_region`.
 
-        `holes` are extents whose memory was given back.
+        `holes` are extents whose memory was returned to the host.
         """
 
         def work() -> None:
@@ -82,14 +82,13 @@ class Region:
 
     @property
     def giving_back(self) -> bool:
-        """Whether more extents wait to be given back than the thread is soon through with."""
+        """Whether the queue of extents to be returned is long."""
         return self._returns.qsize() >= RETURNS
 
     def give_back(self, extent: int) -> None:
-        """Give the extent's memory back to the host, on a thread, for it takes some 10 ms. Who touches it, takes it
-        again.
+        """Return the extent's memory to the host, in a thread because it takes about 10 ms.
 
-        Pages that a device has locked go when it lets go of them.
+        Touching it allocates it again. Pages that a device has locked are freed when the device unlocks them.
         """
         self._returns.put(extent)
         if self._returner is None:
@@ -102,20 +101,20 @@ class Region:
     def _give_back(self, extent: int) -> None:
         g = self.geometry
         if _libc.fallocate(self.fd, _PUNCH_HOLE, g.data_offset + extent * g.extent_bytes, g.extent_bytes):
-            log.warning("extent %d is not given back: %s", extent, os.strerror(ctypes.get_errno()))
+            log.warning("the memory of extent %d cannot be returned: %s", extent, os.strerror(ctypes.get_errno()))
 
     def close(self, keep: bool = False) -> None:
-        """Let go of it and, without `keep`, remove the file; who has it mapped keeps the mapping. Calling it again does
+        """Close the region and, without `keep`, remove the file. Clients' mappings stay. Calling it again does
         nothing."""
         if self._closed:
             return
         self._closed = True
         if self._returner is not None:
-            self._returns.put(None)  # what still waits is for the next daemon
+            self._returns.put(None)  # the next daemon returns what is still queued
             self._returner.join()
         if not keep:
             self._claim.remove()
-        self.buffer.release()  # where nothing else refers to the mapping, it goes
+        self.buffer.release()  # unmaps it if nothing else refers to the mapping
         os.close(self.fd)
         self._claim.release()
 
@@ -136,9 +135,9 @@ def create_region(
 
     Raises:
         ConfigError: the directory or the sizes cannot be used.
-        RegionError: the mount or the host has not that much memory, or has it not in huge pages that must be.
+        RegionError: the mount or the host has too little memory, or too few huge pages if these are required.
         NotPermitted: the directory cannot be written, or the memory may not be locked.
-    Nothing is left behind then.
+    Then nothing is left behind.
     """
     try:
         geometry = plan_geometry(os.urandom(16), size, extent_size)
@@ -157,7 +156,7 @@ def create_region(
         try:
             fd = claim.create()
         except OSError as error:
-            raise NotPermitted(f"region_dir {directory}: {claim.path} cannot be made: {error.strerror}") from None
+            raise NotPermitted(f"region_dir {directory}: {claim.path} cannot be created: {error.strerror}") from None
         undo.callback(os.close, fd)
         try:
             os.ftruncate(fd, geometry.region_bytes)
@@ -184,9 +183,9 @@ def create_region(
 
 
 def map_region(claim: Claim, geometry: PoolGeometry) -> Region:
-    """Return the region of an earlier daemon, whose header says that it is cut so; its pages are not locked.
+    """Return the region of an earlier daemon; `geometry` is from its header. Its pages are not locked.
 
-    Raises RegionError where it has not that size, or cannot be mapped. The claim is the caller's then.
+    Raises RegionError if the file has another size or cannot be mapped; then the caller keeps the claim.
     """
     fd = claim.open()
     try:
@@ -203,7 +202,7 @@ def map_region(claim: Claim, geometry: PoolGeometry) -> Region:
 
 
 def check_room(directory: str, needed: int) -> str:
-    """Return the kind of the mount. Raises RegionError where it or the host has less than `needed` bytes."""
+    """Return the mount's file system type. Raises RegionError if the mount or the host has less than `needed` bytes."""
     if not os.path.isdir(directory):
         raise ConfigError(f"region_dir {directory}: no such folder")
     kind, room = filesystem(directory), free_room(directory)
@@ -232,7 +231,7 @@ def check_room(directory: str, needed: int) -> str:
 
 
 def no_huge_pages(directory: str) -> str:
-    """Return why a region in `directory` gets no huge pages by asking for them, "" where it does. Asks for one."""
+    """Return why a region in `directory` would get no huge pages, "" if it would. Tries to allocate one."""
     try:
         descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -254,7 +253,7 @@ def free_room(directory: str) -> int:
     room = mount.f_bavail * mount.f_frsize
     if filesystem(directory) != "hugetlbfs":
         return room
-    # The mount tells of its own limit alone, and of none, 0 blocks, where it has none; the pages are the host's.
+    # The mount reports only its own limit, or 0 blocks without a limit; the pages are the host's.
     free = _free_huge_pages(mount.f_frsize) * mount.f_frsize
     return min(room, free) if mount.f_blocks else free
 
@@ -265,7 +264,7 @@ def _free_huge_pages(page: int) -> int:
 
 
 class Mount(NamedTuple):
-    """A mount as /proc/mounts has it."""
+    """A mount, as in /proc/mounts."""
 
     point: str
     kind: str
@@ -290,13 +289,13 @@ def filesystem(directory: str) -> str:
 
 
 def available_memory() -> int:
-    """Return the bytes that new pages may take: of the host, or of the tightest control group above this process."""
+    """Return the bytes available for new pages, on the host and within the control groups of this process."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return min([int(fields["MemAvailable"].split()[0]) * 1024, *group_room()])
 
 
 def group_room() -> Iterator[int]:
-    """Yield what each control group above this process that has a limit leaves of it, in bytes."""
+    """Yield the available bytes in each control group of this process that has a limit."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, inside = line.split(":", 2)
         if number == "0":
@@ -324,11 +323,11 @@ def group_room() -> Iterator[int]:
 
 
 class _Prefault:
-    """Makes every page of a mapping present, by several threads, in huge pages where they can be had, and locks them.
+    """Makes every page of a mapping present in several threads, in huge pages if possible, and locks them.
 
     Attributes:
-        huge_bytes: what lies in huge pages.
-        why_small: why some of it does not, or nothing.
+        huge_bytes: bytes in huge pages.
+            why_small: why some of it is not in huge pages, or "".
     """
 
     def __init__(self, mapping: memoryview, fd: int, lock: str, huge_pages: str) -> None:
@@ -342,12 +341,14 @@ class _Prefault:
         self.why_small = ""
 
     def run(self, progress: Progress, holes: Sequence[tuple[int, int]] = ()) -> str:
-        """Return why the pages are not locked, or nothing. `holes`, each an offset and bytes, in their order, are left
-        out. Raises RegionError where memory runs out."""
+        """Fill and lock the pages; return why they are not locked, or "".
+
+        `holes`, sorted pairs of offset and size, are left out. Raises RegionError if memory runs out.
+        """
         total = len(self._mapping)
         if self._lock != "never":
             _raise_memlock_limit()
-        with self._mapping[:] as mapping:  # it stays, whoever lets go of it meanwhile
+        with self._mapping[:] as mapping:  # keeps the mapping if it is released in the meantime
             self._fill_all(address_of(mapping), list(_chunks(total, holes)), progress)
             if self._why_unlocked:
                 _libc.munlock(address_of(mapping), total)
@@ -363,14 +364,14 @@ class _Prefault:
                     done += filled.result()
                     progress(done, total)
             finally:
-                self._stop.set()  # after an error or a signal the chunks not begun return at once
+                self._stop.set()  # after an error or a signal, remaining chunks return at once
 
     def _fill(self, start: int, offset: int, length: int) -> int:
         if self._stop.is_set():
             return 0
         if _libc.madvise(start + offset, length, MADV_POPULATE_WRITE):
             _explain(ctypes.get_errno(), offset, len(self._mapping))
-            # An older kernel. Not by touching: on a full mount that is a SIGBUS, this is an error.
+            # An older kernel. Touching pages on a full mount would raise SIGBUS; this returns an error.
             try:
                 os.posix_fallocate(self._fd, offset, length)
             except OSError as error:
@@ -383,18 +384,18 @@ class _Prefault:
         return length
 
     def _collapse(self, address: int, length: int) -> None:
-        """Have the kernel put the pages that are there together. The first refusal is the last try: the next one would
-        search the host's memory for room again."""
+        """Merge the pages into huge ones. After the first failure, no more are tried: each search for room takes
+        long."""
         if not _libc.madvise(address, length, MADV_COLLAPSE):
             with self._counting:
                 self.huge_bytes += length
-        elif length % HUGE_PAGE == 0:  # the end of a mapping need not be whole
+        elif length % HUGE_PAGE == 0:  # the last part of a mapping may be shorter than a huge page
             self._huge = False
             self.why_small = f"the kernel gives no huge pages: {os.strerror(ctypes.get_errno())}"
 
 
 def _chunks(total: int, holes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield offset and bytes of what is to be filled together."""
+    """Yield the offset and size of each chunk to fill."""
     at = 0
     for begin, size in (*holes, (total, 0)):
         for offset in range(at, begin, CHUNK):
@@ -403,14 +404,14 @@ def _chunks(total: int, holes: Sequence[tuple[int, int]]) -> Iterator[tuple[int,
 
 
 def _explain(error: int, offset: int, total: int) -> None:
-    """Raise RegionError where `error` says that memory ran out."""
+    """Raise RegionError if `error` means that memory ran out."""
     if error in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
         raise RegionError(
             f"memory ran out after {format_size(offset)} of {format_size(total)}: choose a smaller size, or see what "
             "else uses the host's memory"
         )
     if error not in (errno.EINVAL, errno.EOPNOTSUPP):
-        raise RegionError(f"pages of the region cannot be had: {os.strerror(error)}")
+        raise RegionError(f"cannot allocate pages of the region: {os.strerror(error)}")
 
 
 def _raise_memlock_limit() -> None:

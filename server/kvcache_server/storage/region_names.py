@@ -1,13 +1,13 @@
-"""Region files by name: which of them in a folder are this endpoint's, who holds one, and what becomes of the others.
+"""Names of region files: which files in a folder belong to this endpoint, and which daemon holds each region.
 
     kvcache-UID-DIGEST-RANDOM.region     the memory; DIGEST stands for the path of the endpoint's socket
-    kvcache-UID-DIGEST-RANDOM.lock       locked by the daemon that holds the region, and never handed to anybody
-    kvcache-UID-DIGEST-RANDOM.aside      a region that a daemon would not trust; one of them at most
+    kvcache-UID-DIGEST-RANDOM.lock       locked by the daemon that holds the region, and never passed to a client
+    kvcache-UID-DIGEST-RANDOM.aside      a region that a daemon did not trust; at most one
 
-The folder may be everybody's, as /dev/shm is. What is random in a name keeps others from taking it before the daemon
-does; lock and region come and go together, so that afterwards nobody can either. Clients hold descriptors of the
-region, and whoever holds one may lock it: so it is another file that is locked. Daemons of other containers may have
-the same names for their endpoints, and regions here of their own.
+The folder may be world-writable, like /dev/shm. The random part of a name prevents other users from taking it first.
+Lock and region are created and removed together, so they cannot take it later either. The lock is a separate file
+because clients have descriptors of the region, and could lock it. Daemons in other containers may have the same
+endpoint path, and regions of their own in this folder.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ REGION, LOCK, ASIDE = ".region", ".lock", ".aside"
 
 
 class RegionFolder:
-    """The folder of region files, and which in it are those of this user's daemons at `socket_path`."""
+    """The folder of region files, for the daemons of this user at `socket_path`."""
 
     def __init__(self, path: str, socket_path: str) -> None:
-        """Raises ConfigError where there is no such folder, NotPermitted where it cannot be read."""
+        """Raises ConfigError if the folder does not exist, NotPermitted if it cannot be read."""
         digest = hashlib.sha256(os.fsencode(os.path.abspath(socket_path))).hexdigest()[:16]
         self._prefix = f"kvcache-{os.geteuid()}-{digest}"
         self._pattern = re.compile(re.escape(self._prefix) + r"(?:-[0-9a-f]{16})?")
@@ -54,9 +54,9 @@ class RegionFolder:
         self.close()
 
     def found(self, suffix: str = REGION) -> list[str]:
-        """Return the names, less `suffix`, of the files here that a daemon of this endpoint has made.
+        """Return the names, without `suffix`, of files that a daemon of this endpoint has created.
 
-        What another user has put here by such a name is none of them: it is let alone.
+        Files of other users with such names are ignored.
         """
         names = [name.removesuffix(suffix) for name in self.folder.names() if name.endswith(suffix)]
         ours, others = [], 0
@@ -66,9 +66,9 @@ class RegionFolder:
                     ours.append(name)
             except KVCacheError:
                 others += 1
-        if others:  # one line: whoever may make files here may make many
+        if others:  # one line, because other users may create many
             log.warning(
-                "%s has %d of what is not this daemon's by the names of its *%s files: let alone",
+                "%s has %d files with names of this daemon's *%s files that are not its own: they are ignored",
                 *(self.folder.path, others, suffix),
             )
         return sorted(ours)
@@ -82,32 +82,32 @@ class RegionFolder:
             os.close(fd)
 
     def claim(self, name: str) -> Claim:
-        """Return the hold on a region by its name. Raises EndpointTaken where a living daemon has it."""
+        """Return a claim on an existing region. Raises EndpointTaken if a running daemon holds it."""
         return Claim(self.folder, name, legacy=name == self._prefix)
 
     def new(self) -> Claim:
-        """Return the hold on a name that nobody has. Raises NotPermitted where nothing may be made here, OSError."""
+        """Return a claim on an unused name. Raises NotPermitted if no file may be created here, OSError."""
         while True:
             try:
                 return Claim(self.folder, f"{self._prefix}-{secrets.token_hex(8)}")
             except EndpointTaken:
-                continue  # a daemon elsewhere that tidies up has taken the lock for one that was left behind
+                continue  # another daemon, cleaning up, took the lock for a stale one
 
     def tidy(self) -> None:
-        """Remove the locks of regions that are not there: of a daemon that was killed between two steps."""
+        """Remove locks without a region, left by a daemon that was killed between two steps."""
         for name in set(self.found(LOCK)) - set(self.found()):
             try:
                 claim = self.claim(name)
             except KVCacheError:
-                continue  # it is about to make its region
+                continue  # its daemon is about to create the region
             claim.release() if self.folder.check(name + REGION) else claim.remove()
 
     def remove_aside(self) -> int:
-        """Remove what was put aside; return how many files."""
+        """Remove regions that were put aside; return how many."""
         return sum(self.folder.remove(name + ASIDE) for name in self.found(ASIDE))
 
     def remove_all(self, claims: Collection[Claim]) -> int:
-        """Remove these regions, and what was put aside and is left over; return how many files."""
+        """Remove these regions, stale locks, and regions that were put aside; return how many regions."""
         for claim in claims:
             claim.remove()
         self.tidy()
@@ -115,12 +115,12 @@ class RegionFolder:
 
 
 class Claim:
-    """The hold on one region file, until `release` or `remove`."""
+    """The exclusive hold on one region file, until `release` or `remove`."""
 
     def __init__(self, folder: Folder, name: str, legacy: bool = False) -> None:
         """Take the lock. Raises EndpointTaken, NotPermitted, ConfigError.
 
-        `legacy`: named as 0.1.0 does, which has its lock on the region.
+        `legacy` stands for a region of 0.1.0, which locked the region itself.
         """
         self._folder = Folder(folder.path, os.dup(folder.fd))
         self.name = name
@@ -132,11 +132,11 @@ class Claim:
         except BlockingIOError:
             self._folder.close()
             raise EndpointTaken(
-                f"{self.path} belongs to a living daemon with the same endpoint path, in another container perhaps"
+                f"{self.path} belongs to a running daemon with the same endpoint path, perhaps in another container"
             ) from None
         except PermissionError:
             self._folder.close()
-            raise NotPermitted(f"region_dir {folder.path}: uid {os.geteuid()} may not make {self.path}") from None
+            raise NotPermitted(f"region_dir {folder.path}: uid {os.geteuid()} may not create {self.path}") from None
         except BaseException:
             self._folder.close()
             raise
@@ -156,31 +156,31 @@ class Claim:
         return self._folder.path_of(self.name + REGION)
 
     def open(self, flags: int = 0) -> int:
-        """Return a descriptor of the region file. Raises as Folder.open does."""
+        """Return a descriptor of the region file. Raises like Folder.open."""
         return self._folder.open(self.name + REGION, os.O_RDWR | flags)
 
     def create(self) -> int:
-        """Make the region file and return a descriptor of it. Raises OSError."""
+        """Create the region file and return a descriptor of it. Raises OSError."""
         return self.open(os.O_CREAT | os.O_EXCL)
 
     def remove(self) -> None:
-        """Remove the region, then its lock. Who has it mapped keeps the mapping."""
+        """Remove the region, then its lock. Existing mappings stay valid."""
         self._folder.remove(self.name + REGION)
         self._folder.remove(self.name + LOCK)
         self._close()
 
     def put_aside(self) -> str:
-        """Give the region a name by which no daemon finds it again, and return its path; "" where it had to go."""
+        """Rename the region so that no daemon uses it again, and return its path; "" if it had to be removed."""
         try:
             self._folder.rename(self.name + REGION, self.name + ASIDE)
             aside = self._folder.path_of(self.name + ASIDE)
-        except OSError:  # another user has put something there
+        except OSError:  # a file of another user has that name
             aside = ""
         self.remove()
         return aside
 
     def release(self) -> None:
-        """Let go of it; region and lock stay. Calling it again does nothing."""
+        """Release the lock; both files stay. Calling it again does nothing."""
         if self._lock_fd >= 0:
             self._close()
 

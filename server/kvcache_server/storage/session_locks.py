@@ -1,8 +1,9 @@
-"""The session files: each is locked for as long as its client lives, in any pid namespace, whoever the daemon is.
+"""Session files: each is locked for as long as its client lives, in any pid namespace and across restarts of the
+daemon.
 
-The daemon makes a file, locks it, hands the descriptor over and closes its own: what is left is the client's. The next
-daemon asks the same file whether that client lives. Nobody may write to it, its client neither: it would fill the file
-system of the daemon's own files.
+The daemon creates a file, locks it, passes the descriptor to the client and closes its own: then only the client holds
+the lock. The next daemon finds out from the same file whether the client lives. Nobody may write to it, not even its
+client, which could fill the file system that has the daemon's own files.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from collections.abc import Collection
 
 from kvcache_server.storage.folder import Folder
 
-_NAME = re.compile(r"[0-9]{1,20}-[0-9a-f]{8}")  # what is called otherwise is not ours to delete
+_NAME = re.compile(r"[0-9]{1,20}-[0-9a-f]{8}")  # files with other names are not deleted
 
 
 class SessionFiles:
-    """The files of one endpoint, in a folder of the daemon's own, `name` in the endpoint's."""
+    """The session files of one endpoint, in the folder `name` within the endpoint's folder."""
 
     def __init__(self, folder: Folder, name: str) -> None:
-        """Raises ConfigError, NotPermitted where something else has that name."""
+        """Raises ConfigError, NotPermitted if something else has that name."""
         self._outer, self._name = folder, name
         self._folder: Folder | None = None
         with contextlib.suppress(FileNotFoundError):
@@ -35,14 +36,15 @@ class SessionFiles:
         return self._outer.path_of(self._name)
 
     def make(self, session: int) -> tuple[int, str]:
-        """Return a descriptor of a new file, locked for as long as somebody has this description open, and its name.
+        """Return a descriptor of a new file, and its name. The file is locked as long as this open file description
+        exists.
 
-        It is for reading alone, and so is the file. Raises OSError, ConfigError, NotPermitted.
+        Descriptor and file are read-only. Raises OSError, ConfigError, NotPermitted.
         """
         name = f"{session}-{secrets.token_hex(4)}"
         try:
             fd = self._create(name)
-        except FileNotFoundError:  # there is no folder yet, or no more
+        except FileNotFoundError:  # the folder does not exist yet, or was removed
             self._leave()
             self._folder = self._outer.folder(self._name, make=True)
             fd = self._create(name)
@@ -55,7 +57,7 @@ class SessionFiles:
         return self._folder.open(name, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o400)
 
     def locked(self, name: str) -> bool:
-        """Whether the client that was given this file lives."""
+        """Whether the client that holds this file lives."""
         if self._folder is None:
             return False
         try:
@@ -82,7 +84,7 @@ class SessionFiles:
                     self._folder.remove(name)
 
     def close(self) -> None:
-        """Remove them all, and the folder where nothing else lies in it."""
+        """Remove all session files, and the folder if it is empty then."""
         self.keep(())
         self._leave()
         self._outer.remove_folder(self._name)

@@ -1,6 +1,6 @@
-"""The state file: the manifest of a region, beside the endpoint, for the daemon's eyes alone. Records are appended.
+"""The state file: the manifest of a region, beside the endpoint, readable only by the daemon. Records are appended.
 
-Nothing is forced to a disk: the file need not outlive the host, for the region does not.
+It is not synced to disk: like the region, it need not survive a reboot.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from kvcache_server.storage.folder import Folder
 
 log = logging.getLogger(__name__)
 
-_SLACK = 1 << 20  # bytes of records beyond what the manifest needs, before it is written anew
+_SLACK = 1 << 20  # bytes of superfluous records before the file is rewritten
 NEW, ASIDE = ".new", ".aside"
 
 
 class StateFile:
-    """Notes what happens in `manifest` and in the file.
+    """Applies records to `manifest`, and appends them to the file.
 
-    `counters` has how often the file could not be kept.
+    `counters` counts how often the file was lost.
     """
 
     def __init__(
         self, folder: Folder, name: str, manifest: Manifest, give_up: Callable[[], None] = lambda: None
     ) -> None:
-        """Write `manifest` to the file `name`, in the place of what is there.
+        """Write `manifest` to the file `name`, replacing an existing one.
 
-        `give_up()` is called once where the file cannot be written any more: it has the region be read by nobody.
-        Raises RegionError where it cannot be written, ConfigError or NotPermitted where something is in the way.
+        `give_up()` is called once if the file can no longer be written: it marks the region as unusable for the next
+        daemon. Raises RegionError if the file cannot be written, ConfigError or NotPermitted if something else has its
+        name.
         """
         self.manifest = manifest
         self.counters: Counter[str] = Counter()
@@ -52,10 +53,10 @@ class StateFile:
         return self._folder.path_of(self._name)
 
     def note(self, record: Record) -> None:
-        """Note one change before anybody is told of it.
+        """Write one record, before any client learns of the change.
 
-        Where it cannot be written, the region is given up and the file goes: the next daemon begins empty, rather than
-        with half of a manifest. This never raises.
+        If it cannot be written, the region is given up and the file is removed: the next daemon starts empty, not with
+        an incomplete manifest. This never raises.
         """
         self.manifest.apply(record)
         if self._fd < 0:
@@ -72,23 +73,23 @@ class StateFile:
             try:
                 self._rewrite()
             except (OSError, ConfigError) as error:
-                # What is there is whole, only longer than it need be.
+                # The existing file is complete, only longer than necessary.
                 self._limit += self._size
-                log.warning("state file %s cannot be written anew, and grows on: %s", self.path, error)
+                log.warning("state file %s cannot be rewritten and continues to grow: %s", self.path, error)
 
     def _lose(self, why: OSError) -> None:
-        self._give_up()  # first: whatever becomes of the file, nobody reads the region by it
+        self._give_up()  # first: then no daemon uses the region, even if the file stays
         self.counters["state_files_lost"] += 1
         self.close()
         try:
             self._folder.remove(self._name)
             rest = ""
         except (OSError, ConfigError) as error:
-            rest = f" (nor can the file be removed: {error})"
-        log.error("state file %s: %s%s: the next daemon will begin with an empty cache", self.path, why.strerror, rest)
+            rest = f" (and the file cannot be removed: {error})"
+        log.error("state file %s: %s%s: the next daemon will start with an empty cache", self.path, why.strerror, rest)
 
     def close(self) -> None:
-        """Write no more. Calling it again does nothing."""
+        """Close the file. Calling it again does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -111,9 +112,9 @@ class StateFile:
 
 
 def read_state(folder: Folder, name: str) -> Manifest | None:
-    """Return the manifest in the file, None where there is none.
+    """Return the manifest in the file, None if the file does not exist.
 
-    Raises RegionError where it cannot be trusted, ConfigError or NotPermitted where something is in the way.
+    Raises RegionError if the content cannot be trusted, ConfigError or NotPermitted if something else has its name.
     """
     try:
         fd = folder.open(name)

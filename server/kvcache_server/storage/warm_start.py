@@ -1,4 +1,4 @@
-"""What a daemon begins with: the region and the manifest that the last one left, or fresh ones."""
+"""What a daemon starts with: the region and the manifest that the previous one left, or new ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WarmStart:
     empty_reason: str = ""
 
     def close(self, folder: Folder, config: Config) -> None:
-        """Let go of it; where the configuration does not keep it, remove it."""
+        """Close everything; without `keep` in the configuration, also remove it."""
         self.state.close()
         self.region.close(config.keep)
         if not config.keep:
@@ -55,7 +55,7 @@ class WarmStart:
 
 
 def _remove_files(folder: Folder, config: Config) -> None:
-    """Remove what lies beside the endpoint but the lock and the token."""
+    """Remove the files beside the endpoint, except the lock and the token."""
     state = file_of(config.endpoint, STATE)
     for name in (state, state + NEW, state + ASIDE, file_of(config.endpoint, SUMS)):
         folder.remove(name)
@@ -63,11 +63,11 @@ def _remove_files(folder: Folder, config: Config) -> None:
 
 
 def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Progress | None = None) -> WarmStart:
-    """Return the cache of the last daemon of this endpoint, or a new one; the caller holds the endpoint's lock.
+    """Return the cache of the previous daemon of this endpoint, or a new one. The caller holds the endpoint's lock.
 
-    `folder` is the endpoint's. `fresh` discards what the last one left. What cannot be trusted is put aside; with
-    `strict`, it raises RegionError. Raises ConfigError, NotPermitted where something is in the way of a file, and what
-    `create_region` raises.
+    `folder` is the endpoint's. `fresh` discards what the previous daemon left. A region that cannot be trusted is put
+    aside; with `strict`, RegionError is raised instead. Raises ConfigError, NotPermitted if something else has the name
+    of a file, and what `create_region` raises.
     """
     files = SessionFiles(folder, file_of(config.endpoint, SESSIONS))
     for suffix in (STATE, SUMS):
@@ -88,9 +88,9 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
 
 
 def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region, manifest: Manifest) -> WarmStart:
-    """Return the cache of the last daemon."""
+    """Return the cache of the previous daemon."""
 
-    from kvcache_server.core.recovery import Snapshot  # numpy with it: an empty daemon starts sooner without
+    from kvcache_server.core.recovery import Snapshot  # imports numpy: an empty daemon starts faster without it
 
     began = time.monotonic()
     try:
@@ -100,7 +100,7 @@ def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region,
         }
         files.keep([name for opened in disconnected.values() for name in opened.files])
         state = _open_state(config, folder, region, manifest)
-        gc.disable()  # millions of blocks come to be, and none goes
+        gc.disable()  # millions of blocks are created, and none is garbage
         cache = Cache(
             *(region.buffer, region.geometry, config.limits()),
             epoch=manifest.epoch,
@@ -117,18 +117,18 @@ def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region,
         gc.enable()
     found = cache.counters
     log.info(
-        "found %s blocks of the last daemon in %s after %.2f s; %d of its sessions live, %d saves are under way",
+        "found %s blocks of the last daemon in %s after %.2f s; %d of its sessions live, %d saves are in progress",
         *(f"{found['blocks_recovered']:,}", region.path, time.monotonic() - began),
         *(len(disconnected), found["reservations_recovered"]),
         extra={"fields": {"event": "recovered", **found}},
     )
     _share_counters(state, cache)
     retired = cache.pool.retired
-    for extent in retired:  # its memory is there yet where the last daemon was killed before it could give it back
+    for extent in retired:  # the previous daemon may have been killed before it returned the memory
         region.give_back(extent)
     if retired:
         log.warning(
-            "the region was made smaller while it was in use: %s of %s; `serve --fresh` begins with all of it",
+            "the region was made smaller while it was in use: %s of %s; `serve --fresh` starts with all of it",
             *(format_size(cache.pool.capacity), format_size(region.geometry.extents * region.geometry.extent_bytes)),
         )
     region.lock_later(config.lock, retired)
@@ -138,7 +138,7 @@ def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region,
 def _start_empty(
     config: Config, folder: Folder, regions: RegionFolder, files: SessionFiles, progress: Progress | None, why: str
 ) -> WarmStart:
-    """Return a new cache, which is empty because of `why`."""
+    """Return a new, empty cache; `why` is the reason that it is empty."""
     _make_room(config, regions)
     region = create_region(
         config.region_dir,
@@ -151,7 +151,7 @@ def _start_empty(
     )
     try:
         files.keep(())
-        # The manifest goes first, then the region's header: what has no header yet was never used by anybody.
+        # First the manifest, then the region's header: a region without a header was never used.
         state = _open_state(config, folder, region, Manifest(region.geometry.region_id))
         cache = Cache(
             *(region.buffer, region.geometry, config.limits(), secrets.randbits(63)), secret=secrets.token_bytes(16)
@@ -176,41 +176,41 @@ def _keep_checksums(config: Config, folder: Folder, cache: Cache) -> None:
 
 
 def _share_counters(state: StateFile, cache: Cache) -> None:
-    """Have the cache count what the state file has counted so far, and from now on."""
+    """Make the state file count in the cache's counters, and add what it has counted so far."""
     cache.counters.update(state.counters)
     state.counters = cache.counters
 
 
 def _make_room(config: Config, regions: RegionFolder) -> None:
-    """Remove what was put aside where there is no room for it and for a region."""
+    """Remove regions that were put aside if there is no room for a new one."""
     wanted = _wanted(config, bytes(16))
     try:
         check_room(config.region_dir, wanted.region_bytes)
     except RegionError:
         if removed := regions.remove_aside():
-            log.warning("%d regions that were put aside are removed: there is no room for another one", removed)
+            log.warning("removed %d regions that were put aside, to make room for a new one", removed)
 
 
 def _wanted(config: Config, region_id: bytes) -> PoolGeometry:
-    """Return how a region of that id is to be cut. Raises ConfigError where it cannot be."""
+    """Return the configured geometry for a region with that id. Raises ConfigError for impossible sizes."""
     try:
         return plan_geometry(region_id, config.size, config.extent_size)
     except RegionError as error:
         raise ConfigError(f"size: {error}") from None
 
 
-# What the last daemon left.
+# What the previous daemon left.
 
 
 class _NoRegion(NamedTuple):
-    """There is nothing to go on with: why, and how many regions were put aside."""
+    """No region can be used: why, and how many regions were put aside."""
 
     why: str
     put_aside: int = 0
 
 
 class _FoundRegion(NamedTuple):
-    """A region that was found, and how it is cut; None where it has no use, and `distrust` where that is odd."""
+    """An existing region. `geometry` is None if it is unusable; `distrust` says why if that is suspicious."""
 
     claim: Claim
     geometry: PoolGeometry | None
@@ -219,28 +219,28 @@ class _FoundRegion(NamedTuple):
 
 
 def _find_last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[Region, Manifest] | _NoRegion:
-    """Return what the last daemon left; where there is nothing, or nothing that this one has a use for, why.
+    """Return the region and manifest of the previous daemon, or the reason why they do not exist or cannot be used.
 
-    Raises EndpointTaken where its region has a living daemon, RegionError where `strict` and it cannot be trusted.
+    Raises EndpointTaken if a running daemon holds the region, RegionError if it cannot be trusted and `strict` is set.
     """
     manifest, broken = _manifest(config, folder)
     with contextlib.ExitStack() as held:
-        left = []
+        found = []
         for claim in _claims(regions, manifest):
             held.callback(claim.release)
-            left.append(_examined(regions, claim))
+            found.append(_examined(regions, claim))
         regions.tidy()
-        for each in left:
+        for each in found:
             if manifest is not None and each.geometry == _wanted(config, manifest.region):
                 region = map_region(each.claim, each.geometry)
-                for other in left:
+                for other in found:
                     if other is not each:
-                        log.warning("%s is not the last daemon's: it is discarded", other.claim.path)
+                        log.warning("%s is not the last daemon's region: it is discarded", other.claim.path)
                         other.claim.remove()
                 held.pop_all()
                 return region, manifest
         why, doubtful = "first", []
-        for each in left:
+        for each in found:
             distrust = _distrust(each, manifest, broken)
             if distrust and config.strict:
                 raise RegionError(f"{each.claim.path}: {distrust}; `kvcache-server serve --fresh` discards it")
@@ -256,7 +256,7 @@ def _find_last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[R
 
 
 def _manifest(config: Config, folder: Folder) -> tuple[Manifest | None, str]:
-    """Return the last daemon's manifest, and what is wrong with it."""
+    """Return the previous daemon's manifest, and what is wrong with it."""
     try:
         return read_state(folder, file_of(config.endpoint, STATE)), ""
     except RegionError as error:
@@ -264,7 +264,7 @@ def _manifest(config: Config, folder: Folder) -> tuple[Manifest | None, str]:
 
 
 def _claims(regions: RegionFolder, manifest: Manifest | None) -> Iterator[Claim]:
-    """Yield the holds on all regions that no living daemon has. Raises EndpointTaken where one has `manifest`'s."""
+    """Yield claims on all regions that no running daemon holds. Raises EndpointTaken if one holds `manifest`'s."""
     for name in regions.found():
         try:
             yield regions.claim(name)
@@ -273,15 +273,15 @@ def _claims(regions: RegionFolder, manifest: Manifest | None) -> Iterator[Claim]
                 geometry = found_geometry(memoryview(regions.header(name)[0]))
                 if manifest is not None and geometry is not None and geometry.region_id == manifest.region:
                     raise
-            log.info("%s has a living daemon: it is let alone", regions.folder.path_of(name + REGION))
+            log.info("%s belongs to a running daemon: it is ignored", regions.folder.path_of(name + REGION))
         except (ConfigError, NotPermitted) as error:
-            log.warning("%s is let alone: %s", regions.folder.path_of(name + REGION), error)
+            log.warning("%s is ignored: %s", regions.folder.path_of(name + REGION), error)
 
 
 def _examined(regions: RegionFolder, claim: Claim) -> _FoundRegion:
     header, size = regions.header(claim.name)
     if size < PAGE:
-        return _FoundRegion(claim, None)  # a daemon was killed as it began to make it
+        return _FoundRegion(claim, None)  # a daemon was killed while creating it
     try:
         geometry = found_geometry(memoryview(header))
         if geometry is not None and geometry.region_bytes != size:
@@ -291,40 +291,40 @@ def _examined(regions: RegionFolder, claim: Claim) -> _FoundRegion:
     return _FoundRegion(claim, geometry, given_up=is_given_up(memoryview(header)))
 
 
-def _distrust(left: _FoundRegion, manifest: Manifest | None, broken: str) -> str:
-    """Return why a region is not to be trusted; `broken` is what is wrong with the state file."""
-    if left.geometry is None:
-        return left.distrust
-    if manifest is not None and manifest.region != left.geometry.region_id:
+def _distrust(found: _FoundRegion, manifest: Manifest | None, broken: str) -> str:
+    """Return why a region cannot be trusted, or ""; `broken` is what is wrong with the state file."""
+    if found.geometry is None:
+        return found.distrust
+    if manifest is not None and manifest.region != found.geometry.region_id:
         return "the state file belongs to another region"
     return broken
 
 
-def _dismiss(left: _FoundRegion, manifest: Manifest | None) -> str:
-    """Remove a region that there is no use for; return why, in the word of the misses."""
-    path, why = left.claim.path, "first"
-    if left.given_up:
+def _dismiss(found: _FoundRegion, manifest: Manifest | None) -> str:
+    """Remove an unusable region; return why, as the cause of misses."""
+    path, why = found.claim.path, "first"
+    if found.given_up:
         why = "no_state"
         log.warning("the last daemon could not keep the state file of %s: it is discarded", path)
-    elif left.geometry is not None and manifest is None:
+    elif found.geometry is not None and manifest is None:
         why = "no_state"
-        log.warning("%s is there without its state file: it is discarded", path)
-    elif left.geometry is not None:
+        log.warning("%s has no state file: it is discarded", path)
+    elif found.geometry is not None:
         why = "resized"
         log.warning(
             "the last daemon's region of %s is cut for another size or extent_size: it is discarded",
-            format_size(left.geometry.region_bytes),
+            format_size(found.geometry.region_bytes),
         )
-    left.claim.remove()
+    found.claim.remove()
     return why
 
 
 def _put_aside(regions: RegionFolder, claim: Claim, distrust: str) -> None:
-    """Keep a region that cannot be trusted for who wants to look at it, in the place of the one before."""
+    """Keep a region that cannot be trusted for inspection, in place of an earlier one."""
     regions.remove_aside()
     path, aside = claim.path, claim.put_aside()
     log.error(
-        "%s cannot be trusted: %s; the cache begins empty, and the file is %s",
+        "%s cannot be trusted: %s; the cache starts empty, and the file is %s",
         *(path, distrust, f"put aside as {aside}: `kvcache-server discard` frees it" if aside else "removed"),
         extra={"fields": {"event": "put_aside", "region": path, "aside": aside, "why": distrust}},
     )
@@ -340,7 +340,7 @@ def _put_state_aside(folder: Folder, state: str) -> None:
 
 
 def discard(config: Config, folder: Folder) -> bool:
-    """Remove what daemons of this endpoint have left; the caller holds the endpoint's lock, and `folder` is its.
+    """Remove what daemons of this endpoint have left. The caller holds the endpoint's lock; `folder` is the endpoint's.
 
     Returns whether there was a region. Raises EndpointTaken.
     """
@@ -351,9 +351,9 @@ def discard(config: Config, folder: Folder) -> bool:
 
 
 def _remove_regions(config: Config, folder: Folder, regions: RegionFolder) -> int:
-    """Remove all regions that no living daemon has, and what was put aside; return how many.
+    """Remove all regions that no running daemon holds, and those that were put aside; return how many.
 
-    Raises EndpointTaken where a living daemon has the region that the state file belongs to; nothing is removed then.
+    Raises EndpointTaken if a running daemon holds the region of the state file; then nothing is removed.
     """
     with contextlib.ExitStack() as held:
         claims = []

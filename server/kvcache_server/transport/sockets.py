@@ -211,7 +211,7 @@ def _listen(path: str, endpoint: str) -> socket.socket:
             listener.bind(path)
     except PermissionError:
         listener.close()
-        raise NotPermitted(f"endpoint {endpoint}: uid {os.geteuid()} may not make {path}") from None
+        raise NotPermitted(f"endpoint {endpoint}: uid {os.geteuid()} may not create {path}") from None
     except OSError:
         listener.close()
         raise
