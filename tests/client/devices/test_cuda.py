@@ -126,7 +126,8 @@ def test_a_driver_without_batches_copies_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spare", "line"), [(40, "MiB of device memory for copies, less than wanted: it is short"), (0, "copied by itself")]
+    ("spare", "line"),
+    [(40, "MiB of device memory for copies, less than wanted because it is short"), (0, "copied by itself")],
 )
 def test_where_device_memory_is_short_the_stage_is_smaller_or_none(
     spare: int, line: str, caplog: pytest.LogCaptureFixture
