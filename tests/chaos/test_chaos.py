@@ -57,7 +57,7 @@ def test_the_points_still_exist_in_the_code() -> None:
             assert where.functions <= defined, f"{point}: {file} has no {sorted(where.functions - defined)}"
 
 
-def test_a_suspended_writer_delays_nobody_and_damages_nothing() -> None:
+def test_a_suspended_writer_delays_and_damages_nothing() -> None:
     (line,) = play("stopped_writer.py", "--seconds", 1, "--supersede-after", 0.5)
     assert set(line["writer_is_told"]) == {"SUPERSEDED"}
     assert line["evicted_meanwhile"] > 300  # more than one round of the pool

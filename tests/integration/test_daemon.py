@@ -108,7 +108,7 @@ def test_a_client_killed_under_load_leaves_nothing(
         assert status["pool"]["pinned_bytes"] == status["pool"]["blocks_writing"] == 0
 
 
-def test_a_stopped_client_keeps_its_lease_and_disturbs_nobody(
+def test_a_stopped_client_keeps_its_lease_and_does_not_disturb_others(
     daemon: Any, client: Callable[..., subprocess.Popen[str]]
 ) -> None:
     with honest(daemon) as session:

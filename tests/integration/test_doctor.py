@@ -12,7 +12,7 @@ import pytest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the suite's caches are torch's")
-def test_a_whole_report(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_report(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # somebody else's business
     command = [sys.executable, "-m", "kvcache_server", "doctor", "--json", "--endpoint", daemon.endpoint]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

@@ -93,7 +93,7 @@ time.time_ns = lambda: now_ns() - 86_400 * 10**9
 
 @pytest.mark.parametrize("keep", ["true", "false"])
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_numbers_do_not_fall_with_the_clock(
+def test_numbers_do_not_go_down_with_the_clock(
     start: Any, socket: MakeSocket, tmp_path: Path, keep: str, end: str
 ) -> None:
     """A subscriber takes what has a higher number than the last one: it would hear nothing for a day."""
@@ -113,7 +113,7 @@ def test_numbers_do_not_fall_with_the_clock(
         getattr(daemon, end)()
 
 
-def test_numbers_that_make_no_sense_are_not_gone_by(start: Any, short_folder: Path, socket: MakeSocket) -> None:
+def test_invalid_numbers_in_the_file_are_ignored(start: Any, short_folder: Path, socket: MakeSocket) -> None:
     for text in ("x", "-5", str(1 << 64), str((1 << 63) + 1), "9" * 5000):
         (short_folder / "kv.numbers").write_text(text)
         daemon, report = start()
@@ -126,7 +126,7 @@ def test_numbers_that_make_no_sense_are_not_gone_by(start: Any, short_folder: Pa
     assert "kv.numbers" in daemon.log and not (short_folder / "elsewhere").exists()
 
 
-def test_no_number_is_given_that_is_not_noted(short_folder: Path) -> None:
+def test_no_number_is_used_before_it_is_in_the_file(short_folder: Path) -> None:
     """The next daemon begins where the room ends that this one has noted, however it ended."""
     path = str(short_folder / "kv.numbers")
     numbers = SequenceFile(path, 100)
@@ -175,7 +175,7 @@ def test_vllm_s_own_classes_read_them(start: Any, socket: MakeSocket) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_who_follows_holds_what_lookups_find_across_a_restart(
+def test_a_subscriber_knows_what_lookups_find_across_a_restart(
     start: Any, socket: MakeSocket, short_folder: Path, seed: int
 ) -> None:
     """Saves, evictions, distrust, clears and a kill -9 of the daemon; one subscriber hears all, one comes late."""
@@ -219,7 +219,7 @@ def test_who_follows_holds_what_lookups_find_across_a_restart(
     assert daemon.status()["counters"]["blocks_evicted"]
 
 
-def test_who_does_not_read_loses_batches_and_finds_them_again(start: Any, socket: MakeSocket) -> None:
+def test_a_subscriber_that_does_not_read_loses_batches_and_replays_them(start: Any, socket: MakeSocket) -> None:
     daemon, report = start(events_buffer=64, events_hashes="bytes", events_replay="tcp://127.0.0.1:*")
     lazy, eager = Subscriber(socket, report, RCVHWM=1, RCVBUF=4096), Subscriber(socket, report, RCVHWM=0)
     daemon.wait_status(lambda s: s["daemon"]["events"]["connections"]["open"] == 4, "both of them")
@@ -245,7 +245,7 @@ def test_who_does_not_read_loses_batches_and_finds_them_again(start: Any, socket
     assert {(0, name) for name in hashes} <= known
 
 
-def test_one_namespace_of_two_is_heard_without_gaps(start: Any, socket: MakeSocket) -> None:
+def test_a_subscription_to_one_of_two_namespaces_has_no_gaps(start: Any, socket: MakeSocket) -> None:
     daemon, report = start(events_topic="kv@{namespace}@{model}")
     topic = f"kv@{SMALL.id}@small".encode()
     subscriber = Subscriber(socket, report, topic)
@@ -261,7 +261,7 @@ def test_one_namespace_of_two_is_heard_without_gaps(start: Any, socket: MakeSock
 
 
 @pytest.mark.parametrize("dialect", ["0.23", "0.24"])
-def test_a_replay_as_older_subscribers_know_it(start: Any, socket: MakeSocket, dialect: str) -> None:
+def test_a_replay_for_older_subscribers(start: Any, socket: MakeSocket, dialect: str) -> None:
     daemon, report = start(events_dialect=dialect)
     with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
         session.attach(SMALL, (0,)).reserve(run_of("a", 2)).commit()
@@ -282,7 +282,7 @@ def test_a_replay_as_older_subscribers_know_it(start: Any, socket: MakeSocket, d
     assert kinds == ["AllBlocksCleared", "BlockStored", "AllBlocksCleared", "BlockStored"]
 
 
-def test_more_replays_than_at_one_time_are_told_one_after_the_other(start: Any, socket: MakeSocket) -> None:
+def test_replays_beyond_the_limit_wait_for_their_turn(start: Any, socket: MakeSocket) -> None:
     daemon, report = start()
     with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
         session.attach(SMALL, (0,)).reserve(run_of("a", 2)).commit()
@@ -315,7 +315,7 @@ def test_events_over_ipv6(start: Any, socket: MakeSocket) -> None:
         subscriber.read_until(lambda: len(subscriber.known.get(topic_of(SMALL), ())) == 2, "the blocks")
 
 
-def test_requests_that_make_no_sense_are_counted_and_others_served(start: Any, socket: MakeSocket) -> None:
+def test_invalid_requests_are_counted_and_others_served(start: Any, socket: MakeSocket) -> None:
     daemon, report = start()
     nonsense = [[b""], [b"", b"short"], [b"x", bytes(8)], [b"", bytes(8), b"", b""], [b"", bytes(9)]]
     dealer = socket(zmq.DEALER)
@@ -330,7 +330,7 @@ def test_requests_that_make_no_sense_are_counted_and_others_served(start: Any, s
     assert daemon.status()["daemon"]["events"]["replays"] == 1
 
 
-def test_who_asks_and_leaves_is_forgotten(start: Any, socket: MakeSocket) -> None:
+def test_a_client_that_asks_and_leaves_is_forgotten(start: Any, socket: MakeSocket) -> None:
     daemon, report = start()
     with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:
         namespace = session.attach(TINY, (0,))
@@ -369,7 +369,7 @@ def raw_peer(endpoint: str, kind: bytes) -> socketlib.socket:
 
 @pytest.mark.parametrize("which", ["endpoint", "replay"])
 @pytest.mark.parametrize("over", ["tcp", "ipc"])
-def test_idle_connections_are_few_and_harm_nobody(
+def test_idle_connections_are_limited_and_harmless(
     start: Any, socket: MakeSocket, short_folder: Path, over: str, which: str
 ) -> None:
     daemon, report = start(folder=short_folder if over == "ipc" else "")
@@ -393,7 +393,7 @@ def test_idle_connections_are_few_and_harm_nobody(
         assert len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < 160
 
 
-def test_the_sockets_are_for_owner_and_group_and_go_with_the_daemon(start: Any, short_folder: Path) -> None:
+def test_the_sockets_are_for_owner_and_group_and_are_removed_with_the_daemon(start: Any, short_folder: Path) -> None:
     daemon, report = start(folder=short_folder)
     paths = [Path(report[name].removeprefix("ipc://")) for name in ("endpoint", "replay")]
     assert [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o660, 0o660]
@@ -401,7 +401,7 @@ def test_the_sockets_are_for_owner_and_group_and_go_with_the_daemon(start: Any, 
     assert not any(path.exists() for path in paths)
 
 
-def test_topics_are_counted_once_and_go_with_who_asked_for_them(start: Any, socket: MakeSocket) -> None:
+def test_topics_are_counted_once_and_removed_with_their_subscriber(start: Any, socket: MakeSocket) -> None:
     daemon, report = start()
     sub = socket(zmq.XSUB)
     sub.connect(report["endpoint"])
@@ -429,7 +429,7 @@ def test_a_topic_longer_than_any_ends_the_connection(start: Any, socket: MakeSoc
 
 
 @pytest.mark.parametrize("over", ["tcp", "ipc"])
-def test_more_topics_than_there_can_be_cost_no_memory_and_their_sender_alone_its_connection(
+def test_too_many_topics_cost_no_memory_and_only_their_sender_is_disconnected(
     start: Any, socket: MakeSocket, short_folder: Path, over: str
 ) -> None:
     daemon, report = start(folder=short_folder if over == "ipc" else "")
@@ -464,7 +464,9 @@ def test_more_topics_than_there_can_be_cost_no_memory_and_their_sender_alone_its
     assert grown < 20 << 20, grown
 
 
-def test_topics_of_all_together_are_bounded_and_whoever_has_most_leaves(start: Any, socket: MakeSocket) -> None:
+def test_the_total_of_topics_is_bounded_and_the_subscriber_with_most_is_disconnected(
+    start: Any, socket: MakeSocket
+) -> None:
     daemon, report = start()
     Subscriber(socket, report)
     wait_subscribed(daemon)
@@ -483,7 +485,7 @@ def test_topics_of_all_together_are_bounded_and_whoever_has_most_leaves(start: A
         assert left["subscriptions_cut"] == 1020
 
 
-def test_the_daemon_s_process_does_without_libzmq(start: Any) -> None:
+def test_the_daemon_does_not_load_libzmq(start: Any) -> None:
     """It may end the process that uses it, and has threads of its own."""
     daemon, _ = start(http="127.0.0.1:0")
     assert "libzmq" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
@@ -496,7 +498,7 @@ def resident(pid: int) -> int:
 
 
 @pytest.mark.parametrize(("which", "kind"), [("endpoint", b"XSUB"), ("replay", b"DEALER")])
-def test_a_flood_of_nonsense_is_taken_a_little_at_a_time(which: str, kind: bytes) -> None:
+def test_a_flood_of_invalid_requests_does_not_occupy_the_loop(which: str, kind: bytes) -> None:
     """Between two pieces of it the loop has its turn, and others are heard."""
     flood = 100_000
     loop = asyncio.new_event_loop()

@@ -126,7 +126,7 @@ def test_a_daemon_of_another_user_is_refused_and_named(folder_of_another: Path) 
         assert attach(VICTIM, endpoint, "no such user").startswith("ConfigError")
 
 
-def test_a_daemon_of_root_serves_everybody(short_folder: Path) -> None:
+def test_a_daemon_of_root_serves_all_users(short_folder: Path) -> None:
     short_folder.chmod(0o755)
     with serving(0, short_folder, allow_uids=str(VICTIM)) as endpoint:
         assert attach(VICTIM, endpoint) == "attached\n"
@@ -147,7 +147,7 @@ def test_a_folder_that_a_user_may_not_enter_is_named(short_folder: Path) -> None
             assert len(came.splitlines()) == 1
 
 
-def test_nothing_is_said_to_an_impostor(folder_of_another: Path) -> None:
+def test_an_impostor_receives_nothing(folder_of_another: Path) -> None:
     """Not even the hello: it has the token of a session that goes on."""
     endpoint = f"ipc://{folder_of_another}/kv.sock"
     impostor = become(OTHER, LISTEN, door_path(endpoint), socket_path(endpoint))
@@ -158,7 +158,7 @@ def test_nothing_is_said_to_an_impostor(folder_of_another: Path) -> None:
     impostor.stdout.close()
 
 
-def test_a_true_door_beside_a_false_socket(folder_of_another: Path, short_folder: Path) -> None:
+def test_a_genuine_door_beside_a_false_socket(folder_of_another: Path, short_folder: Path) -> None:
     """The door of a daemon that may serve, reached by a link of OTHER's, who has put a socket of its own beside it."""
     short_folder.chmod(0o755)
     with serving(0, short_folder, allow_uids=str(VICTIM)) as true:
@@ -177,7 +177,7 @@ def test_a_true_door_beside_a_false_socket(folder_of_another: Path, short_folder
     [["status"], ["top", "--once"], ["why", "r"], ["clear"], ["session", "fence-off", "1"], ["record", "OUT"]],
     ids=str,
 )
-def test_commands_refuse_as_well(folder_of_another: Path, short_folder: Path, command: list[str]) -> None:
+def test_commands_refuse_an_impostor_too(folder_of_another: Path, short_folder: Path, command: list[str]) -> None:
     command = [str(short_folder / "trace") if each == "OUT" else each for each in command]
     with serving(OTHER, folder_of_another, allow_uids="0") as endpoint:
         asked = become(0, "cli.main()", *command, "--endpoint", endpoint)
@@ -189,7 +189,7 @@ def test_commands_refuse_as_well(folder_of_another: Path, short_folder: Path, co
             assert "MiB" in said(asked) and asked.returncode == 0
 
 
-def test_doctor_says_who_serves(folder_of_another: Path) -> None:
+def test_doctor_names_the_user_of_the_daemon(folder_of_another: Path) -> None:
     with serving(OTHER, folder_of_another, allow_uids="0") as endpoint:
         came = said(become(0, "cli.main()", "doctor", "endpoint", "--endpoint", endpoint))
         assert f"uid {OTHER}" in came and "Traceback" not in came
@@ -227,7 +227,7 @@ def attach_in_a_user_namespace(uid: int, endpoint: str, *server_uids: int | str)
     return came
 
 
-def test_in_a_user_namespace_a_user_that_it_does_not_know_is_to_be_named(short_folder: Path) -> None:
+def test_in_a_user_namespace_an_unknown_user_must_be_configured(short_folder: Path) -> None:
     short_folder.chmod(0o755)
     with serving(0, short_folder, allow_uids=str(VICTIM)) as endpoint:
         came = attach_in_a_user_namespace(VICTIM, endpoint)
@@ -242,6 +242,6 @@ def test_in_a_user_namespace_its_own_user_is_known(folder_of_another: Path) -> N
         assert attach_in_a_user_namespace(VICTIM, endpoint) == "attached\n"
 
 
-def test_the_daemon_takes_no_notice_of_the_variable(start_daemon: Any) -> None:
+def test_the_daemon_ignores_the_variable(start_daemon: Any) -> None:
     """It may share its environment with engines."""
     start_daemon(env={"KVCACHE_SERVER_UIDS": "0"}).status()

@@ -77,7 +77,7 @@ def test_limits_change_while_sessions_are_open(configured: Any) -> None:
     daemon.check_integrity()
 
 
-def test_a_ceiling_that_comes_late(configured: Any) -> None:
+def test_a_ceiling_that_is_set_later(configured: Any) -> None:
     daemon, reload = configured
     with Session.connect(daemon.endpoint, engine="early", deadline=20.0) as early:
         namespace = early.attach(SPEC, shards=(0,))
@@ -117,7 +117,7 @@ def test_a_broken_file_changes_nothing(configured: Any, text: str, told: str) ->
         pass
 
 
-def test_the_log_changes_its_level_and_its_form(configured: Any) -> None:
+def test_the_log_changes_its_level_and_format(configured: Any) -> None:
     daemon, reload = configured
     assert "log_level info -> error" in reload('log_level = "error"\nsize = "64MiB"\nmax_sessions = 4')
     said = daemon.log
@@ -148,7 +148,7 @@ def test_a_level_that_was_set_at_run_time_stays(start_daemon: Any, short_folder:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_users_are_let_in_and_shut_out(configured: Any) -> None:
+def test_users_are_allowed_and_excluded(configured: Any) -> None:
     daemon, reload = configured
     daemon.folder.chmod(0o755)
     sockets = door_path(daemon.endpoint), socket_path(daemon.endpoint)
@@ -163,7 +163,7 @@ def test_users_are_let_in_and_shut_out(configured: Any) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_users_are_let_in_to_the_events_and_shut_out(start_daemon: Any, short_folder: Path) -> None:
+def test_users_of_events_are_allowed_and_excluded(start_daemon: Any, short_folder: Path) -> None:
     file = short_folder / "kv.toml"
     file.write_text("")
     where = {name: f"{short_folder}/{name}" for name in ("events", "events_replay")}
@@ -229,7 +229,7 @@ def test_a_terminal_that_hangs_up_ends_its_daemon(short_folder: Path) -> None:
     assert "stopped" in (short_folder / "log").read_text()
 
 
-def test_what_the_sockets_do_not_take_is_tried_again_the_next_time(
+def test_settings_that_the_sockets_reject_are_tried_again_next_time(
     short_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint = f"ipc://{short_folder}/kv.sock"
@@ -263,7 +263,7 @@ def test_every_limit_is_live() -> None:
     assert set(Limits.__struct_fields__) <= {row.name for row in settings() if row.is_live}
 
 
-def test_the_state_machine_goes_by_new_limits_at_once() -> None:
+def test_the_cache_applies_new_limits_at_once() -> None:
     geometry = plan_geometry(bytes(16), 16 << 20)
     cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry)
     wanted = Config(endpoint="ipc:///x/kv.sock", supersede_after=0.5, write_quota=0.25, namespace_floor=0.125).limits()

@@ -49,7 +49,7 @@ def until(daemon: Any, most: int) -> None:
         time.sleep(0.02)
 
 
-def test_the_host_has_its_memory_back_and_the_rest_serves_on_after_a_restart_too(start_daemon: Any) -> None:
+def test_a_resize_returns_memory_and_the_rest_survives_a_restart(start_daemon: Any) -> None:
     flags = {"size": "64MiB", "extent_size": "4MiB", "keep": "true", "pin_quota": 1, "http": "127.0.0.1:0"}
     daemon = start_daemon(**flags)
     with Session.connect(daemon.endpoint, engine="one", deadline=5.0) as session:

@@ -87,7 +87,7 @@ END = pytest.mark.parametrize("end", ["stop", "kill"])
 
 
 @END
-def test_what_was_cached_is_found_by_the_same_engine_and_by_others(
+def test_cached_blocks_are_found_by_the_same_engine_and_by_others(
     warm: Any, engine: Session, start_daemon: Any, end: str
 ) -> None:
     namespace, hashes = engine.attach(SPEC, (0,)), run_of("a", 20)
@@ -182,7 +182,9 @@ def test_a_stopped_engine_keeps_its_slots_until_it_is_fenced_off(warm: Any, star
         assert subprocess.run([*command, "4711"], capture_output=True).returncode == 1
 
 
-def test_over_http_a_daemon_in_grace_is_not_ready_and_who_is_stuck_is_fenced_off(warm: Any, start_daemon: Any) -> None:
+def test_over_http_a_daemon_in_grace_is_not_ready_and_a_stuck_engine_is_fenced_off(
+    warm: Any, start_daemon: Any
+) -> None:
     def ask(daemon: Any, method: str, path: str) -> tuple[int, Any]:
         token = (daemon.folder / "kv.token").read_text().strip()
         connection = http.client.HTTPConnection(
@@ -259,7 +261,7 @@ def test_fresh_discards_and_old_slots_are_void(warm: Any, engine: Session, start
     assert daemon.status()["counters"].get("blocks_recovered", 0) == 0
 
 
-def test_another_size_begins_anew_and_says_so(warm: Any, engine: Session, start_daemon: Any) -> None:
+def test_another_size_starts_empty_and_is_logged(warm: Any, engine: Session, start_daemon: Any) -> None:
     store(engine, engine.attach(SPEC, (0,)), run_of("a", 5))
     warm.stop()
     daemon = again(warm, start_daemon, engine, size="32MiB")
@@ -328,7 +330,7 @@ def test_a_region_that_cannot_be_trusted_is_put_aside_or_refused(
     assert not region.with_suffix(".aside").exists()
 
 
-def test_memory_is_freed_by_discard_but_not_under_a_living_daemon(warm: Any) -> None:
+def test_memory_is_freed_by_discard_but_not_under_a_running_daemon(warm: Any) -> None:
     command = [sys.executable, "-m", "kvcache_server", "discard", "--endpoint", warm.endpoint]
     command += ["--region-dir", warm.region_dir]
     assert subprocess.run(command, capture_output=True).returncode == 3

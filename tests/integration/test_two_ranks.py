@@ -151,7 +151,7 @@ def test_every_order_of_commit_abort_kill_and_stop(start_daemon: StartDaemon, nu
     reader.close()
 
 
-def test_a_stopped_rank_keeps_its_slot_and_may_go_on(start_daemon: StartDaemon, nursery) -> None:
+def test_a_stopped_rank_keeps_its_slot_and_may_continue(start_daemon: StartDaemon, nursery) -> None:
     daemon = start_daemon(quarantine=0.3, supersede_after=0.2)
     block_hash = b"p" * 32
     engines = []

@@ -102,7 +102,7 @@ def test_one_user_leaves_sessions_for_others(start_daemon: Any) -> None:
         assert said.startswith("14 NotPermitted"), "those that have ended count no more"
 
 
-def test_nobody_gets_in_by_the_name_of_an_operator(start_daemon: Any) -> None:
+def test_the_name_of_an_operator_grants_no_access(start_daemon: Any) -> None:
     daemon = start_daemon(allow_uids=f"{HOG}", max_sessions=8, max_user_sessions=3)
     daemon.folder.chmod(0o755)
     with user(HOG, SESSIONS, daemon.endpoint, "kvcache-server") as said:
@@ -116,7 +116,7 @@ def test_a_single_user_may_have_nearly_all(start_daemon: Any) -> None:
         session.close()
 
 
-def test_sessions_that_wait_for_their_daemon_count_for_their_user(start_daemon: Any) -> None:
+def test_disconnected_sessions_count_for_their_user(start_daemon: Any) -> None:
     """They are known to the next daemon, which cannot ask the kernel whose they are."""
     daemon = start_daemon(allow_uids=f"{HOG}", max_sessions=16, keep="true")
     daemon.folder.chmod(0o755)
@@ -139,7 +139,7 @@ def test_one_user_leaves_namespaces_for_others(start_daemon: Any) -> None:
             assert said.startswith("14 NotPermitted") and "max_namespaces is 14" in said
 
 
-def test_one_user_s_handshakes_give_way_to_another_s(start_daemon: Any) -> None:
+def test_one_user_s_handshakes_make_room_for_another_s(start_daemon: Any) -> None:
     daemon = start_daemon(allow_uids=f"{HOG}")
     daemon.folder.chmod(0o755)
     with user(HOG, KNOCKS, door_path(daemon.endpoint), str(MAX_HANDSHAKES)) as said:

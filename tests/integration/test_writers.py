@@ -54,7 +54,7 @@ def test_a_second_engine_of_the_same_id_is_refused_by_name(join: Any, daemon: An
     assert all("engine prefill (rank0 b)" in line and "(rank0 a)" in line for line in lines)
 
 
-def test_a_session_that_asks_again_and_again_is_logged_once(join: Any, daemon: Any) -> None:
+def test_repeated_refusals_of_a_session_are_logged_once(join: Any, daemon: Any) -> None:
     join("rank0 a", TWO, (0,))
     join("rank1 a", TWO, (1,))
     session = join.sessions[-1]
@@ -64,7 +64,7 @@ def test_a_session_that_asks_again_and_again_is_logged_once(join: Any, daemon: A
     assert daemon.log.count("has two writers") == 1
 
 
-def test_ranks_that_came_before_their_schedulers_are_told_apart_when_those_come(join: Any) -> None:
+def test_ranks_that_attach_first_are_checked_when_their_schedulers_attach(join: Any) -> None:
     """Two that write all shards, each for itself, are fine until somebody relies on them."""
     for label in ("rank0 a", "rank0 b"):
         assert join(label, ONE, (0,)).reserve([label.encode().ljust(32)]).commit() == [Verdict.VISIBLE]
@@ -85,7 +85,7 @@ def test_engines_with_ids_of_their_own_share_a_namespace(join: Any) -> None:
         assert len(join("scheduler", TWO, (), engine=name).reserve([name.encode().ljust(32)]).granted) == 1
 
 
-def test_one_whose_door_has_closed_does_not_count_nor_does_the_same_session(join: Any, daemon: Any) -> None:
+def test_disconnected_sessions_and_the_session_itself_are_not_rivals(join: Any, daemon: Any) -> None:
     join("rank0 a", TWO, (0,))
     session = join.sessions[-1]
     join("rank1 a", TWO, (1,))

@@ -79,7 +79,7 @@ def test_a_run_is_one_event_and_hangs_on_its_parent() -> None:
     assert told(stream) == [stored(["a0", "a1", "a2"]), stored(["b0", "b1"], "a1")]
 
 
-def test_nothing_is_told_of_a_block_before_lookups_find_it() -> None:
+def test_no_event_reports_a_block_before_lookups_find_it() -> None:
     host = Host()
     stream = follow(host)
     engine = Client(host, "one", SMALL)
@@ -92,7 +92,7 @@ def test_nothing_is_told_of_a_block_before_lookups_find_it() -> None:
     assert told(stream) == [stored(chain("a", 3))]
 
 
-def test_what_is_evicted_cleared_or_distrusted_is_told_as_removed() -> None:
+def test_evicted_cleared_and_distrusted_blocks_are_reported_as_removed() -> None:
     host = Host(extents=1)
     stream = follow(host)
     engine = Client(host, "one", spec_of(256 << 10))  # seven slots
@@ -112,7 +112,7 @@ def test_what_is_evicted_cleared_or_distrusted_is_told_as_removed() -> None:
     assert told(stream) == [CLEARED]
 
 
-def test_clearing_one_of_two_namespaces_leaves_the_other_one_known() -> None:
+def test_clearing_one_namespace_does_not_affect_another() -> None:
     host = Host()
     stream = follow(host)
     one, two = Client(host, "one", SMALL), Client(host, "two", LARGE)
@@ -127,7 +127,7 @@ def test_clearing_one_of_two_namespaces_leaves_the_other_one_known() -> None:
     assert (batch.topic, maps(batch.payload)) == (f"kv@{one.spec.id}".encode(), [CLEARED])
 
 
-def test_groups_are_told_apart() -> None:
+def test_events_distinguish_groups() -> None:
     host = Host()
     stream = follow(host)
     session = host.open("one")
@@ -227,7 +227,7 @@ def meddle(story: Story) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_who_follows_holds_what_lookups_find(seed: int) -> None:
+def test_a_subscriber_knows_what_lookups_find(seed: int) -> None:
     """Saves, evictions, clears, distrust, sessions that end, restarts; lost batches, and few that are kept."""
     draw = random.Random(seed)
     host = Host()
@@ -258,7 +258,7 @@ def test_who_follows_holds_what_lookups_find(seed: int) -> None:
     assert wire.follower.gaps or not wire.loss
 
 
-def test_a_replay_of_more_than_is_kept_begins_with_what_there_is_and_the_cache_goes_on_meanwhile() -> None:
+def test_a_replay_beyond_the_buffer_begins_with_the_current_content_while_the_cache_changes() -> None:
     host = Host(extents=1, extent_bytes=8 << 20)
     stream = follow(host, keep=2)
     engine = Client(host, "one", spec_of(4096))
@@ -294,7 +294,7 @@ def test_a_replay_has_no_more_numbers_than_are_missing() -> None:
     assert sum(len(each["block_hashes"]) for each in events[1:]) == 4 * STEP
 
 
-def test_no_step_of_a_replay_tells_of_many_blocks_however_few_numbers_are_missing() -> None:
+def test_each_step_of_a_replay_is_short_even_if_few_numbers_are_missing() -> None:
     """Cleared between two steps, what has not been looked at is told no more: it shows how far a step has come."""
     host = Host(extents=1, extent_bytes=8 << 20)
     stream = follow(host, keep=1)
@@ -311,7 +311,7 @@ def test_no_step_of_a_replay_tells_of_many_blocks_however_few_numbers_are_missin
     assert [len(each["block_hashes"]) for each in rest] == [STEP] * 3
 
 
-def test_a_replay_of_several_groups_leaves_the_numbers_of_what_is_kept_alone() -> None:
+def test_a_replay_of_several_groups_does_not_use_numbers_of_kept_batches() -> None:
     host = Host()
     stream = follow(host, keep=1)
     session = host.open("one")
@@ -330,7 +330,7 @@ def test_a_replay_of_several_groups_leaves_the_numbers_of_what_is_kept_alone() -
     assert follower.known == present(stream)
 
 
-def test_a_replay_of_what_is_kept_is_what_was_sent() -> None:
+def test_a_replay_of_kept_batches_repeats_what_was_sent() -> None:
     host = Host()
     stream = follow(host)
     engine = Client(host, "one", SMALL)
@@ -343,7 +343,7 @@ def test_a_replay_of_what_is_kept_is_what_was_sent() -> None:
     assert list(again(stream, 100, b"kv@another", 1.0)) == []
 
 
-def test_a_namespace_that_comes_again_goes_on_with_higher_numbers() -> None:
+def test_a_recreated_namespace_continues_with_higher_numbers() -> None:
     host = Host()
     stream = follow(host, keep=1)
     numbers: list[int] = []

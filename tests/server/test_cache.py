@@ -36,7 +36,7 @@ def test_a_stored_run_is_found_with_its_slots_and_another_is_not():
     check_integrity(cache)
 
 
-def test_a_second_writer_of_a_prefix_is_told_and_writes_only_the_rest():
+def test_a_second_writer_of_a_prefix_writes_only_the_rest():
     cache = make_cache()
     one, two = Engine(cache, "one"), Engine(cache, "two")
     first = one.reserve(["p", "q"])
@@ -64,7 +64,7 @@ def test_one_reservation_holds_the_runs_of_a_whole_step():
     check_integrity(cache)
 
 
-def test_what_hangs_below_a_failed_block_goes_with_it():
+def test_descendants_of_a_failed_block_are_removed_with_it():
     cache = make_cache()
     one, two = Engine(cache, "one"), Engine(cache, "two")
     first = one.reserve(["p"])
@@ -78,7 +78,7 @@ def test_what_hangs_below_a_failed_block_goes_with_it():
     check_integrity(cache)
 
 
-def test_a_stopped_writer_is_superseded_and_its_late_commit_is_told_so():
+def test_the_late_commit_of_a_stopped_writer_is_answered_superseded():
     cache = make_cache()
     slow, fast = Engine(cache, "slow"), Engine(cache, "fast")
     stuck = slow.reserve(["p", "q"])
@@ -93,7 +93,7 @@ def test_a_stopped_writer_is_superseded_and_its_late_commit_is_told_so():
     check_integrity(cache)
 
 
-def test_the_slots_of_a_dead_writer_rest_for_the_quarantine():
+def test_the_slots_of_a_dead_writer_are_quarantined():
     cache = make_cache(extents=1)
     victim, heir = Engine(cache, "victim"), Engine(cache, "heir")
     per_extent = len(victim.reserve(chain("v", 100)).slots) // 24
@@ -106,7 +106,7 @@ def test_the_slots_of_a_dead_writer_rest_for_the_quarantine():
     check_integrity(cache)
 
 
-def test_a_leased_chain_outlives_any_pressure_and_goes_after_its_release():
+def test_a_leased_chain_is_not_evicted_until_it_is_released():
     cache = make_cache(extents=1, pin_quota=1.0)
     reader, writer = Engine(cache, "reader"), Engine(cache, "writer")
     reader.store(["p", "q"])
@@ -123,7 +123,7 @@ def test_a_leased_chain_outlives_any_pressure_and_goes_after_its_release():
     check_integrity(cache)
 
 
-def test_a_parent_inherits_the_last_use_of_a_child_that_went():
+def test_a_parent_inherits_the_last_use_of_a_removed_child():
     cache = make_cache(extents=1, pin_quota=1.0)
     engine = Engine(cache, "one")
     slots = 2 * MIB // (64 * KIB + 128)
@@ -148,7 +148,7 @@ def test_a_system_prompt_in_daily_use_outlives_its_cold_children():
         engine.store([f"question {number}"], parent="system")
 
 
-def test_past_its_quota_an_engine_is_offered_fewer_hits_and_that_is_counted():
+def test_beyond_its_quota_an_engine_is_offered_fewer_hits_which_is_counted():
     cache = make_cache(extents=2, pin_quota=0.25)
     engine = Engine(cache, "one", block_bytes=128 * KIB)
     engine.store(chain("a", 10))
@@ -167,7 +167,7 @@ def test_past_its_quota_an_engine_is_offered_fewer_hits_and_that_is_counted():
     assert (some.hits, some.withheld) == (3, 0)
 
 
-def test_past_its_quota_an_engine_saves_no_further_until_it_has_settled():
+def test_beyond_its_quota_an_engine_saves_nothing_until_it_has_settled():
     cache = make_cache(extents=2, write_quota=0.25)
     engine, other = Engine(cache, "one", block_bytes=128 * KIB), Engine(cache, "two", block_bytes=128 * KIB)
     reserved = engine.reserve(chain("a", 10))
@@ -186,14 +186,14 @@ def test_past_its_quota_an_engine_saves_no_further_until_it_has_settled():
     check_integrity(cache)
 
 
-def test_one_block_may_be_written_however_small_the_quota():
+def test_one_block_may_be_written_even_with_a_tiny_quota():
     cache = make_cache(write_quota=0.0)
     engine = Engine(cache, "one")
     assert list(engine.reserve(chain("a", 2)).answers) == [Refusal.GRANTED, Refusal.QUOTA]
     assert list(engine.reserve(chain("b", 1)).answers) == [Refusal.QUOTA]
 
 
-def test_a_ceiling_holds_an_engine_to_its_own_blocks():
+def test_an_engine_at_its_ceiling_evicts_only_its_own_blocks():
     cache = make_cache(extents=2)
     spec = NamespaceSpec("m", (GroupSpec(16, 64 * KIB),), hash_bytes=16)
     bounded, other = Engine(cache, "bounded"), Engine(cache, "other")
@@ -228,7 +228,7 @@ def test_a_pool_full_of_small_blocks_makes_room_for_large_ones():
     check_integrity(cache)  # no chain is stranded
 
 
-def test_no_extent_changes_hands_while_a_block_of_it_or_below_it_is_leased():
+def test_no_extent_is_reassigned_while_one_of_its_blocks_or_their_descendants_is_leased():
     cache = make_cache(extents=2, pin_quota=1.0)
     small = Engine(cache, "small", 64 * KIB, "small")
     slots = 2 * MIB // (64 * KIB + 128)
@@ -284,7 +284,7 @@ def test_an_engine_that_streams_new_prompts_does_not_cost_another_its_hits():
         (lambda e: m.Attach(1, b"", NamespaceSpec("x", (GroupSpec(16, 1),)), (0,), -1), BadArgument, "ceiling_bytes"),
     ],
 )
-def test_bad_requests_are_told_and_change_nothing(request_of, error, says):
+def test_invalid_requests_are_refused_and_change_nothing(request_of, error, says):
     cache = make_cache()
     engine = Engine(cache, "one")
     engine.store(["p"])
@@ -318,7 +318,7 @@ def test_limits_on_sessions_and_namespaces():
         engine.ask(m.Attach(1, b"", NamespaceSpec("other", (GroupSpec(16, 1),)), (0,)))
 
 
-def test_a_user_s_sessions_count_from_the_first_to_the_end_of_their_process():
+def test_a_user_s_sessions_count_until_their_processes_end():
     cache = make_cache(max_sessions=8)
     ones = [cache.open_session(f"engine {number}", "", 0.0, user=1) for number in range(7)]
     with pytest.raises(NotPermitted, match="uid 1 has 7 sessions: max_user_sessions is 7"):
@@ -337,7 +337,7 @@ def test_a_user_s_sessions_count_from_the_first_to_the_end_of_their_process():
     assert not cache.registry.users.sessions
 
 
-def test_engines_that_come_and_go_leave_no_trace_but_their_blocks():
+def test_engines_that_come_and_go_leave_only_their_blocks():
     cache = make_cache()
     for number in range(50):
         engine = Engine(cache, f"engine {number}")
@@ -409,7 +409,7 @@ def test_settling_twice_does_not_make_a_hidden_block_visible():
     assert engine.settle(below, at=(0,)) == [Verdict.HIDDEN]
 
 
-def test_a_namespace_at_its_ceiling_evicts_from_who_is_above_its_share():
+def test_a_namespace_at_its_ceiling_evicts_from_accounts_above_their_share():
     cache = make_cache(namespace_ceiling=0.5)
     reader, streamer = Engine(cache, "reader"), Engine(cache, "streamer")
     prompt = chain("p", 20)
@@ -463,7 +463,7 @@ def test_namespaces_that_come_and_go_leave_nothing():
         gc.enable()
 
 
-def test_an_engine_that_left_nothing_behind_is_forgotten_with_its_order():
+def test_an_engine_without_blocks_is_forgotten_with_its_order():
     cache = make_cache(extents=1)
     engine = Engine(cache, "one")
     engine.store(["a"])
@@ -475,7 +475,7 @@ def test_an_engine_that_left_nothing_behind_is_forgotten_with_its_order():
     assert "one" not in cache.engines and not account.entries()
 
 
-def test_extents_that_change_hands_leave_no_trace_in_the_order():
+def test_reassigned_extents_leave_no_entries_in_the_order():
     cache = make_cache(extents=4)
     small, large = Engine(cache, "small", 1024, model="small"), Engine(cache, "large", MIB, model="large")
     slots = 2 * MIB // (1024 + 128)
@@ -491,7 +491,7 @@ def test_extents_that_change_hands_leave_no_trace_in_the_order():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_order_that_is_swept_goes_as_one_that_is_not(seed: int):
+def test_sweeping_does_not_change_the_order_of_eviction(seed: int):
     draw, tick = random.Random(seed), count(1)
     group = make_group()
     account = Account("one", group)
@@ -516,7 +516,7 @@ def test_an_order_that_is_swept_goes_as_one_that_is_not(seed: int):
     assert account.pop_coldest() is None
 
 
-def test_an_engine_that_changes_its_weights_often_keeps_its_room():
+def test_an_engine_that_often_changes_its_weights_keeps_its_share():
     cache = make_cache(max_namespaces=8)
     engine = Engine(cache, "one")
     slots = 4 * (2 * MIB // (64 * KIB + 128))
@@ -537,7 +537,7 @@ def test_an_engine_that_changes_its_weights_often_keeps_its_room():
     check_integrity(cache)
 
 
-def test_a_leaf_whose_child_was_superseded_elsewhere_may_go():
+def test_a_leaf_whose_child_was_superseded_elsewhere_may_be_evicted():
     cache = make_cache(supersede_after=2.0)
     engine = Engine(cache, "one")
     engine.store(["p"])
@@ -553,7 +553,7 @@ def test_a_leaf_whose_child_was_superseded_elsewhere_may_go():
 
 
 @pytest.mark.timeout(60)  # a look through all vacant slots for each of them took minutes, and engines waited
-def test_the_check_of_an_extent_that_is_all_but_empty_comes_to_an_end():
+def test_the_check_of_an_almost_empty_extent_terminates():
     cache = make_cache(1, 128 * MIB)
     Engine(cache, "one", block_bytes=512).store(["a"])
     (extent,) = cache.pool.extents.values()

@@ -183,13 +183,13 @@ def test_the_end_of_the_connection_is_the_end_of_the_session(host: Host) -> None
     assert host.ended.get(timeout=PATIENCE) == sessions[2]
 
 
-def test_a_hello_may_come_in_pieces(host: Host, guest: Guest) -> None:
+def test_a_hello_may_arrive_in_pieces(host: Host, guest: Guest) -> None:
     for byte in framed(encode(Hello(PROTOCOL_VERSION, "e"))):
         guest.say(bytes([byte]))
     assert isinstance(guest.hear(), Welcome)
 
 
-def test_two_sessions_are_two(host: Host) -> None:
+def test_two_connections_open_two_sessions(host: Host) -> None:
     one, two = host.connect(), host.connect()
     first, second = one.hello().hear(), two.hello().hear()
     assert first.session != second.session
@@ -220,7 +220,7 @@ def test_two_sessions_are_two(host: Host) -> None:
         (framed(encode(Hello(1, "e", "l" * 257))), "bad_argument", "label of 257 characters"),
     ],
 )
-def test_what_may_not_be_said(host: Host, guest: Guest, said: bytes, code: str, told: str) -> None:
+def test_invalid_hellos_are_refused(host: Host, guest: Guest, said: bytes, code: str, told: str) -> None:
     error = guest.say(said).error()
     assert (error.id, error.code) == (0, code)
     assert told in error.message
@@ -228,11 +228,11 @@ def test_what_may_not_be_said(host: Host, guest: Guest, said: bytes, code: str, 
     assert isinstance(host.connect().hello().hear(), Welcome)
 
 
-def test_a_client_one_version_ahead_is_spoken_to_in_ours(host: Host, guest: Guest) -> None:
+def test_a_client_one_version_ahead_gets_our_version(host: Host, guest: Guest) -> None:
     assert guest.hello(version=PROTOCOL_VERSION + 1).hear().version == PROTOCOL_VERSION
 
 
-def test_who_talks_after_the_welcome_has_ended_its_session(host: Host, guest: Guest) -> None:
+def test_data_after_the_welcome_ends_the_session(host: Host, guest: Guest) -> None:
     session = guest.hello().hear().session
     guest.say(b"and another thing")
     assert host.ended.get(timeout=PATIENCE) == session
@@ -246,7 +246,7 @@ def test_the_daemon_may_refuse(host: Host, guest: Guest) -> None:
     assert (error.code, error.message) == ("not_permitted", "1024 sessions are open")
 
 
-def test_who_says_nothing_is_shown_out(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_is_closed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.05)
     assert "no complete hello" in host.connect().say(b"\x05").error().message
     monkeypatch.undo()
@@ -255,13 +255,13 @@ def test_who_says_nothing_is_shown_out(host: Host, monkeypatch: pytest.MonkeyPat
     assert host.ended.empty()
 
 
-def test_a_crowd_of_silent_visitors_is_bounded(host: Host) -> None:
+def test_the_number_of_silent_connections_is_bounded(host: Host) -> None:
     for _ in range(MAX_HANDSHAKES):
         host.connect()
     assert host.connect().error().code == "unavailable"
 
 
-def test_who_knocks_too_often_is_told_to_wait_and_counted(short_folder: Path) -> None:
+def test_handshakes_beyond_the_rate_are_refused_and_counted(short_folder: Path) -> None:
     host = Host(short_folder, rate=Rate(1e-6, 3))
     for _ in range(3):
         assert isinstance(host.connect().hello().hear(), Welcome)
@@ -273,7 +273,7 @@ def test_who_knocks_too_often_is_told_to_wait_and_counted(short_folder: Path) ->
     host.close()
 
 
-def test_descriptors_that_nobody_asked_for_are_closed(host: Host, guest: Guest) -> None:
+def test_unexpected_descriptors_are_closed(host: Host, guest: Guest) -> None:
     """Before the welcome and after it: the other end of a pipe that was sent along is closed in the end."""
     mine = []
     for number in range(2):
@@ -361,7 +361,7 @@ def test_other_users_are_refused_by_the_kernel_or_by_name(short_folder: Path) ->
     host.close()
 
 
-def test_a_daemon_that_goes_shows_everybody_out_and_ends_no_session(host: Host, guest: Guest) -> None:
+def test_a_stopping_daemon_closes_all_doors_and_ends_no_session(host: Host, guest: Guest) -> None:
     guest.hello().hear()
     host.call(host.door.close)
     with pytest.raises(FileNotFoundError):
@@ -370,7 +370,7 @@ def test_a_daemon_that_goes_shows_everybody_out_and_ends_no_session(host: Host, 
     assert host.ended.empty()
 
 
-def test_a_stale_door_is_replaced_and_a_living_one_is_not(short_folder: Path) -> None:
+def test_a_stale_door_is_replaced_and_an_active_one_is_not(short_folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(short_folder / "kv.door"))
     host = Host(short_folder)

@@ -40,7 +40,7 @@ def test_a_histogram_counts_each_value_up_to_its_bound():
     assert times.figures() == {"bounds": [1, 10], "counts": [2, 2, 1], "sum": 24.0}
 
 
-def test_evicted_blocks_that_no_lookup_had_found_are_told_from_those_that_one_had():
+def test_evicted_blocks_that_were_never_read_are_counted_separately():
     cache = make_cache(extents=1)
     engine = Engine(cache, "one", block_bytes=500 << 10)  # four of them
     engine.store(chain("a", 3))
@@ -53,7 +53,7 @@ def test_evicted_blocks_that_no_lookup_had_found_are_told_from_those_that_one_ha
     check_integrity(cache)
 
 
-def test_storing_a_block_again_is_no_lookup():
+def test_storing_a_block_again_does_not_count_as_a_lookup():
     cache = make_cache(extents=1)
     engine = Engine(cache, "one", block_bytes=500 << 10)
     engine.store(["a"])
@@ -62,7 +62,7 @@ def test_storing_a_block_again_is_no_lookup():
     assert cache.eviction.evicted_unread == 1
 
 
-def test_a_block_was_read_if_one_below_it_was_whatever_came_between():
+def test_a_block_counts_as_read_if_a_descendant_was_read():
     cache = make_cache(extents=1)
     engine = Engine(cache, "one", block_bytes=500 << 10)
     engine.store(chain("a", 2))
@@ -142,7 +142,7 @@ def block_of(generation: int) -> Block:
     return Block(0, 0, b"", SlotRef(0, generation, 1).pack(), Account("", None))
 
 
-def test_ages_stay_good_however_long_the_daemon_lives():
+def test_ages_stay_accurate_in_a_long_running_daemon():
     ages = Residency()
     for tick in range(20_000):
         ages.tick(8 * tick, float(tick))
@@ -154,7 +154,7 @@ def test_ages_stay_good_however_long_the_daemon_lives():
         assert ages.residence.sum - before == pytest.approx(now - given, rel=0.05)
 
 
-def test_blocks_of_another_life_have_no_age():
+def test_blocks_of_an_earlier_daemon_have_no_age():
     ages = Residency()
     ages.evicted(block_of(8))
     ages.tick(80, 1.0)
@@ -163,7 +163,7 @@ def test_blocks_of_another_life_have_no_age():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_hits_and_what_was_lost_are_the_hits_of_a_pool_without_end(seed: int):
+def test_hits_and_lost_blocks_are_the_hits_of_an_infinite_pool(seed: int):
     draw = random.Random(seed)
     small, large = make_cache(extents=2), make_cache(extents=64)
     engines = [Engine(cache, "one", block_bytes=200 << 10) for cache in (small, large)]
@@ -181,7 +181,7 @@ def test_hits_and_what_was_lost_are_the_hits_of_a_pool_without_end(seed: int):
     assert few["hit_blocks"] + few["lost_blocks"] == all_of_them["hit_blocks"]
 
 
-def test_of_many_lost_blocks_a_sample_tells_how_many():
+def test_many_lost_blocks_are_estimated_from_a_sample():
     draw = random.Random(3)
     lost, blocks = InfiniteCache(1), [draw.randbytes(32) for _ in range(200_000)]
     for block in blocks:
@@ -193,7 +193,7 @@ def test_of_many_lost_blocks_a_sample_tells_how_many():
     assert lost.missed_blocks == pytest.approx(len(blocks), rel=0.05)
 
 
-def test_a_long_prompt_is_counted_up_to_where_nothing_was_ever_stored():
+def test_a_long_prompt_is_counted_up_to_the_last_stored_block():
     draw = random.Random(5)
     lost, chain = InfiniteCache(1), [draw.randbytes(32) for _ in range(2000)]
     for block in chain[:1000]:
@@ -208,7 +208,7 @@ def counters(count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_counters_as_hashes_are_sampled_as_digests_are(reverse: bool):
+def test_hashes_that_are_counters_are_sampled_like_digests(reverse: bool):
     cache = make_cache(extents=1)
     engine = Engine(cache, "one", block_bytes=64)
     names = [each[::-1] if reverse else each for each in counters(30_000)]
@@ -226,7 +226,7 @@ def test_counters_as_hashes_are_sampled_as_digests_are(reverse: bool):
 
 
 @pytest.mark.parametrize("end", [b"\0", b"\xff"])
-def test_which_misses_are_credited_is_not_for_the_hashes_to_say(end: bytes):
+def test_clients_cannot_choose_which_misses_are_credited(end: bytes):
     group = make_group()
     account, ghosts = Account("one", group), Ghosts(1 << 16, keyed_draw(b"a secret"))
     names = [each + end for each in counters(1 << 16)]
@@ -237,7 +237,7 @@ def test_which_misses_are_credited_is_not_for_the_hashes_to_say(end: bytes):
     assert account.hit_bytes == pytest.approx(len(names) * group.slot_bytes, rel=0.1)
 
 
-def test_a_sample_stays_bounded_whatever_lots_are_drawn():
+def test_a_sample_is_bounded_for_any_lots():
     lost = InfiniteCache(1)
     for name in counters(1 << 15):
         lost.add(name, 0)
@@ -246,7 +246,7 @@ def test_a_sample_stays_bounded_whatever_lots_are_drawn():
     assert encode(m.Report(1, {"lost": lost.missed_blocks}))
 
 
-def test_what_clients_tell_fits_the_wire_however_much_they_tell():
+def test_telemetry_of_clients_always_fits_in_a_report():
     cache = make_cache()
     engine = Engine(cache, "one")
     tell = m.Tell(1, b"", Breaker.CLOSED, {"probes": 1 << 48})
@@ -266,7 +266,7 @@ class Walked(list):  # type: ignore[type-arg]
         return super().__iter__()
 
 
-def test_a_report_goes_through_the_accounts_as_often_however_many_namespaces_there_are() -> None:
+def test_a_report_scans_the_accounts_once_for_any_number_of_namespaces() -> None:
     walks = []
     for count in (1, 40):
         cache = make_cache()
@@ -278,7 +278,7 @@ def test_a_report_goes_through_the_accounts_as_often_however_many_namespaces_the
     assert walks[0] == walks[1]
 
 
-def test_an_engine_s_bytes_are_those_of_all_groups_of_the_namespace() -> None:
+def test_an_engine_s_bytes_include_all_groups_of_the_namespace() -> None:
     cache = make_cache()
     session = cache.open_session("one", "", 0.0)
     spec = NamespaceSpec("m", (GroupSpec(16, 64 * KIB), GroupSpec(16, 32 * KIB)), hash_bytes=16)
@@ -299,7 +299,7 @@ def attach(cache: Cache, block_bytes: int) -> tuple[float, int]:
     return space["overhead"], space["better_extent_bytes"]
 
 
-def test_a_namespace_says_how_much_of_the_region_its_blocks_leave_empty_and_what_cures_it():
+def test_a_namespace_reports_its_overhead_and_a_better_extent_size():
     cache = make_cache(extents=32, extent_bytes=8 * MIB)
     overhead, better = attach(cache, MIB)
     assert overhead == pytest.approx(1 / 8, abs=0.001)

@@ -116,7 +116,7 @@ def test_the_lock_is_taken_once(short_folder: Path) -> None:
     EndpointLock(endpoint).release()
 
 
-def test_an_endpoint_below_a_file(short_folder: Path) -> None:
+def test_an_endpoint_below_a_file_is_refused(short_folder: Path) -> None:
     (short_folder / "file").write_text("")
     with pytest.raises(ConfigError, match="is not a folder"):
         EndpointLock(f"ipc://{short_folder}/file/kv.sock")
@@ -197,7 +197,7 @@ def test_a_session_folder_of_another_user_is_refused(start_daemon: Any, short_fo
     assert f"{short_folder}/kv.sessions belongs to uid {STRANGER}" in refused.log
 
 
-def test_only_what_bears_a_session_file_s_name_is_ever_deleted(start_daemon: Any, short_folder: Path) -> None:
+def test_only_files_named_like_session_files_are_deleted(start_daemon: Any, short_folder: Path) -> None:
     daemon = start_daemon()
     with AdminClient(daemon.endpoint):
         pass
@@ -246,7 +246,7 @@ def put(path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), every_pair(["kv.lock", "kv.state", "kv.sums", "kv.sessions", "kv.token"], KINDS, 2)
 )
-def test_what_is_in_the_way_is_named_in_one_line(
+def test_a_conflicting_file_is_named_in_one_line(
     start_daemon: Any, short_folder: Path, region_dir: Path, name: str, kind: str
 ) -> None:
     first = start_daemon(keep="true", region_dir=region_dir, lock="never")
@@ -273,9 +273,7 @@ def test_what_is_in_the_way_is_named_in_one_line(
 @only_root
 @pytest.mark.parametrize("name", ["kv.sock", "kv.door"])
 @pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "socket"), "another program's"])
-def test_no_socket_is_bound_in_place_of_what_is_another_s(
-    start_daemon: Any, short_folder: Path, name: str, kind: str
-) -> None:
+def test_no_socket_replaces_another_user_s_file(start_daemon: Any, short_folder: Path, name: str, kind: str) -> None:
     path = short_folder / name
     with contextlib.ExitStack() as stack:
         if kind == "another program's":
@@ -311,7 +309,7 @@ def test_a_stale_file_on_the_way_to_a_new_state_file_is_replaced(
         assert not (short_folder / "elsewhere").exists()
 
 
-def test_a_fifo_in_place_of_the_state_file_holds_nobody(start_daemon: Any, short_folder: Path) -> None:
+def test_a_fifo_in_place_of_the_state_file_blocks_nothing(start_daemon: Any, short_folder: Path) -> None:
     daemon = start_daemon(keep="true")
     daemon.kill()
     (short_folder / "kv.state").unlink()
@@ -365,7 +363,7 @@ BECOME = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534); kvcac
         ["kv.sock", "kv.door", "kv.lock", "kv.state", "kv.sums", "kv.sessions"], ["socket", "file", "folder"], 1
     ),
 )
-def test_a_daemon_that_is_not_root_s_names_what_others_have_put_there(short_folder: Path, name: str, kind: str) -> None:
+def test_a_daemon_without_root_names_files_of_other_users(short_folder: Path, name: str, kind: str) -> None:
     short_folder.chmod(0o1777)
     path = short_folder / name
     put(path, kind if kind != "file" else "theirs")
@@ -380,7 +378,7 @@ def test_a_daemon_that_is_not_root_s_names_what_others_have_put_there(short_fold
 
 
 @pytest.mark.parametrize("name", ["kv.sock", "kv.door"])
-def test_a_socket_whose_owner_accepts_nobody_holds_no_daemon(start_daemon: Any, short_folder: Path, name: str) -> None:
+def test_a_socket_that_never_accepts_does_not_block_a_daemon(start_daemon: Any, short_folder: Path, name: str) -> None:
     with contextlib.ExitStack() as stack:
         silent = stack.enter_context(socket.socket(socket.AF_UNIX))
         silent.bind(str(short_folder / name))
@@ -430,7 +428,7 @@ def test_a_region_s_name_cannot_be_taken_before_it(
     assert os.path.lexists(theirs) and precious.read_text() == "precious"
 
 
-def test_a_region_is_found_again_by_the_name_that_daemons_before_gave_it(start_daemon: Any, region_dir: Path) -> None:
+def test_a_region_is_found_by_the_name_that_older_daemons_used(start_daemon: Any, region_dir: Path) -> None:
     daemon = start_daemon(region_dir=region_dir, keep="true")
     store(daemon.endpoint, some(5))
     daemon.stop()
@@ -446,9 +444,7 @@ def test_a_region_is_found_again_by_the_name_that_daemons_before_gave_it(start_d
 
 @only_root
 @pytest.mark.parametrize("room", ["120m", "200m"])
-def test_a_region_that_was_put_aside_gives_way_where_there_is_no_room(
-    start_daemon: Any, region_dir: Path, room: str
-) -> None:
+def test_a_region_that_was_put_aside_is_removed_to_make_room(start_daemon: Any, region_dir: Path, room: str) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(region_dir)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting is not allowed here")
@@ -468,7 +464,7 @@ def test_a_region_that_was_put_aside_gives_way_where_there_is_no_room(
         subprocess.run(["umount", "-l", str(region_dir)], check=True)
 
 
-def test_a_daemon_killed_while_it_makes_its_region_leaves_nothing_behind_for_good(
+def test_what_a_daemon_killed_while_it_creates_its_region_leaves_is_removed(
     start_daemon: Any, region_dir: Path
 ) -> None:
     for _ in range(3):
@@ -485,7 +481,7 @@ def test_a_daemon_killed_while_it_makes_its_region_leaves_nothing_behind_for_goo
     assert not list(region_dir.iterdir())
 
 
-def test_what_a_client_locks_keeps_no_daemon_out(start_daemon: Any, region_dir: Path) -> None:
+def test_locks_of_a_client_do_not_keep_a_daemon_out(start_daemon: Any, region_dir: Path) -> None:
     daemon = start_daemon(keep="true", region_dir=region_dir)
     door = knock(daemon.endpoint, "e1", "", 10.0)
     again = os.open(f"/proc/self/fd/{door.region}", os.O_RDWR)
@@ -508,7 +504,7 @@ def test_what_a_client_locks_keeps_no_daemon_out(start_daemon: Any, region_dir: 
 
 
 @only_root
-def test_two_daemons_with_one_region_folder_keep_out_of_each_other_s_region(
+def test_two_daemons_with_one_region_folder_ignore_each_other_s_region(
     start_daemon: Any, short_folder: Path, region_dir: Path
 ) -> None:
     """As two containers do that have one path for their endpoints, and one /dev/shm."""
@@ -537,7 +533,7 @@ def test_two_daemons_with_one_region_folder_keep_out_of_each_other_s_region(
 
 
 @only_root
-def test_a_session_s_descriptor_takes_no_bytes(start_daemon: Any, short_folder: Path) -> None:
+def test_a_session_file_cannot_be_written_by_its_client(start_daemon: Any, short_folder: Path) -> None:
     daemon = start_daemon(allow_uids=STRANGER)
     short_folder.chmod(0o755)
 
@@ -594,7 +590,7 @@ def a_state_file(folder: Path, lost: list[str]) -> StateFile:
 
 
 @only_root
-def test_a_state_file_in_a_folder_that_may_not_be_written_any_more_grows_on(short_folder: Path) -> None:
+def test_a_state_file_in_a_read_only_folder_continues_to_grow(short_folder: Path) -> None:
     os.chown(short_folder, STRANGER, STRANGER)
 
     def act() -> None:

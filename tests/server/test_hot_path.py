@@ -61,7 +61,7 @@ def test_a_block_is_stored_in_few_calls_while_another_is_evicted() -> None:
     assert reserved < 36 and committed < 7
 
 
-def test_a_full_pool_looks_at_no_extent_to_find_that_none_is_empty() -> None:
+def test_a_full_pool_examines_no_extent_to_find_that_none_is_empty() -> None:
     class Extents(dict[int, Extent]):
         looks = 0
 

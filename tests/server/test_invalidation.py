@@ -88,7 +88,7 @@ def slot(slots: bytes, number: int) -> bytes:
 # Checksums.
 
 
-def test_sums_come_back_to_who_asks_for_them_and_to_nobody_else() -> None:
+def test_checksums_are_returned_only_on_request() -> None:
     cache = make_cache()
     one, two = Engine(cache, "one"), Engine(cache, "two")
     one.store(chain("a", 5))
@@ -97,7 +97,7 @@ def test_sums_come_back_to_who_asks_for_them_and_to_nobody_else() -> None:
     assert two.acquire(chain("a", 4), verify=False).sums == b""
 
 
-def test_what_was_stored_without_sums_has_none_whoever_was_there_before() -> None:
+def test_blocks_stored_without_checksums_do_not_inherit_those_of_the_slot() -> None:
     cache = make_cache()
     engine = Engine(cache, "one")
     first = engine.store(chain("a", 3))
@@ -107,7 +107,7 @@ def test_what_was_stored_without_sums_has_none_whoever_was_there_before() -> Non
     assert engine.acquire(chain("b", 3)).sums == bytes(3 * 3 * 8)
 
 
-def test_the_sums_of_some_positions_and_several_shards_by_one_writer() -> None:
+def test_one_writer_gives_checksums_of_some_positions_and_several_shards() -> None:
     cache = make_cache()
     session = cache.open_session("one", "", 0.0)
     spec = NamespaceSpec("m", (GroupSpec(16, SHARDS),), {}, 16)
@@ -124,7 +124,7 @@ def test_the_sums_of_some_positions_and_several_shards_by_one_writer() -> None:
     assert sums == b"".join(expected)
 
 
-def test_what_is_settled_twice_keeps_its_first_sum() -> None:
+def test_a_shard_settled_twice_keeps_its_first_checksum() -> None:
     cache = make_cache()
     engine = Engine(cache, "one")
     reserved = engine.reserve(chain("a", 1))
@@ -136,7 +136,7 @@ def test_what_is_settled_twice_keeps_its_first_sum() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 23, 32])
-def test_sums_that_do_not_fit_change_nothing(size: int) -> None:
+def test_checksums_of_a_wrong_length_change_nothing(size: int) -> None:
     cache = make_cache()
     engine = Engine(cache, "one")
     reserved = engine.reserve(chain("a", 3))
@@ -145,14 +145,14 @@ def test_sums_that_do_not_fit_change_nothing(size: int) -> None:
     assert engine.settle(reserved, 0, bytes(24)) == [Verdict.PARTIAL] * 3
 
 
-def test_shards_smaller_than_a_page_have_no_sums() -> None:
+def test_shards_smaller_than_a_page_have_no_checksums() -> None:
     cache = make_cache()
     engine = Engine(cache, "one", (PAGE, PAGE - 64))
     engine.store(chain("a", 3))
     assert engine.acquire(chain("a", 3)).sums == b""
 
 
-def test_sums_outlive_the_daemon_and_not_the_region(tmp_path: Path) -> None:
+def test_checksums_outlive_the_daemon_but_not_the_region(tmp_path: Path) -> None:
     path, copy = tmp_path / "kv.sums", tmp_path / "copy.sums"
     geometry = plan_geometry(b"r" * 16, 2 * MIB, 2 * MIB)
 
@@ -167,7 +167,7 @@ def test_sums_outlive_the_daemon_and_not_the_region(tmp_path: Path) -> None:
     assert found(copy, geometry, 4) == bytes(8)  # the third daemon stored blocks and kept no sums
 
 
-def test_sums_take_memory_where_there_are_some_and_are_none_where_it_ends(tmp_path: Path) -> None:
+def test_checksums_are_allocated_as_needed_and_dropped_without_memory(tmp_path: Path) -> None:
     path, far = tmp_path / "kv.sums", 3 * 512 * MIB
     geometry = plan_geometry(b"r" * 16, 2048 * MIB, 256 * MIB)
     taken = lambda: path.stat().st_blocks * 512  # noqa: E731
@@ -195,7 +195,7 @@ def opened(path: Path, geometry: PoolGeometry, life: int) -> Checksums:
 # Distrust.
 
 
-def test_a_distrusted_block_goes_with_all_below_it_and_its_writer_is_named() -> None:
+def test_a_distrusted_block_is_removed_with_its_descendants_and_its_writer_is_named() -> None:
     cache = make_cache()
     one, two = Engine(cache, "one"), Engine(cache, "two")
     reserved = one.store(chain("a", 5))
@@ -249,7 +249,7 @@ def test_a_leased_block_keeps_its_bytes_until_it_is_released() -> None:
     check_integrity(cache)
 
 
-def test_what_is_being_written_below_it_is_orphaned() -> None:
+def test_blocks_being_written_below_it_are_orphaned() -> None:
     cache = make_cache()
     one, two = Engine(cache, "one"), Engine(cache, "two")
     reserved = one.store(chain("a", 3))
@@ -266,7 +266,7 @@ def test_what_is_being_written_below_it_is_orphaned() -> None:
     assert not any(block for extent in cache.pool.extents.values() for block in extent.blocks)
 
 
-def test_what_names_nothing_forgets_nothing() -> None:
+def test_unknown_references_invalidate_nothing() -> None:
     cache = make_cache()
     engine = Engine(cache, "one")
     reserved = engine.store(chain("a", 2))
@@ -287,7 +287,7 @@ def test_what_names_nothing_forgets_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_distrusted_whenever_all_adds_up(seed: int) -> None:
+def test_invariants_hold_whatever_is_distrusted(seed: int) -> None:
     draw = random.Random(seed)
     cache = make_cache(extents=2, pin_quota=0.5, supersede_after=0.0)
     engines = [Engine(cache, "one"), Engine(cache, "two"), Engine(cache, "three", (PAGE, 7 * PAGE))]

@@ -58,7 +58,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     assert not loop.failures
 
 
-def test_each_has_a_slice_in_turn_and_its_own_messages_wait(loop: Loop) -> None:
+def test_sessions_take_slices_in_turn_and_their_own_messages_wait(loop: Loop) -> None:
     loop.underway.begin(1, loop.steps("a", 3), loop.told("a"))
     loop.underway.begin(2, loop.steps("b", 1), loop.told("b"))
     loop.underway.wait(1, b"one ", b"asks")
@@ -68,7 +68,7 @@ def test_each_has_a_slice_in_turn_and_its_own_messages_wait(loop: Loop) -> None:
     assert 1 not in loop.underway and not loop.underway
 
 
-def test_what_fails_is_told_and_the_others_go_on(loop: Loop) -> None:
+def test_errors_are_reported_and_other_work_continues(loop: Loop) -> None:
     loop.underway.begin(1, loop.steps("a", 1, ValueError("no")), loop.told("a"))
     loop.underway.begin(2, loop.steps("b", 2), loop.told("b"))
     assert loop.run() == ["a0", "b0", "a: no", "b1", "b: b"]
@@ -85,7 +85,7 @@ def test_a_message_that_has_waited_may_take_long_too(loop: Loop) -> None:
     assert loop.run() == ["a0", "a: a", "again0", "again: again", "again0", "again: again"]
 
 
-def test_how_many_may_wait(loop: Loop) -> None:
+def test_the_number_of_waiting_messages_is_bounded(loop: Loop) -> None:
     loop.underway.begin(1, loop.steps("a", 1), loop.told("a"))
     loop.underway.begin(2, loop.steps("b", 1), loop.told("b"))
     for _ in range(WAITING):
@@ -101,7 +101,7 @@ def test_how_many_may_wait(loop: Loop) -> None:
     loop.run()
 
 
-def test_who_leaves_does_so_after_what_it_has_asked(loop: Loop) -> None:
+def test_a_session_that_leaves_ends_after_its_requests(loop: Loop) -> None:
     loop.underway.after(1, lambda: loop.seen.append("nobody left"))
     loop.underway.begin(1, loop.steps("a", 2), loop.told("a"))
     loop.underway.wait(1, b"one ", b"asks")
@@ -109,7 +109,7 @@ def test_who_leaves_does_so_after_what_it_has_asked(loop: Loop) -> None:
     assert loop.run() == ["nobody left", "a0", "a1", "a: a", "one asks", "one left"]
 
 
-def test_who_comes_back_leaves_at_once_and_its_work_goes_on_unheard(loop: Loop) -> None:
+def test_a_reconnecting_session_ends_at_once_and_its_work_continues_without_replies(loop: Loop) -> None:
     loop.underway.begin(1, loop.steps("a", 3), loop.told("a"))
     loop.underway.wait(1, b"one ", b"asks")
     loop.underway.after(1, lambda: loop.seen.append("one left"))
@@ -131,7 +131,7 @@ def test_work_of_the_daemon_s_own(loop: Loop) -> None:
 # With a daemon.
 
 
-def test_a_long_reserve_is_seen_half_done_by_another_session_and_its_own_wait_for_it(daemon: Any) -> None:
+def test_other_sessions_see_a_long_reserve_in_progress_and_its_own_session_waits(daemon: Any) -> None:
     with Engine(daemon.endpoint, "long") as long, Engine(daemon.endpoint, "short") as short:
         names = hashes(8_000)
         reserve = long.tell(m.Reserve(0, b"", long.namespace, [m.Run(names)]))
@@ -150,7 +150,7 @@ def test_a_long_reserve_is_seen_half_done_by_another_session_and_its_own_wait_fo
     daemon.check_integrity()
 
 
-def test_an_engine_that_is_killed_while_it_is_granted_blocks_leaves_none(daemon: Any) -> None:
+def test_an_engine_killed_while_blocks_are_granted_leaves_none(daemon: Any) -> None:
     for count in range(8):
         with Engine(daemon.endpoint, "gone") as gone:
             for number in range(4):

@@ -36,7 +36,7 @@ def resident(region: Region) -> int:
     return os.fstat(region.fd).st_blocks * 512
 
 
-def test_a_region_is_whole_and_private(socket_path: str) -> None:
+def test_a_region_is_complete_and_private(socket_path: str) -> None:
     done: list[tuple[int, int]] = []
     region = create_region(SHM, 64 * MIB, socket_path=socket_path, progress=lambda *step: done.append(step))
     try:
@@ -55,7 +55,7 @@ def test_a_region_is_whole_and_private(socket_path: str) -> None:
     region.close()
 
 
-def test_who_gets_the_descriptor_gets_the_bytes_and_not_the_lock(socket_path: str) -> None:
+def test_a_passed_descriptor_gives_access_to_the_bytes_but_not_to_the_lock(socket_path: str) -> None:
     region = create_region(SHM, 8 * MIB, socket_path=socket_path, lock="never")
     handed_over = os.dup(region.fd)
     name = os.path.basename(region.path).removesuffix(".region")
@@ -74,14 +74,14 @@ def test_who_gets_the_descriptor_gets_the_bytes_and_not_the_lock(socket_path: st
         os.close(handed_over)
 
 
-def test_two_regions_of_one_endpoint_have_names_that_nobody_foresees(socket_path: str) -> None:
+def test_region_names_are_unpredictable(socket_path: str) -> None:
     regions = [create_region(SHM, 8 * MIB, socket_path=socket_path, lock="never") for _ in range(2)]
     assert len({region.path for region in regions}) == 2
     for region in regions:
         region.close()
 
 
-def test_an_end_half_way_leaves_nothing(socket_path: str) -> None:
+def test_an_interrupted_start_leaves_nothing(socket_path: str) -> None:
     def stop(done: int, total: int) -> None:
         if done:
             raise KeyboardInterrupt
@@ -90,12 +90,12 @@ def test_an_end_half_way_leaves_nothing(socket_path: str) -> None:
         create_region(SHM, 128 * MIB, socket_path=socket_path, progress=stop)
 
 
-def test_more_than_there_is(socket_path: str) -> None:
+def test_a_region_larger_than_memory_is_refused(socket_path: str) -> None:
     with pytest.raises(RegionError, match=r"needs \d+\.\d TiB; .* (room for|leaves) .*: choose a smaller size"):
         create_region(SHM, 8 << 40, socket_path=socket_path)
 
 
-def test_less_than_one_extent(socket_path: str) -> None:
+def test_a_region_smaller_than_an_extent_is_refused(socket_path: str) -> None:
     with pytest.raises(ConfigError, match="size: 1048576 bytes: at least 4194304"):
         create_region(SHM, MIB, socket_path=socket_path)
     with pytest.raises(ConfigError, match="larger extent_size"):
@@ -103,12 +103,12 @@ def test_less_than_one_extent(socket_path: str) -> None:
 
 
 @pytest.mark.parametrize("directory", ["/nowhere/at/all", "/proc/version"])
-def test_no_such_folder(socket_path: str, directory: str) -> None:
+def test_a_missing_folder_is_refused(socket_path: str, directory: str) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         create_region(directory, 8 * MIB, socket_path=socket_path)
 
 
-def test_a_region_on_a_disk_is_remarked_on(tmp_path: Path) -> None:
+def test_a_region_on_a_disk_is_reported(tmp_path: Path) -> None:
     if filesystem(str(tmp_path)) in ("tmpfs", "ramfs"):
         pytest.skip("the folder for tests is in memory here")
     region = create_region(str(tmp_path), 8 * MIB, socket_path=str(tmp_path / "kv.sock"), lock="never")
@@ -133,7 +133,7 @@ def small_mount(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_mount_of_its_own(small_mount: Path) -> None:
+def test_a_region_on_its_own_mount(small_mount: Path) -> None:
     socket_path = str(small_mount / "kv.sock")
     assert filesystem(str(small_mount)) == "tmpfs"
     with pytest.raises(RegionError, match=r"has room for 32\.0 MiB: choose a smaller size, or enlarge it"):
@@ -142,7 +142,7 @@ def test_a_mount_of_its_own(small_mount: Path) -> None:
     assert not list(small_mount.iterdir())
 
 
-def test_a_mount_that_fills_up_meanwhile_is_an_error_and_no_signal(small_mount: Path) -> None:
+def test_a_mount_that_fills_up_raises_an_error_and_no_signal(small_mount: Path) -> None:
     def rival(done: int, total: int) -> None:
         if not done:
             (small_mount / "rival").write_bytes(bytes(20 * MIB))
@@ -152,11 +152,11 @@ def test_a_mount_that_fills_up_meanwhile_is_an_error_and_no_signal(small_mount: 
     assert [path.name for path in small_mount.iterdir()] == ["rival"]
 
 
-def test_available_memory_is_a_part_of_the_host() -> None:
+def test_available_memory_is_at_most_the_host_s() -> None:
     assert 0 < available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_extents_are_given_back_by_one_thread_and_only_so_many_wait(socket_path: str) -> None:
+def test_one_thread_returns_extents_from_a_bounded_queue(socket_path: str) -> None:
     region = create_region(SHM, 64 * MIB, socket_path=socket_path, extent_size=2 * MIB)
     try:
         before = resident(region)
@@ -173,9 +173,7 @@ def test_extents_are_given_back_by_one_thread_and_only_so_many_wait(socket_path:
     assert "give-back" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_who_gives_back_faster_than_the_thread_is_told_to_wait(
-    socket_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_queue_of_extents_is_reported(socket_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     region = create_region(SHM, 64 * MIB, socket_path=socket_path, extent_size=2 * MIB)
     go = threading.Event()
     real = Region._give_back

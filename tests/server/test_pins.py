@@ -42,7 +42,7 @@ def test_many_leases_of_one_prefix_count_it_once():
     check_integrity(cache)
 
 
-def test_a_lookup_past_the_quota_walks_no_more_than_its_steps():
+def test_a_lookup_beyond_the_quota_takes_a_bounded_number_of_steps():
     cache, engine = prefix_cache(12_000, quota_blocks=13_000)
     pins = cache.engines["one"].pins
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_a_lookup_past_the_quota_walks_no_more_than_its_steps():
     check_integrity(cache)
 
 
-def test_a_lease_may_end_while_its_chain_is_told_apart():
+def test_a_lease_may_end_while_its_chain_is_being_covered():
     cache, engine = prefix_cache(12_000, quota_blocks=13_000)
     for calls in range(5):
         held = [engine.acquire(chain("p", 12_000)).lease]
@@ -70,7 +70,7 @@ def test_a_lease_may_end_while_its_chain_is_told_apart():
         engine.store([f"n{calls}"])
 
 
-def test_what_is_released_may_be_evicted_before_it_is_counted_no_more():
+def test_released_blocks_may_be_evicted_before_they_are_uncovered():
     cache = make_cache(extents=1, pin_quota=0.5)
     engine = Engine(cache, "one", block_bytes=128 * KIB)
     engine.store(chain("a", 6))

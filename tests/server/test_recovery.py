@@ -22,7 +22,7 @@ from kvcache_server.core.slices import LOOK
 # Plain stories.
 
 
-def test_blocks_are_found_again_with_their_place_and_evicted_in_the_same_order() -> None:
+def test_blocks_are_restored_in_place_and_evicted_in_the_same_order() -> None:
     host = Host(extents=1)
     engine = Client(host, "one", spec_of(256 << 10))  # seven slots
     for name in "abc":
@@ -39,7 +39,7 @@ def test_blocks_are_found_again_with_their_place_and_evicted_in_the_same_order()
     check_integrity(host.cache)
 
 
-def test_each_extent_is_as_young_as_its_youngest_block() -> None:
+def test_each_extent_has_the_latest_tick_of_its_blocks() -> None:
     host = Host(extents=6)
     engine = Client(host, "one", spec_of(512 << 10))  # three an extent
     for number in range(14):
@@ -53,7 +53,7 @@ def test_each_extent_is_as_young_as_its_youngest_block() -> None:
     assert after.tick == max(before.values())
 
 
-def test_what_a_gone_child_left_its_parent_survives() -> None:
+def test_what_a_parent_inherited_survives_a_restart() -> None:
     host = Host(extents=1)
     engine = Client(host, "one", spec_of(256 << 10))
     engine.store(chain("p", 2))  # the prefix that children keep warm
@@ -110,7 +110,7 @@ def test_a_save_in_flight_is_settled_after_the_restart() -> None:
     check_integrity(host.cache)
 
 
-def test_what_nobody_was_told_of_is_given_back() -> None:
+def test_reservations_whose_replies_were_lost_are_given_back() -> None:
     host = Host()
     engine = Client(host, "one", spec_of(64 << 10))
     heard, unheard = engine.reserve(["a"]), engine.reserve(["b", "c"])
@@ -129,7 +129,7 @@ def test_what_nobody_was_told_of_is_given_back() -> None:
     check_integrity(host.cache)
 
 
-def test_only_a_session_that_has_resumed_restates_and_once() -> None:
+def test_only_a_resumed_session_restates_and_only_once() -> None:
     host = Host()
     engine = Client(host, "one", spec_of(64 << 10))
     engine.store(chain("a", 3))
@@ -146,7 +146,7 @@ def test_only_a_session_that_has_resumed_restates_and_once() -> None:
     check_integrity(host.cache)
 
 
-def test_the_same_holds_for_one_that_comes_back_to_the_same_daemon() -> None:
+def test_a_session_that_resumes_with_the_same_daemon_also_restates_once() -> None:
     host = Host()
     engine = Client(host, "one", spec_of(64 << 10))
     engine.store(chain("a", 3))
@@ -190,7 +190,7 @@ def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
     check_integrity(host.cache)
 
 
-def test_what_a_restate_looks_through_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_a_restate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache_server.core.lookups.MOST_RESTATED", 50)
     host = Host(extents=3)
     engine = Client(host, "one", spec_of(64 << 10))
@@ -205,7 +205,7 @@ def test_what_a_restate_looks_through_is_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("stores", range(7))
-def test_a_slot_that_is_being_given_out_does_not_hold_its_former_block_again(stores: int) -> None:
+def test_a_slot_being_granted_does_not_restore_its_former_block(stores: int) -> None:
     host = Host()
     engine = Client(host, "one", spec_of(64 << 10))
     engine.settle(engine.reserve(["half"]).reservation, Outcome.FAILED)
@@ -217,7 +217,7 @@ def test_a_slot_that_is_being_given_out_does_not_hold_its_former_block_again(sto
     check_integrity(host.cache)
 
 
-def test_leases_are_restated_and_nothing_is_evicted_before_or_for_ten_seconds() -> None:
+def test_nothing_is_evicted_until_leases_are_restated_or_ten_seconds_have_passed() -> None:
     host = Host(extents=1)
     reader, other = (Client(host, name, spec_of(256 << 10)) for name in ("reader", "other"))
     other.store(chain("a", 7))
@@ -241,7 +241,7 @@ def engine_answers(client: Client, paths: list[str]) -> list[Refusal]:
     return [Refusal(answer) for answer in client.reserve(paths).answers]
 
 
-def test_after_the_grace_a_session_that_stays_away_keeps_its_slots_alone_until_it_is_fenced_off() -> None:
+def test_after_the_grace_period_a_disconnected_session_keeps_only_its_slots_until_it_is_fenced_off() -> None:
     host = Host(extents=1)
     away, other = (Client(host, name, spec_of(256 << 10)) for name in ("away", "other"))
     other.store(chain("a", 5))
@@ -268,7 +268,7 @@ def test_after_the_grace_a_session_that_stays_away_keeps_its_slots_alone_until_i
     check_integrity(host.cache)
 
 
-def test_a_quarantine_begins_anew_with_the_daemon() -> None:
+def test_a_quarantine_starts_again_with_the_daemon() -> None:
     host = Host(extents=1)
     dead = Client(host, "dead", spec_of(256 << 10))
     dead.reserve(["w"])
@@ -285,7 +285,7 @@ def test_a_quarantine_begins_anew_with_the_daemon() -> None:
     assert host.cache.pool.extents[0].used == 0
 
 
-def test_a_rank_that_is_gone_dooms_what_it_was_writing_and_the_other_one_settles_first() -> None:
+def test_a_dead_rank_dooms_its_blocks_and_the_other_rank_settles_first() -> None:
     host = Host()
     spec = spec_of(64 << 10, shards=2)
     scheduler, zero, one = Client(host, "e", spec, ()), Client(host, "e", spec, (0,)), Client(host, "e", spec, (1,))
@@ -302,7 +302,7 @@ def test_a_rank_that_is_gone_dooms_what_it_was_writing_and_the_other_one_settles
     check_integrity(host.cache)
 
 
-def test_only_who_is_awaited_can_come_back() -> None:
+def test_only_disconnected_sessions_can_be_resumed() -> None:
     host = Host()
     engine = Client(host, "one", spec_of(64 << 10))
     host.restart()
@@ -314,7 +314,7 @@ def test_only_who_is_awaited_can_come_back() -> None:
     assert Client(host, "two", spec_of(64 << 10)).session > engine.session
 
 
-def test_numbers_and_generations_never_come_again() -> None:
+def test_numbers_and_generations_are_never_reused() -> None:
     host = Host(extents=1)
     seen: set[tuple[str, int]] = set()
     for _ in range(3):
@@ -349,7 +349,7 @@ def still_there(host: Host, ref: bytes) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_killed_after_any_store_the_next_daemon_finds_all_that_was_ready(seed: int) -> None:
+def test_after_a_kill_at_any_store_the_next_daemon_finds_all_ready_blocks(seed: int) -> None:
     draw = random.Random(seed)
     host = Host()
     story = Story(host, seed)
@@ -383,7 +383,7 @@ def test_killed_after_any_store_the_next_daemon_finds_all_that_was_ready(seed: i
         check_integrity(cache)
 
 
-def test_a_torn_or_foreign_book_is_told_apart() -> None:
+def test_a_torn_or_foreign_manifest_is_detected() -> None:
     host = Host()
     Client(host, "one", SMALL)
     whole = bytes(host.file)
@@ -398,7 +398,7 @@ def test_a_torn_or_foreign_book_is_told_apart() -> None:
             journal.read(bytes(torn))
 
 
-def test_a_book_written_anew_says_the_same() -> None:
+def test_a_rewritten_manifest_is_equal() -> None:
     host = Host()
     story = Story(host, 3)
     for _ in range(60):
@@ -411,7 +411,7 @@ def test_a_book_written_anew_says_the_same() -> None:
     assert SLOT_ROW == 128
 
 
-def test_a_row_forged_in_another_engine_s_name_costs_that_one_nothing() -> None:
+def test_a_row_forged_in_another_engine_s_name_does_not_harm_that_engine() -> None:
     host = Host()
     attacker, victim = Client(host, "attacker", SMALL), Client(host, "victim", SMALL)
     victim.reserve(["v"])

@@ -72,7 +72,7 @@ def served(short_folder: Path) -> Iterator[Served]:
         peer.close()
 
 
-def test_a_session_whose_door_closes_is_heard_out_by_turns(served: Served) -> None:
+def test_a_session_whose_door_closes_is_drained_in_turn(served: Served) -> None:
     served.say(1, MANY)
     served.say(2, 1)
     ended: list[int] = []
@@ -89,7 +89,7 @@ def test_a_session_whose_door_closes_is_heard_out_by_turns(served: Served) -> No
     served.run(lambda: served.wire.figures()["open"] == 1)
 
 
-def test_a_session_whose_connection_ends_is_heard_out_by_turns(served: Served) -> None:
+def test_a_session_whose_connection_ends_is_drained_in_turn(served: Served) -> None:
     served.say(1, MANY)
     served.say(2, 1)
     served.run(lambda: len(served.heard) >= 2)
@@ -100,7 +100,7 @@ def test_a_session_whose_connection_ends_is_heard_out_by_turns(served: Served) -
     assert served.wire.figures()["open"] == 1
 
 
-def test_both_ends_of_a_session_and_a_client_that_comes_back_meanwhile(served: Served) -> None:
+def test_a_client_reconnects_while_both_connections_of_its_session_are_ending(served: Served) -> None:
     served.say(1, MANY)
     ended: list[str] = []
     served.wire.drain(1, lambda: ended.append("door"))

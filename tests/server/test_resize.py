@@ -46,7 +46,7 @@ def lines_of_slices(steps: Any) -> list[int]:
             sys.settrace(None)
 
 
-def test_what_nobody_has_cut_goes_first_and_then_what_is_coldest():
+def test_uncut_extents_are_retired_first_and_then_the_coldest():
     cache = make_cache(extents=5)
     engine = Engine(cache, "one", block_bytes=512 * KIB)
     for name in "abc":  # an extent each
@@ -60,7 +60,7 @@ def test_what_nobody_has_cut_goes_first_and_then_what_is_coldest():
     assert figures(cache, 0.0)["evictions"] == {"resize": 3}
 
 
-def test_what_is_read_or_written_stays_until_that_has_ended():
+def test_extents_being_read_or_written_are_not_retired():
     cache = make_cache(extents=3)
     engine = Engine(cache, "one", block_bytes=512 * KIB)
     engine.store(chain("a", 3))
@@ -78,7 +78,7 @@ def test_what_is_read_or_written_stays_until_that_has_ended():
     assert engine.store(chain("d", 4)) == [Refusal.GRANTED] * 3 + [Refusal.NO_SPACE]
 
 
-def test_a_chain_loses_its_end():
+def test_a_resize_evicts_the_end_of_a_chain():
     cache = make_cache(extents=40)
     engine = Engine(cache, "one", block_bytes=512 * KIB)
     engine.store(chain("a", 120))
@@ -87,7 +87,7 @@ def test_a_chain_loses_its_end():
     assert engine.hits(chain("a", 120)) == 60
 
 
-def test_quotas_follow_the_size():
+def test_quotas_follow_the_pool_s_size():
     cache = make_cache(extents=4, write_quota=0.5)
     engine = Engine(cache, "one", block_bytes=512 * KIB)
     assert [Refusal(answer) for answer in engine.reserve(chain("a", 9)).answers].count(Refusal.GRANTED) == 8
@@ -98,7 +98,7 @@ def test_quotas_follow_the_size():
     assert [Refusal(answer) for answer in engine.reserve(chain("a", 9)).answers].count(Refusal.GRANTED) == 4
 
 
-def test_who_maps_the_region_sees_what_was_given_back():
+def test_clients_see_which_extents_are_retired():
     cache = make_cache(extents=4)
     cache.resize(2 * MIB)
     shrink(cache)
@@ -107,7 +107,7 @@ def test_who_maps_the_region_sees_what_was_given_back():
 
 
 @pytest.mark.parametrize("size", [0, 2 * MIB - 1, 8 * MIB + 2 * MIB, -1])
-def test_it_does_not_grow_nor_vanish(size: int):
+def test_a_pool_cannot_grow_or_vanish(size: int):
     cache = make_cache(extents=4)
     with pytest.raises(ClientError, match="to enlarge the pool, restart"):
         cache.resize(size)
@@ -118,7 +118,7 @@ def test_it_does_not_grow_nor_vanish(size: int):
         cache.resize(6 * MIB)
 
 
-def test_what_is_empty_goes_before_anything_is_forgotten():
+def test_empty_extents_are_retired_before_any_block_is_evicted():
     cache = make_cache(extents=30)
     mine, others = Engine(cache, "one", 512 * KIB), Engine(cache, "two", 512 * KIB, model="other")
     for number in range(30):  # an extent each, and those that will be empty are neither the first nor the last
@@ -146,7 +146,7 @@ class Small(Host):
             self.deliver()
 
 
-def test_a_killed_daemon_s_resize_goes_on_and_loses_no_block_that_it_need_not():
+def test_a_killed_daemon_s_resize_continues_without_losing_further_blocks():
     whole = Small()
     whole.fuse.left = 1 << 30
     whole.shrink()
@@ -177,7 +177,7 @@ def test_a_killed_daemon_s_resize_goes_on_and_loses_no_block_that_it_need_not():
         assert sum(len(each.visible) for each in cache.namespaces[1].groups) == 12
 
 
-def test_nobody_but_the_daemon_retires_an_extent():
+def test_clients_cannot_retire_an_extent():
     host = Small()
     for extent in range(8):
         host.cache.rows._words.view[(4096 + 64 * extent) // 8 + 4] = 1
@@ -204,7 +204,7 @@ def test_no_slice_of_a_resize_grows_with_the_blocks_of_an_extent(monkeypatch: py
     check_integrity(cache)
 
 
-def test_a_look_at_an_extent_is_bounded_however_many_children_a_block_has(monkeypatch: pytest.MonkeyPatch):
+def test_examining_an_extent_is_bounded_for_any_number_of_children(monkeypatch: pytest.MonkeyPatch):
     cache = make_cache(extents=17)
     engine = Engine(cache, "one", block_bytes=32 * KIB)
     engine.store(["parent"])

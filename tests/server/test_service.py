@@ -135,7 +135,7 @@ SHAPE = ["m", [[16, 4096, "full"]], {}, 32]
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, bytes) else None,
 )
-def test_frames_that_are_no_requests(daemon: Any, engine: Engine, frame: bytes, code: str, told: str) -> None:
+def test_frames_that_are_not_requests(daemon: Any, engine: Engine, frame: bytes, code: str, told: str) -> None:
     engine.store(hashes(8))
     with Unheard(daemon.endpoint) as admin, RequestSocket(daemon.endpoint, admin._token) as wire:
         error = wire.ask(frame)
@@ -156,7 +156,7 @@ def test_a_message_is_one_frame(daemon: Any, engine: Engine) -> None:
     engine.ping()
 
 
-def test_an_enormous_frame_cuts_its_sender_off_and_nobody_else(daemon: Any, engine: Engine) -> None:
+def test_an_enormous_frame_disconnects_only_its_sender(daemon: Any, engine: Engine) -> None:
     with RequestSocket(daemon.endpoint) as wire:
         wire.socket.send(bytes(64 << 20))
         engine.store(hashes(8))
@@ -229,7 +229,7 @@ def wrong_requests(engine: Engine, reservation: int) -> Iterator[tuple[m.Request
     yield m.Clear(0, b"", "no such id"), "client_error", "no such id"
 
 
-def test_wrong_requests_are_refused_by_name_and_change_nothing(daemon: Any, engine: Engine) -> None:
+def test_invalid_requests_are_refused_by_name_and_change_nothing(daemon: Any, engine: Engine) -> None:
     engine.store(hashes(8))
     reservation = engine.reserve(hashes(4, 100)).reservation
     before = daemon.status()
@@ -272,7 +272,7 @@ class Deaf(Engine):
         return socket
 
 
-def test_who_does_not_read_waits_and_loses_nothing(daemon: Any, engine: Engine) -> None:
+def test_a_client_that_stops_reading_loses_no_replies(daemon: Any, engine: Engine) -> None:
     engine.store(hashes(4000))
     with Deaf(daemon.endpoint) as deaf:
         asked = [deaf.tell(m.Acquire(0, b"", deaf.namespace, hashes(1000), 0, False)) for _ in range(4000)]
@@ -290,7 +290,7 @@ def memory_of(daemon: Any) -> int:
 
 
 @pytest.mark.parametrize(("width", "turn"), [(100, 2000), (2000, 500), (20_000, 50)])
-def test_who_never_reads_cannot_make_the_daemon_grow(start_daemon: Any, width: int, turn: int) -> None:
+def test_a_client_that_never_reads_does_not_grow_the_daemon(start_daemon: Any, width: int, turn: int) -> None:
     daemon = start_daemon()
     spec = NamespaceSpec("small", (GroupSpec(16, 1024),))
     with Engine(daemon.endpoint, "honest", spec) as engine:
@@ -312,7 +312,7 @@ def test_who_never_reads_cannot_make_the_daemon_grow(start_daemon: Any, width: i
         assert daemon.wait_status(lambda status: len(status["sessions"]) == 1)["pool"]["pinned_bytes"] == 0
 
 
-def test_a_burst_of_who_reads_is_answered_whole(daemon: Any, engine: Engine) -> None:
+def test_a_burst_from_a_reading_client_is_answered_completely(daemon: Any, engine: Engine) -> None:
     for begin in range(0, 20_000, 1000):
         burst = range(begin, begin + 1000)
         for number in burst:
@@ -335,7 +335,7 @@ def test_leases_of_a_session_are_bounded(start_daemon: Any) -> None:
         assert engine.acquire(hashes(4)).hits == 4
 
 
-def test_who_ends_its_connection_has_ended_its_session(daemon: Any, engine: Engine) -> None:
+def test_the_end_of_the_request_connection_ends_the_session(daemon: Any, engine: Engine) -> None:
     engine.store(hashes(8))
     other = Engine(daemon.endpoint, "other")
     daemon.process.send_signal(signal.SIGSTOP)
@@ -368,7 +368,7 @@ def test_a_session_has_one_connection(daemon: Any, engine: Engine) -> None:
     assert daemon.status()["daemon"]["connections"]["cut"]["second_connection"] >= 20
 
 
-def test_idle_connections_are_few_and_harm_nobody(start_daemon: Any) -> None:
+def test_idle_connections_are_limited_and_harmless(start_daemon: Any) -> None:
     daemon = start_daemon()
     resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (256, 256))
     with Engine(daemon.endpoint) as engine, contextlib.ExitStack() as leave:
@@ -383,7 +383,7 @@ def test_idle_connections_are_few_and_harm_nobody(start_daemon: Any) -> None:
         assert len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < 160
 
 
-def test_too_few_descriptors_for_all_sessions_are_told_of(start_daemon: Any, short_folder: Path) -> None:
+def test_too_few_descriptors_for_all_sessions_are_reported(start_daemon: Any, short_folder: Path) -> None:
     settings = short_folder / "settings.toml"
     settings.write_text("max_sessions = 20\nmax_user_sessions = 20\n")
     most = needed(Config(endpoint="ipc:///x", max_sessions=20))
@@ -433,7 +433,7 @@ def raw_peer(daemon: Any, token: bytes = b"") -> socket.socket:
         *(b"\x08\0", b"\7\0", b"\2" + (1 << 62).to_bytes(8, "big"), b"\4\2\3a" * 1000),
     ],
 )
-def test_a_message_without_end_is_cut_off_and_kept_nowhere(daemon: Any, engine: Engine, said: bytes) -> None:
+def test_an_endless_message_is_cut_off_and_not_kept(daemon: Any, engine: Engine, said: bytes) -> None:
     before = memory_of(daemon)
     with raw_peer(daemon) as peer, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         for _ in range(5000):
@@ -443,7 +443,7 @@ def test_a_message_without_end_is_cut_off_and_kept_nowhere(daemon: Any, engine: 
     assert daemon.wait_status(lambda s: s["daemon"]["connections"]["cut"].get("bad_protocol") == 1)
 
 
-def test_whoever_is_cut_off_and_does_not_read_is_gone_soon(daemon: Any, engine: Engine) -> None:
+def test_a_terminated_connection_that_does_not_read_is_closed_soon(daemon: Any, engine: Engine) -> None:
     """Less is unread than makes the daemon stop reading, and more than the kernel takes."""
     fds = f"/proc/{daemon.process.pid}/fd"
     before = len(os.listdir(fds))
@@ -461,7 +461,7 @@ def test_whoever_is_cut_off_and_does_not_read_is_gone_soon(daemon: Any, engine: 
     engine.ping()
 
 
-def test_pings_without_end_are_answered_as_far_as_they_are_read(daemon: Any, engine: Engine) -> None:
+def test_endless_pings_are_answered_as_long_as_the_peer_reads(daemon: Any, engine: Engine) -> None:
     before = memory_of(daemon)
     with raw_peer(daemon) as peer:
         peer.setblocking(False)
@@ -472,7 +472,7 @@ def test_pings_without_end_are_answered_as_far_as_they_are_read(daemon: Any, eng
         assert memory_of(daemon) - before < 4 << 20
 
 
-def test_beginnings_of_frames_are_bounded_in_all(daemon: Any, engine: Engine) -> None:
+def test_the_total_of_incomplete_frames_is_bounded(daemon: Any, engine: Engine) -> None:
     with contextlib.ExitStack() as leave:
         before = memory_of(daemon)
         for number in range(40):
@@ -509,7 +509,7 @@ def known(daemon: Any) -> Any:
     return daemon
 
 
-def test_a_daemon_that_begins_empty_has_no_numpy(daemon: Any) -> None:
+def test_a_daemon_that_starts_empty_does_not_import_numpy(daemon: Any) -> None:
     """Only what takes a region over needs it: without it a start is faster, and the daemon smaller."""
     assert "/numpy/" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
 
@@ -521,7 +521,7 @@ def test_the_sockets_are_for_owner_and_group(daemon: Any) -> None:
 
 @pytest.mark.parametrize("removed", [socket_path, door_path], ids=["socket", "door"])
 @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
-def test_a_daemon_that_nobody_can_find_any_more_says_so_and_ends(known: Any, removed: Any, replaced: bool) -> None:
+def test_a_daemon_whose_sockets_were_removed_logs_it_and_ends(known: Any, removed: Any, replaced: bool) -> None:
     path = removed(known.endpoint)
     os.unlink(path)
     if replaced:
@@ -532,7 +532,7 @@ def test_a_daemon_that_nobody_can_find_any_more_says_so_and_ends(known: Any, rem
     assert left_behind(known) == ([path] if replaced else [])
 
 
-def test_parts_of_a_tick_that_fail_are_counted_and_the_others_go_on(start_daemon: Any, short_folder: Path) -> None:
+def test_failing_parts_of_a_tick_are_counted_and_the_others_continue(start_daemon: Any, short_folder: Path) -> None:
     (short_folder / "sitecustomize.py").write_text(BROKEN)
     path = os.pathsep.join([str(short_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     with contextlib.closing(an_ear(short_folder)) as ear:
@@ -568,7 +568,7 @@ Insight.follow = follow
 """
 
 
-def test_a_defect_of_what_follows_the_cache_costs_no_reply(start_daemon: Any, short_folder: Path) -> None:
+def test_an_error_in_a_follower_of_changes_costs_no_reply(start_daemon: Any, short_folder: Path) -> None:
     (short_folder / "sitecustomize.py").write_text(FORGETFUL)
     path = os.pathsep.join([str(short_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     daemon = start_daemon(env={"PYTHONPATH": path})
@@ -578,9 +578,7 @@ def test_a_defect_of_what_follows_the_cache_costs_no_reply(start_daemon: Any, sh
     assert "work failed inside the daemon: insight fails" in daemon.log
 
 
-def test_a_tick_that_is_due_as_the_daemon_closes_does_not_miss_its_sockets(
-    start_daemon: Any, short_folder: Path
-) -> None:
+def test_a_tick_due_during_shutdown_does_not_report_missing_sockets(start_daemon: Any, short_folder: Path) -> None:
     (short_folder / "sitecustomize.py").write_text("from kvcache_server.daemon import service\nservice.TICK = 0.0\n")
     path = os.pathsep.join([str(short_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     daemon = start_daemon(env={"PYTHONPATH": path})
@@ -596,7 +594,7 @@ def test_an_idle_daemon_stops_at_once_and_leaves_nothing(known: Any, number: int
     assert known.log.rstrip().endswith("stopped")
 
 
-def test_sessions_with_nothing_under_way_do_not_delay_the_end(known: Any) -> None:
+def test_idle_sessions_do_not_delay_the_shutdown(known: Any) -> None:
     with Engine(known.endpoint) as engine:
         engine.store(hashes(8))
         engine.acquire(hashes(8))
@@ -604,7 +602,7 @@ def test_sessions_with_nothing_under_way_do_not_delay_the_end(known: Any) -> Non
     assert left_behind(known) == []
 
 
-def test_one_daemon_an_endpoint(daemon: Any, start_daemon: Any) -> None:
+def test_one_daemon_per_endpoint(daemon: Any, start_daemon: Any) -> None:
     second = start_daemon(endpoint=daemon.endpoint, wait=False)
     assert second.process.wait(20) == 3
     assert f"another daemon serves {daemon.endpoint}" in second.log
@@ -615,7 +613,7 @@ def test_one_daemon_an_endpoint(daemon: Any, start_daemon: Any) -> None:
         engine.store(hashes(8))
 
 
-def test_what_a_killed_daemon_left_is_replaced(known: Any, start_daemon: Any) -> None:
+def test_sockets_of_a_killed_daemon_are_replaced(known: Any, start_daemon: Any) -> None:
     with Engine(known.endpoint) as engine:
         engine.store(hashes(8))
         region = engine.geometry.region_id
@@ -659,7 +657,7 @@ def test_two_signals_while_the_region_is_prepared_leave_nothing(start_daemon: An
     assert "Traceback" not in daemon.log
 
 
-def test_the_log_names_who_comes_and_goes(daemon: Any) -> None:
+def test_the_log_names_sessions_that_open_and_end(daemon: Any) -> None:
     with Engine(daemon.endpoint, "qwen-0"):
         pass
     daemon.wait_status(lambda status: not status["sessions"])

@@ -70,7 +70,7 @@ def house(tmp_path: Path) -> Iterator[House]:
     assert not house.failures
 
 
-def test_who_leaves_is_looked_at_and_nobody_else(house: House) -> None:
+def test_only_the_files_of_disconnected_sessions_are_checked(house: House) -> None:
     sessions = [house.enter().session for _ in range(SESSIONS)]
     for session in sessions:
         house.attendance.leave(session)
@@ -83,7 +83,7 @@ def test_who_leaves_is_looked_at_and_nobody_else(house: House) -> None:
     assert house.files.looks.total() == SESSIONS + 1
 
 
-def test_a_sweep_looks_at_a_few_and_the_next_one_at_others(house: House) -> None:
+def test_each_sweep_checks_a_few_sessions_in_turn(house: House) -> None:
     sessions = [house.enter().session for _ in range(SESSIONS)]
     for session in sessions:
         house.attendance.leave(session)
@@ -101,7 +101,7 @@ def test_a_sweep_looks_at_a_few_and_the_next_one_at_others(house: House) -> None
     assert len(os.listdir(house.files.folder)) == SESSIONS // 2
 
 
-def test_one_that_was_fenced_off_leaves_no_file(house: House) -> None:
+def test_a_session_that_was_fenced_off_leaves_no_file(house: House) -> None:
     first, second = (house.enter().session for _ in range(2))
     for session in (first, second):
         house.attendance.leave(session)
@@ -112,7 +112,7 @@ def test_one_that_was_fenced_off_leaves_no_file(house: House) -> None:
     assert [name.partition("-")[0] for name in os.listdir(house.files.folder)] == [str(second)]
 
 
-def test_one_that_comes_back_is_not_looked_at(house: House) -> None:
+def test_a_resumed_session_is_not_checked(house: House) -> None:
     ticket = house.enter()
     house.attendance.leave(ticket.session)
     house.files.looks.clear()

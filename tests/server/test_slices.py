@@ -121,7 +121,7 @@ def verdicts(settled: m.Settled) -> list[Verdict]:
 # How much a slice is.
 
 
-def test_a_slice_has_a_bound_and_who_asks_for_little_is_answered_in_one() -> None:
+def test_slices_are_bounded_and_small_requests_take_one() -> None:
     cache = make_cache(extents=8)
     engine = Engine(cache, "one", block_bytes=1 * KIB)
     assert reserving(engine, chain("a", STEP)).slices == 1
@@ -167,7 +167,7 @@ def test_an_extent_of_tiny_blocks_is_cut_some_slots_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("when", [3, 8, 20, 40, 300, 800])
-def test_why_looks_at_a_long_miss_a_little_at_a_time_and_goes_on_over_what_changes(when: int) -> None:
+def test_why_examines_a_long_miss_in_slices_while_the_cache_changes(when: int) -> None:
     cache = make_cache()
     engines = [Engine(cache, name, 64, name) for name in ("one", "two", "three")]
     names = [f"{number}" for number in range(60_000)]
@@ -190,7 +190,7 @@ def test_why_looks_at_a_long_miss_a_little_at_a_time_and_goes_on_over_what_chang
     assert why.slices > MOST_BLOCKS / EXAMINED
 
 
-def test_a_why_of_very_many_causes_ends_with_what_is_not_looked_at() -> None:
+def test_a_why_with_very_many_causes_ends_with_unexamined_blocks() -> None:
     cache = make_cache()
     engine = Engine(cache, "one", 64)
     names = [f"{number}" for number in range(2000)]
@@ -209,7 +209,7 @@ def test_a_why_of_very_many_causes_ends_with_what_is_not_looked_at() -> None:
     }
 
 
-def test_many_runs_are_looked_at_some_at_a_time() -> None:
+def test_many_runs_are_examined_in_slices() -> None:
     """Also those of which each is refused at once, because nobody knows its parent."""
     cache = make_cache(extents=8)
     engine = Engine(cache, "one", block_bytes=1 * KIB)
@@ -224,7 +224,7 @@ def test_many_runs_are_looked_at_some_at_a_time() -> None:
         decode_request(encode(m.Remark(1, b"", 1, [m.Note("r", "c")] * (m.MAX_NOTES + 1))))
 
 
-def test_a_commit_that_shows_many_shows_some_at_a_time() -> None:
+def test_a_commit_shows_many_blocks_in_slices() -> None:
     cache = make_cache(extents=12)
     engine = Engine(cache, "one", block_bytes=512)
     names = chain("a", 2 * LOOK)
@@ -237,7 +237,7 @@ def test_a_commit_that_shows_many_shows_some_at_a_time() -> None:
     assert engine.hits(names) == len(names)
 
 
-def test_a_bad_request_changes_nothing_however_long() -> None:
+def test_a_long_invalid_request_changes_nothing() -> None:
     cache = make_cache(extents=16)
     engine = Engine(cache, "one", block_bytes=512)
     names = chain("a", 2 * LOOK)
@@ -268,7 +268,7 @@ def test_others_are_answered_between_the_slices_of_a_reserve(tiny: None) -> None
     assert engine.settle(long.reply) == [Verdict.VISIBLE] * 8
 
 
-def test_nobody_settles_what_nobody_was_told_of(tiny: None) -> None:
+def test_a_reservation_cannot_be_settled_before_its_reply(tiny: None) -> None:
     cache = make_cache()
     engine = Engine(cache, "one")
     long = reserving(engine, chain("a", 4))
@@ -316,7 +316,7 @@ def test_a_writer_that_ends_midway_ends_the_request(tiny: None) -> None:
     assert (pool["blocks_writing"], pool["reservations"], pool["used_bytes"]) == (0, 0, 0)
 
 
-def test_what_a_run_hangs_on_may_fail_or_be_superseded_midway(tiny: None) -> None:
+def test_the_parent_of_a_run_may_fail_or_be_superseded_midway(tiny: None) -> None:
     cache = make_cache(supersede_after=2.0)
     engine, other = Engine(cache, "one"), Engine(cache, "two")
     theirs = other.reserve(["p"])
@@ -338,7 +338,7 @@ def test_what_a_run_hangs_on_may_fail_or_be_superseded_midway(tiny: None) -> Non
     assert engine.hits(["p", *chain("a", 4)]) == 5
 
 
-def test_room_is_not_made_of_what_the_run_hangs_on(tiny: None) -> None:
+def test_the_parent_of_a_run_is_not_evicted_for_it(tiny: None) -> None:
     cache = make_cache(extents=1)
     engine, other = Engine(cache, "one", 512 * KIB), Engine(cache, "two", 512 * KIB)
     engine.store(["p", "q"])
@@ -351,7 +351,7 @@ def test_room_is_not_made_of_what_the_run_hangs_on(tiny: None) -> None:
 # Acquire.
 
 
-def test_what_a_long_lookup_has_found_stays_until_it_is_leased(tiny: None) -> None:
+def test_blocks_found_by_a_long_lookup_stay_until_they_are_leased(tiny: None) -> None:
     cache = make_cache(extents=1, pin_quota=1.0)
     engine, other = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 256 * KIB)
     engine.store(chain("a", 6))
@@ -363,7 +363,7 @@ def test_what_a_long_lookup_has_found_stays_until_it_is_leased(tiny: None) -> No
     assert engine.hits(chain("a", 6)) == 4 and other.hits(chain("b", 7)) == 3
 
 
-def test_a_long_lookup_does_not_give_what_is_distrusted_meanwhile(tiny: None) -> None:
+def test_a_long_lookup_does_not_return_blocks_distrusted_in_the_meantime(tiny: None) -> None:
     cache = make_cache()
     engine, other = Engine(cache, "one"), Engine(cache, "two")
     reserved = engine.reserve(chain("a", 6))
@@ -376,7 +376,7 @@ def test_a_long_lookup_does_not_give_what_is_distrusted_meanwhile(tiny: None) ->
 
 
 @pytest.mark.parametrize("slices", [0, 1, 4])
-def test_who_leaves_in_the_midst_of_a_lookup_pins_nothing(tiny: None, slices: int) -> None:
+def test_a_session_that_leaves_during_a_lookup_pins_nothing(tiny: None, slices: int) -> None:
     cache = make_cache()
     engine, other = Engine(cache, "one"), Engine(cache, "two")
     engine.store(chain("a", 6))
@@ -407,7 +407,7 @@ def test_an_extent_that_is_leased_while_it_is_emptied_stays(tiny: None) -> None:
     assert small.store(chain("b", 3)) == [Refusal.GRANTED] * 3  # its vacant slots are given away again
 
 
-def test_nobody_is_given_a_slot_of_an_extent_that_is_being_emptied(tiny: None) -> None:
+def test_no_slot_of_an_extent_being_emptied_is_granted(tiny: None) -> None:
     cache = make_cache(extents=2)
     small, large = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 1 * MIB, model="large")
     small.store(chain("a", 14))
@@ -421,7 +421,7 @@ def test_nobody_is_given_a_slot_of_an_extent_that_is_being_emptied(tiny: None) -
 # Clear, distrust, ends and quarantines.
 
 
-def test_a_clear_takes_all_that_was_there_and_leaves_what_comes(tiny: None) -> None:
+def test_a_clear_removes_existing_blocks_and_keeps_new_ones(tiny: None) -> None:
     cache = make_cache()
     engine, other = Engine(cache, "one"), Engine(cache, "two")
     for name in "abc":
@@ -455,7 +455,7 @@ def test_two_clears_at_once(tiny: None) -> None:
     assert figures(cache, 0.0)["pool"]["blocks"] == 0
 
 
-def test_what_is_distrusted_is_not_found_from_the_first_slice_on(tiny: None) -> None:
+def test_distrusted_blocks_are_hidden_from_the_first_slice_on(tiny: None) -> None:
     cache = make_cache()
     engine, other = Engine(cache, "one"), Engine(cache, "two")
     names = chain("a", 8)
@@ -475,7 +475,7 @@ def test_what_is_distrusted_is_not_found_from_the_first_slice_on(tiny: None) -> 
     check_integrity(cache)
 
 
-def test_the_end_of_a_writer_is_cut_and_its_slots_stay_its_own_until_the_quarantine_is_over(tiny: None) -> None:
+def test_the_end_of_a_writer_takes_slices_and_its_slots_stay_quarantined(tiny: None) -> None:
     cache = make_cache(quarantine=10.0)
     engine, other = Engine(cache, "one"), Engine(cache, "two")
     engine.reserve(chain("a", 8))
@@ -493,7 +493,7 @@ def test_the_end_of_a_writer_is_cut_and_its_slots_stay_its_own_until_the_quarant
     assert other.store(chain("a", 8)) == [Refusal.GRANTED] * 8
 
 
-def test_a_resize_gives_up_the_same_extents_in_slices(tiny: None) -> None:
+def test_a_resize_retires_the_same_extents_in_slices(tiny: None) -> None:
     cache = make_cache(extents=4)
     engine = Engine(cache, "one", block_bytes=512 * KIB)
     for name in "abcd":
@@ -582,7 +582,7 @@ def test_an_audit_finds_what_is_broken(spoil: Any) -> None:
         check_integrity(cache)
 
 
-def test_an_audit_is_cut_and_goes_on_over_what_changes() -> None:
+def test_an_audit_runs_in_slices_while_the_cache_changes() -> None:
     cache = make_cache(extents=8)
     engine = Engine(cache, "one", block_bytes=1 * KIB)
     engine.store(chain("a", 20 * STEP))
@@ -695,7 +695,7 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_requests_under_way_at_the_same_time_leave_a_sound_state_after_each_slice(tiny: None, seed: int) -> None:
+def test_concurrent_requests_leave_a_consistent_state_after_each_slice(tiny: None, seed: int) -> None:
     story = Story(seed)
     for _ in range(800):
         story.step()
@@ -739,7 +739,7 @@ def restating(engine: Engine, ends: list[str]) -> Long:
     return Long(engine, m.Restate(1, b"", 0, leases))
 
 
-def test_leases_are_restated_in_slices_however_many_and_long() -> None:
+def test_many_long_leases_are_restated_in_slices() -> None:
     cache = make_cache(extents=2)
     engine = Engine(cache, "one", block_bytes=64)
     names = chain("a", 2 * LOOK)
@@ -789,7 +789,7 @@ def test_leases_are_restated_while_others_evict_and_read(seed: int) -> None:
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("slices", [1, 2, 5, 12])
-def test_who_leaves_while_it_restates_holds_nothing(slices: int) -> None:
+def test_a_session_that_leaves_while_it_restates_holds_nothing(slices: int) -> None:
     cache = make_cache(extents=1)
     engine, other = Engine(cache, "one"), Engine(cache, "other")
     engine.store(chain("a", 8))

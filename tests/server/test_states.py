@@ -23,7 +23,7 @@ def stepped(steps: tuple[object, ...]) -> set[tuple[str, str]]:
     return {(step.before, step.after) for step in steps}  # type: ignore[attr-defined]
 
 
-def test_slots_go_from_state_to_state_as_their_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_change_state_as_in_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[tuple[str, str]] = set()
     set_state, open_row = RegionRows.set_state, RegionRows.open_row
 
@@ -51,7 +51,7 @@ def test_slots_go_from_state_to_state_as_their_table_says(monkeypatch: pytest.Mo
     assert seen == stepped(SLOT)
 
 
-def test_a_reservation_goes_from_state_to_state_as_its_table_says() -> None:
+def test_reservations_change_state_as_in_their_table() -> None:
     engine = Engine(make_cache(), "one", block_bytes=KIB)
     names = chain("a", 2 * STEP)
     request = m.Reserve(1, b"", engine.namespace, [m.Run(hashes(names))])

@@ -10,7 +10,7 @@ from kvcache_server.events.topics import IN_ALL, Topics
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_hears_what(seed: int) -> None:
+def test_subscribers_receive_topics_by_prefix(seed: int) -> None:
     draw = random.Random(seed)
     topics: Topics[str] = Topics(1000)
     plain: dict[str, set[bytes]] = {name: set() for name in "abc"}
@@ -36,7 +36,7 @@ def test_who_hears_what(seed: int) -> None:
     assert vars(topics) == vars(Topics(1000)), "something is left"
 
 
-def test_one_that_has_too_many_leaves() -> None:
+def test_a_subscriber_with_too_many_topics_must_leave() -> None:
     topics: Topics[str] = Topics(3)
     topics.add("other", b"0")
     assert [topics.add("a", b"%d" % number) for number in (0, 1, 2, 2, 3)] == [None, None, None, None, "a"]
@@ -44,7 +44,7 @@ def test_one_that_has_too_many_leaves() -> None:
     assert topics.of(b"0") == ["other"]
 
 
-def test_where_all_together_have_too_many_whoever_has_most_leaves() -> None:
+def test_if_all_have_too_many_topics_the_one_with_most_must_leave() -> None:
     topics: Topics[int] = Topics(4)
     leaves = [
         topics.add(subscriber, b"%d" % number)

@@ -50,7 +50,7 @@ def a_region(header: bytes = HEADER, row: bytes = EXTENT_ROW, generation: int = 
         os.close(descriptor)
 
 
-def test_a_client_reads_these_words_and_no_others() -> None:
+def test_a_client_reads_only_these_header_words() -> None:
     region, ref = a_region(), SlotRef(START_1 + 3 * SLOT, 5, 77)
     assert region.current(ref.pack()).tolist() == [True]
     assert region.rows.is_current(ref)
@@ -68,7 +68,7 @@ def test_a_client_reads_these_words_and_no_others() -> None:
         {"row": struct.pack("<QQQQ", 0, 77, ROWS, 63)},
     ],
 )
-def test_each_frozen_word_matters(changed: dict[str, Any]) -> None:
+def test_each_header_word_matters(changed: dict[str, Any]) -> None:
     region, ref = a_region(**changed), SlotRef(START_1 + 3 * SLOT, 5, 77)
     assert region.current(ref.pack()).tolist() == [False]
     assert not region.rows.is_current(ref)
@@ -82,7 +82,7 @@ def test_a_different_header_is_refused(at: int) -> None:
         a_region(bytes(torn))
 
 
-def test_a_daemon_writes_them_there(daemon: Any) -> None:
+def test_a_daemon_writes_the_header_words(daemon: Any) -> None:
     with Session.connect(daemon.endpoint, engine="e1", deadline=10.0) as session:
         namespace = session.attach(NamespaceSpec(model="frozen", groups=[GroupSpec(16, 4000)]), shards=(0,))
         hashes = [secrets.token_bytes(32) for _ in range(5)]

@@ -119,7 +119,7 @@ def run(count: int) -> list[str]:
     return [secrets.token_hex(32) for _ in range(count)]
 
 
-def test_the_wheel_is_another_version(versions: dict[str, str]) -> None:
+def test_the_wheel_contains_another_version(versions: dict[str, str]) -> None:
     command = [sys.executable, "-c", "from kvcache_server import cli; print(cli.__version__, cli.__file__)"]
     ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": versions["old"]}, capture_output=True, text=True)
     version, file = ended.stdout.split()
@@ -128,7 +128,7 @@ def test_the_wheel_is_another_version(versions: dict[str, str]) -> None:
 
 
 @pairs
-def test_one_version_loads_what_the_other_one_saved(
+def test_one_version_loads_what_the_other_saved(
     start: Callable[..., Any], peer: Callable[..., Peer], daemons: str, clients: str
 ) -> None:
     daemon = start(daemons, quarantine=0.5)
