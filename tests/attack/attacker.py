@@ -1,4 +1,4 @@
-"""Another user's process that means harm: `attacker.py UID ENDPOINT REGION_DIR SEED` does it until its input is closed.
+"""A malicious process of another user: `attacker.py UID ENDPOINT REGION_DIR SEED` attacks until its input is closed.
 
 It prints how often it did what, and what came of it, as JSON. Every act leaves nothing open, but for what it holds on
 purpose; what is refused is an answer, too.
@@ -77,7 +77,7 @@ class Attacker:
             session.close()
 
     def raw(self, token: bytes = b"") -> socket.socket:
-        """A connection to the wire that has said who it is."""
+        """A connection to the request socket that is past the ZMTP handshake."""
         wire = socket.socket(socket.AF_UNIX)
         wire.settimeout(1)
         wire.connect(socket_path(self.endpoint))

@@ -1,4 +1,4 @@
-"""Attackers beside an honest engine, for seconds; `run.py` goes on for as long as it is told."""
+"""Attackers beside an honest engine, for seconds; `run.py` does the same for any time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_attackers_beside_an_honest_engine(short_folder: Path, capsys: pytest.Ca
 
 @pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare here")
 def test_attackers_on_a_file_system_without_access_control_lists(short_folder: Path) -> None:
-    """On ramfs everybody can connect: door and wire refuse alone."""
+    """On ramfs every user can connect: only the door and the request socket refuse."""
     command = [sys.executable, str(RUN), "--seconds", "10", "--dir", str(short_folder)]
     mounted = [
         "unshare",

@@ -1,4 +1,4 @@
-"""Blocks in the mapped region: written so that one seen too early is seen to be wrong, read as the protocol says."""
+"""Blocks in the mapped region: written so that reads that come too early are detected, read as the protocol says."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def name(thing: object) -> str:
 
 
 def count_when_told(path: Path) -> None:
-    """Count in the tick after a SIGUSR2 in which nobody is there any more: the daemon has done then what it does."""
+    """Count in the first tick after a SIGUSR2 without connections: then the daemon has finished its work."""
     told: list[int] = []
     signal.signal(signal.SIGUSR2, lambda signum, _: told.append(signum))
     collect = connection_limiter.ConnectionLimiter.collect

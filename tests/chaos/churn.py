@@ -1,4 +1,4 @@
-"""Everything that comes and goes at a daemon, again and again: `python tests/chaos/churn.py --rounds 1000`.
+"""Creates and ends everything that a daemon has, again and again: `python tests/chaos/churn.py --rounds 1000`.
 
 In each round, engines with new names attach new namespaces, change their weights, save, look up, hold leases, report
 what they could not use, distrust blocks, and leave or die; ranks fail and die; blocks are superseded; block sizes take
@@ -63,7 +63,7 @@ FLAGS = {
 
 
 class Engine(AdminClient):
-    """An engine by messages alone: it maps nothing."""
+    """An engine that only sends messages: it maps nothing."""
 
     def attach(self, group: GroupSpec, weights: str, shards: tuple[int, ...] = (0,)) -> int:
         spec = NamespaceSpec("churn", (group,), {"weights": weights, "layout": str(group.shards)})
@@ -280,7 +280,7 @@ class Counted(Daemon):
         super().__init__(endpoint, folder, program=(str(HERE / "census.py"), str(self._told)), **flags)
 
     def census(self) -> dict[str, Any]:
-        """Return its objects once nobody is there and nothing is held."""
+        """Return its objects once no session is open and nothing is held."""
         self.wait("the end of all that was held", settled)
         self._told.unlink(missing_ok=True)
         self.process.send_signal(signal.SIGUSR2)

@@ -234,7 +234,7 @@ class Whole(Client):
 
 
 class Scheduler(Client):
-    """Decides; its ranks, who come and go as they please, read and write."""
+    """The scheduler, which decides; its ranks, which come and go at any time, read and write."""
 
     def __init__(self, plan: dict[str, Any], control: socket.socket) -> None:
         super().__init__(plan, control)

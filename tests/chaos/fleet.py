@@ -66,7 +66,7 @@ class Daemon:
 
     @property
     def died_there(self) -> bool:
-        """Whether it was its point that ended it; whoever kills it from outside sets `point` to nothing."""
+        """Whether its point ended it; a kill from outside sets `point` to nothing."""
         return bool(self.point) and self.process.poll() == -signal.SIGKILL
 
     def ready(self) -> bool:
@@ -170,7 +170,7 @@ class Crowd:
             self.members[name] = Member(by_name[name], connection, int(pid), self.members.get(name))
 
     def look(self, replace: Callable[[schedule.Client], schedule.Client] | None) -> None:
-        """See who has been stopped or killed; wake the ones when it is time, put others in the place of the others."""
+        """Find stopped and killed processes; wake stopped ones in time, and replace killed ones."""
         gone = []
         for member in self.members.values():
             state = member.state()
@@ -230,7 +230,7 @@ class Crowd:
         return totals
 
     def journal(self, kind: str) -> list[tuple[str, list[str]]]:
-        """Return (who, words) of each line of that kind."""
+        """Return (client, words) of each line of that kind."""
         return [
             (path.stem, line.split()[1:])
             for path in sorted(self.folder.glob("*.journal"))
@@ -239,7 +239,7 @@ class Crowd:
         ]
 
     def breaches(self) -> list[str]:
-        """Return the calls that took too long though nobody had stopped their process."""
+        """Return the calls that took too long although their process was not stopped."""
         found = []
         for name, (call, begin, end) in self.journal("B"):
             pauses = self.members[name].pauses
@@ -258,7 +258,7 @@ class Crowd:
 
 
 class Member:
-    """A client process as the driver sees it, heir to who had the name before."""
+    """A client process in the driver; it replaces the previous one of that name."""
 
     def __init__(self, plan: schedule.Client, control: socket.socket, pid: int, former: Member | None) -> None:
         self.plan, self.control, self.pid = plan, control, pid

@@ -250,7 +250,7 @@ class Run:
 
 
 def quiet(status: dict[str, Any]) -> bool:
-    """Whether nobody is there, and nothing is held for anybody."""
+    """Whether no session is open, and nothing is held."""
     pool, held = status["pool"], ("blocks_writing", "blocks_hidden", "slots_quarantined", "pinned_bytes")
     return not status["sessions"] and not status.get("away") and not any(pool[name] for name in held)
 

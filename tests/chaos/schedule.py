@@ -65,7 +65,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Life:
-    """One life of the daemon: until it dies at `point`, or for `seconds`, then by `end`; then nobody for `down`."""
+    """One run of the daemon: until it dies at `point`, or for `seconds`, then by `end`; then none runs for `down`."""
 
     point: str = ""
     seconds: float = 1.5

@@ -83,7 +83,7 @@ def _times(folder: Path) -> list[int]:
 
 
 def _own_memory(pid: int) -> int:
-    """Return the KiB that are the process's alone."""
+    """Return the process's private memory in KiB."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0])
 

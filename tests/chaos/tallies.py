@@ -19,7 +19,7 @@ class Tallies:
     """`add` counts; `took` notes the seconds of one call that has a deadline."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, making it if there is none: who comes after a killed one counts on."""
+        """Open the file, or create it: the successor of a killed process continues to count."""
         with path.open("a+b") as file:
             file.truncate(_SIZE)
             self._words = memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("q")

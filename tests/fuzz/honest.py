@@ -1,4 +1,4 @@
-"""An engine that means well, beside the fuzzer: `honest.py ENDPOINT`. For each line it reads it asks for a while.
+"""An honest engine beside the fuzzer: `honest.py ENDPOINT`. For each line it reads, it sends lookups for a while.
 
 It prints the median of acquire and release of 64 hashes that are all hits, in microseconds.
 """

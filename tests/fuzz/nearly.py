@@ -1,4 +1,4 @@
-"""Messages that are nearly right, made from their types: what the unions of messages gain is covered by itself.
+"""Almost valid messages, generated from their types: new messages are covered automatically.
 
 A message is drawn as the list that MessagePack has of it, sound or nearly so, then spoilt: its tree, or its bytes.
 """

@@ -198,7 +198,7 @@ class Knocker:
 
 
 class Honest:
-    """The honest client's process: `ask(seconds)` begins a turn, `told` has its medians."""
+    """The honest client's process: `ask(seconds)` starts a turn, `told` has its medians."""
 
     def __init__(self, endpoint: str) -> None:
         self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Settings that are nearly right: a Config within its bounds, or a ConfigError. Nothing else comes out."""
+"""Almost valid settings: the result is a Config within its bounds or a ConfigError, and nothing else."""
 
 from __future__ import annotations
 

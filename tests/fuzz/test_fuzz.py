@@ -1,4 +1,4 @@
-"""A daemon under nearly right messages, for seconds; `run.py` does the same for as long as it is told."""
+"""A daemon with almost valid messages, for seconds; `run.py` does the same for any time."""
 
 from __future__ import annotations
 

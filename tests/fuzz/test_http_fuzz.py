@@ -1,4 +1,4 @@
-"""The HTTP API against its own description: schemathesis asks a real daemon what that allows, and what it does not."""
+"""The HTTP API against its own description: schemathesis sends allowed and forbidden requests to a real daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a daemon finds when it comes back, spoilt by who had it mapped: a sound cache of what is left, or a refusal."""
+"""Recovery of a region that a client has corrupted: a consistent cache of what is left, or a refusal."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def reopened(buffer: bytearray, file: bytes, living: bool) -> None:
 @example([(1, 12, 3)], True, True)  # two rows with one place in one reservation
 @example([(0, 13, 1 << 31), (11, 13, 1 << 31)], True, True)  # reservations of numbers that floats cannot tell apart
 def test_slot_rows(changes: list[tuple[int, int, int]], sealed: bool, living: bool) -> None:
-    """`sealed`: whoever spoilt a row has put its checksum right."""
+    """`sealed`: corrupted rows have correct checksums."""
     was, file, rows = last_life()
     buffer = bytearray(was)
     for slot, half, value in changes:

@@ -1,4 +1,4 @@
-"""A region whose header and rows somebody has spoilt: refused by name, or read without leaving it."""
+"""A region with a corrupted header or rows: refused by name, or read without leaving its bounds."""
 
 from __future__ import annotations
 

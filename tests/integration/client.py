@@ -1,4 +1,4 @@
-"""A client process that a test sets on a daemon: `python client.py ENDPOINT ENGINE what...`.
+"""A client process for tests with a daemon: `python client.py ENDPOINT ENGINE what...`.
 
 `reach STATE` gets into that state, says so, and waits to be killed. `traffic SIZE SECONDS SEED` stores and loads blocks
 of SIZE bytes, each filled with what its hash says, checks every byte that it is given, and prints its counts.

@@ -1,4 +1,4 @@
-"""The service manager's side of sd_notify(3): a real datagram socket, where a daemon says how it goes."""
+"""The service manager's side of sd_notify(3): a real datagram socket that receives a daemon's notifications."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ear:
             pass
 
     def starves(self, watchdog: float) -> bool:
-        """Whether nobody pets the watchdog for `watchdog` seconds: then the manager acts."""
+        """Whether no keep-alive arrives for `watchdog` seconds: then the manager acts."""
         try:
             while "WATCHDOG" not in self.hear(watchdog):
                 pass

@@ -1,4 +1,4 @@
-"""What other users try with the daemon's folders and sockets comes to nothing on whatever file system these lie.
+"""Attacks of other users on the daemon's folders and sockets fail, on every file system.
 
 The tests of that run in /tmp. Some of each kind run again here: on a file system with access control lists, and on one
 without, each mounted where nobody else sees it.

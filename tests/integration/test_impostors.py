@@ -1,4 +1,4 @@
-"""Whom a client hands its KV to: a daemon of its own user's, of root's, or of one that it was told to trust."""
+"""Which daemons a client trusts with its KV: those of its own user, of root, or of a configured user."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_an_impostor_receives_nothing(folder_of_another: Path) -> None:
 
 
 def test_a_genuine_door_beside_a_false_socket(folder_of_another: Path, short_folder: Path) -> None:
-    """The door of a daemon that may serve, reached by a link of OTHER's, who has put a socket of its own beside it."""
+    """The door of a trusted daemon, reached through a link of OTHER, which has put its own socket beside it."""
     short_folder.chmod(0o755)
     with serving(0, short_folder, allow_uids=str(VICTIM)) as true:
         false = f"ipc://{folder_of_another}/kv.sock"
@@ -196,7 +196,7 @@ def test_doctor_names_the_user_of_the_daemon(folder_of_another: Path) -> None:
 
 
 def test_an_owner_whom_root_has_given_the_folder() -> None:
-    """As /run/kvcache is the daemon's: root alone could put anything there, so that nothing need be configured."""
+    """Like /run/kvcache of the daemon: only root could put anything there, so nothing must be configured."""
     folder = Path(f"/run/kvt-{os.getpid()}")
     folder.mkdir(0o755)
     os.chown(folder, OTHER, OTHER)
@@ -219,7 +219,7 @@ with open("/proc/self/uid_map", "w") as file:
 
 
 def attach_in_a_user_namespace(uid: int, endpoint: str, *server_uids: int | str) -> str:
-    """As a container's root, who is `uid` on the host, and knows nobody else of the host's."""
+    """As root of a container, which is `uid` on the host, and knows no other user of the host."""
     one_thread = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     came = said(become(uid, UNSHARE + ATTACH, endpoint, json.dumps(server_uids), env=one_thread))
     if came.startswith("no user namespace"):

@@ -91,7 +91,7 @@ def test_a_stopped_daemon_sends_no_keep_alives(start_daemon: Any, ear: Ear) -> N
 
 @pytest.fixture
 def talker(short_folder: Path, ear: Ear) -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon whose log goes to a pipe that nobody reads: a write blocks when the pipe has one page."""
+    """A daemon whose log goes to an unread pipe: a write blocks when the pipe has one page."""
     endpoint = f"ipc://{short_folder}/kv.sock"
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)

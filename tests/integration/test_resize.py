@@ -1,4 +1,4 @@
-"""A daemon whose memory is asked back while engines use it."""
+"""A daemon returns memory to the host while engines use it."""
 
 from __future__ import annotations
 

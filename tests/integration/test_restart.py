@@ -1,4 +1,4 @@
-"""A daemon that is stopped, killed and replaced under living engines: what they find afterwards."""
+"""A daemon is stopped, killed and replaced while engines run: what they find afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one user may take of what all share, by real processes of several users."""
+"""How much one user may take of shared limits, by real processes of several users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who follows the events holds what lookups find, whatever happens, and whatever of it gets lost on the way."""
+"""A subscriber to events knows what lookups find, whatever happens and whichever batches are lost."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_large_changes_come_in_several_batches_with_their_numbers() -> None:
 
 
 class Wire:
-    """Between a stream and a follower: it loses batches, and tells again when asked."""
+    """A connection between a stream and a follower: it loses batches, and replays them on request."""
 
     def __init__(self, draw: random.Random, loss: float) -> None:
         self.draw, self.loss = draw, loss
@@ -295,7 +295,7 @@ def test_a_replay_has_no_more_numbers_than_are_missing() -> None:
 
 
 def test_each_step_of_a_replay_is_short_even_if_few_numbers_are_missing() -> None:
-    """Cleared between two steps, what has not been looked at is told no more: it shows how far a step has come."""
+    """Blocks cleared between two steps are not reported if they were not examined yet: this shows a step's extent."""
     host = Host(extents=1, extent_bytes=8 << 20)
     stream = follow(host, keep=1)
     engine = Client(host, "one", spec_of(4096))

@@ -1,4 +1,4 @@
-"""What a user relies on, each in one plain story: who gives way, who keeps, and what is refused."""
+"""What users rely on, one short scenario each: which blocks are evicted, which stay, and which are refused."""
 
 from __future__ import annotations
 

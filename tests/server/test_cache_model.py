@@ -1,4 +1,4 @@
-"""The cache against a naive model of it: the same commands, the same answers, every invariant after each."""
+"""The cache compared with a naive model: the same commands and answers, and all invariants after each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door, with a real socket and a real loop: who is let in, what is handed over, when a session ends."""
+"""The door, with a real socket and a real loop: admission, what is passed to clients, and when a session ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PATIENCE = 10.0
 
 
 class Host:
-    """A door on a loop in a thread of its own; `opened` and `ended` are what it told its daemon."""
+    """A door on a loop in its own thread; `opened` and `ended` are the calls to its daemon."""
 
     def __init__(self, folder: Path, **allowed: Any) -> None:
         self.endpoint = f"ipc://{folder}/kv.sock"

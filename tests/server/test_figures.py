@@ -1,4 +1,4 @@
-"""What the cache counts for those who run it: what was lost and why, after how long, and what more memory would buy."""
+"""Figures for operators: which blocks were lost and why, after how long, and what more memory would gain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's files against other users of the host, and against clients that it has let in: with real daemons."""
+"""The daemon's files are safe from other users of the host, and from admitted clients: with real daemons."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def regions_in(folder: Path) -> list[str]:
 
 @pytest.fixture
 def region_dir(short_folder: Path) -> Path:
-    """A folder for regions that everybody may write, as /dev/shm is; on the same file system as the test's folder."""
+    """A world-writable folder for regions, like /dev/shm, on the same file system as the test's folder."""
     folder = Path(f"/dev/shm/{short_folder.name}")
     folder.mkdir()
     folder.chmod(0o1777)
@@ -334,7 +334,7 @@ def test_a_region_folder_that_is_a_file_is_named(short_folder: Path, command: st
 def test_a_file_of_the_daemon_s_user_that_others_gave_a_second_name_is_not_written_to(
     start_daemon: Any, short_folder: Path, shared: bool
 ) -> None:
-    """Where the kernel lets everybody link everything; where nobody else may put files, it is no harm."""
+    """If the kernel lets all users link all files; harmless in a folder to which no other user may write."""
     precious = short_folder / "precious"
     precious.write_text("precious")
     precious.chmod(0o600)
@@ -403,7 +403,7 @@ def legacy_name(daemon: Daemon) -> str:
 def test_a_region_s_name_cannot_be_taken_before_it(
     start_daemon: Any, short_folder: Path, region_dir: Path, what: str
 ) -> None:
-    """The name of 0.1.0 can be foreseen; ours cannot, and what lies there under another user's name is let alone."""
+    """The name in 0.1.0 is predictable; ours is not, and files of another user are ignored."""
     precious = short_folder / "precious"
     precious.write_text("precious")
     first = start_daemon(region_dir=region_dir)

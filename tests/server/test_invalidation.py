@@ -1,4 +1,4 @@
-"""Checksums as the daemon keeps them, and what becomes of blocks that are found to be spoilt."""
+"""Checksums in the daemon, and the invalidation of corrupt blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long work of several sessions in one loop: who is answered when, what waits, and what becomes of who leaves."""
+"""Long work of several sessions in one loop: the order of answers, waiting messages, and sessions that leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The region file: made, refused, pre-faulted and removed, on a real tmpfs."""
+"""The region file: created, refused, pre-faulted and removed, on a real tmpfs."""
 
 from __future__ import annotations
 

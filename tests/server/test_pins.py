@@ -1,4 +1,4 @@
-"""The pin quota: what many leases of shared prefixes count together, and what it costs to know."""
+"""The pin quota: how many leases of shared prefixes count together, and the cost of counting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon killed between any two stores to the region: what the next one finds there."""
+"""After a kill between any two stores to the region, the next daemon restores the cache."""
 
 from __future__ import annotations
 

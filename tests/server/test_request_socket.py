@@ -1,4 +1,4 @@
-"""The wire in a loop of its own: sessions that end are heard out, and nobody waits for that."""
+"""The request socket in its own loop: ending sessions are drained, and others do not wait for that."""
 
 from __future__ import annotations
 

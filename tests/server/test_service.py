@@ -1,4 +1,4 @@
-"""The daemon at work, a real process over real sockets: what it survives, what it counts, how it stops."""
+"""The running daemon, a real process with real sockets: what it survives, what it counts, how it stops."""
 
 from __future__ import annotations
 

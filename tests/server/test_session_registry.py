@@ -1,4 +1,4 @@
-"""Sessions that come, go and stay away: which files the daemon looks at, and when it knows of an end."""
+"""Sessions that open, leave and resume: which files the daemon checks, and when it notices an end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long requests are cut into slices: the state is sound after each, and what others do in between comes out right."""
+"""Long requests are cut into slices: the state is sound after each, and concurrent requests are answered correctly."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_why_with_very_many_causes_ends_with_unexamined_blocks() -> None:
 
 
 def test_many_runs_are_examined_in_slices() -> None:
-    """Also those of which each is refused at once, because nobody knows its parent."""
+    """Also runs that are all refused at once, because their parents are unknown."""
     cache = make_cache(extents=8)
     engine = Engine(cache, "one", block_bytes=1 * KIB)
     names = hashes(chain("a", 3 * LOOK))

@@ -1,4 +1,4 @@
-"""The share of the loop that operators' requests may take, with reports that are slow to make."""
+"""The fraction of the loop's time that operators' requests may take, with slow reports."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Slow:
             writer.close()
 
     async def ask_and_leave(self) -> None:
-        """Leave once the request has been read: who asks after it has been answered."""
+        """Leave once the request has been read: a later client asks after it was answered."""
         _, writer = await self.ask(SLOW)
         assert await self.status(QUICK) == b"200"
         writer.close()

@@ -1,4 +1,4 @@
-"""Access control, with real processes of other users: to the door, the wire, and every file of the daemon."""
+"""Access control, with real processes of other users: to the door, the request socket, and every file of the daemon."""
 
 from __future__ import annotations
 

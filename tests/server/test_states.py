@@ -1,4 +1,4 @@
-"""The tables of states say what happens: all of it, and nothing else."""
+"""The tables of states have all transitions that happen, and no others."""
 
 from __future__ import annotations
 

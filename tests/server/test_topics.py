@@ -1,4 +1,4 @@
-"""Subscriptions against the plainest way to keep them: a set for each subscriber."""
+"""Subscriptions compared with the simplest implementation: a set per subscriber."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small cache of which all is known, and ways to make its lookups miss."""
+"""A small cache with a known history, and ways to make its lookups miss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 64 * KIB
 
 
 class World:
-    """A small cache, and the truth about it: which blocks left, and what was done when they did."""
+    """A small cache, and its true history: which blocks were removed, and why."""
 
     def __init__(self, seed: int = 0, extents: int = 8, **limits: Any) -> None:
         geometry = plan_geometry(b"r" * 16, extents * 2 * MIB, 2 * MIB)
@@ -107,7 +107,7 @@ class Engine:
 
 
 def fill(engine: Engine) -> None:
-    """Store until something gives way."""
+    """Store until a block is evicted."""
     stored = len(engine.world.visible())
     while len(engine.world.visible()) == stored:
         engine.store(engine.world.chain(1))

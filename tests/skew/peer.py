@@ -1,4 +1,4 @@
-"""A client of whichever version PYTHONPATH has: JSON lines in, JSON lines out. It uses what both versions have.
+"""A client of the version in PYTHONPATH: JSON lines in, JSON lines out. It uses what both versions have.
 
 {"op": "open", "endpoint": ..., "engine": ...}
 {"op": "save", "hashes": [hex, ...]}    each block filled with what its hash says

@@ -1,4 +1,4 @@
-"""The words of the region that a client of any version reads: here as bytes, in PROTOCOL.md as 6.6. They stay."""
+"""The words of the region's header that clients of all versions read, as bytes: section 6.6 of PROTOCOL.md."""
 
 from __future__ import annotations
 

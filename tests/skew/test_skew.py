@@ -1,4 +1,4 @@
-"""The last release beside this one: its client at our daemon, our client at its daemon, out of its own wheel.
+"""The previous release with this one: its client with our daemon, and our client with its daemon, from its wheel.
 
 A release puts its wheel here in place of the one before it:
 `pip wheel --no-deps --no-build-isolation --wheel-dir tests/skew .`

@@ -312,7 +312,7 @@ class Group:
 
     @staticmethod
     def may_go(block: Block) -> bool:
-        """Whether the block may be evicted: nothing hangs below it, and nobody reads it."""
+        """Whether the block may be evicted: it has no children and no pins."""
         return not block.pins and block.child is None and block.visible and block.parent is not None
 
     def reaches(self, parent: Block) -> bool:

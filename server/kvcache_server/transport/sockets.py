@@ -166,7 +166,7 @@ class Listener:
         self.connect = self._acceptor.connect
 
     def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
-        """Let these users and groups connect from now on, besides our own, and nobody else. Raises OSError."""
+        """Allow only these users and groups, and our own, to connect from now on. Raises OSError."""
         set_access(self.socket_file.path, uids, gids)
         self._uids = {os.geteuid(), *uids}
         self._gids = {os.stat(self.socket_file.path).st_gid, *gids}
@@ -242,7 +242,7 @@ def private() -> Iterator[None]:
 
 
 def set_access(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
-    """Let the owner and group of the socket at `path` connect, and these users and groups, and nobody else.
+    """Allow only the owner and group of the socket at `path`, and these users and groups, to connect.
 
     If the file system has no access control lists, everybody can connect, and is refused only then, by
     `Listener.allows`; a warning says so.
