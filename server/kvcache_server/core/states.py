@@ -33,20 +33,20 @@ SLOT = (
 SHARD = (
     Step("pending", "commit", "committed", "its writer has written it"),
     Step("pending", "fail", "failed", "its writer could not write it"),
-    Step("pending", "skip", "never_started", "it was never written: its writer or the reservation's owner says so"),
-    Step("pending", "death", "dead", "its writer's process ended: the slot goes through the quarantine"),
+    Step("pending", "skip", "never_started", "its writer or the reserving session reports that it was never written"),
+    Step("pending", "death", "dead", "its writer's process has ended; the slot goes into quarantine"),
 )
 
 RESERVATION = (
     Step("granting", "complete", "open", "every hash of the request is answered"),
-    Step("granting", "abandon", "settled", "a session that should have written has left in the meantime"),
+    Step("granting", "abandon", "settled", "a session that should have written has disconnected in the meantime"),
     Step("open", "settle", "settled", "the last shard of its last slot is settled"),
 )
 
 LEASE = (
-    Step("held", "release", "released", "the engine releases it, or its session leaves"),
-    Step("held", "restate", "held", "after a restart of the daemon, its session reports that it still holds it"),
-    Step("held", "lose", "lost", "after a restart, the block is gone or the quota is reached"),
+    Step("held", "release", "released", "the engine releases the lease, or its session disconnects"),
+    Step("held", "restate", "held", "after a restart of the daemon, the session reports that it still holds the lease"),
+    Step("held", "lose", "lost", "after a restart of the daemon, the block is gone, or the quota is exhausted"),
 )
 
 TABLES = {"slot": SLOT, "shard": SHARD, "reservation": RESERVATION, "lease": LEASE}
