@@ -108,6 +108,13 @@ def test_every_file_that_is_named_exists(name: str) -> None:
     assert all((ROOT / script).exists() for script in scripts), scripts
 
 
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"`((?:tests/[a-z_/]+)?test_[a-z_]+\.py)`", PAGES["deploy/SECURITY.md"])))
+)
+def test_every_test_that_the_threat_model_names_exists(name: str) -> None:
+    assert (ROOT / (name if "/" in name else f"tests/server/{name}")).exists()
+
+
 def test_the_figures_of_readme_are_in_the_list_of_measurements() -> None:
     measured = rows(PAGES["tests/bench/README.md"])
     shown = rows(section("README.md", "Figures"))
