@@ -26,15 +26,15 @@ OF_OTHERS = [
     FOLDERS + "a_session_folder_of_another_user_is_refused",
     # Who serves.
     IMPOSTORS + "a_daemon_of_another_user_is_refused_and_named",
-    IMPOSTORS + "nothing_is_said_to_an_impostor",
-    IMPOSTORS + "a_true_door_beside_a_false_socket",
+    IMPOSTORS + "an_impostor_receives_nothing",
+    IMPOSTORS + "a_genuine_door_beside_a_false_socket",
     # What lies where the sockets go.
     *(
-        FOLDERS + f"no_socket_is_bound_in_place_of_what_is_another_s[{kind}-kv.sock]"
+        FOLDERS + f"no_socket_replaces_another_user_s_file[{kind}-kv.sock]"
         for kind in ("theirs", "fifo", "device", "another program's")
     ),
-    FOLDERS + "a_daemon_that_is_not_root_s_names_what_others_have_put_there[kv.sock-socket]",
-    FOLDERS + "a_daemon_that_is_not_root_s_names_what_others_have_put_there[kv.door-file]",
+    FOLDERS + "a_daemon_without_root_names_files_of_other_users[kv.sock-socket]",
+    FOLDERS + "a_daemon_without_root_names_files_of_other_users[kv.door-file]",
 ]
 
 pytestmark = [

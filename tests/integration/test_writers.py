@@ -12,7 +12,10 @@ from kvcache_proto.types import Verdict
 
 ONE, TWO = (NamespaceSpec("model", (GroupSpec(16, (4096,) * shards),)) for shards in (1, 2))
 HASHES = [bytes([number]) * 32 for number in range(8)]
-TAKEN = r"shard 0 of namespace \w+ has two writers, session \d+ \(\w+ b\) and session \d+ \(\w+ a\), with one engine id"
+TAKEN = (
+    r"shard 0 of namespace \w+ has two writers, session \d+ \(\w+ b\) and session \d+ \(\w+ a\), "
+    "with the same engine id"
+)
 
 
 @pytest.fixture
