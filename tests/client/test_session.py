@@ -125,7 +125,7 @@ def test_views_are_shards_and_have_bounds(session: Session, hashes: Hashes) -> N
     with ns.acquire(run) as lease, pytest.raises(TypeError):
         session.view(lease.slots[0], 0)[:] = bytes(4096)
     moved = Slot(first.ref._replace(offset=first.ref.offset + 64), first.group, first.region, True)
-    with pytest.raises(RegionError, match="begin of a slot"):
+    with pytest.raises(RegionError, match="beginning of a slot"):
         session.view(moved, 0)
 
 
