@@ -1,8 +1,8 @@
 """What the core reports about its work: to the state file, to insight and to KV events. Pure.
 
-The core calls none of them. It appends to one outbox, which the daemon delivers after each slice of work, before the
-reply is sent: no client learns of a change that the state file does not contain. A lookup with full hits appends
-nothing.
+The core calls none of them. It appends to one outbox. The daemon delivers records before the next reply is sent: no
+client learns of a change that the state file does not contain. It delivers changes by the end of the turn of the loop.
+A lookup with full hits appends nothing.
 """
 
 from __future__ import annotations

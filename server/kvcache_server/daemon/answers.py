@@ -1,6 +1,7 @@
 """Answers messages: by the cache or by insight; at once, in slices, or in turn.
 
-What the core reports is delivered before the reply is sent, so that no client knows more than the state file.
+Records are delivered before the reply is sent, so that no client knows more than the state file. No client waits for
+the followers of changes: these are delivered at the end of the turn, or before anyone asks insight.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # upper bounds of buckets
 UNANSWERED = (Release, Detach, Tell, Remark)
-_ASKED_OF_INSIGHT = frozenset(Insight.requests)
 
 
 class Answers:
@@ -60,16 +60,18 @@ class Answers:
         cache: Cache,
         insight: Insight,
         sessions: SessionRegistry,
-        report: Callable[[], None],
+        deliver: Callable[[], None],
+        end_turn: Callable[[], None],
     ) -> None:
-        """`report()` delivers what the core has reported."""
+        """`deliver()` delivers what the core has reported; `end_turn()` is called after each turn of work."""
         self.messages = 0
         self.errors: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()
         self.acquire = Histogram(ACQUIRE_SECONDS)
-        self.long_work = LongWork(*(loop, cache.chores, self._answer_in_order, report, self.failed))
+        self.long_work = LongWork(*(loop, cache.chores, self._answer_in_order, end_turn, self.failed))
         self._slow_queue = SlowQueue(loop, self._answer_in_turn)
-        self._cache, self._insight, self._sessions, self._report = cache, insight, sessions, report
+        self._cache, self._insight, self._sessions = cache, insight, sessions
+        self._deliver, self._end_turn = deliver, end_turn
         self._tokens = sessions.tokens
         self._request_socket: RequestSocket
         self._operations: AdminOps
@@ -101,7 +103,7 @@ class Answers:
     def _answer_in_turn(self, sender: Connection, frame: bytes) -> None:
         """Answer a request from the slow queue."""
         self._answer(sender, frame, in_turn=True)
-        self._report()
+        self._end_turn()
 
     def _answer_in_order(self, sender: Connection, frame: bytes) -> None:
         """Answer a message that has waited for an earlier request of its session."""
@@ -128,8 +130,8 @@ class Answers:
             if answer is None:
                 return
             if type(answer) is not Acquired and isinstance(answer, Generator):
-                if self._cache.effects:
-                    self._report()
+                if self._cache.effects.records:  # they come before what the next slice does
+                    self._deliver()
                 go_on = self._slow_queue.go_on if in_turn else partial(self.long_work.begin, session)
                 go_on(answer, partial(self._finish, sender, frame, session, request, now))
                 return
@@ -142,7 +144,8 @@ class Answers:
             error = None  # its traceback refers to this frame: a cycle that is never collected
 
     def _begin(self, session: int, request: Request, now: float) -> Reply | None | Steps[Reply | None]:
-        if type(request) in _ASKED_OF_INSIGHT:
+        if type(request) in Insight.requests:
+            self._deliver()
             return self._insight.begin(session, request, now)
         return self._cache.begin(session, request, now)
 
@@ -174,8 +177,8 @@ class Answers:
     ) -> None:
         """Answer a request with the reply or the error. `now` is when the request came."""
         packed: bytes | None = None
-        if self._cache.effects:
-            self._report()
+        if self._cache.effects.records:
+            self._deliver()
         if error is None and reply is not None:
             try:
                 packed = self._pack(session, request, reply, now)
@@ -230,6 +233,7 @@ class Answers:
         return encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
 
     def _looked_up(self, session: int, request: Acquire, reply: Acquired, frame: bytes, now: float) -> None:
+        self._deliver()  # its misses may be on blocks that are gone since the last turn
         try:
             self._insight.looked_up(session, request, reply, frame, now)
         except Exception as error:  # noqa: BLE001 - as in _answer

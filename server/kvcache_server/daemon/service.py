@@ -59,10 +59,10 @@ class Service:
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._callback_failed)
         self._sessions = SessionRegistry(opened, self._disconnect, lambda number, error: self._answers.failed(0, error))
-        self._answers = Answers(self._loop, self._cache, self._insight, self._sessions, self._report)
+        self._answers = Answers(self._loop, self._cache, self._insight, self._sessions, self._deliver, self._end_turn)
         self._long_work = self._answers.long_work
         self._admin_ops = AdminOps(
-            *(self._cache, self._insight, self._sessions.look_after, self._figures, self._long_work.run, self._report)
+            *(self._cache, self._insight, self._sessions.look_after, self._figures, self._long_work.run, self._end_turn)
         )
         self._lost = ""  # the path of a socket whose file was removed
         self._started, self._started_at = time.monotonic(), time.time()
@@ -80,7 +80,7 @@ class Service:
                 self._http = HttpApp(self._loop, config, self._admin_ops, self._answers.failed)
                 undo.callback(self._http.close)
             self._request_socket = RequestSocket(
-                *(self._loop, config.endpoint, self._sessions.tokens, self._answers.receive, self._report),
+                *(self._loop, config.endpoint, self._sessions.tokens, self._answers.receive, self._end_turn),
                 self._connection_lost,
             )
             undo.callback(self._request_socket.close)
@@ -167,10 +167,10 @@ class Service:
         used = self._cache.eviction.fair_share.used
         return f"{format_size(used)} of {format_size(self._cache.pool.capacity)} used, {len(self._sessions)} sessions"
 
-    def _report(self) -> None:
+    def _deliver(self) -> None:
         """Deliver what the core has reported: first to the state file, then to the followers of changes.
 
-        An internal error of a follower is logged; the reply is still sent.
+        An internal error of a follower is logged; clients are still answered.
         """
         if self._cache.effects:
             records, changes = self._cache.effects.take()
@@ -181,6 +181,10 @@ class Service:
                     follow(changes)
                 except Exception as error:  # noqa: BLE001 - the cache is intact, and clients are still served
                     self._answers.failed(0, error)
+
+    def _end_turn(self) -> None:
+        """Deliver what is left after the replies of one turn of the loop, and publish KV events."""
+        self._deliver()
         if self._publisher is not None:
             self._publisher.flush()
 
@@ -193,7 +197,7 @@ class Service:
         try:
             return self._sessions.open(hello, peer)
         finally:
-            self._report()
+            self._end_turn()
 
     def _connection_lost(self, session: int) -> None:
         """End the session: it is unknown which of the last replies its client has read."""
@@ -205,7 +209,7 @@ class Service:
 
     def _end(self, session: int) -> None:
         self._sessions.leave(session)
-        self._report()
+        self._end_turn()
         self._request_socket.leave(session)
 
     def _disconnect(self, session: int) -> None:
@@ -222,7 +226,7 @@ class Service:
             lambda: self._cache.tick(time.monotonic()),
             lambda: self._insight.tick(time.monotonic()),
             self._shrink,
-            self._report,  # changes without a message
+            self._end_turn,  # changes without a message
             self._http.collect if self._http else lambda: None,
             self._long_work.schedule,
             self._look_after_sockets,

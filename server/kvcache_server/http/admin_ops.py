@@ -31,13 +31,13 @@ class AdminOps:
         tidy: Callable[[int], None],
         figures: Callable[[], dict[str, Any]],
         run: Callable[[Steps[Any]], Awaitable[Any]],
-        report: Callable[[], None],
+        end_turn: Callable[[], None],
     ) -> None:
         """`tidy(session)` cleans up after a session that was fenced off; `figures()` returns the daemon's own;
-        `run(steps)` does long work in slices; `report()` delivers what the core has reported."""
+        `run(steps)` does long work in slices; `end_turn()` delivers what the core has reported."""
         self.integrity = {"checks": 0, "failures": 0}
         self._cache, self._insight, self._tidy, self._figures = cache, insight, tidy, figures
-        self._run, self._report = run, report
+        self._run, self._end_turn = run, end_turn
         self._told: dict[str, int] = {}
         self._checks: set[asyncio.Task[str]] = set()
 
@@ -119,7 +119,7 @@ class AdminOps:
     def fence_off(self, session: int, who: str) -> int:
         """Give up a session that is away; return how many reservations ended. Raises ClientError if it is not away."""
         reservations = self._cache.fence_off(session, time.monotonic())
-        self._report()
+        self._end_turn()
         self.fenced_off(session, who)
         return reservations
 
@@ -130,7 +130,7 @@ class AdminOps:
     def resize(self, size: int, who: str) -> int:
         """Start to shrink the pool; return how many bytes it will have. Raises BadArgument."""
         before, wanted = self._cache.pool.capacity, self._cache.resize(size)
-        self._report()
+        self._end_turn()
         log.warning("the pool shrinks from %s to %s, asked by %s", format_size(before), format_size(wanted), who)
         return wanted
 

@@ -25,7 +25,7 @@ from kvcache_server.insight.telemetry import Telemetry
 class Insight:
     """Follows one cache. `requests` are the types of requests that it answers."""
 
-    requests = (m.Stats, m.Why, m.Watch, m.Remark, m.Tell)
+    requests = frozenset({m.Stats, m.Why, m.Watch, m.Remark, m.Tell})
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
