@@ -111,7 +111,7 @@ def attack(folder: Path, seconds: float, seed: int, life: float, strangers: int 
             ]
             until, dies = time.monotonic() + seconds, time.monotonic() + life  # however long all of them took to start
             while time.monotonic() < until:
-                time.sleep(1)
+                time.sleep(1)  # between two samples of the daemon's memory and descriptors
                 assert daemon.process.poll() is None, daemon.log[-4000:]
                 result.sizes.append(own_memory(daemon.process.pid))
                 result.descriptors.append(len(os.listdir(f"/proc/{daemon.process.pid}/fd")))

@@ -29,7 +29,7 @@ from kvcache_proto.types import Outcome
 from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.limits import Limits
-from kvcache_server.core.recovery import Snapshot
+from kvcache_server.core.recovery.snapshot import Snapshot
 from kvcache_server.replay.simulated_daemon import sparse_region
 
 SPEC = NamespaceSpec(model="bench", groups=[GroupSpec(16, 64)], hash_bytes=16)

@@ -69,8 +69,8 @@ POINTS: dict[str, tuple[Where, ...]] = {
     ),
     "start": (_in("storage/region_file"), _in("storage/region_names"), _in("storage/folder")),
     "rebuild": (
-        _in("core/recovery"),
-        _in("core/restore"),
+        _in("core/recovery/snapshot"),
+        _in("core/recovery/restore"),
         _in("storage/warm_start"),
         _in("core/journal", "read", "apply"),
         _in("core/pool", "adopt", "resume"),

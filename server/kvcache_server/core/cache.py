@@ -33,7 +33,7 @@ from kvcache_server.core.sessions import NOBODY, Engine, Session
 from kvcache_server.core.slices import Chores, Result, Steps, begin, finish
 
 if TYPE_CHECKING:
-    from kvcache_server.core.recovery import Snapshot
+    from kvcache_server.core.recovery.snapshot import Snapshot
 
 EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's epoch: none is used twice
 
@@ -225,7 +225,7 @@ class Cache:
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
         """Restore the cache from `snapshot`. This cache must be empty, on the same region, with a later epoch."""
-        from kvcache_server.core.restore import Restoration  # imports numpy: an empty daemon starts faster without it
+        from kvcache_server.core.recovery.restore import Restoration  # imports numpy
 
         parts = (self.pool, self.registry, self.reservations, self.counters)
         Restoration(snapshot, *parts, now, self.limits.quarantine).run()

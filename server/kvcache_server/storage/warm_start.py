@@ -90,7 +90,7 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
 def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region, manifest: Manifest) -> WarmStart:
     """Return the cache of the previous daemon."""
 
-    from kvcache_server.core.recovery import Snapshot  # imports numpy: an empty daemon starts faster without it
+    from kvcache_server.core.recovery.snapshot import Snapshot  # imports numpy, which an empty daemon does without
 
     began = time.monotonic()
     try:

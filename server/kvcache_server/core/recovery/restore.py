@@ -1,4 +1,4 @@
-"""Builds a cache from what recovery.py has read: extents, index, and unfinished reservations. Pure."""
+"""Builds a cache from what snapshot.py has read: extents, index, and unfinished reservations. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache_proto.types import MIN_HASH_BYTES, REF_BYTES, GroupSpec, Verdict
 from kvcache_server.core.extent import Extent
 from kvcache_server.core.index import GONE, HIDDEN, UNQUEUED, Account, Block, Grant, Group, Reservation
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.recovery import Snapshot
+from kvcache_server.core.recovery.snapshot import Snapshot
 from kvcache_server.core.registry import Registry
 from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.sessions import Engine, Namespace
