@@ -5,6 +5,7 @@ A message at the door is preceded by its length, as four bytes in little-endian 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -13,7 +14,7 @@ from kvcache_proto import __version__
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
 from kvcache_proto.endpoint import closed_folder, door_path
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, VersionMismatch, from_wire
-from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, DoorMessage, Error, Welcome
+from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, DoorMessage, Error, Hello, Welcome
 
 LENGTH = struct.Struct("<I")
 
@@ -53,6 +54,12 @@ def frame(message: DoorMessage) -> bytes:
     """Return `message` with its length in front."""
     body = encode(message)
     return LENGTH.pack(len(body)) + body
+
+
+def send_hello(door: socket.socket, hello: Hello) -> None:
+    """Send `hello`. If the daemon has closed the connection before, its last message says why: read that next."""
+    with contextlib.suppress(BrokenPipeError):
+        door.sendall(frame(hello))
 
 
 def missing(received: bytes | bytearray) -> int:

@@ -109,7 +109,7 @@ class AdminClient:
         return number
 
     def _shake_hands(self, hello: Hello) -> Welcome:
-        self._door.sendall(door.frame(hello))
+        door.send_hello(self._door, hello)
         received = b""
         while wanted := door.missing(received):
             data, descriptors, _, _ = socket.recv_fds(self._door, wanted, 2)

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from kvcache_client import Session, Unavailable
+from kvcache_proto import door
 from kvcache_proto.codec import encode
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import BadFrame, NotPermitted, RegionError, VersionMismatch
 from kvcache_proto.messages import Error, Welcome
 from kvcache_proto.types import PoolGeometry
+from kvcache_server.admin_client import AdminClient
 
 
 def test_nobody_there_is_said_with_its_cure(short_folder: Path) -> None:
@@ -36,33 +38,40 @@ def test_no_permission_is_said(daemon: Any) -> None:
         "try: Session.connect(sys.argv[1], engine='e1')\n"
         "except NotPermitted as error: print(error)\n"
     )
-    door = door_path(daemon.endpoint)
-    os.chmod(os.path.dirname(door), 0o755)
+    path = door_path(daemon.endpoint)
+    os.chmod(os.path.dirname(path), 0o755)
     ended = subprocess.run(
-        [sys.executable, "-c", program, daemon.endpoint, door], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", program, daemon.endpoint, path], capture_output=True, text=True, timeout=30
     )
     assert "permission" in ended.stdout, ended.stderr
 
 
 class StrangeDoor:
-    """A door that answers every visitor with `message` and `descriptors` descriptors."""
+    """A door that answers one visitor with `message` and `descriptors` descriptors; if `hasty`, before its hello."""
 
-    def __init__(self, endpoint: str, message: Welcome | Error | bytes, descriptors: int) -> None:
+    def __init__(
+        self, endpoint: str, message: Welcome | Error | bytes, descriptors: int = 0, hasty: bool = False
+    ) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(door_path(endpoint))
         self._listener.listen()
         self._frame = message if isinstance(message, bytes) else encode(message)
         self._descriptors = [0] * descriptors
+        self._hasty = hasty
+        self.closed = threading.Event()  # the connection
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         connection, _ = self._listener.accept()
         with connection:
-            connection.recv(4096)
+            if not self._hasty:
+                connection.recv(4096)
             framed = struct.pack("<I", len(self._frame)) + self._frame
             socket.send_fds(connection, [framed], self._descriptors)
-            connection.recv(1)
+            if not self._hasty:
+                connection.recv(1)
+        self.closed.set()
 
     def close(self) -> None:
         self._thread.join(10)
@@ -88,11 +97,34 @@ def test_a_strange_daemon_is_refused_by_name(
     short_folder: Path, message: Any, descriptors: int, error: type[Exception], match: str | None
 ) -> None:
     endpoint = f"ipc://{short_folder}/kv.sock"
-    door = StrangeDoor(endpoint, message, descriptors)
+    strange = StrangeDoor(endpoint, message, descriptors)
     before = len(os.listdir("/proc/self/fd"))
     try:
         with pytest.raises(error, match=match):
             Session.connect(endpoint, engine="e1")
     finally:
-        door.close()
+        strange.close()
     assert len(os.listdir("/proc/self/fd")) <= before, "no descriptor is kept"
+
+
+def connect_session(endpoint: str) -> None:
+    Session.connect(endpoint, engine="e1")
+
+
+@pytest.mark.parametrize("connect", [connect_session, AdminClient])
+def test_a_refusal_that_came_before_the_hello_gives_its_reason(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch, connect: Any
+) -> None:
+    endpoint = f"ipc://{short_folder}/kv.sock"
+    strange = StrangeDoor(endpoint, Error(0, "unavailable", "no complete hello within 5 s"), hasty=True)
+
+    def stall(connection: socket.socket, endpoint: str, connect: Any = door.connect) -> None:
+        connect(connection, endpoint)
+        assert strange.closed.wait(10)  # a busy host
+
+    monkeypatch.setattr(door, "connect", stall)
+    try:
+        with pytest.raises(Unavailable, match="no complete hello"):
+            connect(endpoint)
+    finally:
+        strange.close()

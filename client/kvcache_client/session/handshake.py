@@ -66,7 +66,7 @@ def knock(
         check_server(connection, endpoint, server_uids)
         resume, secret = (last.session, last.token) if last else (0, b"")
         hello = Hello(PROTOCOL_VERSION, engine, label, f"python/{__version__}", resume, secret)
-        connection.sendall(door.frame(hello))
+        door.send_hello(connection, hello)
         welcome = door.read_welcome(_read_frame(connection, received, until, interrupt))
         if len(received) != _DESCRIPTORS:
             raise BadFrame(f"{len(received)} descriptors with the welcome: {_DESCRIPTORS} expected")

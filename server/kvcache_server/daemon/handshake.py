@@ -32,7 +32,7 @@ from kvcache_server.transport.sockets import Listener, Peer, SocketFile
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS = 2.0
+HANDSHAKE_SECONDS = 5.0  # a client on a busy host may not run for seconds after it has connected
 LEAVE_SECONDS = 0.1  # an exiting process whose request connection has closed closes its door within this time
 MAX_HANDSHAKES = 128  # at the same time
 LINES_A_MINUTE = 20  # log lines about refusals of one user; every refusal is counted
@@ -136,7 +136,7 @@ class Door:
             )
 
     def _time_out(self, connection: DoorConnection) -> None:
-        self._refuse(connection, BadFrame(f"no complete hello within {HANDSHAKE_SECONDS} s"))
+        self._refuse(connection, Unavailable(f"no complete hello within {HANDSHAKE_SECONDS:g} s: try again"))
 
     def _receive(self, connection: DoorConnection) -> None:
         try:
