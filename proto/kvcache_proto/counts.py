@@ -32,6 +32,10 @@ _SAVES = """
     saves_of_odd_places saves_refused saves_unavailable settles_of_another_region settles_refused settles_sent_again
     settles_unanswered stale_attaches stale_detaches stale_settles stale_tells refused_unavailable
 """
+_HINTS = """
+    hints_invalid hints_too_long hints_uncacheable hints_unsaid retain_refused_count retain_refused_other
+    retain_refused_quota
+"""
 _COPIES = """
     blocks_corrupt blocks_verified canary_checked canary_failed canary_lost canary_mismatches canary_requests
     canary_skipped distrusts_unsaid drains_cut_short load_blocks_failed load_ends_failed load_us loaded_bytes
@@ -42,5 +46,5 @@ _REFUSED = [f"{what}_{why.name.lower()}" for what in ("refused", "saves") for wh
 _VERDICTS = [f"verdict_{verdict.name.lower()}" for verdict in Verdict]
 
 CLIENT_COUNTS = frozenset(
-    [*_CONNECTION.split(), *_LOOKUPS.split(), *_SAVES.split(), *_COPIES.split(), *_REFUSED, *_VERDICTS]
+    [*_CONNECTION.split(), *_LOOKUPS.split(), *_SAVES.split(), *_HINTS.split(), *_COPIES.split(), *_REFUSED, *_VERDICTS]
 )

@@ -12,7 +12,7 @@ import msgspec
 
 from kvcache_proto.counts import MAX_NAMES
 from kvcache_proto.text import escaped
-from kvcache_proto.types import MAX_HASHES, MAX_NAME, MAX_SHARDS, NamespaceSpec, PoolGeometry
+from kvcache_proto.types import MAX_HASH_BYTES, MAX_HASHES, MAX_NAME, MAX_SHARDS, NamespaceSpec, PoolGeometry
 
 PROTOCOL_VERSION = 2
 OLDEST_VERSION = 1
@@ -20,6 +20,9 @@ OLDEST_VERSION = 1
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # the daemon remembers it, so it is bounded when it is read
 Most = msgspec.Meta(max_length=MAX_HASHES)  # reading the millions that fit into a frame would block the daemon
 MAX_RUNS, MAX_NOTES = 16_384, 4096  # per message: reading one takes as long as many hashes
+MAX_RETAINED = 16_384  # blocks per retention: they are looked up again at once whenever some of them are stored
+MAX_SECONDS = 30 * 86_400.0  # of a retention
+LEAST_PRIORITY, PRIORITY, MOST_PRIORITY = 1, 35, 100
 Shards = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SHARDS)]
 # Twice as many as a request may have, so that the error for one too many can contain the request's id.
 Hashes = Annotated[list[bytes], msgspec.Meta(max_length=2 * MAX_HASHES)]
@@ -173,6 +176,71 @@ class Remark(msgspec.Struct, tag="remark", array_like=True):
     group: int = 0
 
 
+class Retain(msgspec.Struct, tag="retain", array_like=True):
+    """Keep `hashes`, a chain from its root on, from being evicted for `seconds`, within the engine's quota.
+
+    Blocks that are not cached yet are kept once they are. Where not all fits, those of a lower `priority` give way.
+    `request` is the engine's name for the request that asks, for a later `Why`.
+    """
+
+    id: int
+    token: bytes
+    namespace: int
+    hashes: Hashes
+    seconds: float
+    priority: int = PRIORITY
+    group: int = 0
+    request: Name = ""
+
+
+class Drop(msgspec.Struct, tag="drop", array_like=True):
+    """Nobody needs the end of the chain `hashes` again: those of its blocks that nobody shares are evicted first.
+
+    The first `after` blocks stay as they are.
+    """
+
+    id: int
+    token: bytes
+    namespace: int
+    hashes: Hashes
+    after: int = 0
+    group: int = 0
+    request: Name = ""
+
+
+class Pin(msgspec.Struct, tag="pin", array_like=True):
+    """For operators: keep `hashes`, a chain from its root on, until `Unpin`. `namespace` is an id."""
+
+    id: int
+    token: bytes
+    namespace: str
+    hashes: Hashes
+    group: int = 0
+    label: Name = ""
+
+
+class Unpin(msgspec.Struct, tag="unpin", array_like=True):
+    """For operators: end the pin with that number, or all pins if it is 0."""
+
+    id: int
+    token: bytes
+    pin: int = 0
+
+
+class Chain(msgspec.Struct, tag="chain", array_like=True):
+    """For operators: ask for the hashes of a request's prompt, or of the cached chain that ends in a block.
+
+    Either `request` is the name of a request, or a part that no other name contains; or `hash` is a block's hash, or
+    its last bytes, at least 8. `namespace` is an id, "" for any. It has lower priority, as Stats has.
+    """
+
+    id: int
+    token: bytes
+    request: Name = ""
+    hash: Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BYTES)] = b""
+    namespace: str = ""
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True):
     id: int
     token: bytes
@@ -300,6 +368,52 @@ class Distrusted(msgspec.Struct, tag="distrusted", array_like=True):
     writers: list[tuple[str, int]]
 
 
+class Retained(msgspec.Struct, tag="retained", array_like=True):
+    """`blocks` of the chain are kept from now on; `refused` says why no more of the cached ones are, "" if all are."""
+
+    id: int
+    blocks: int
+    refused: str = ""
+
+
+class Dropped(msgspec.Struct, tag="dropped", array_like=True):
+    """`blocks` are evicted before all others."""
+
+    id: int
+    blocks: int
+
+
+class Pinned(msgspec.Struct, tag="pinned", array_like=True):
+    """`pin` is the number of the pin; `blocks` of its chain are cached, and kept from now on."""
+
+    id: int
+    pin: int
+    blocks: int
+
+
+class Unpinned(msgspec.Struct, tag="unpinned", array_like=True):
+    """`pins` is how many ended."""
+
+    id: int
+    pins: int
+
+
+class Chained(msgspec.Struct, tag="chained", array_like=True):
+    """`matches` are the names of the requests, or the namespaces of the blocks, that were meant, at most ten.
+
+    If there is exactly one, the other fields describe it: `cached` of its `hashes` are cached.
+    """
+
+    id: int
+    matches: list[str]
+    namespace: str = ""
+    model: str = ""
+    group: int = 0
+    block_tokens: int = 0
+    cached: int = 0
+    hashes: list[bytes] = []
+
+
 class Pong(msgspec.Struct, tag="pong", array_like=True):
     id: int
     draining: bool = False
@@ -392,6 +506,11 @@ Request = (
     | Remark
     | Why
     | Watch
+    | Retain
+    | Drop
+    | Pin
+    | Unpin
+    | Chain
 )
 Reply = (
     Attached
@@ -406,6 +525,11 @@ Reply = (
     | Fenced
     | Explained
     | Watched
+    | Retained
+    | Dropped
+    | Pinned
+    | Unpinned
+    | Chained
     | Error
 )
 DoorMessage = Hello | Welcome | Error

@@ -39,10 +39,13 @@ _LATER = {
     "demo": "kvcache_server.commands.demo",
     "doctor": "kvcache_server.doctor",
     "install-service": "kvcache_server.commands.install_service",
+    "pin": "kvcache_server.commands.pins:pin",
+    "pins": "kvcache_server.commands.pins:pins",
     "plan": "kvcache_server.capacity",
     "record": "kvcache_server.commands.record",
     "replay": "kvcache_server.replay",
     "top": "kvcache_server.commands.top",
+    "unpin": "kvcache_server.commands.pins:unpin",
     "why": "kvcache_server.commands.why",
 }
 
@@ -55,7 +58,8 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _LATER:
-            command: click.Command = importlib.import_module(_LATER[cmd_name]).command
+            module, _, name = _LATER[cmd_name].partition(":")
+            command: click.Command = getattr(importlib.import_module(module), name or "command")
             return command
         return super().get_command(ctx, cmd_name)
 

@@ -153,6 +153,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             live=True,
         ),
     ] = 0.5
+    retain_quota: Annotated[
+        float,
+        _doc(
+            "Share of the region that one engine may keep from eviction by hints of its requests; all engines together "
+            "may keep half of the region. 0 refuses these hints.",
+            live=True,
+        ),
+    ] = 0.1
+    operator_quota: Annotated[
+        float, _doc("Share of the region that `kvcache-server pin` may keep from eviction.", live=True)
+    ] = 0.25
     namespace_floor: Annotated[
         float, _doc("Share of the region that each namespace keeps when other namespaces need room.", live=True)
     ] = 0.0
@@ -252,7 +263,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _within("size", self.size, 1, MAX_SIZE)
         if self.extent_size and (self.extent_size < ALIGN or self.extent_size % ALIGN):
             raise ConfigError(f"extent_size {format_size(self.extent_size)}: 0 or a multiple of {format_size(ALIGN)}")
-        for name in ("pin_quota", "write_quota", "namespace_floor", "namespace_ceiling"):
+        for name in (
+            *("pin_quota", "write_quota", "retain_quota", "operator_quota"),
+            *("namespace_floor", "namespace_ceiling"),
+        ):
             _within(name, getattr(self, name), 0, 1)
         if self.namespace_floor > self.namespace_ceiling:
             raise ConfigError(f"namespace_floor {self.namespace_floor}: at most namespace_ceiling")

@@ -74,8 +74,10 @@ class Maker:
             return {self._make(kind.key_type): self._make(kind.value_type) for _ in range(draw.randrange(3))}
         if isinstance(kind, inspect.IntType):
             return draw.choice(INTS) if draw.random() < 0.2 else draw.randrange(4)
+        if isinstance(kind, inspect.FloatType):
+            return draw.choice((0.0, -1.0, 1e300, float("nan"), float("inf"))) if draw.random() < 0.3 else draw.random()
         if isinstance(kind, inspect.BytesType):
-            return draw.randbytes(draw.choice((0, 8, 16, 16, 32, 32, 33)))
+            return draw.randbytes(draw.choice((0, 8, 16, 16, 32, 32, 33)))[: kind.max_length]
         if isinstance(kind, inspect.StrType):
             return draw.choice(TEXTS)[: kind.max_length]
         if isinstance(kind, inspect.BoolType):

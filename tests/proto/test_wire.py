@@ -102,6 +102,22 @@ REQUESTS = [
     ),
     (messages.Why(11, TOKEN, "cmpl-7"), f"94 a3776879 0b {T} a6636d706c2d37"),
     (messages.Watch(12, TOKEN, 5), f"94 a57761746368 0c {T} 05"),
+    (
+        messages.Retain(13, TOKEN, 1, [H1, H2], 3600.0, 80, 0, "r1"),
+        f"99 a672657461696e 0d {T} 01 92 {H1x} {H2x} cb40ac200000000000 50 00 a27231",
+    ),
+    (
+        messages.Retain(13, TOKEN, 1, [H1], 0.5),
+        f"99 a672657461696e 0d {T} 01 91 {H1x} cb3fe0000000000000 23 00 a0",
+    ),
+    (messages.Drop(14, TOKEN, 1, [H1, H2], 1, 0, "r1"), f"98 a464726f70 0e {T} 01 92 {H1x} {H2x} 01 00 a27231"),
+    (
+        messages.Pin(15, TOKEN, "0f3820adcd3cf066", [H1], 0, "sys"),
+        f"97 a370696e 0f {T} b030663338323061646364336366303636 91 {H1x} 00 a3737973",
+    ),
+    (messages.Unpin(16, TOKEN, 3), f"94 a5756e70696e 10 {T} 03"),
+    (messages.Chain(17, TOKEN, "cmpl-7"), f"96 a5636861696e 11 {T} a6636d706c2d37 c400 a0"),
+    (messages.Chain(17, TOKEN, "", H1, "ns"), f"96 a5636861696e 11 {T} a0 {H1x} a26e73"),
 ]
 
 REPLIES = [
@@ -126,6 +142,14 @@ REPLIES = [
     (
         messages.Watched(12, 6, 1, True, [messages.Seen(1500, "e1", "r1", 1, 0, 16, 300, 1, [H1, H2])]),
         f"96 a777617463686564 0c 06 01 c3 91 99 cd05dc a26531 a27231 01 00 10 cd012c 01 92 {H1x} {H2x}",
+    ),
+    (messages.Retained(13, 2, "quota"), "94 a872657461696e6564 0d 02 a571756f7461"),
+    (messages.Dropped(14, 1), "93 a764726f70706564 0e 01"),
+    (messages.Pinned(15, 3, 1), "94 a670696e6e6564 0f 03 01"),
+    (messages.Unpinned(16, 1), "93 a8756e70696e6e6564 10 01"),
+    (
+        messages.Chained(17, ["r1"], "ns", "llama", 0, 16, 1, [H1, H2]),
+        f"99 a7636861696e6564 11 91 a27231 a26e73 a56c6c616d61 00 10 01 92 {H1x} {H2x}",
     ),
     (messages.Error(0, "bad_frame", "x"), "94 a56572726f72 00 a96261645f6672616d65 a178"),
 ]

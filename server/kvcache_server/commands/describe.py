@@ -21,6 +21,7 @@ def describe(stats: dict[str, Any]) -> str:
         f"hits        {ratio(hits, asked)} of {asked:,} blocks asked for, {format_size(found(spaces))} found",
         f"            {needed(stats)}",
         f"copies      {copied(stats)}",
+        *kept(stats.get("hints")),  # not in 0.1.0
         "refusals    " + counts(stats["refusals"]),
         "errors      " + counts(daemon["errors"] | daemon["drops"] | daemon["door_refused"]),
     ]
@@ -73,6 +74,22 @@ def copied(stats: dict[str, Any]) -> str:
     """Return what engines have copied, over all ranks, as far as they have reported it."""
     told = stats.get("told", {})
     return f"{format_size(told.get('loaded_bytes', 0))} loaded, {format_size(told.get('saved_bytes', 0))} saved"
+
+
+def kept(hints: dict[str, Any] | None) -> list[str]:
+    """Return lines on what requests retain and operators pin; nothing if neither was asked for."""
+    if not hints or not (hints["retentions"] or hints["pins"] or hints["refused"] or hints["dropped_blocks"]):
+        return []
+    engines = ", ".join(
+        f"{each['engine'] or 'engines that have ended'} {format_size(each['bytes'])}" for each in hints["engines"]
+    )
+    return [
+        f"retained    {hints['retentions']:,} prompts, {format_size(hints['retained_bytes'])}"
+        f" (each engine may retain {format_size(hints['quota_bytes'])}){': ' if engines else ''}{engines}",
+        f"            not retained: {counts(hints['refused'])}; dropped {hints['dropped_blocks']:,} blocks",
+        f"            {len(hints['pins']):,} pins of operators, {format_size(hints['pinned_bytes'])}"
+        f" of {format_size(hints['pin_quota_bytes'])} that they may pin",
+    ]
 
 
 def found(spaces: Iterable[dict[str, Any]]) -> int:

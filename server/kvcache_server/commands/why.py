@@ -30,6 +30,8 @@ CAUSES = {
     "namespace_ceiling": "evicted {ages} earlier: the namespace had reached its ceiling, and engine {engine} saved "
     "other blocks",
     "resize": "evicted {ages} earlier: an operator shrank the pool",
+    "dropped": "evicted {ages} earlier, before all others, because a request had said that nobody needs them again; to "
+    "make room for blocks that engine {engine} saved{where}",
     "cleared": "cleared {ages} earlier by an operator ({engine})",
     "corrupt": "invalidated {ages} earlier: engine {engine} found that their bytes were not those that were stored",
     "different": "invalidated {ages} earlier: engine {engine} computed something else in a canary check",
@@ -47,6 +49,10 @@ CAUSES = {
     "save_prompt": "never saved: generated tokens, and engine {engine} saves only those of prompts (save: prompt)",
     "given_away": "not saved: {ages} earlier engine {engine} reused their device memory before the daemon answered",
     "paused": "not saved: {ages} earlier engine {engine} had just been refused, and had stopped asking for a while",
+    "drop": "not saved: the request said that they are used once (drop, or done)",
+    "retain_quota": "not retained, although the request asked for it: engine {engine} had used up its retain_quota",
+    "retain_count": "not retained, although the request asked for it: engine {engine} retains too many prompts",
+    "retain_gave_way": "not retained any longer: an engine below its floor needed room",
     "weights": "not saved by engine {engine}: its weights changed during the request, {ages} earlier",
     # Nothing is known about them.
     "elsewhere": "cached in another namespace, {where_else}",
@@ -75,6 +81,7 @@ NOTES = {
     "refused": "the daemon refused the lookup: see the engine's log",
     "came": "blocks that were being written or withheld were available after a short wait",
 }
+_RETAINED = {"retain_quota", "retain_count", "retain_gave_way"}  # notes of the daemon itself
 BEGAN = {
     "fresh": "serve --fresh discarded the previous cache",
     "not_kept": "keep is false, so nothing outlives a daemon",
@@ -139,10 +146,12 @@ def _explained(told: dict[str, Any], memory: dict[str, Any]) -> list[str]:
     width = max((len(_blocks(run)) for run in told["runs"]), default=0)
     lines += [f"  {_blocks(run).ljust(width)}  {_sentence(run, told, memory)}" for run in told["runs"]]
     for note in told["notes"]:
-        saved = f" ({note['blocks']:,} blocks not saved)" if note["blocks"] else ""
+        saved = f" ({note['blocks']:,} blocks{'' if note['cause'] in _RETAINED else ' not saved'})"
+        saved = saved if note["blocks"] else ""
         why = CAUSES.get(note["cause"], note["cause"]) if note["blocks"] else NOTES.get(note["cause"], note["cause"])
         why = why.format(engine=told["engine"], ages=_age(note["age_s"]), own=told["engine"])
-        lines.append(f"  reported by the engine {_age(note['age_s'])} ago: {why}{saved}")
+        by = "" if note["cause"] in _RETAINED else "reported by the engine "
+        lines.append(f"  {by}{_age(note['age_s'])} ago: {why}{saved}")
     return lines
 
 

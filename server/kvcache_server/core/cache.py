@@ -28,6 +28,7 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.registry import Registry
 from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.resizing import Resizing
+from kvcache_server.core.retention import Retentions
 from kvcache_server.core.sampling import keyed_draw
 from kvcache_server.core.sessions import NOBODY, Engine, Session
 from kvcache_server.core.slices import Chores, Result, Steps, begin, finish
@@ -85,9 +86,11 @@ class Cache:
             *(self.pool, self.eviction, self.lookups, self.reservations, self.counters, self.effects)
         )
         self.resizing = Resizing(self.pool, self.eviction, self.effects)
+        self.retentions = Retentions(self.pool, self.eviction, self.namespaces, limits, self.effects)
+        self.eviction.give_way = self.retentions.give_way
         self.limits = limits
         self._grace_until = 0.0
-        self._freeing = False
+        self._freeing = self._retaining = False
         self._handlers: dict[type, Any] = {
             m.Acquire: self.lookups.acquire,
             m.Release: self.lookups.release,
@@ -100,6 +103,10 @@ class Cache:
             m.Clear: self._clear,
             m.Restate: self._restate,
             m.Fence: self._fence,
+            m.Retain: self._retain,
+            m.Drop: self._drop,
+            m.Pin: self._pin,
+            m.Unpin: self._unpin,
         }
 
     def keep_checksums(self, checksums: Checksums) -> None:
@@ -109,7 +116,7 @@ class Cache:
     def set_limits(self, limits: Limits) -> None:
         """Apply `limits` from now on. What already exceeds them stays, but does not grow."""
         self.limits = self.registry.limits = limits
-        for part in (self.eviction, self.lookups, self.reservations):
+        for part in (self.eviction, self.lookups, self.reservations, self.retentions):
             part.set_limits(limits)
 
     # Requests.
@@ -143,7 +150,25 @@ class Cache:
         return self._for(session, now, self.reservations.settle(session, request))
 
     def _distrust(self, session: Session, request: m.Distrust, now: float) -> m.Distrusted | Steps[m.Distrusted]:
-        return self._for(session, now, self.invalidation.distrust(session, request))
+        return self._for(session, now, self._distrusting(session, request))
+
+    def _distrusting(self, session: Session, request: m.Distrust) -> Steps[m.Distrusted]:
+        try:
+            return (yield from self.invalidation.distrust(session, request))
+        finally:
+            self.retentions.doubted = True
+
+    def _retain(self, session: Session, request: m.Retain, now: float) -> m.Retained | Steps[m.Retained]:
+        return self._for(session, now, self.retentions.retain(session, request, now))
+
+    def _drop(self, session: Session, request: m.Drop, now: float) -> m.Dropped:
+        return self.retentions.drop(session, request)
+
+    def _pin(self, session: Session, request: m.Pin, now: float) -> m.Pinned | Steps[m.Pinned]:
+        return self._for(session, now, self.retentions.pin(self.registry.by_id, session, request))
+
+    def _unpin(self, session: Session, request: m.Unpin, now: float) -> m.Unpinned:
+        return self.retentions.unpin(session, request)
 
     def _attach(self, session: Session, request: m.Attach, now: float) -> m.Attached:
         return self.registry.attach(session, request)
@@ -179,6 +204,8 @@ class Cache:
 
     def _end(self, engine: Engine, session: int, now: float) -> Steps[None]:
         yield from self.reservations.writer_ended(engine, session, now)
+        if not (engine.sessions or engine.disconnected):
+            yield from self.retentions.engine_ended(engine.name)
         self.registry.prune()
 
     def abandon(self, session: int, reservation: int, now: float) -> None:
@@ -212,7 +239,17 @@ class Cache:
             self.eviction.frozen = False
         if not self._freeing:
             self.chores.do(self._free(now))
+        if not self._retaining:
+            self.chores.do(self.effects.on_behalf(Actor(now), self._retain_on(now)))
         uncover_all(engine.pins for engine in self.engines.values())
+        uncover_all(owner.pins for owner in self.retentions.owners())
+
+    def _retain_on(self, now: float) -> Steps[None]:
+        self._retaining = True
+        try:
+            yield from self.retentions.tick(now)
+        finally:
+            self._retaining = False
 
     def _free(self, now: float) -> Steps[None]:
         self._freeing = True
@@ -230,6 +267,7 @@ class Cache:
         parts = (self.pool, self.registry, self.reservations, self.counters)
         Restoration(snapshot, *parts, now, self.limits.quarantine).run()
         self.resizing.wanted = snapshot.manifest.wanted
+        self.retentions.restore(snapshot.manifest.pins)
         self.set_limits(self.limits)  # the pool may be smaller than the region
         sessions = snapshot.manifest.sessions
         living = {number: sessions[number] for number in snapshot.living}
@@ -240,6 +278,7 @@ class Cache:
         )
         self.effects.records += map(SessionEnded, sessions.keys() - snapshot.living)
         self.registry.prune()
+        finish(self.retentions.tick(now))
 
     def await_sessions(self, sessions: dict[int, Engine], users: Mapping[int, int], now: float) -> None:
         """Evict nothing until `sessions`, of the last epoch, have restated what they hold, or the grace period is over.
@@ -288,6 +327,7 @@ class Cache:
             )
         accounts = self.eviction.fair_share.accounts
         chosen = [each for each in accounts if only is None or each.group.namespace == only.number]
+        self.retentions.clear(only.number if only is not None else None)
         cleared = yield from self.effects.on_behalf(Actor(now, by), self.eviction.clear(chosen))
         for each in list(self.namespaces.values()) if only is None else [only]:
             if each.number in self.namespaces and not any(group.visible for group in each.groups):
@@ -307,6 +347,8 @@ class Cache:
         extent = yield from self.effects.on_behalf(Actor(now), self.resizing.shrink())
         if extent is not None:
             self.set_limits(self.limits)
+        elif 0 < self.resizing.wanted < self.pool.capacity:
+            self.retentions.end_weakest()  # it may be what keeps an extent in use
         return extent
 
     def shrink(self, now: float) -> int | None:

@@ -53,6 +53,16 @@ class Refused(msgspec.Struct, gc=False):
     actor: Actor
 
 
+class Hinted(msgspec.Struct, gc=False):
+    """`blocks` that the `request` of an engine asked to retain are not retained, or no longer, for `cause`."""
+
+    at: float
+    engine: str
+    request: str
+    cause: str
+    blocks: int
+
+
 class NamespaceOpened(msgspec.Struct, gc=False):
     """A session has attached a new namespace."""
 
@@ -79,7 +89,7 @@ class SessionGone(msgspec.Struct, gc=False):
 
 NO_LOT = -1  # for a block that is in no sample
 
-Change = Shown | Gone | Refused | NamespaceOpened | NamespaceClosed | NamespaceEmptied | SessionGone
+Change = Shown | Gone | Refused | Hinted | NamespaceOpened | NamespaceClosed | NamespaceEmptied | SessionGone
 
 
 class Effects:

@@ -131,13 +131,26 @@ class Account:
     SPARE, and a change takes no longer if there are millions of entries.
     """
 
-    __slots__ = ("bytes", "ceiling", "clearing", "engine", "group", "hit_bytes", "live", "order", "stale", "swept")
+    __slots__ = (
+        "bytes",
+        "ceiling",
+        "clearing",
+        "engine",
+        "floor",
+        "group",
+        "hit_bytes",
+        "live",
+        "order",
+        "stale",
+        "swept",
+    )
 
     def __init__(self, engine: str, group: Group) -> None:
         self.engine = engine
         self.group = group
         self.bytes = 0
         self.ceiling = 0  # 0: none
+        self.floor = 0.0  # bytes that hints of engines do not take from it
         self.hit_bytes = 0.0  # bytes that lookups found here, decaying
         self.live = True
         self.order: list[Block] = []  # a heap

@@ -10,6 +10,8 @@ from kvcache_proto.region import DOOMED, FREE, READY, WRITING
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.extent import Extent
 from kvcache_server.core.index import GONE, HIDDEN, SPARE, UNQUEUED, Block, Group
+from kvcache_server.core.pins import Lease
+from kvcache_server.core.retention import MOST, MOST_OF_ONE, NAMES, NAMES_OF_ONE
 from kvcache_server.core.slices import LOOK, STEP, Steps, finish
 
 _FEW = 10_000  # microseconds that the whole check may take while requests wait
@@ -23,6 +25,8 @@ def check_integrity(cache: Cache) -> None:
         for lease in session.leases.values():
             pins[id(lease.block)] = pins.get(id(lease.block), 0) + 1
             assert lease.block.visible and lease.block.pins > 0, "a lease on a block that is not visible"
+    for lease in _check_retentions(cache):
+        pins[id(lease.block)] = pins.get(id(lease.block), 0) + 1
     for block in cache.holds.blocks.values():
         if block.pins != GONE:
             pins[id(block)] = pins.get(id(block), 0) + 1
@@ -35,6 +39,28 @@ def check_integrity(cache: Cache) -> None:
         for group in namespace.groups:
             _check_group(cache, group, pins, living)
     _check_all_slots(cache, living)
+
+
+def _check_retentions(cache: Cache) -> list[Lease]:
+    """Check what is retained and pinned, and return the leases that hold it."""
+    retentions = cache.retentions
+    leases: list[Lease] = []
+    for owner in retentions.owners():
+        mine = [each.lease for each in owner.retentions.values() if each.lease is not None]
+        owner.pins.check(mine)
+        leases += mine
+        assert owner.names == sum(len(each.names) for each in owner.retentions.values())
+        assert len(owner.retentions) <= MOST_OF_ONE and owner.names <= NAMES_OF_ONE, "more retentions than allowed"
+    every = retentions.all()
+    assert len(every) <= MOST and sum(len(each.names) for each in every) <= NAMES, "more retentions than allowed"
+    assert {each.number: each for each in every if each.held < each.wanted} == retentions.waiting
+    for each in every:
+        assert (each.lease is None) == (each.held == 0) and each.held <= each.wanted <= len(each.names)
+        if each.lease is not None:
+            assert each.lease.block.visible and each.lease.block.hash == each.names[each.held - 1]
+            assert each.owner is retentions.operator or retentions.gives_way(each), "a retention that never gives way"
+            assert retentions.doubted or cache.invalidation.waiting or each.sound, "retains what is distrusted"
+    return leases
 
 
 def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[int, Block]) -> None:
@@ -132,6 +158,9 @@ def audit(cache: Cache) -> Steps[None]:
         for lease in session.leases.values():
             assert lease.block.visible and lease.block.pins > 0, "a lease on a block that is not visible"
         yield
+    for each in cache.retentions.all():
+        assert each.lease is None or (each.lease.block.visible and each.lease.block.pins > 0), "retains what is hidden"
+    yield
     for engine in list(cache.engines.values()):
         written = sum(each.unsettled * each.group.slot_bytes for each in engine.reservations.values())
         assert engine.writing == written, f"engine {engine.name} writes {engine.writing}, not {written}"

@@ -94,6 +94,20 @@ class ExtentRetired(msgspec.Struct, tag="extent-gone", array_like=True, frozen=T
     index: int
 
 
+class PinMade(msgspec.Struct, tag="pin", array_like=True, frozen=True):
+    """An operator has pinned a chain of blocks of a namespace, both by number."""
+
+    number: int
+    namespace: int
+    group: int
+    hashes: list[bytes]
+    label: str = ""
+
+
+class PinEnded(msgspec.Struct, tag="pin-gone", array_like=True, frozen=True):
+    number: int
+
+
 Record = (
     Began
     | NamespaceMade
@@ -105,6 +119,8 @@ Record = (
     | WritersNumbered
     | Resized
     | ExtentRetired
+    | PinMade
+    | PinEnded
 )
 _decoder = msgspec.msgpack.Decoder(Record)
 _encoder = msgspec.msgpack.Encoder()
@@ -122,6 +138,7 @@ class Manifest:
         self.writers: dict[int, tuple[int, ...]] = {}
         self.wanted = 0  # requested size of the pool in bytes; 0: the whole region
         self.retired: set[int] = set()
+        self.pins: dict[int, PinMade] = {}
         self.last_namespace = self.last_engine = self.last_session = self.last_writers = 0
 
     def apply(self, record: Record) -> None:
@@ -157,6 +174,10 @@ class Manifest:
                 self.wanted = record.bytes
             case ExtentRetired():
                 self.retired.add(record.index)
+            case PinMade():
+                self.pins[record.number] = record
+            case PinEnded():
+                self.pins.pop(record.number, None)
 
     def records(self, daemon: str = "") -> Iterator[Record]:
         """Yield the fewest records that result in this manifest."""
@@ -172,6 +193,7 @@ class Manifest:
         if self.wanted:
             yield Resized(self.wanted)
         yield from map(ExtentRetired, self.retired)
+        yield from self.pins.values()
 
 
 def pack(record: Record) -> bytes:

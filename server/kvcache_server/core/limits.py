@@ -12,6 +12,8 @@ class Limits(msgspec.Struct, frozen=True):
 
     pin_quota: float = 0.25
     write_quota: float = 0.5
+    retain_quota: float = 0.1
+    operator_quota: float = 0.25
     supersede_after: float = 2.0
     quarantine: float = 10.0
     grace: float = 10.0

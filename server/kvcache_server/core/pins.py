@@ -64,6 +64,17 @@ class Pins:
         """Whether no block remains to be uncovered."""
         return not self._over
 
+    @property
+    def exact(self) -> bool:
+        """Whether `bytes` is exact: all chains are covered, and nothing remains to be uncovered."""
+        return not self._loose and not self._over
+
+    def tighten(self, steps: int = STEPS) -> None:
+        """Take at most `steps` steps towards exact `bytes`."""
+        steps = self.uncover(steps)
+        while steps and self._loose:
+            steps = self._cover(steps)
+
     def add(self, number: int, lease: Lease) -> None:
         """Count a new lease. Its cover, if it has one, was returned by `fit` just now."""
         self.bytes += lease.bytes

@@ -63,7 +63,7 @@ class Registry:
         if own >= limits.user_sessions and user != NOBODY and not is_operator:
             raise NotPermitted(f"uid {user} has {own} sessions: max_user_sessions is {limits.user_sessions}")
         self.last_session += 1
-        self._enter(Session(self.last_session, self.engine(engine), label, now, user))
+        self._enter(Session(self.last_session, self.engine(engine), label, now, user, is_operator))
         return self.last_session
 
     def resume(self, number: int, label: str, now: float, user: int = NOBODY) -> None:

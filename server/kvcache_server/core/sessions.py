@@ -109,11 +109,14 @@ class Users:
 
 
 class Session:
-    __slots__ = ("attached", "engine", "id", "label", "leases", "may_restate", "opened", "user")
+    __slots__ = ("attached", "engine", "id", "is_operator", "label", "leases", "may_restate", "opened", "user")
 
-    def __init__(self, number: int, engine: Engine, label: str, opened: float, user: int = NOBODY) -> None:
+    def __init__(
+        self, number: int, engine: Engine, label: str, opened: float, user: int = NOBODY, is_operator: bool = False
+    ) -> None:
         self.id = number
         self.user = user
+        self.is_operator = is_operator
         self.engine = engine
         self.label = label
         self.opened = opened

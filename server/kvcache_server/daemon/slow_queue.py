@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcache_proto.errors import Unavailable
-from kvcache_proto.messages import Stats, Why
+from kvcache_proto.messages import Chain, Stats, Why
 from kvcache_server.core.slices import SLICE_SECONDS, Result, Steps, advance
 from kvcache_server.duty_cycle import DutyCycle
 
-SLOW = (Stats, Why)
+SLOW = (Stats, Why, Chain)
 SHARE = 0.1  # of the loop's time
 
 

@@ -27,6 +27,7 @@ _POOL_STATES = ("ready", "writing", "quarantined", "free", "overhead")
 _DEDUPLICATED = {Refusal.PRESENT.name.lower(): "cached", Refusal.IN_FLIGHT.name.lower(): "in_flight"}
 # Shown before they occur: the first occurrence is then a rise from 0, which an alert sees.
 _REFUSED = (*(each.name.lower() for each in Refusal if each > Refusal.IN_FLIGHT), "leases")
+_UNRETAINED = ("quota", "count", "gave_way")
 _DROPS = ("peer_gone", "peer_slow")
 _TURNED_AWAY = ("attach_rate", "bad_frame", "not_permitted", "unavailable", "version_mismatch")
 _CUTS = ("bad_protocol", "crowded_out", "not_permitted")  # of connections to the wire and to KV events
@@ -56,6 +57,7 @@ class _Figures(Collector):
         yield from _pool(stats, stats["pool"])
         yield from _namespaces(stats["namespaces"])
         yield from _lookups(stats)
+        yield from _hints(stats["hints"])
         yield from _told(stats["told"])
 
 
@@ -179,6 +181,18 @@ def _lookups(stats: Mapping[str, Any]) -> Iterator[Metric]:
     yield _counter("wrong_blocks", "Blocks that did not hold what was stored, by finding", wrong, "finding")
     events = {key: n for key, n in counters.items() if key not in _TOLD}
     yield _counter("events", "Everything else that the daemon counts", events, "event")
+
+
+def _hints(hints: Mapping[str, Any]) -> Iterator[Metric]:
+    """What requests have said of their blocks, and what operators have pinned."""
+    kept = {"request": hints["retained_bytes"], "operator": hints["pinned_bytes"]}
+    yield _gauge("kept_bytes", "Bytes kept from eviction: retained by requests, or pinned by operators", kept, "by")
+    counts = {"request": hints["retentions"], "operator": len(hints["pins"])}
+    yield _gauge("kept_prompts", "Prompts kept from eviction, or their beginnings", counts, "by")
+    refused = dict.fromkeys(_UNRETAINED, 0) | hints["refused"]
+    doc = "Blocks that requests asked to retain, and that are not retained or no longer, by reason"
+    yield _counter("unretained_blocks", doc, refused, "reason")
+    yield _counter("dropped_blocks", "Blocks that requests gave up for eviction", hints["dropped_blocks"])
 
 
 def _told(told: Mapping[str, int]) -> Iterator[Metric]:

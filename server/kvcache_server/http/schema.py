@@ -111,6 +111,42 @@ class Away(msgspec.Struct):
     reservations: Count
 
 
+class Retainer(msgspec.Struct):
+    """What the requests of one engine have retained."""
+
+    engine: Annotated[str, _doc("Empty for all engines that have ended")]
+    retentions: Count
+    bytes: Count
+    last_ends_s: float
+
+
+class Pin(msgspec.Struct):
+    """A prompt that an operator has pinned."""
+
+    pin: Annotated[Count, _doc("Its number")]
+    label: str
+    namespace: str
+    blocks: Annotated[Count, _doc("Blocks that are cached, and kept")]
+    wanted: Annotated[Count, _doc("Blocks of the prompt")]
+    bytes: Count
+
+
+class Hints(msgspec.Struct):
+    """What requests of engines have said of their blocks, and what operators have pinned."""
+
+    retained_bytes: Annotated[Count, _doc("Bytes that hints of requests keep from eviction")]
+    retentions: Count
+    waiting: Annotated[Count, _doc("Retentions and pins with blocks that are not cached")]
+    quota_bytes: Annotated[Count, _doc("Bytes that one engine may retain")]
+    pinned_bytes: Annotated[Count, _doc("Bytes that pins keep from eviction")]
+    pin_quota_bytes: Annotated[Count, _doc("Bytes that pins may keep")]
+    dropped_blocks: Annotated[Count, _doc("Blocks that requests gave up for eviction")]
+    refused: Annotated[Counts, _doc("Blocks that were not retained, or no longer, by reason")]
+    ended: Annotated[Counts, _doc("Retentions and pins that ended, by cause")]
+    engines: Annotated[list[Retainer], _doc("Those that retain most")]
+    pins: list[Pin]
+
+
 class Integrity(msgspec.Struct):
     """Checks of the invariants."""
 
@@ -157,6 +193,7 @@ class Status(msgspec.Struct):
     life: Annotated[Count, _doc("How many daemons have served this region, this one included")]
     evictions: Annotated[Counts, _doc("Blocks, by cause")]
     evicted_unread: Annotated[Count, _doc("Evicted blocks that no lookup had found")]
+    hints: Hints
     refusals: Annotated[Counts, _doc("Blocks that were neither granted nor given out, by reason")]
     counters: Counts
     told: Annotated[Counts, _doc("Sums of what clients count; loaded_bytes and saved_bytes are counted by ranks")]

@@ -1,6 +1,6 @@
 """What the daemon knows about its work beyond the cache's state, from the changes that the core reports. Pure.
 
-It answers the requests that ask about the cache and change nothing in it: Stats, Why, Watch, Remark and Tell.
+It answers the requests that ask about the cache and change nothing in it: Stats, Why, Chain, Watch, Remark and Tell.
 """
 
 from __future__ import annotations
@@ -10,13 +10,23 @@ from typing import Any
 
 from kvcache_proto import messages as m
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.effects import NO_LOT, Change, Gone, NamespaceClosed, NamespaceOpened, Refused, SessionGone
+from kvcache_server.core.effects import (
+    NO_LOT,
+    Change,
+    Gone,
+    Hinted,
+    NamespaceClosed,
+    NamespaceOpened,
+    Refused,
+    SessionGone,
+)
 from kvcache_server.core.sampling import sampled_every
 from kvcache_server.core.slices import Steps, begin, finish
+from kvcache_server.insight.chains import Chains
 from kvcache_server.insight.explanations import Explanations, kept_back
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.lookup_tap import LookupTap
-from kvcache_server.insight.miss_log import Lookup, MissLog
+from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.stats import Report
 from kvcache_server.insight.telemetry import Telemetry
@@ -25,7 +35,7 @@ from kvcache_server.insight.telemetry import Telemetry
 class Insight:
     """Follows one cache. `requests` are the types of requests that it answers."""
 
-    requests = frozenset({m.Stats, m.Why, m.Watch, m.Remark, m.Tell})
+    requests = frozenset({m.Stats, m.Why, m.Chain, m.Watch, m.Remark, m.Tell})
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -35,6 +45,7 @@ class Insight:
         self.residency = Residency()
         self._infinite: dict[bytes, InfiniteCache] = {}  # by the group's tag
         self._explanations = Explanations(cache, self.misses)
+        self._chains = Chains(cache, self.misses)
         self._report = Report(cache, self.residency, self._infinite, self.telemetry)
         for namespace in cache.namespaces.values():
             self.misses.remember_namespace(namespace.number, namespace.spec)
@@ -57,6 +68,10 @@ class Insight:
                         infinite.add(block.hash, change.lot)
                 case Refused():
                     misses.removed(change.name, change.cause, change.actor)
+                case Hinted():
+                    misses.notes.append(
+                        EngineNote(change.at, change.engine, change.request, change.cause, change.blocks)
+                    )
                 case NamespaceOpened():
                     misses.remember_namespace(change.namespace.number, change.namespace.spec)
                 case NamespaceClosed():
@@ -114,6 +129,8 @@ class Insight:
                 return begin(self._stats(request, now))
             case m.Why():
                 return begin(self._explanations.answer(request, now))
+            case m.Chain():
+                return begin(self._chains.answer(request))
             case m.Watch():
                 return self.tap.since(request, now)
             case m.Remark():

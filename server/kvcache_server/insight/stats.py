@@ -45,6 +45,7 @@ class Report:
             "evictions": dict(self._cache.eviction.evictions),
             "evicted_unread": self._cache.eviction.evicted_unread,
             "refusals": dict(self._cache.refusals),
+            "hints": self._hints(now),
             "told": dict(self._telemetry.total),
             "counters": {**self._cache.counters, "blocks_evicted": self._cache.eviction.evictions.total()},
         }
@@ -167,6 +168,45 @@ class Report:
                 if looks % LOOK == 0:
                     yield
         return found
+
+    def _hints(self, now: float) -> dict[str, Any]:
+        """Return what engines retain and operators pin. O(retentions): a few milliseconds."""
+        retentions = self._cache.retentions
+        owners = [(owner, len(owner.retentions)) for owner in (retentions.former, *retentions.engines.values())]
+        owners.sort(key=lambda pair: -pair[0].pins.bytes)
+        return {
+            "retained_bytes": retentions.retained_bytes,
+            "retentions": sum(count for _, count in owners),
+            "waiting": len(retentions.waiting),
+            "quota_bytes": retentions.quota(retentions.former),
+            "pinned_bytes": retentions.operator.pins.bytes,
+            "pin_quota_bytes": retentions.quota(retentions.operator),
+            "dropped_blocks": retentions.dropped,
+            "refused": dict(retentions.refused),
+            "ended": dict(retentions.ended),
+            "engines": [
+                {
+                    "engine": owner.engine,  # "" for all that have ended
+                    "retentions": count,
+                    "bytes": owner.pins.bytes,
+                    "last_ends_s": round(max(each.until for each in owner.retentions.values()) - now, 1),
+                }
+                for owner, count in owners[:MOST_ENGINES]
+                if count
+            ],
+            "pins": [
+                {
+                    "pin": each.number,
+                    "label": each.label,
+                    "namespace": self._cache.namespaces[each.group.namespace].id,
+                    "blocks": each.held,
+                    "wanted": len(each.names),
+                    "bytes": each.held * each.group.slot_bytes,
+                }
+                for each in retentions.operator.retentions.values()
+                if each.group.namespace in self._cache.namespaces
+            ],
+        }
 
     def _lost(self, tag: bytes) -> int:
         """Return the blocks of a group that lookups missed because they had been evicted."""

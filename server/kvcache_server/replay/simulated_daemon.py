@@ -47,7 +47,9 @@ class SimulatedDaemon:
         spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes),))
         self._sessions = [self.cache.open_session(f"engine {number}", "", 0.0) for number in range(engines)]
         for session in self._sessions:
-            self._namespace = self.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0).namespace  # type: ignore[union-attr]
+            attached = self.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0)
+            assert isinstance(attached, m.Attached)
+            self._namespace = attached.namespace
 
     def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
         """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""

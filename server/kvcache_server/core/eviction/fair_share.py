@@ -84,6 +84,8 @@ class FairShare:
             for account in self._accounts
         ]
         scale = min(1.0, 1 / sum(floors)) if sum(floors) else 1.0
+        for account, floor in zip(self._accounts, floors, strict=True):
+            account.floor = scale * floor * self._capacity
         weights = [account.hit_bytes + account.live * _PRIOR * self._capacity for account in self._accounts]
         spare = max(0.0, 1 - scale * sum(floors)) * self._capacity
         total = sum(weights) or 1.0

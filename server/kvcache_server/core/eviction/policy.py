@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import final
 
 import msgspec
@@ -20,9 +20,12 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.sampling import Draw
 from kvcache_server.core.slices import LOOK, STEP, Steps
 
-# Why a block was evicted: for another block; the engine's or its namespace's ceiling; slots of another size; a resize.
-EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "resize")
-ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT, RESIZE = EVICTED_FOR
+# Why a block was evicted: for another block; the engine's or its namespace's ceiling; slots of another size; a resize;
+# for another block, after an engine had said that nobody needs it again.
+EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "resize", "dropped")
+ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT, RESIZE, DROPPED = EVICTED_FOR
+UNWANTED = 1  # a tick before all others
+_MOST_DROPPED = 16_384  # chains that are remembered as dropped; older ones are evicted in their turn
 
 _LOOKS = 8  # of the coldest and of the latest extents: each costs a walk of all descendants of its blocks,
 _LOOK_BLOCKS = 4096  # or of this many: 16 extents take 10 ms at most
@@ -48,6 +51,9 @@ class Eviction:
         self.fair_share = self._shares = FairShare(pool.capacity, limits.namespace_floor)
         self.evictions: Counter[str] = Counter()  # blocks by cause
         self.evicted_unread = 0  # evicted blocks that no lookup had found
+        self._dropped: dict[int, dict[int, Block]] = {}  # unwanted leaves by slot size and id()
+        # Ends what an engine retains, before the account loses a block, or is refused one, below its floor.
+        self.give_way: Callable[[Account, bool], bool] = lambda account, refused: False
         self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
         self.set_limits(limits)
 
@@ -67,10 +73,14 @@ class Eviction:
         if self._namespace_ceiling and not self._below_ceiling(account):
             return Refusal.QUOTA
         place = self._pool.take(size)
+        if place is None and self._dropped.get(size):
+            place = self._take_dropped(size)
         if place is not None:
             return place
         for excess, victim in self._shares.by_excess():
             if victim.group.slot_bytes == size:
+                if excess < 0 < victim.bytes and self.give_way(victim, False):
+                    return self.make_room(account, fixed)
                 freed = self.evict(victim, ROOM)
             else:
                 # A whole extent is reassigned only for more than a few slots, unless the account has none.
@@ -91,6 +101,27 @@ class Eviction:
             return False
         self._evicted(block, cause)
         return True
+
+    def drop(self, leaf: Block) -> None:
+        """Evict `leaf`, whose tick is UNWANTED, before all others, and then the unwanted blocks above it."""
+        leaves = self._dropped.setdefault(leaf.account.group.slot_bytes, {})
+        leaves.pop(id(leaf), None)
+        leaves[id(leaf)] = leaf
+        if len(leaves) > _MOST_DROPPED:
+            del leaves[next(iter(leaves))]
+
+    def _take_dropped(self, size: int) -> tuple[Extent[Block], int] | None:
+        """Evict a dropped block, if there is one that nobody has used since, and return its slot."""
+        leaves = self._dropped[size]
+        while leaves and not self.frozen:
+            _, block = leaves.popitem()
+            if block.tick == UNWANTED and block.account.group.may_go(block):
+                parent = block.parent
+                self._evicted(block, DROPPED)
+                if parent is not None and parent.tick == UNWANTED:
+                    leaves[id(parent)] = parent
+                return self._pool.take(size)
+        return None
 
     def clear(self, accounts: Sequence[Account]) -> Steps[int]:
         """Forget the blocks of `accounts` and return how many.
@@ -165,8 +196,10 @@ class Eviction:
             ghosts.missed(hashes)
 
     def forget(self, group: Group) -> None:
-        """Drop the ghosts of a removed group: they refer to accounts, which refer to the group."""
+        """Drop the ghosts and leaves of a removed group: they refer to accounts, which refer to the group."""
         self._ghosts.pop(group.tag, None)
+        for size, leaves in self._dropped.items():
+            self._dropped[size] = {key: each for key, each in leaves.items() if each.account.group is not group}
 
     def _forget(self, block: Block) -> tuple[bool, int]:
         """Forget a block; return whether lookups could find it, and whether one has."""

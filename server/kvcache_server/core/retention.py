@@ -1,0 +1,487 @@
+"""Blocks that are kept although nobody reads them: retained by hints of engines, or pinned by an operator. Pure.
+
+A retention names a chain of blocks, from its root on. Those that are cached are held as a lease holds them: the deepest
+one is pinned. Those that are not cached yet are held once they are. Each owner (an engine, or the operator) has a
+quota, and all engines together have one. A retention of an engine is never stronger than others' floors: it gives way
+if an account below its floor finds no room. When an engine ends, its retentions stay until their time is over, but all
+engines that have ended share one quota.
+
+An operator's pins have no end, and the state file contains them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
+from kvcache_proto.types import check_hashes
+from kvcache_server.core.effects import Effects, Hinted
+from kvcache_server.core.eviction.policy import UNWANTED, Eviction
+from kvcache_server.core.index import SPARE, Account, Block, Group
+from kvcache_server.core.journal import PinEnded, PinMade
+from kvcache_server.core.limits import Limits
+from kvcache_server.core.pins import Lease, Pins
+from kvcache_server.core.pool import Pool
+from kvcache_server.core.sessions import Namespace, Session
+from kvcache_server.core.slices import Steps
+
+TOGETHER = 0.5  # of the pool: what all engines may retain
+MOST, MOST_OF_ONE = 8192, 1024  # retentions, in all and per owner: some passes over all take a millisecond
+NAMES, NAMES_OF_ONE = 1 << 20, 1 << 16  # hashes in them
+GIVE_WAY = 64  # retentions that give way between two ticks
+FOR_EVER = math.inf
+
+
+class Owner:
+    """An engine that retains blocks; or, without a name, all engines that have ended, or the operator.
+
+    Attributes: `pins` counts the bytes that it holds, `retentions` are by the last hash and the tag of its group.
+    """
+
+    __slots__ = ("engine", "names", "pins", "retentions")
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.pins = Pins()
+        self.retentions: dict[bytes, Retention] = {}
+        self.names = 0
+
+
+class Retention:
+    """A chain that its owner wants to keep.
+
+    Attributes: of `names`, the first `held` are held by `lease`, and `wanted` may be: the others did not fit. `until`
+    is when it ends. `number` counts up; a pin is named by it.
+    """
+
+    __slots__ = (
+        *("group", "held", "key", "label", "lease", "lease_number", "names", "number", "owner", "priority"),
+        *("request", "until", "wanted"),
+    )
+
+    def __init__(self, number: int, owner: Owner, group: Group, names: list[bytes], label: str = "") -> None:
+        self.number, self.owner, self.group, self.names, self.label = number, owner, group, names, label
+        self.key = names[-1] + group.tag
+        self.wanted, self.held = len(names), 0
+        self.until, self.priority = FOR_EVER, m.MOST_PRIORITY
+        self.request = ""
+        self.lease: Lease | None = None
+        self.lease_number = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.owner.retentions.get(self.key) is not self
+
+    def holds(self, priority: int) -> bool:
+        """Whether it holds blocks, and has that priority."""
+        return self.lease is not None and self.priority == priority and not self.ended
+
+    @property
+    def sound(self) -> bool:
+        """Whether lookups find what it holds."""
+        return self.lease is None or self.group.trusts(self.lease.block)
+
+
+class Retentions:
+    """All retentions, and what engines say of blocks that nobody needs again.
+
+    Attributes: `refused` counts blocks that were not retained, by reason; `ended` counts retentions by cause. `doubted`
+    is set when blocks were forgotten although they are held.
+    """
+
+    def __init__(
+        self, pool: Pool, eviction: Eviction, namespaces: Mapping[int, Namespace], limits: Limits, effects: Effects
+    ) -> None:
+        self.refused: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        self.dropped = 0  # blocks
+        self.doubted = False
+        self.operator, self.former = Owner(""), Owner("")
+        self.engines: dict[str, Owner] = {}
+        self.waiting: dict[int, Retention] = {}  # those that want more than they hold, by number
+        self._pool, self._eviction, self._namespaces, self._effects = pool, eviction, namespaces, effects
+        self._last = self._last_lease = self._names = self._count = 0
+        self._next_end = FOR_EVER
+        # Those of engines that hold blocks, by slot size, the weakest first; entries may be out of date.
+        self._weakest: dict[int, list[tuple[int, int, int, Retention]]] = {}
+        self._may_give_way = GIVE_WAY
+        self.set_limits(limits)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Apply quotas; `tick` ends what exceeds them."""
+        self._limits = limits
+
+    # What there is.
+
+    def owners(self) -> Iterator[Owner]:
+        yield from (self.operator, self.former)
+        yield from self.engines.values()
+
+    def all(self) -> list[Retention]:
+        """Return all retentions. O(retentions)."""
+        return [each for owner in self.owners() for each in owner.retentions.values()]
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes that hints of engines hold; an upper bound, as Pins.bytes is."""
+        return self.former.pins.bytes + sum(owner.pins.bytes for owner in self.engines.values())
+
+    def quota(self, owner: Owner) -> int:
+        """Return how many bytes `owner` may hold."""
+        capacity = self._pool.capacity
+        if owner is self.operator:
+            return int(self._limits.operator_quota * capacity)
+        return int(self._limits.retain_quota * capacity)
+
+    def _room(self, owner: Owner) -> int:
+        """Return the quota of `owner`, or what the quota of all engines together leaves for it."""
+        if owner is self.operator:
+            return self.quota(owner)
+        others = self.retained_bytes - owner.pins.bytes
+        return min(self.quota(owner), int(TOGETHER * self._pool.capacity) - others)
+
+    # Requests of engines.
+
+    def retain(self, session: Session, request: m.Retain, now: float) -> Steps[m.Retained]:
+        """Retain a chain, or extend the time of its retention. Raises BadArgument, UnknownHandle."""
+        _, group = session.group(request.namespace, request.group)
+        _check(request.hashes, group)
+        if not 0 < request.seconds <= m.MAX_SECONDS:
+            raise BadArgument(f"retain for {request.seconds} s: more than 0, at most {m.MAX_SECONDS:.0f}")
+        if not m.LEAST_PRIORITY <= request.priority <= m.MOST_PRIORITY:
+            raise BadArgument(f"priority {request.priority}: {m.LEAST_PRIORITY} to {m.MOST_PRIORITY}")
+        if not request.hashes:
+            return m.Retained(request.id, 0)
+        owner = self.engines.get(session.engine.name)
+        if owner is None:
+            owner = self.engines[session.engine.name] = Owner(session.engine.name)
+        until = now + request.seconds
+        found = owner.retentions.get(request.hashes[-1] + group.tag)
+        if found is not None:
+            # Several requests share the prefix: the longest time and the highest priority count.
+            found.until, found.wanted, found.request = max(found.until, until), len(found.names), request.request
+            if request.priority > found.priority:
+                found.priority = request.priority
+                self._note_strength(found)
+            if found.held < found.wanted:
+                self.waiting[found.number] = found
+        else:
+            found = Retention(self._last + 1, owner, group, request.hashes)
+            found.until, found.priority, found.request = until, request.priority, request.request
+            if not self._admit(found):
+                self._refuse(found, "count", len(request.hashes))
+                return m.Retained(request.id, 0, "count")
+        self._next_end = min(self._next_end, until)
+        why = yield from self._hold(found)
+        return m.Retained(request.id, found.held, why)
+
+    def drop(self, session: Session, request: m.Drop) -> m.Dropped:
+        """Let the end of a chain be evicted first, up to the last block that others share: one that has another child,
+        or that is leased, retained or pinned. Raises BadArgument, UnknownHandle.
+        """
+        _, group = session.group(request.namespace, request.group)
+        _check(request.hashes, group)
+        if request.after < 0:
+            raise BadArgument(f"after {request.after}: 0 or more blocks")
+        found = group.prefix(request.hashes)
+        below: Block | None = None
+        dropped = 0
+        for block in reversed(found[request.after :]):
+            if block.pins or block.child is not below or (below is not None and below.next is not None):
+                break
+            block.tick = UNWANTED
+            below = block
+            dropped += 1
+        if dropped:
+            self._eviction.drop(found[-1])
+            self.dropped += dropped
+        return m.Dropped(request.id, dropped)
+
+    # Requests of operators.
+
+    def pin(self, namespaces: Mapping[str, Namespace], session: Session, request: m.Pin) -> Steps[m.Pinned]:
+        """Pin a chain. Raises NotPermitted unless an operator asks and it fits, BadArgument, ClientError."""
+        _check_operator(session)
+        namespace = namespaces.get(request.namespace)
+        if namespace is None:
+            raise ClientError(f"no namespace {request.namespace!r}; there are: {', '.join(namespaces) or 'none'}")
+        if not 0 <= request.group < len(namespace.groups):
+            raise BadArgument(f"group {request.group}: this namespace has {len(namespace.groups)}")
+        group = namespace.groups[request.group]
+        _check(request.hashes, group)
+        if not request.hashes:
+            raise BadArgument("a pin without a block")
+        pins, quota = self.operator.retentions, self.quota(self.operator)
+        found = pins.get(request.hashes[-1] + group.tag)
+        if found is None:
+            found = Retention(self._last + 1, self.operator, group, request.hashes, request.label)
+            # Blocks that are not cached yet count, too: an operator's pin is never refused later.
+            size = sum(len(each.names) * each.group.slot_bytes for each in (found, *pins.values()))
+            if size > quota:
+                raise NotPermitted(f"{size} bytes would be pinned: operator_quota allows {quota}")
+            if not self._admit(found):
+                raise NotPermitted(f"{len(pins)} pins of {self.operator.names} blocks: there is no room for more")
+            self._effects.records.append(
+                PinMade(found.number, namespace.number, group.number, found.names, request.label)
+            )
+        yield from self._hold(found)
+        return m.Pinned(request.id, found.number, found.held)
+
+    def unpin(self, session: Session, request: m.Unpin) -> m.Unpinned:
+        """End a pin, or all. Raises NotPermitted unless an operator asks, ClientError for an unknown number."""
+        _check_operator(session)
+        pins = [each for each in self.operator.retentions.values() if request.pin in (0, each.number)]
+        if request.pin and not pins:
+            raise ClientError(f"no pin {request.pin}: `kvcache-server pins` lists them")
+        for each in pins:
+            self._end(each, "unpinned")
+        return m.Unpinned(request.id, len(pins))
+
+    def restore(self, pins: Mapping[int, PinMade]) -> None:
+        """Pin again what the previous daemon's operator had pinned."""
+        for number, pin in sorted(pins.items()):
+            namespace = self._namespaces.get(pin.namespace)
+            if namespace is None or not 0 <= pin.group < len(namespace.groups) or not pin.hashes:
+                self._effects.records.append(PinEnded(number))
+                continue
+            each = Retention(number, self.operator, namespace.groups[pin.group], list(pin.hashes), pin.label)
+            self._admit(each)
+
+    # What others do.
+
+    def give_way(self, account: Account, refused: bool) -> bool:
+        """End the weakest retention of an engine before `account`, which has no more than its floor, loses a block, or
+        because it is `refused` one; return whether there was one.
+
+        The weakest one has the lowest priority, and is the oldest of those. Only so many give way between two ticks: a
+        request must not take long.
+        """
+        size = account.group.slot_bytes
+        if not self._may_give_way or account.bytes + size * refused > account.floor or self._eviction.frozen:
+            return False
+        self._may_give_way -= 1
+        # Slots of another size help only if they empty an extent.
+        return self.end_weakest(size) or (refused and self.end_weakest())
+
+    def end_weakest(self, slot_bytes: int = 0) -> bool:
+        """End the weakest retention of an engine that holds slots of that size, or of any; return whether there was
+        one."""
+        weakest: Retention | None = None
+        for size, heap in self._weakest.items():
+            while heap and not heap[0][3].holds(heap[0][0]):
+                heapq.heappop(heap)
+            if heap and slot_bytes in (0, size) and (weakest is None or _strength(heap[0][3]) < _strength(weakest)):
+                weakest = heap[0][3]
+        if weakest is None:
+            return False
+        self._refuse(weakest, "gave_way", weakest.held)
+        self._end(weakest, "gave_way")
+        return True
+
+    def gives_way(self, retention: Retention) -> bool:
+        """Whether `end_weakest` would find it. O(retentions)."""
+        entry = (*_strength(retention), retention.lease_number, retention)
+        return entry in self._weakest.get(retention.group.slot_bytes, [])
+
+    def clear(self, namespace: int | None) -> None:
+        """End the retentions of engines in that namespace, or in all for None."""
+        for each in self.all():
+            if each.owner is not self.operator and namespace in (None, each.group.namespace):
+                self._end(each, "cleared")
+
+    def engine_ended(self, engine: str) -> Steps[None]:
+        """Move the retentions of an engine that has ended to those that share one quota: the latest ones stay."""
+        owner = self.engines.get(engine)
+        if owner is None:
+            return
+        for each in sorted(owner.retentions.values(), key=_strength):
+            if each.ended:
+                continue
+            until, priority, wanted = each.until, each.priority, each.wanted
+            self._end(each, "")
+            twin = self.former.retentions.get(each.key)
+            if twin is None:
+                twin = Retention(each.number, self.former, each.group, each.names)
+                twin.until, twin.priority, twin.wanted = until, priority, wanted
+                if not self._admit(twin):
+                    continue
+            twin.until, twin.wanted = max(twin.until, until), max(twin.wanted, wanted)
+            if twin.held < twin.wanted:
+                self.waiting[twin.number] = twin
+            if priority > twin.priority:
+                twin.priority = priority
+                self._note_strength(twin)
+            yield from self._hold(twin)
+            yield
+
+    def tick(self, now: float) -> Steps[None]:
+        """End what is over; hold what has been stored since; end what exceeds a quota that has been lowered."""
+        self._may_give_way = GIVE_WAY
+        if now >= self._next_end:
+            for each in self.all():
+                if each.until <= now:
+                    self._end(each, "expired")
+            self._next_end = min((each.until for each in self.all()), default=FOR_EVER)
+            yield
+        if self.doubted:
+            self.doubted = False
+            for each in self.all():
+                if not each.sound:
+                    self._let_go(each)
+                    self.waiting[each.number] = each
+        for each in list(self.waiting.values()):
+            if self._namespaces.get(each.group.namespace) is None:
+                self._end(each, "namespace_gone")
+            elif not each.ended and each.names[each.held] in each.group.visible:
+                yield from self._hold(each)
+                yield
+        for owner in (self.former, *self.engines.values()):
+            while owner.pins.bytes > self.quota(owner) and owner.retentions:
+                if owner.pins.exact:
+                    self._end(min(owner.retentions.values(), key=_strength), "quota")
+                owner.pins.tighten()
+                yield
+            if owner.engine and not owner.retentions and owner.pins.settled:
+                self.engines.pop(owner.engine, None)
+
+    # How a retention begins and ends.
+
+    def _admit(self, retention: Retention) -> bool:
+        """Enter a retention; return False if there are too many, also after a weaker one of its owner has ended."""
+        owner = retention.owner
+        while (
+            len(owner.retentions) >= MOST_OF_ONE
+            or self._count >= MOST
+            or owner.names + len(retention.names) > NAMES_OF_ONE
+            or self._names + len(retention.names) > NAMES
+        ):
+            weaker = self._weaker(retention)
+            if weaker is None:
+                return False
+            self._end(weaker, "displaced")
+        self._last = max(self._last, retention.number)
+        self._count += 1
+        self._names += len(retention.names)
+        owner.names += len(retention.names)
+        owner.retentions[retention.key] = self.waiting[retention.number] = retention
+        self._next_end = min(self._next_end, retention.until)
+        return True
+
+    def _weaker(self, retention: Retention) -> Retention | None:
+        """Return the weakest retention of the same owner that `retention` may displace; None if there is none.
+
+        A promise is broken only for a higher priority; for engines that have ended, also for a later one.
+        """
+        weakest = min(retention.owner.retentions.values(), key=_strength, default=None)
+        if weakest is None or weakest is retention or retention.owner is self.operator:
+            return None
+        if retention.owner is self.former:
+            return weakest if _strength(weakest) < _strength(retention) else None
+        return weakest if weakest.priority < retention.priority else None
+
+    def _hold(self, retention: Retention) -> Steps[str]:
+        """Hold what is cached of a retention, as far as it fits; return why not all of that is held, "" if it is.
+
+        Weaker retentions of its owner end if it needs their bytes.
+        """
+        owner = retention.owner
+        while not retention.ended:
+            found = retention.group.prefix(retention.names[: retention.wanted])
+            if len(found) <= retention.held:
+                break
+            count, size, cover = owner.pins.fit(found, self._room(owner))
+            if count < len(found):
+                inexact = next((each.pins for each in self.owners() if not each.pins.exact), None)
+                if inexact is not None:
+                    inexact.tighten()
+                    yield
+                    continue
+                weaker = self._weaker(retention)
+                if weaker is not None:
+                    self._end(weaker, "displaced")
+                    continue
+            if count > retention.held:
+                self._take(retention, found, count, size, cover)
+            if count < len(found):
+                why = "operator_quota" if owner is self.operator else "quota"
+                self._refuse(retention, why, retention.wanted - retention.held)
+                retention.wanted = retention.held
+                self.waiting.pop(retention.number, None)
+                if not retention.held and owner is not self.operator:
+                    self._end(retention, "refused")
+                return why
+        if retention.held == retention.wanted:
+            self.waiting.pop(retention.number, None)
+        return ""
+
+    def _take(self, retention: Retention, found: Sequence[Block], count: int, size: int, cover: int) -> None:
+        block = found[count - 1]
+        block.pins += 1
+        lease, number = Lease(block, size, cover), self._last_lease + 1
+        self._last_lease = number
+        retention.owner.pins.add(number, lease)  # first: the covers of the former lease stay
+        self._let_go(retention)
+        retention.lease, retention.lease_number, retention.held = lease, number, count
+        self._note_strength(retention)
+        retention.names[:count] = [each.hash for each in found[:count]]  # the index's own bytes, not copies
+
+    def _note_strength(self, retention: Retention) -> None:
+        if retention.owner is self.operator or retention.lease is None:
+            return
+        size = retention.group.slot_bytes
+        heap = self._weakest.setdefault(size, [])
+        heapq.heappush(heap, (*_strength(retention), retention.lease_number, retention))
+        if len(heap) > 2 * self._count + SPARE:
+            current = {each[2]: each for each in heap if each[3].holds(each[0])}
+            self._weakest[size] = sorted(current.values())
+
+    def _let_go(self, retention: Retention) -> None:
+        lease = retention.lease
+        if lease is not None:
+            retention.owner.pins.drop(retention.lease_number, lease)
+            lease.block.unpin()
+        retention.lease, retention.held = None, 0
+
+    def _end(self, retention: Retention, cause: str) -> None:
+        if retention.ended:
+            return
+        owner = retention.owner
+        del owner.retentions[retention.key]
+        self.waiting.pop(retention.number, None)
+        self._let_go(retention)
+        self._count -= 1
+        self._names -= len(retention.names)
+        owner.names -= len(retention.names)
+        if cause:
+            self.ended[cause] += 1
+        if owner is self.operator:
+            self._effects.records.append(PinEnded(retention.number))
+
+    def _refuse(self, retention: Retention, why: str, blocks: int) -> None:
+        """Count blocks that are not kept, or no longer, and report it for `why`."""
+        self.refused[why] += blocks
+        if retention.request:
+            engine = retention.owner.engine
+            self._effects.changes.append(
+                Hinted(self._effects.actor.at, engine, retention.request, f"retain_{why}", blocks)
+            )
+
+
+def _strength(retention: Retention) -> tuple[int, int]:
+    """The weakest one gives way first: the lowest priority, and of these the oldest."""
+    return retention.priority, retention.number
+
+
+def _check(hashes: Sequence[bytes], group: Group) -> None:
+    if len(hashes) > m.MAX_RETAINED:
+        raise BadArgument(f"{len(hashes)} hashes in one message: at most {m.MAX_RETAINED}")
+    check_hashes(hashes, group.hash_bytes)
+
+
+def _check_operator(session: Session) -> None:
+    if not session.is_operator:
+        raise NotPermitted("only root and the daemon's own user may pin blocks, by `kvcache-server pin`")

@@ -1,0 +1,81 @@
+"""Finds the hashes of a prompt that an operator names: by a request, or by the last block. Pure."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from kvcache_proto.codec import decode_request
+from kvcache_proto.errors import BadArgument
+from kvcache_proto.messages import MAX_RETAINED, Acquire, Chain, Chained
+from kvcache_proto.types import MIN_HASH_BYTES
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.index import GONE, Block, Group
+from kvcache_server.core.sessions import Namespace
+from kvcache_server.core.slices import LOOK, Steps
+from kvcache_server.insight.miss_log import Lookup, MissLog
+
+MOST_MATCHES = 10
+
+
+class Chains:
+    def __init__(self, cache: Cache, misses: MissLog) -> None:
+        self._cache, self._misses = cache, misses
+
+    def answer(self, request: Chain) -> Steps[Chained]:
+        """Return the chain that is meant, cut to MAX_RETAINED blocks, or what else may be meant.
+
+        Raises BadArgument unless the request names either a request or at least MIN_HASH_BYTES bytes of a hash.
+        """
+        if bool(request.request) == bool(request.hash) or (request.hash and len(request.hash) < MIN_HASH_BYTES):
+            raise BadArgument(f"a request, or at least {MIN_HASH_BYTES} bytes of a hash")
+        yield
+        if request.request:
+            return (yield from self._of_request(request))
+        return (yield from self._of_block(request))
+
+    def _of_request(self, request: Chain) -> Steps[Chained]:
+        lookups: dict[str, Lookup] = {}  # the last one of each request
+        for at, each in enumerate(list(self._misses.lookups)):
+            if request.request in each.request:
+                lookups[each.request] = each
+            if at % LOOK == 0:
+                yield
+        found = [request.request] if request.request in lookups else list(lookups)[-MOST_MATCHES:]
+        if len(found) != 1:
+            return Chained(request.id, found)
+        asked = decode_request(lookups[found[0]].frame)
+        assert isinstance(asked, Acquire)
+        yield
+        namespace = self._cache.namespaces.get(asked.namespace)
+        if namespace is None or request.namespace not in ("", namespace.id):
+            return Chained(request.id, [])
+        return _chained(request.id, found[0], namespace, namespace.groups[asked.group], asked.hashes[:MAX_RETAINED])
+
+    def _of_block(self, request: Chain) -> Steps[Chained]:
+        found: list[tuple[Namespace, Block]] = []
+        for namespace in list(self._cache.namespaces.values()):
+            if request.namespace not in ("", namespace.id):
+                continue
+            for group in namespace.groups:
+                block = group.visible.get(request.hash)
+                if block is not None:
+                    found.append((namespace, block))
+                elif len(request.hash) < group.hash_bytes:
+                    names = iter(list(group.visible))
+                    yield
+                    while some := list(islice(names, LOOK)):
+                        ends = [name for name in some if name.endswith(request.hash)]
+                        found += [(namespace, group.visible[name]) for name in ends if name in group.visible]
+                        yield
+        found = [each for each in found if each[1].pins != GONE]
+        if len(found) != 1:
+            return Chained(request.id, [namespace.id for namespace, _ in found[:MOST_MATCHES]])
+        namespace, block = found[0]
+        hashes = [each.hash for each in block.ancestors()][::-1][:MAX_RETAINED]
+        return _chained(request.id, namespace.id, namespace, block.account.group, hashes)
+
+
+def _chained(number: int, match: str, namespace: Namespace, group: Group, hashes: list[bytes]) -> Chained:
+    cached = len(group.prefix(hashes))
+    tokens = group.spec.block_tokens
+    return Chained(number, [match], namespace.id, namespace.spec.model, group.number, tokens, cached, hashes)
