@@ -84,6 +84,35 @@ def test_refusals_come_with_their_positions(session: Session, spec: NamespaceSpe
     assert (empty.failed, empty.refused, empty.commit()) == (False, {}, [])
 
 
+def test_hints_retain_and_drop(
+    daemon: Any, session: Session, spec: NamespaceSpec, hashes: Hashes, until: Until
+) -> None:
+    ns, run, other = session.attach(spec, shards=(0,)), hashes(4), hashes(4)
+    answers: list[tuple[int, str]] = []
+    ns.reserve(run[:3]).commit()
+    ns.reserve(other).commit()
+    assert ns.retain(run, seconds=60, priority=80, then=lambda blocks, why: answers.append((blocks, why)))
+    until(lambda: answers, "an answer")
+    assert answers == [(3, "")]
+    assert ns.drop(other, after=1)
+    shown = daemon.wait_status(lambda s: s["hints"]["dropped_blocks"], "the drop")["hints"]
+    assert (shown["dropped_blocks"], shown["retentions"]) == (3, 1)
+    for wrong in (
+        lambda: ns.retain(run, seconds=0),
+        lambda: ns.retain(run, priority=0),
+        lambda: ns.retain([*run] * 5000),
+        lambda: ns.retain([b"short"]),
+        lambda: ns.drop(run, after=-1),
+    ):
+        with pytest.raises(BadArgument):
+            wrong()
+    daemon.stop()
+    until(lambda: not session.up, "the end")
+    assert not ns.retain(run)
+    assert not ns.drop(run)
+    assert session.counters["hints_unsaid"] == 2
+
+
 def test_a_lease_is_released_once(session: Session, spec: NamespaceSpec, hashes: Hashes) -> None:
     ns, run = session.attach(spec, shards=(0,)), hashes(2)
     ns.reserve(run).commit()

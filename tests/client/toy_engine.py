@@ -141,6 +141,16 @@ class Space:
             if outcome is Outcome.COMMITTED:
                 space.visible[each] = slot
 
+    def retain(self, hashes: Sequence[bytes], seconds: float, priority: int, *, request: str = "", then: Any) -> bool:
+        self._cache.hints.append(("retain", request, list(hashes), seconds, priority))
+        if self._cache.retain_refusal:
+            then(0, self._cache.retain_refusal)
+        return True
+
+    def drop(self, hashes: Sequence[bytes], after: int, *, request: str = "") -> bool:
+        self._cache.hints.append(("drop", request, list(hashes), after))
+        return True
+
     def remark(self, notes: list[Note]) -> bool:
         self._cache.notes += [(note.request, note.cause) for note in notes]
         return True
@@ -159,6 +169,8 @@ class Cache:
         self.tickets: list[Ticket] = []
         self.open: dict[int, list[tuple[Space, bytes]]] = {}
         self.notes: list[tuple[str, str]] = []
+        self.hints: list[tuple[Any, ...]] = []  # as the daemon was told
+        self.retain_refusal = ""
         self.quota = 1000
         self.refusal: Exception | None = None
         self.full = False

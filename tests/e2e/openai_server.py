@@ -87,17 +87,20 @@ class OpenAIServer:
             time.sleep(0.1)  # between two knocks
         raise AssertionError(f"the server is not ready after {START_SECONDS} s:\n{self.log[-6000:]}")
 
-    def request(self, prompt: list[int], max_tokens: int, stream: bool) -> http.client.HTTPConnection:
+    def request(self, prompt: list[int], max_tokens: int, stream: bool, **fields: Any) -> http.client.HTTPConnection:
         """Send a completion request, greedy and for token ids; nothing has been read of the answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=200)
         body: dict[str, Any] = {"model": "toy", "prompt": prompt, "max_tokens": max_tokens, "stream": stream}
-        body |= {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        body |= {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True, **fields}
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         return connection
 
-    def complete(self, prompt: list[int], max_tokens: int, stream: bool = False) -> list[int]:
-        """Return the tokens of a whole answer. Raises Refused, and OSError or HTTPException where the server goes."""
-        with contextlib.closing(self.request(prompt, max_tokens, stream)) as connection:
+    def complete(self, prompt: list[int], max_tokens: int, stream: bool = False, **fields: Any) -> list[int]:
+        """Return the tokens of a whole answer; `fields` go into the request's JSON.
+
+        Raises Refused, and OSError or HTTPException where the server goes.
+        """
+        with contextlib.closing(self.request(prompt, max_tokens, stream, **fields)) as connection:
             response = connection.getresponse()
             if response.status != 200:
                 raise Refused(response.read())

@@ -73,6 +73,18 @@ class CacheNamespace(Protocol):
         self, reservation: int, outcome: Outcome, positions: Sequence[int], shards: Sequence[int], region_id: bytes
     ) -> None: ...
 
+    def retain(
+        self,
+        hashes: Sequence[bytes],
+        seconds: float,
+        priority: int,
+        *,
+        request: str = "",
+        then: Callable[[int, str], None] | None = None,
+    ) -> bool: ...
+
+    def drop(self, hashes: Sequence[bytes], after: int, *, request: str = "") -> bool: ...
+
     def remark(self, notes: list[Note]) -> bool: ...
 
 

@@ -72,6 +72,8 @@ class RequestState:
     retry_at: float = 0.0  # no saves before that
     pause: float = PAUSE
     barred: bool = False  # it has KV of other weights
+    save_limit: int | None = None  # cached blocks from the root on that may be saved; None: all
+    retained: bool = False  # whether the daemon was asked to retain its prompt
 
     # Canaries.
     drawn: bool = False  # whether it was counted among the requests of which one in many is a canary

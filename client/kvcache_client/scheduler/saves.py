@@ -111,6 +111,8 @@ class Saves:
         """Note the blocks of `state` that are full once `computed` tokens are computed, for the next `send`."""
         request, group, first = state.request, self._group, state.saved
         full = group.full(request, computed)
+        if state.save_limit is not None:
+            full = min(full, state.save_limit)
         if full <= first or request.uncacheable or state.barred or state.loading:
             return
         blocks = state.blocks[first * group.blocks_per_slot : full * group.blocks_per_slot]
@@ -134,6 +136,8 @@ class Saves:
             return "paused", hashes
         if not up:
             return "down", hashes
+        if state.save_limit is not None:
+            return "drop", hashes
         return ("save_prompt" if self._group.prompt_only else ""), hashes
 
     def send(self, namespace: CacheNamespace) -> None:

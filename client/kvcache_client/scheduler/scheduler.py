@@ -10,6 +10,7 @@ from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import KINDS
+from kvcache_client.scheduler.hints import Hints
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
@@ -72,6 +73,7 @@ class Scheduler:
         self._lookups = Lookups(self._group, spec.shards, settings.verify, self._counters, self._notes, self.events)
         self._loads = Loads(self._group, self._counters)
         self._saves = Saves(self._group, settings.verify, self._counters, self._notes, self.events, clock)
+        self._hints = Hints(self._group, self._counters)
         self._canaries = Canaries(self._group, settings.canary_every, group.block_bytes)
         self._summary = Summary(
             lambda line: logger.info("engine %s, %s", session.engine, line), self._counters.snapshot
@@ -177,6 +179,8 @@ class Scheduler:
         """Note that `request` has device `blocks`, and that `external` tokens of them are to be loaded."""
         state = self._track(request)
         state.blocks = list(blocks)
+        if request.hint is not None and self._may_hint:
+            self._hints.retain(state, self._membership.namespace)
         if state.lookup is not None and not state.logged:
             state.logged = True
             found = state.lookup.hits * self._group.slot_tokens
@@ -310,6 +314,8 @@ class Scheduler:
         if may_save:
             self._saves.ask(state, computed)
             self._saves.send(self._membership.namespace)
+        if state.request.hint is not None and self._may_hint:
+            self._hints.finished(state, self._membership.namespace)
         if self._wants_saves and not self._membership.lost and not self._declined:
             cause, hashes = self._saves.unsaved(state, computed, may_save)
             if cause:
@@ -356,6 +362,11 @@ class Scheduler:
         self._session.close()
 
     @property
+    def _may_hint(self) -> bool:
+        """Whether the blocks of this engine are those of the namespace."""
+        return not (self._membership.lost or self._declined or self._membership.unsettled)
+
+    @property
     def _may_save(self) -> bool:
         """Whether a Reserve that is sent now can be answered; right after a reset the namespace is not joined yet."""
         membership = self._membership
@@ -374,4 +385,6 @@ class Scheduler:
         if state is not None:  # another request of the same name
             self._lookups.forget(state)
         state = self._requests[request.id] = RequestState(request)
+        if request.hint is not None or request.bad_hint:
+            self._hints.begin(state)
         return state

@@ -11,7 +11,15 @@ from kvcache_client.session.counters import Counters, Gains
 EVERY = 60.0  # seconds
 COPIES = ("loaded_bytes", "load_us", "saved_bytes", "save_us")  # counts of the ranks
 UNDONE = ("saves_given_away", "saves_failed", "load_blocks_failed")  # more of them
-_REFUSED = ("saves_", "lookups_declined_", "lookups_refused", "lookups_over_budget", "loads_fail")
+_REFUSED = (
+    "saves_",
+    "lookups_declined_",
+    "lookups_refused",
+    "lookups_over_budget",
+    "loads_fail",
+    "hints_",
+    "retain_refused_",
+)
 
 
 class Summary:

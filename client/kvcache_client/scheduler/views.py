@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kvcache_client.scheduler.hint import Hint
+
 BlockTables = Sequence[Sequence[int]]  # device blocks, one table per KV cache group
 
 
@@ -25,6 +27,8 @@ class RequestView(msgspec.Struct, frozen=True):
         salted: whether the hashes have a salt in them.
         uncacheable: why the hashes do not name the content of the blocks ("lora", ...); "" where they do.
         skips_cache: whether it asked not to be served from a cache.
+        hint: what it says of its own blocks.
+        bad_hint: what is wrong with what it says; then `hint` is None.
         key: distinguishes it from an earlier request of the same name; compared by identity, never looked into.
     """
 
@@ -36,6 +40,8 @@ class RequestView(msgspec.Struct, frozen=True):
     salted: bool = False
     uncacheable: str = ""
     skips_cache: bool = False
+    hint: Hint | None = None
+    bad_hint: str = ""
     key: object = None
 
 

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 
-from kvcache_client.session.channel import Channel
+from kvcache_client.session.channel import Channel, Numbered
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import LOST, Daemon
 from kvcache_client.session.lease import Lease
@@ -15,6 +15,11 @@ from kvcache_client.session.reservation import Reservation, Ticket, chosen_shard
 from kvcache_client.session.settlements import Settlements
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.messages import (
+    LEAST_PRIORITY,
+    MAX_RETAINED,
+    MAX_SECONDS,
+    MOST_PRIORITY,
+    PRIORITY,
     Acquire,
     Acquired,
     Attach,
@@ -22,6 +27,7 @@ from kvcache_proto.messages import (
     Detach,
     Distrust,
     Distrusted,
+    Drop,
     Error,
     Note,
     Release,
@@ -29,6 +35,8 @@ from kvcache_proto.messages import (
     Reply,
     Reserve,
     Reserved,
+    Retain,
+    Retained,
     Run,
 )
 from kvcache_proto.types import MAX_HASHES, MAX_NAME, Finding, GroupSpec, NamespaceSpec, Outcome, Verdict
@@ -299,6 +307,77 @@ class Namespace:
             return
         chosen = chosen_shards(shards, self.shards)
         self._settlements.settle(connection, reservation, outcome, positions, chosen, then, sums)
+
+    # Hints.
+
+    def retain(
+        self,
+        hashes: Sequence[bytes],
+        seconds: float = 3600.0,
+        priority: int = PRIORITY,
+        group: int = 0,
+        request: str = "",
+        then: Callable[[int, str], None] | None = None,
+    ) -> bool:
+        """Have the daemon keep the blocks of a prompt for `seconds`, within its `retain_quota`; never waits.
+
+        Args:
+            hashes: n chained hashes in prompt order, at most MAX_RETAINED; blocks that are not cached yet are kept once
+                they are.
+            priority: 1 to 100; where the quota is used up, what has a lower one gives way.
+            request: name of the request that asks, for who asks the daemon why.
+            then: gets how many of the blocks are kept now, and why no more of the cached ones are ("" where all are),
+                on some thread; never called where the daemon does not answer.
+        Returns whether it was sent; a daemon of 0.1 knows no hints. Raises BadArgument for values out of bounds.
+        """
+        self._check_hint(hashes, group)
+        if not 0 < seconds <= MAX_SECONDS:
+            raise BadArgument(f"retain for {seconds} s: more than 0, at most {MAX_SECONDS:.0f}")
+        if not LEAST_PRIORITY <= priority <= MOST_PRIORITY:
+            raise BadArgument(f"priority {priority}: {LEAST_PRIORITY} to {MOST_PRIORITY}")
+
+        def answered(reply: Reply | None) -> None:
+            if isinstance(reply, Error):
+                self._daemon.log_refusal("retain", reply)
+            elif isinstance(reply, Retained) and then is not None:
+                then(min(reply.blocks, len(hashes)), reply.refused)
+
+        return self._say(
+            lambda number: Retain(0, b"", number, _listed(hashes), seconds, priority, group, request[:MAX_NAME]),
+            answered,
+        )
+
+    def drop(self, hashes: Sequence[bytes], after: int = 0, group: int = 0, request: str = "") -> bool:
+        """Tell the daemon that nobody needs the end of a chain again; never waits.
+
+        Its blocks are evicted before all others, from the last one upwards, up to the first `after` or to a block that
+        others share. Returns whether it was sent; a daemon of 0.1 knows no hints. Raises BadArgument for values out of
+        bounds.
+        """
+        self._check_hint(hashes, group)
+        if after < 0:
+            raise BadArgument(f"after {after}: 0 or more blocks")
+
+        def answered(reply: Reply | None) -> None:
+            if isinstance(reply, Error):
+                self._daemon.log_refusal("drop", reply)
+
+        return self._say(
+            lambda number: Drop(0, b"", number, _listed(hashes), after, group, request[:MAX_NAME]), answered
+        )
+
+    def _check_hint(self, hashes: Sequence[bytes], group: int) -> None:
+        self._check(hashes, group)
+        if len(hashes) > MAX_RETAINED:
+            raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_RETAINED}")
+
+    def _say(self, message: Callable[[int], Numbered], answered: Callable[[Reply | None], None]) -> bool:
+        """Send a hint, made for the daemon's number of this namespace."""
+        connection, number = self._joined()
+        if connection is None or connection.door.welcome.version < 2:
+            self._daemon.count("hints_unsaid")
+            return False
+        return self._daemon.post(connection, message(number), "hints_unsaid", answered)
 
     # What should not happen.
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcache_client.scheduler.hint import Hint, parse_hint
 from kvcache_client.scheduler.views import IDLE, NewTable, RequestView, StepView
+from kvcache_proto.errors import BadArgument
+
+HINT = "kvcache"  # the key of our hints in a request's `kv_transfer_params`
 
 
 def request_view(request: Any) -> RequestView:
     """Return what is known of a request now."""
+    params = getattr(request, "kv_transfer_params", None)
+    hint, bad_hint = _hint(params) if params else (None, "")
     return RequestView(
         request.request_id,
         request.num_tokens,
@@ -18,8 +24,20 @@ def request_view(request: Any) -> RequestView:
         bool(getattr(request, "cache_salt", None)),
         _uncacheable(request),
         bool(getattr(request, "skip_reading_prefix_cache", False)),
+        hint,
+        bad_hint,
         key=request,
     )
+
+
+def _hint(params: Any) -> tuple[Hint | None, str]:
+    """Return the hint in the request's parameters, which clients choose, and what is wrong with it."""
+    if not isinstance(params, dict) or HINT not in params:
+        return None, ""
+    try:
+        return parse_hint(params[HINT]), ""
+    except BadArgument as error:
+        return None, f"kv_transfer_params, {HINT}: {error}"
 
 
 def _uncacheable(request: Any) -> str:

@@ -1,0 +1,92 @@
+"""What requests say of their own blocks: that they are to stay, or that nobody needs them again. Pure.
+
+A request that is used once is not saved. Its beginning may be what others begin with, too: a block that a second such
+request asks for is saved all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache_client.scheduler.cache import CacheNamespace, Counts
+from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.hint import Hint, Rest
+from kvcache_client.scheduler.request_state import RequestState
+from kvcache_client.scheduler.views import RequestView
+from kvcache_proto.messages import MAX_RETAINED
+
+SEEN = 1 << 14  # cached blocks of dropped requests that are remembered
+_REASONS = ("quota", "count")  # why the daemon does not retain blocks
+
+
+class Hints:
+    """Of one engine. It acts on each request's hint once."""
+
+    def __init__(self, group: FullAttention, counters: Counts) -> None:
+        self._group, self._counters = group, counters
+        self._seen: dict[bytes, None] = {}  # in the order of their last request
+
+    def begin(self, state: RequestState) -> None:
+        """Take up the hint of a new request."""
+        request = state.request
+        if request.bad_hint:
+            self._counters.warn("hints_invalid", f"the hint of a request is ignored: {request.bad_hint}")
+        hint = request.hint
+        if hint is None or (rest := hint.unwanted) is None:
+            return
+        state.save_limit = self._kept(request, hint, rest)
+        if not hint.done:
+            keys = self._group.keys(request.hashes)[: self._group.full(request, request.tokens)]
+            state.save_limit = max(state.save_limit, self._seen_before(keys))
+
+    def retain(self, state: RequestState, namespace: CacheNamespace) -> None:
+        """Ask the daemon to keep what the request wants to be kept; blocks may be saved later."""
+        request, hint = state.request, state.request.hint
+        wanted = hint.retained if hint is not None else None
+        if wanted is None or state.retained:
+            return
+        state.retained = True
+        tokens = request.prompt_tokens if wanted.tokens is None else min(wanted.tokens, request.prompt_tokens)
+        keys = list(self._group.keys(request.hashes)[: min(tokens // self._group.slot_tokens, MAX_RETAINED)])
+        if request.uncacheable or state.barred:
+            self._counters.add("hints_uncacheable")
+        elif keys:
+            namespace.retain(keys, wanted.seconds, wanted.priority, request=request.id, then=self._answered)
+
+    def finished(self, state: RequestState, namespace: CacheNamespace) -> None:
+        """Tell the daemon that nobody needs the blocks of a conversation again, once its last request ends."""
+        request, hint = state.request, state.request.hint
+        if hint is None or not hint.done or (rest := hint.unwanted) is None or request.uncacheable or state.barred:
+            return
+        keys = list(self._group.keys(request.hashes))
+        if len(keys) > MAX_RETAINED:
+            self._counters.add("hints_too_long")
+        elif keys:
+            namespace.drop(keys, self._kept(request, hint, rest), request=request.id)
+
+    def _kept(self, request: RequestView, hint: Hint, rest: Rest) -> int:
+        """Return how many cached blocks at the beginning are neither dropped nor left unsaved."""
+        tokens, retained = rest.after, hint.retained
+        if retained is not None:
+            tokens = max(tokens, request.prompt_tokens if retained.tokens is None else retained.tokens)
+        return tokens // self._group.slot_tokens
+
+    def _seen_before(self, keys: Sequence[bytes]) -> int:
+        """Return how many of `keys`, from the first on, another dropped request had; remember them."""
+        seen, count = self._seen, 0
+        for at, key in enumerate(keys):
+            if count == at and key in seen:
+                count += 1
+            seen.pop(key, None)
+            seen[key] = None
+        while len(seen) > SEEN:
+            del seen[next(iter(seen))]
+        return count
+
+    def _answered(self, blocks: int, refused: str) -> None:
+        if refused:
+            why = refused if refused in _REASONS else "other"
+            self._counters.warn(
+                f"retain_refused_{why}",
+                f"prompts are not retained, or not all of them: {why} (see `kvcache-server status`)",
+            )

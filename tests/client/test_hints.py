@@ -1,0 +1,195 @@
+"""Hints of requests: how they are read, and what the scheduler's side makes of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from toy_engine import BLOCK, Cache, Engine, chain
+
+from kvcache_client.engines.vllm.views import request_view
+from kvcache_client.scheduler import hints
+from kvcache_client.scheduler.hint import Hint, Rest, Retain, parse_hint
+from kvcache_proto.errors import BadArgument
+from kvcache_proto.messages import MAX_RETAINED
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache()
+
+
+def vllm_request(params: Any) -> Any:
+    known = {"request_id": "r", "num_tokens": 40, "num_prompt_tokens": 33, "block_hashes": [b"h"] * 2}
+    return SimpleNamespace(**known, all_token_ids=list(range(40)), kv_transfer_params=params)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"retain": True}, Hint(retain=True)),
+        ({"retain": {"seconds": 60}}, Hint(retain=Retain(60.0))),
+        ({"retain": {"seconds": 0.5, "tokens": 1024, "priority": 80}}, Hint(retain=Retain(0.5, 1024, 80))),
+        ({"drop": True}, Hint(drop=True)),
+        ({"drop": {"after": 512}, "retain": {"tokens": 512}}, Hint(Retain(tokens=512), Rest(512))),
+        ({"done": True}, Hint(done=True)),
+        ({}, Hint()),
+    ],
+)
+def test_hints_are_read_from_the_parameters_of_vllm_s_request(given: Any, read: Hint) -> None:
+    view = request_view(vllm_request({"kvcache": given, "do_remote_prefill": False}))
+    assert (view.hint, view.bad_hint) == (read, "")
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, [], "kvcache", 3])
+def test_other_parameters_are_no_hint(params: Any) -> None:
+    view = request_view(vllm_request(params))
+    assert (view.hint, view.bad_hint) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("retain", "Expected `object`, got `str`"),
+        (None, "Expected `object`, got `null`"),
+        ({"retian": True}, "unknown field `retian`"),
+        ({"retain": 3600}, "at `retain`"),
+        ({"retain": {"seconds": 0}}, "Expected `float` > 0.0 - at `retain.seconds`"),
+        ({"retain": {"seconds": 1e9}}, "at `retain.seconds`"),
+        ({"retain": {"seconds": "60"}}, "at `retain.seconds`"),
+        ({"retain": {"priority": 101}}, "Expected `int` <= 100 - at `retain.priority`"),
+        ({"retain": {"tokens": 0}}, "at `retain.tokens`"),
+        ({"drop": {"after": -1}}, "at `drop.after`"),
+        ({"done": "yes"}, "at `done`"),
+        ({3: 4}, "Expected `str`"),
+    ],
+)
+def test_what_is_wrong_with_a_hint_is_named_and_the_request_goes_on(
+    cache: Cache, caplog: pytest.LogCaptureFixture, given: Any, told: str
+) -> None:
+    view = request_view(vllm_request({"kvcache": given}))
+    assert view.hint is None
+    assert told in view.bad_hint
+    with pytest.raises(BadArgument):
+        parse_hint(given)
+    engine = Engine(cache)
+    for number in range(3):
+        engine.run(engine.request(f"r{number}", chain(f"r{number}", 2), bad_hint=view.bad_hint))
+    assert engine.scheduler.counters["hints_invalid"] == 3
+    (line,) = [each.getMessage() for each in caplog.records if "hint" in each.getMessage()]
+    assert told in line and "kv_transfer_params, kvcache" in line
+    assert len(cache.attach(engine_spec(engine), (), 0).visible) == 6
+
+
+def engine_spec(engine: Engine) -> Any:
+    return next(iter(engine.cache.spaces.values())).spec
+
+
+def saved(cache: Cache) -> set[bytes]:
+    return {each for space in cache.spaces.values() for each in space.visible}
+
+
+def test_a_prompt_is_retained_once_whether_it_is_cached_or_not(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    hint = Hint(retain=Retain(60.0, priority=80))
+    request = engine.request("first", run, hint=hint)
+    engine.run(request)
+    assert cache.hints == [("retain", "first", run, 60.0, 80)]
+    again = engine.request("again", run, hint=hint)
+    assert engine.ask(again) == (4 * BLOCK, True)
+    engine.admit(again, 4 * BLOCK)
+    engine.scheduler.allocated(again.view, again.blocks, 0)
+    assert cache.hints[1:] == [("retain", "again", run, 60.0, 80)]
+
+
+def test_only_whole_blocks_of_the_first_tokens_are_retained(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    for tokens, blocks in ((2 * BLOCK + 1, 2), (1000 * BLOCK, 4), (BLOCK - 1, 0)):
+        cache.hints.clear()
+        engine.run(engine.request(f"r{tokens}", run, hint=Hint(retain=Retain(tokens=tokens))))
+        assert [each[2] for each in cache.hints] == ([run[:blocks]] if blocks else [])
+
+
+def test_a_refused_retention_is_counted_and_logged(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(cache)
+    cache.retain_refusal = "quota"
+    for number in range(3):
+        engine.run(engine.request(f"r{number}", chain(f"r{number}", 2), hint=Hint(retain=True)))
+    cache.retain_refusal = "something new"
+    engine.run(engine.request("other", chain("other", 2), hint=Hint(retain=True)))
+    counts = engine.scheduler.counters
+    assert (counts["retain_refused_quota"], counts["retain_refused_other"]) == (3, 1)
+    assert len([each for each in caplog.records if "not retained" in each.getMessage()]) == 2
+
+
+def test_what_is_used_once_is_not_saved_and_why_learns_it(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    request = engine.request("once", run, hint=Hint(drop=True))
+    engine.run(request)
+    assert saved(cache) == set()
+    assert cache.hints == []
+    assert ("once", "drop") in cache.notes
+
+
+def test_what_several_dropped_prompts_begin_with_is_saved(cache: Cache) -> None:
+    engine, head = Engine(cache), chain("system", 3)
+    for name in ("a", "b", "c"):
+        engine.run(engine.request(name, head + chain(name, 2), hint=Hint(drop=True)))
+        assert saved(cache) == (set() if name == "a" else set(head))
+
+
+def test_the_first_tokens_of_a_dropped_prompt_are_saved_if_it_says_so(cache: Cache) -> None:
+    engine, head = Engine(cache), chain("system", 3)
+    engine.run(engine.request("a", head + chain("a", 2), hint=Hint(drop=Rest(3 * BLOCK))))
+    assert saved(cache) == set(head)
+    other = chain("other", 3)
+    engine.run(engine.request("b", other + chain("b", 2), hint=Hint(Retain(tokens=3 * BLOCK), drop=True)))
+    assert saved(cache) == {*head, *other}
+    assert cache.hints == [("retain", "b", other, 3600.0, 35)]
+
+
+def test_cached_blocks_of_a_dropped_prompt_stay(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    engine.run(engine.request("kept", run))
+    engine.run(engine.request("once", run, hint=Hint(drop=True)))
+    assert saved(cache) == set(run)
+    assert cache.hints == []
+
+
+def test_the_memory_of_dropped_prompts_is_bounded(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "SEEN", 8)
+    engine, run = Engine(cache), chain("a", 4)
+    for name in ("a", "b", "c", "a"):
+        engine.run(engine.request(f"{name}{len(cache.notes)}", chain(name, 4), hint=Hint(drop=True)))
+    assert saved(cache) == set()
+    engine.run(engine.request("at once", run, hint=Hint(drop=True)))
+    assert saved(cache) == set(run)
+
+
+def test_the_last_request_of_a_conversation_saves_nothing_and_gives_its_blocks_up(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 6)
+    engine.run(engine.request("first", run[:4]))
+    request = engine.request("last", run, hint=Hint(done=Rest(BLOCK)))
+    engine.ask(request)
+    engine.run(request)
+    assert saved(cache) == set(run[:4])
+    assert cache.hints == [("drop", "last", run, 1)]
+    assert not cache.leases
+
+
+def test_what_has_no_name_of_its_own_is_neither_retained_nor_dropped(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    for hint in (Hint(retain=True), Hint(done=True)):
+        engine.run(engine.request(f"r{hint.done}", run, hint=hint, uncacheable="lora"))
+    assert cache.hints == []
+    assert engine.scheduler.counters["hints_uncacheable"] == 1
+
+
+def test_a_prompt_that_is_longer_than_one_message_is_retained_up_to_there(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", MAX_RETAINED + 1)
+    engine.run(engine.request("long", run, hint=Hint(retain=True)))
+    assert [len(each[2]) for each in cache.hints] == [MAX_RETAINED]
+    engine.run(engine.request("over", run, hint=Hint(done=True)))
+    assert len(cache.hints) == 1
+    assert engine.scheduler.counters["hints_too_long"] == 1

@@ -1,0 +1,99 @@
+"""Hints of requests through vLLM's OpenAI server: what stays, what goes first, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+BLOCK, BLOCK_BYTES = 32, 64 << 10  # tokens and bytes of a block of the model
+POOL = 64  # blocks, of which the daemon's rows take one or two
+PROMPT = 8  # blocks
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def daemon(start_module_daemon: Any) -> Any:
+    return start_module_daemon(size=str(POOL * BLOCK_BYTES), retain_quota=0.2)
+
+
+@pytest.fixture(scope="module")
+def server(openai_servers: Any, daemon: Any) -> Any:
+    """A server whose own prefix cache is off: what it does not compute, the daemon had."""
+    return openai_servers("hints", daemon.endpoint, {}, "--max-model-len", "4096", "--no-enable-prefix-caching")
+
+
+@pytest.fixture
+def prompt() -> Any:
+    """`prompt(name)` is always the same one for that name, of PROMPT blocks and one token."""
+    return lambda name: [random.Random(f"{name} {at}").randrange(3, 512) for at in range(PROMPT * BLOCK + 1)]
+
+
+def hint(server: Any, prompt: list[int], **hints: Any) -> None:
+    """Have a prompt computed, with hints in the request's JSON."""
+    server.complete(prompt, 1, kv_transfer_params={"kvcache": hints})
+
+
+def wait_saved(daemon: Any) -> dict[str, Any]:
+    held = ("leases", "reservations", "blocks_writing", "blocks_hidden")
+    return daemon.wait_status(lambda s: not any(s["pool"][name] for name in held), "an idle cache")
+
+
+def hit_blocks(daemon: Any, server: Any, prompt: list[int]) -> int:
+    """How many blocks of a prompt the daemon has."""
+
+    def figure() -> int:
+        return sum(space["hit_blocks"] for space in wait_saved(daemon)["namespaces"])
+
+    before = figure()
+    hint(server, prompt, drop=True)  # asking must not store it
+    return figure() - before
+
+
+def flood(daemon: Any, server: Any, blocks: int, name: str) -> None:
+    for number in range(-(-blocks // (4 * PROMPT))):
+        draw = random.Random(f"{name} {number}")
+        server.complete([draw.randrange(3, 512) for _ in range(4 * PROMPT * BLOCK + 1)], 1)
+    wait_saved(daemon)
+
+
+def test_a_retained_prompt_survives_a_flood_of_ten_times_the_pool(daemon: Any, server: Any, prompt: Any) -> None:
+    hint(server, prompt("kept"), retain={"seconds": 600})
+    hint(server, prompt("plain"))
+    daemon.wait_status(lambda s: s["hints"]["retained_bytes"] == PROMPT * BLOCK_BYTES, "the retention")
+    flood(daemon, server, 10 * POOL, "flood")
+    assert hit_blocks(daemon, server, prompt("kept")) == PROMPT
+    assert hit_blocks(daemon, server, prompt("plain")) == 0
+
+
+def test_a_refusal_by_the_quota_is_counted_and_explained(daemon: Any, server: Any, prompt: Any) -> None:
+    hint(server, prompt("more"), retain={"seconds": 600})  # 12 blocks are a fifth of 64
+    told = daemon.wait_status(lambda s: s["hints"]["refused"].get("quota"), "a refusal")["hints"]
+    assert told["refused"]["quota"] == 4
+    assert told["retained_bytes"] == 12 * BLOCK_BYTES <= told["quota_bytes"]
+    (engine,) = [each["engine"] for each in told["engines"]]
+    assert engine.startswith("hints-")
+
+
+def test_a_dropped_prompt_is_not_saved_and_one_that_is_over_goes_first(daemon: Any, server: Any, prompt: Any) -> None:
+    hint(server, prompt("once"), drop=True)
+    assert hit_blocks(daemon, server, prompt("once")) == 0
+    hint(server, prompt("older"))
+    hint(server, prompt("conversation"))
+    wait_saved(daemon)
+    hint(server, prompt("conversation"), done=True)
+    daemon.wait_status(lambda s: s["hints"]["dropped_blocks"] == PROMPT, "the drop")
+    flood(daemon, server, PROMPT, "a little")
+    assert hit_blocks(daemon, server, prompt("conversation")) == 0
+    assert daemon.status()["evictions"]["dropped"] == PROMPT
+    assert hit_blocks(daemon, server, prompt("older")) == PROMPT
+
+
+def test_a_bad_hint_is_named_in_the_log_and_harms_nothing(daemon: Any, server: Any, prompt: Any) -> None:
+    for bad in ({"retain": {"secnods": 60}}, {"retain": 5}):
+        hint(server, prompt("bad"), **bad)
+    wait_saved(daemon)
+    assert hit_blocks(daemon, server, prompt("bad")) == PROMPT
+    assert "the hint of a request is ignored: kv_transfer_params, kvcache: Object contains unknown field" in server.log
+    assert "/kvcache_client/" not in server.log, "a traceback of ours"
