@@ -322,6 +322,39 @@ def test_a_dropped_prompt_that_is_asked_for_again_stays() -> None:
     check_integrity(cache)
 
 
+def test_a_drop_by_one_engine_does_not_take_another_below_its_floor() -> None:
+    cache = make_cache(namespace_floor=0.3)  # 38 blocks
+    one, other = Engine(cache, "one"), Engine(cache, "other", model="another")
+    other.store(chain("theirs", 20))
+    one.store(chain("mine", BLOCKS - 20))
+    assert drop(other, chain("theirs", 20)) == 20
+    one.store(chain("new", 30))
+    assert other.hits(chain("theirs", 20)) == 20
+    check_integrity(cache)
+
+
+def test_nothing_is_left_of_engines_and_namespaces_that_are_gone() -> None:
+    cache = make_cache(retain_quota=0.5)
+    for number in range(3):
+        engine = Engine(cache, f"engine {number}", (64 + number) * KIB, f"model {number}")
+        engine.store(chain("kept", 5))
+        engine.store(chain("over", 5))
+        retain(engine, chain("kept", 5), 10.0)
+        retain(engine, chain("never stored", 5), 1000.0)
+        drop(engine, chain("over", 5))
+        cache.end_session(engine.session, 0.0)
+    tick(cache, 1.0)
+    cache.clear("", "an operator", 2.0)
+    for second in range(3, 6):
+        tick(cache, float(second))
+    cache.registry.prune()
+    tick(cache, 6.0)
+    assert not cache.namespaces and not cache.engines
+    left = cache.retentions
+    assert not (left.all() or left.engines or left.waiting or left._weakest or cache.eviction._dropped)
+    assert not left.former.pins.bytes
+
+
 # Pins.
 
 
@@ -463,12 +496,22 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 2), name=names, length=lengths)
     def store(self, engine: int, name: str, length: int) -> None:
-        self.engines[engine].store(chain(name, length))
+        self.store_and_check(engine, chain(name, length))
 
     @rule(engine=st.integers(0, 2), length=st.integers(1, 12))
     def store_new(self, engine: int, length: int) -> None:
         self.lives += 1
-        self.engines[engine].store(chain(f"new {self.lives} ", length))
+        self.store_and_check(engine, chain(f"new {self.lives} ", length))
+
+    def store_and_check(self, engine: int, names: list[str]) -> None:
+        """Nobody loses a block below its floor while an engine retains any."""
+        tick(self.cache, self.now)
+        accounts = {each: each.bytes for each in self.cache.eviction.fair_share.accounts}
+        self.engines[engine].store(names)
+        below = [each for each, bytes_ in accounts.items() if each.bytes < min(bytes_, each.floor - 64 * KIB)]
+        owners = (self.cache.retentions.former, *self.cache.retentions.engines.values())
+        held = [each for owner in owners for each in owner.retentions.values() if each.held]
+        assert not (below and held), "a floor gave way before what engines retain"
 
     @rule(engine=st.integers(0, 2), name=names, length=lengths, lease=st.booleans())
     def look_up(self, engine: int, name: str, length: int, lease: bool) -> None:

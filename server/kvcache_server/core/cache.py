@@ -327,7 +327,8 @@ class Cache:
             )
         accounts = self.eviction.fair_share.accounts
         chosen = [each for each in accounts if only is None or each.group.namespace == only.number]
-        self.retentions.clear(only.number if only is not None else None)
+        ending = self.retentions.clear(only.number if only is not None else None)
+        yield from self.effects.on_behalf(Actor(now, by), ending)
         cleared = yield from self.effects.on_behalf(Actor(now, by), self.eviction.clear(chosen))
         for each in list(self.namespaces.values()) if only is None else [only]:
             if each.number in self.namespaces and not any(group.visible for group in each.groups):

@@ -14,25 +14,27 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
 from kvcache_proto.types import check_hashes
 from kvcache_server.core.effects import Effects, Hinted
 from kvcache_server.core.eviction.policy import UNWANTED, Eviction
-from kvcache_server.core.index import SPARE, Account, Block, Group
+from kvcache_server.core.index import Account, Block, Group
 from kvcache_server.core.journal import PinEnded, PinMade
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pins import Lease, Pins
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Namespace, Session
-from kvcache_server.core.slices import Steps
+from kvcache_server.core.slices import LOOK, STEP, Steps
 
 TOGETHER = 0.5  # of the pool: what all engines may retain
 MOST, MOST_OF_ONE = 8192, 1024  # retentions, in all and per owner: some passes over all take a millisecond
 NAMES, NAMES_OF_ONE = 1 << 20, 1 << 16  # hashes in them
+MOST_DISPLACED = 16  # for the number of another one
 GIVE_WAY = 64  # retentions that give way between two ticks
+FEW = 64  # entries out of date that are tolerated
 FOR_EVER = math.inf
 
 
@@ -272,9 +274,11 @@ class Retentions:
         one."""
         weakest: Retention | None = None
         for size, heap in self._weakest.items():
-            while heap and not heap[0][3].holds(heap[0][0]):
-                heapq.heappop(heap)
-            if heap and slot_bytes in (0, size) and (weakest is None or _strength(heap[0][3]) < _strength(weakest)):
+            if (
+                self._strip(heap)
+                and slot_bytes in (0, size)
+                and (weakest is None or _strength(heap[0][3]) < _strength(weakest))
+            ):
                 weakest = heap[0][3]
         if weakest is None:
             return False
@@ -282,16 +286,22 @@ class Retentions:
         self._end(weakest, "gave_way")
         return True
 
+    @staticmethod
+    def _strip(heap: list[tuple[int, int, int, Retention]]) -> bool:
+        """Drop entries that are out of date, until the weakest one is not; return whether there is one."""
+        while heap and not heap[0][3].holds(heap[0][0]):
+            heapq.heappop(heap)
+        return bool(heap)
+
     def gives_way(self, retention: Retention) -> bool:
         """Whether `end_weakest` would find it. O(retentions)."""
         entry = (*_strength(retention), retention.lease_number, retention)
         return entry in self._weakest.get(retention.group.slot_bytes, [])
 
-    def clear(self, namespace: int | None) -> None:
+    def clear(self, namespace: int | None) -> Steps[None]:
         """End the retentions of engines in that namespace, or in all for None."""
-        for each in self.all():
-            if each.owner is not self.operator and namespace in (None, each.group.namespace):
-                self._end(each, "cleared")
+        mine = (each for each in self.all() if each.owner is not self.operator)
+        yield from self._end_all((each for each in mine if namespace in (None, each.group.namespace)), "cleared")
 
     def engine_ended(self, engine: str) -> Steps[None]:
         """Move the retentions of an engine that has ended to those that share one quota: the latest ones stay."""
@@ -301,11 +311,11 @@ class Retentions:
         for each in sorted(owner.retentions.values(), key=_strength):
             if each.ended:
                 continue
-            until, priority, wanted = each.until, each.priority, each.wanted
+            until, priority, wanted, names = each.until, each.priority, each.wanted, each.names
             self._end(each, "")
             twin = self.former.retentions.get(each.key)
             if twin is None:
-                twin = Retention(each.number, self.former, each.group, each.names)
+                twin = Retention(each.number, self.former, each.group, names)
                 twin.until, twin.priority, twin.wanted = until, priority, wanted
                 if not self._admit(twin):
                     continue
@@ -322,23 +332,26 @@ class Retentions:
         """End what is over; hold what has been stored since; end what exceeds a quota that has been lowered."""
         self._may_give_way = GIVE_WAY
         if now >= self._next_end:
-            for each in self.all():
-                if each.until <= now:
-                    self._end(each, "expired")
+            yield from self._end_all((each for each in self.all() if each.until <= now), "expired")
             self._next_end = min((each.until for each in self.all()), default=FOR_EVER)
             yield
         if self.doubted:
             self.doubted = False
-            for each in self.all():
+            for done, each in enumerate(self.all(), 1):
                 if not each.sound:
                     self._let_go(each)
                     self.waiting[each.number] = each
-        for each in list(self.waiting.values()):
+                if done % STEP == 0:
+                    yield
+        for done, each in enumerate(list(self.waiting.values()), 1):
             if self._namespaces.get(each.group.namespace) is None:
                 self._end(each, "namespace_gone")
-            elif not each.ended and each.names[each.held] in each.group.visible:
+            elif not each.ended and each.held < each.wanted and each.names[each.held] in each.group.visible:
                 yield from self._hold(each)
                 yield
+            elif done % LOOK == 0:
+                yield
+        self._weakest = {size: heap for size, heap in self._weakest.items() if self._strip(heap)}
         for owner in (self.former, *self.engines.values()):
             while owner.pins.bytes > self.quota(owner) and owner.retentions:
                 if owner.pins.exact:
@@ -352,7 +365,7 @@ class Retentions:
 
     def _admit(self, retention: Retention) -> bool:
         """Enter a retention; return False if there are too many, also after a weaker one of its owner has ended."""
-        owner = retention.owner
+        owner, displaced = retention.owner, 0
         while (
             len(owner.retentions) >= MOST_OF_ONE
             or self._count >= MOST
@@ -360,9 +373,10 @@ class Retentions:
             or self._names + len(retention.names) > NAMES
         ):
             weaker = self._weaker(retention)
-            if weaker is None:
+            if weaker is None or displaced == MOST_DISPLACED:
                 return False
             self._end(weaker, "displaced")
+            displaced += 1
         self._last = max(self._last, retention.number)
         self._count += 1
         self._names += len(retention.names)
@@ -403,6 +417,7 @@ class Retentions:
                 weaker = self._weaker(retention)
                 if weaker is not None:
                     self._end(weaker, "displaced")
+                    yield
                     continue
             if count > retention.held:
                 self._take(retention, found, count, size, cover)
@@ -435,7 +450,7 @@ class Retentions:
         size = retention.group.slot_bytes
         heap = self._weakest.setdefault(size, [])
         heapq.heappush(heap, (*_strength(retention), retention.lease_number, retention))
-        if len(heap) > 2 * self._count + SPARE:
+        if len(heap) > 2 * self._count + FEW:
             current = {each[2]: each for each in heap if each[3].holds(each[0])}
             self._weakest[size] = sorted(current.values())
 
@@ -445,6 +460,12 @@ class Retentions:
             retention.owner.pins.drop(retention.lease_number, lease)
             lease.block.unpin()
         retention.lease, retention.held = None, 0
+
+    def _end_all(self, chosen: Iterable[Retention], cause: str) -> Steps[None]:
+        for done, each in enumerate(list(chosen), 1):
+            self._end(each, cause)
+            if done % STEP == 0:
+                yield
 
     def _end(self, retention: Retention, cause: str) -> None:
         if retention.ended:
@@ -456,6 +477,7 @@ class Retentions:
         self._count -= 1
         self._names -= len(retention.names)
         owner.names -= len(retention.names)
+        retention.names = []  # an entry that is out of date may refer to it
         if cause:
             self.ended[cause] += 1
         if owner is self.operator:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 from kvcache_proto.codec import decode_request
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.messages import MAX_RETAINED, Acquire, Chain, Chained
@@ -52,27 +50,32 @@ class Chains:
         return _chained(request.id, found[0], namespace, namespace.groups[asked.group], asked.hashes[:MAX_RETAINED])
 
     def _of_block(self, request: Chain) -> Steps[Chained]:
-        found: list[tuple[Namespace, Block]] = []
-        for namespace in list(self._cache.namespaces.values()):
-            if request.namespace not in ("", namespace.id):
-                continue
-            for group in namespace.groups:
-                block = group.visible.get(request.hash)
-                if block is not None:
-                    found.append((namespace, block))
-                elif len(request.hash) < group.hash_bytes:
-                    names = iter(list(group.visible))
-                    yield
-                    while some := list(islice(names, LOOK)):
-                        ends = [name for name in some if name.endswith(request.hash)]
-                        found += [(namespace, group.visible[name]) for name in ends if name in group.visible]
-                        yield
-        found = [each for each in found if each[1].pins != GONE]
-        if len(found) != 1:
-            return Chained(request.id, [namespace.id for namespace, _ in found[:MOST_MATCHES]])
-        namespace, block = found[0]
+        found: list[Block] = []
+        for namespace in self._cache.namespaces.values():
+            exact = [group.visible.get(request.hash) for group in namespace.groups]
+            found += [block for block in exact if block is not None]
+        if not found:
+            found = yield from self._ending_in(request.hash)
+        meant = [(self._cache.namespaces.get(block.account.group.namespace), block) for block in found]
+        known = [(space, block) for space, block in meant if space is not None and block.pins != GONE]
+        found_in = [(space, block) for space, block in known if request.namespace in ("", space.id)]
+        if len(found_in) != 1:
+            return Chained(request.id, [namespace.id for namespace, _ in found_in[:MOST_MATCHES]])
+        namespace, block = found_in[0]
         hashes = [each.hash for each in block.ancestors()][::-1][:MAX_RETAINED]
         return _chained(request.id, namespace.id, namespace, block.account.group, hashes)
+
+    def _ending_in(self, end: bytes) -> Steps[list[Block]]:
+        """Return the blocks that lookups find whose hashes end like that, at most MOST_MATCHES. O(slots)."""
+        found: list[Block] = []
+        for extent in list(self._cache.pool.extents.values()):
+            for at in range(0, len(extent.blocks), LOOK):
+                yield
+                some = [each for each in extent.blocks[at : at + LOOK] if each is not None and each.hash.endswith(end)]
+                found += [each for each in some if each.account.group.trusts(each)]
+                if len(found) >= MOST_MATCHES:
+                    return found
+        return found
 
 
 def _chained(number: int, match: str, namespace: Namespace, group: Group, hashes: list[bytes]) -> Chained:

@@ -113,9 +113,11 @@ class Eviction:
     def _take_dropped(self, size: int) -> tuple[Extent[Block], int] | None:
         """Evict a dropped block, if there is one that nobody has used since, and return its slot."""
         leaves = self._dropped[size]
+        self._shares.by_excess()  # which notes the accounts' floors
         while leaves and not self.frozen:
             _, block = leaves.popitem()
-            if block.tick == UNWANTED and block.account.group.may_go(block):
+            account = block.account
+            if block.tick == UNWANTED and account.bytes > account.floor and account.group.may_go(block):
                 parent = block.parent
                 self._evicted(block, DROPPED)
                 if parent is not None and parent.tick == UNWANTED:
@@ -198,8 +200,10 @@ class Eviction:
     def forget(self, group: Group) -> None:
         """Drop the ghosts and leaves of a removed group: they refer to accounts, which refer to the group."""
         self._ghosts.pop(group.tag, None)
-        for size, leaves in self._dropped.items():
+        for size, leaves in list(self._dropped.items()):
             self._dropped[size] = {key: each for key, each in leaves.items() if each.account.group is not group}
+            if not self._dropped[size]:
+                del self._dropped[size]
 
     def _forget(self, block: Block) -> tuple[bool, int]:
         """Forget a block; return whether lookups could find it, and whether one has."""
