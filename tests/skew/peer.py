@@ -3,6 +3,7 @@
 {"op": "open", "endpoint": ..., "engine": ...}
 {"op": "save", "hashes": [hex, ...]}    each block filled with what its hash says
 {"op": "load", "hashes": [hex, ...]}    -> hits, and whether every byte is right
+{"op": "hint", "hashes": [hex, ...]}    -> whether hints were sent; only for versions that have them
 {"op": "detach"}, {"op": "up"}, {"op": "log"}
 """
 
@@ -63,6 +64,10 @@ class Peer:
         else:
             lease.release()
         return {"hits": lease.hits, "right": right and current, "failed": lease.failed}
+
+    def hint(self, hashes: list[str]) -> dict[str, Any]:
+        run = [bytes.fromhex(each) for each in hashes]
+        return {"retain": self.namespace.retain(run), "drop": self.namespace.drop(run)}
 
     def detach(self) -> dict[str, Any]:
         self.session.detach(self.namespace)

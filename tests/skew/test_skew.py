@@ -193,6 +193,20 @@ def test_a_daemon_of_another_version_takes_over(
     assert client.ask("load", hashes=hashes) == {"hits": 5, "right": True, "failed": False}
 
 
+def test_an_older_daemon_gets_no_hints(
+    start: Callable[..., Any], peer: Callable[..., Peer], versions: dict[str, str]
+) -> None:
+    daemon, hashes = start("old"), run(5)
+    client = peer("new", daemon, "e1")
+    client.ask("save", hashes=hashes)
+    assert client.ask("hint", hashes=hashes) == {"retain": False, "drop": False}
+    assert client.ask("load", hashes=hashes) == {"hits": 5, "right": True, "failed": False}
+    assert daemon.status()["daemon"]["errors"] == {}
+    command = [sys.executable, "-m", "kvcache_server", "pins", "--endpoint", daemon.endpoint]
+    told = subprocess.run(command, env=os.environ | {"PYTHONPATH": versions["new"]}, capture_output=True, text=True)
+    assert (told.returncode, f"kvcache-server {OLD_VERSION}, which has no pins" in told.stderr) == (1, True)
+
+
 @pytest.mark.parametrize(("daemons", "clients"), [*itertools.product(["old", "new"], repeat=2)])
 def test_status(start: Callable[..., Any], versions: dict[str, str], peer: Any, daemons: str, clients: str) -> None:
     daemon = start(daemons)

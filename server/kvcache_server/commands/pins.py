@@ -100,7 +100,10 @@ def unpin(number: int | None, endpoint: str, every: bool) -> None:
 def pins(endpoint: str, as_json: bool) -> None:
     """List the pinned prompts."""
     with AdminClient(endpoint, "pins") as admin:
-        listed = admin.stats()["hints"]["pins"]
+        stats = admin.stats()
+    if "hints" not in stats:
+        raise click.ClickException(f"the daemon is kvcache-server {stats['daemon']['version']}, which has no pins")
+    listed = stats["hints"]["pins"]
     rows = [
         (
             *(str(each["pin"]), each["namespace"], each["label"]),

@@ -58,7 +58,8 @@ def _check_retentions(cache: Cache) -> list[Lease]:
         assert (each.lease is None) == (each.held == 0) and each.held <= each.wanted <= len(each.names)
         if each.lease is not None:
             assert each.lease.block.visible and each.lease.block.hash == each.names[each.held - 1]
-            assert each.owner is retentions.operator or retentions.gives_way(each), "a retention that never gives way"
+            gives_way = cache.eviction.retaining and retentions.gives_way(each)
+            assert each.owner is retentions.operator or gives_way, "a retention that never gives way"
             assert retentions.doubted or cache.invalidation.waiting or each.sound, "retains what is distrusted"
     return leases
 

@@ -352,6 +352,7 @@ class Retentions:
             elif done % LOOK == 0:
                 yield
         self._weakest = {size: heap for size, heap in self._weakest.items() if self._strip(heap)}
+        self._eviction.retaining = bool(self._weakest)
         for owner in (self.former, *self.engines.values()):
             while owner.pins.bytes > self.quota(owner) and owner.retentions:
                 if owner.pins.exact:
@@ -449,6 +450,7 @@ class Retentions:
             return
         size = retention.group.slot_bytes
         heap = self._weakest.setdefault(size, [])
+        self._eviction.retaining = True
         heapq.heappush(heap, (*_strength(retention), retention.lease_number, retention))
         if len(heap) > 2 * self._count + FEW:
             current = {each[2]: each for each in heap if each[3].holds(each[0])}

@@ -52,6 +52,7 @@ class Eviction:
         self.evictions: Counter[str] = Counter()  # blocks by cause
         self.evicted_unread = 0  # evicted blocks that no lookup had found
         self._dropped: dict[int, dict[int, Block]] = {}  # unwanted leaves by slot size and id()
+        self.retaining = False  # whether an engine retains blocks
         # Ends what an engine retains, before the account loses a block, or is refused one, below its floor.
         self.give_way: Callable[[Account, bool], bool] = lambda account, refused: False
         self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
@@ -73,13 +74,13 @@ class Eviction:
         if self._namespace_ceiling and not self._below_ceiling(account):
             return Refusal.QUOTA
         place = self._pool.take(size)
-        if place is None and self._dropped.get(size):
+        if place is None and self._dropped:
             place = self._take_dropped(size)
         if place is not None:
             return place
         for excess, victim in self._shares.by_excess():
             if victim.group.slot_bytes == size:
-                if excess < 0 < victim.bytes and self.give_way(victim, False):
+                if excess < 0 and self.retaining and victim.bytes and self.give_way(victim, False):
                     return self.make_room(account, fixed)
                 freed = self.evict(victim, ROOM)
             else:
@@ -112,7 +113,7 @@ class Eviction:
 
     def _take_dropped(self, size: int) -> tuple[Extent[Block], int] | None:
         """Evict a dropped block, if there is one that nobody has used since, and return its slot."""
-        leaves = self._dropped[size]
+        leaves = self._dropped.get(size, {})
         self._shares.by_excess()  # which notes the accounts' floors
         while leaves and not self.frozen:
             _, block = leaves.popitem()
@@ -123,6 +124,8 @@ class Eviction:
                 if parent is not None and parent.tick == UNWANTED:
                     leaves[id(parent)] = parent
                 return self._pool.take(size)
+        if not leaves:
+            self._dropped.pop(size, None)
         return None
 
     def clear(self, accounts: Sequence[Account]) -> Steps[int]:
