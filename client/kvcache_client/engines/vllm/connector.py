@@ -22,15 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvcache_client.devices import CopyError
-from kvcache_client.engines.vllm.compat import (
-    engine_name,
-    has_another,
-    join_logs,
-    retire,
-    surroundings,
-    tensor_parallel_rank,
-    warn_of_random_seed,
-)
 from kvcache_client.engines.vllm.early_start import claim, discard, open_session
 from kvcache_client.engines.vllm.guard import guard, report
 from kvcache_client.engines.vllm.identity import (
@@ -41,6 +32,15 @@ from kvcache_client.engines.vllm.identity import (
     rank_block_bytes,
     shards,
     why_not,
+)
+from kvcache_client.engines.vllm.running import (
+    engine_name,
+    has_another,
+    join_logs,
+    retire,
+    surroundings,
+    tensor_parallel_rank,
+    warn_of_random_seed,
 )
 from kvcache_client.engines.vllm.sleep import before_sleep
 from kvcache_client.engines.vllm.stats import CacheMetrics, CacheStats, Feed
