@@ -258,6 +258,12 @@ def test_a_rank_s_bytes_before_and_after_one_allocation() -> None:
     old = kv_cache_config()
     old.kv_cache_tensors = [SimpleNamespace(size=100 * 4096, shared_by=[name]) for name in "ab"]
     assert rank_block_bytes(old) == 8192
+    packed = kv_cache_config()
+    packed.kv_cache_tensors = [
+        SimpleNamespace(size=100 * 8192, shared_by=[name], offset=at * 4096, block_stride=8192)
+        for at, name in enumerate("ab")
+    ]
+    assert rank_block_bytes(packed) == 8192
 
 
 def test_what_cannot_be_cached_is_named() -> None:

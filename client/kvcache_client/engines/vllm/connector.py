@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvcache_client.devices import CopyError
+from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.early_start import claim, discard, open_session
 from kvcache_client.engines.vllm.guard import guard, report
 from kvcache_client.engines.vllm.identity import (
@@ -54,14 +55,7 @@ from kvcache_client.worker.worker import Worker
 from kvcache_proto.errors import ConfigError, KVCacheError
 from kvcache_proto.types import NamespaceSpec
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.32
-    CacheHitSource = None
-
 logger = logging.getLogger("vllm.kvcache")
-
-MEDIUM = "CPU"  # vLLM's MEDIUM_CPU, which 0.23 does not have
 
 _BESIDE = (
     "--kv-offloading-size and {} exclude each other: vLLM replaces the connector with its own offloading. "
@@ -111,8 +105,7 @@ _EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
 class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads from and saves to the daemon of this host. Its `kv_connector_extra_config` is in client/README.md."""
 
-    if CacheHitSource is not None:
-        _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = compat.cache_hit_source()
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -449,14 +442,14 @@ def _leave(scheduler: Scheduler | None, worker: Worker | None, session: Session 
 def _vllm_event(event: Stored | Removed, block_size: int) -> Any:
     hashes = [maybe_convert_block_hash(BlockHash(each)) for each in event.hashes]
     if isinstance(event, Removed):
-        return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=0)
+        return BlockRemoved(block_hashes=hashes, medium=compat.MEDIUM, group_idx=0)
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=maybe_convert_block_hash(BlockHash(event.parent)) if event.parent is not None else None,
         token_ids=event.tokens,
         block_size=block_size,
         lora_id=None,
-        medium=MEDIUM,
+        medium=compat.MEDIUM,
         lora_name=None,
         group_idx=0,
     )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcache_client.engines.vllm import compat
 from kvcache_client.worker.shards import Shards
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import MAX_NAME, MAX_SHARDS, GroupSpec, NamespaceSpec
@@ -50,16 +51,16 @@ def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
         return f"{len(groups)} KV cache groups: this version caches models with one"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism: this version caches models on one stage"
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name} {getattr(parallel, name)}: a block's tokens are spread over ranks"
+    for name, ranks in compat.context_parallel(parallel):
+        if ranks > 1:
+            return f"{name} {ranks}: a block's tokens are spread over ranks"
     for spec in _layer_specs(groups[0].kv_cache_spec):
         names = {cls.__name__ for cls in type(spec).__mro__}
         if "FullAttentionSpec" not in names or names & _NOT_WHOLE:
             return f"{type(spec).__name__}: this version caches only full attention"
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         return "the engine zeroes a block before the connector learns that it was given away"
-    hashed = getattr(kv_cache_config, "hash_block_size", None)
+    hashed = compat.hash_block_size(kv_cache_config)
     if hashed and hashed != engine_block_size(kv_cache_config):
         return f"hashes of {hashed} tokens for blocks of {engine_block_size(kv_cache_config)}"
     return ""
@@ -78,16 +79,13 @@ def rank_block_bytes(kv_cache_config: Any) -> int:
     tensors = kv_cache_config.kv_cache_tensors
     if not tensors:
         raise ConfigError("the engine has no KV cache")
-    # From 0.32 on all tensors are views of one allocation, and each says its size; before, each was its own.
-    one = hasattr(tensors[0], "layers")
-    total = tensors[0].size if one else sum(tensor.size for tensor in tensors)
-    return int(total // kv_cache_config.num_blocks)
+    return compat.allocated_bytes(tensors) // int(kv_cache_config.num_blocks)
 
 
 def shards(vllm_config: Any, kv_cache_config: Any) -> Shards:
     """Return the shards of a block. Raises ConfigError for more than the protocol allows."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    replicas = compat.kv_replicas(kv_cache_config)
     if replicas is None:
         model = vllm_config.model_config
         if getattr(model, "use_mla", False):
@@ -126,7 +124,7 @@ def namespace_spec(
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": cache_dtype,
-        "layout": str(getattr(kv_cache_config, "kv_cache_layout", None) or surroundings.layout),
+        "layout": compat.kv_layout(kv_cache_config) or surroundings.layout,
         "group": _describe(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
         "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}",
         "shards": str(split.number),
@@ -141,7 +139,7 @@ def namespace_spec(
     draft = getattr(vllm_config, "speculative_config", None)
     if draft is not None:  # its layers share the blocks
         identity["draft"] = f"{draft.method} {getattr(draft, 'model', None) or ''}".strip()
-    if getattr(cache, "calculate_kv_scales", False):
+    if compat.computes_scales(cache):
         identity["kv_scales"] = f"engine {engine_id}"  # computed from the first batch that this engine ran
     shard_bytes = block_bytes if split.number == 1 else (block_bytes,) * split.number
     group = GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)

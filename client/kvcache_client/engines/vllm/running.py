@@ -1,4 +1,4 @@
-"""What must be asked of the running vLLM: versions differ in where they keep it."""
+"""What must be asked of the running vLLM, and what this process knows of its engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from typing import Any
 from weakref import WeakValueDictionary
 
+from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.identity import Surroundings
 from kvcache_proto.endpoint import check_endpoint, default_endpoint
 from kvcache_proto.types import MAX_NAME
@@ -29,7 +30,7 @@ def surroundings(vllm_config: Any) -> Surroundings:
         device=f"{current_platform.device_type} {current_platform.get_device_name()}",
         hash_bytes=len(hash_function("length")),
         seed=_hash_seed(hash_function),
-        layout=_kv_layout(vllm_config),
+        layout=compat.process_layout(vllm_config),
     )
 
 
@@ -97,24 +98,4 @@ def _hash_seed(hash_function: Any) -> str:
     given = os.environ.get("PYTHONHASHSEED")
     if given is not None:
         return f"PYTHONHASHSEED={given}"
-    from vllm.v1.core import kv_cache_utils
-
-    # 0.32 fixed the seed of the cryptographic hashes; 0.23 draws it at random.
-    fixed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "")
-    weak = getattr(kv_cache_utils, "_NON_CRYPTO_HASH_FUNCTIONS", ())
-    return "" if hash_function in weak else str(fixed)
-
-
-def _kv_layout(vllm_config: Any) -> str:
-    """Return the KV layout for versions before 0.32, where it is a setting of the process.
-
-    vLLM asserts that a configuration is current, and the scheduler's process of an engine with several ranks has none.
-    """
-    try:
-        from vllm.v1.attention.backends.utils import get_kv_cache_layout
-    except ImportError:
-        return ""
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(vllm_config):
-        return str(get_kv_cache_layout())
+    return compat.fixed_seed(hash_function)

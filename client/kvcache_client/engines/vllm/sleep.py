@@ -15,9 +15,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from kvcache_client.engines.vllm.compat import SLEEPS
+
 logger = logging.getLogger("vllm.kvcache.worker")
 
-_METHODS = ("sleep", "discard")
 _drains: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
@@ -31,7 +32,7 @@ def before_sleep(worker_class: str | type, drain: Callable[[], None]) -> None:
     _drains.append(weakref.WeakMethod(drain))
     try:
         found = _resolve(worker_class) if isinstance(worker_class, str) else worker_class
-        for name in _METHODS:
+        for name in SLEEPS:
             method = getattr(found, name, None)
             if method is not None and not hasattr(method, "_kvcache_drains"):
                 setattr(found, name, _after_copies(method))

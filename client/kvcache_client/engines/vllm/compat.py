@@ -1,0 +1,88 @@
+"""What versions of vLLM, 0.23 to 0.33, do differently. Each difference is found by feature, not by version number.
+
+It imports nothing of vLLM before a function is called, and reads configurations by attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+MEDIUM = "CPU"  # MEDIUM_CPU, which 0.23 does not have
+SLEEPS = ("sleep", "discard")  # methods of a worker that unmap device memory; `discard` is new in 0.32
+
+
+def cache_hit_source() -> Any:
+    """Return what the connector's `_cache_hit_source` is, None before 0.32."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
+def fixed_seed(hash_function: Any) -> str:
+    """Return what the chain of block hashes begins with where PYTHONHASHSEED is not set, "" where that is random.
+
+    0.32 fixed it for the cryptographic hash functions; before, each process draws it.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    fixed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "")
+    weak = getattr(kv_cache_utils, "_NON_CRYPTO_HASH_FUNCTIONS", ())
+    return "" if hash_function in weak else str(fixed)
+
+
+def process_layout(vllm_config: Any) -> str:
+    """Return the KV layout before 0.32, where it is a setting of the process; "" from 0.32 on: see `kv_layout`.
+
+    vLLM asserts that a configuration is current, and the scheduler's process of an engine with several ranks has none.
+    """
+    try:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+    except ImportError:
+        return ""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config):
+        return str(get_kv_cache_layout())
+
+
+def kv_layout(kv_cache_config: Any) -> str:
+    """Return the KV layout where the configuration has it, as from 0.32 on; else ""."""
+    return str(getattr(kv_cache_config, "kv_cache_layout", None) or "")
+
+
+def allocated_bytes(tensors: Sequence[Any]) -> int:
+    """Return the bytes of all KV tensors of a rank.
+
+    From 0.32 on, and before that where they are packed (0.27), tensors are views of one allocation, and each says its
+    size. Otherwise each is its own.
+    """
+    first = tensors[0]
+    if hasattr(first, "layers") or getattr(first, "block_stride", 0) > 0:
+        return int(first.size)
+    return sum(int(tensor.size) for tensor in tensors)
+
+
+def kv_replicas(kv_cache_config: Any) -> int | None:
+    """Return how many consecutive ranks have the same KV, None before 0.32, which does not say."""
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    return None if replicas is None else int(replicas)
+
+
+def hash_block_size(kv_cache_config: Any) -> int | None:
+    """Return the tokens of a block hash, None where that is not said: it is the block size for one group."""
+    size: int | None = getattr(kv_cache_config, "hash_block_size", None)
+    return size
+
+
+def context_parallel(parallel_config: Any) -> Iterator[tuple[str, int]]:
+    """Yield the kinds of context parallelism, by the name of their setting, and how many ranks each has."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        yield name, int(getattr(parallel_config, name, None) or 1)
+
+
+def computes_scales(cache_config: Any) -> bool:
+    """Return whether scales of KV come from the first batch that the engine runs, as they may before 0.32."""
+    return bool(getattr(cache_config, "calculate_kv_scales", False))
