@@ -11,11 +11,13 @@ What a version lacks or names differently is found by feature, as in `engines.vl
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,6 +31,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
@@ -203,8 +206,8 @@ class Runner:
         self.held: dict[str, Held] = {}
         self.connector: Any = None
         self.hooks: ActiveKVConnector | None = None
+        self.repeats = False  # whether each step's metadata is bound twice, as some runners do
         self.received: list[str] = []  # requests whose loads were reported, as often as they were
-        self.loaded: set[int] = set()
         self.computed = 0  # tokens
 
     def initialize(self, config: KVCacheConfig) -> None:
@@ -235,6 +238,9 @@ class Runner:
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         with self.current():
             output = (self._execute_v2 if self.v2 else self._execute_v1)(step)
+            if self.repeats:
+                again = KVConnectorModelRunnerMixin.kv_connector_no_forward(step, self.config)
+                output = KVOutputAggregator(1).aggregate([copy.copy(output), again])  # it may be vLLM's only empty one
         done = output.kv_connector_output
         if done is not None:
             self.received += sorted(done.finished_recving or ())
@@ -359,6 +365,7 @@ class SimulatedExecutor(Executor):
     def _init_executor(self) -> None:
         ranks = self.parallel_config.tensor_parallel_size
         self.runners = [Runner(self.vllm_config, rank, self._v2) for rank in range(ranks)]
+        self._sampled: deque[ModelRunnerOutput] = deque()  # of steps that are computed
 
     def collective_rpc(self, method: Any, *arguments: Any, **named: Any) -> Any:
         raise AssertionError(f"the simulated worker has no {method}")
@@ -402,12 +409,15 @@ class SimulatedExecutor(Executor):
         outputs = [runner.execute(scheduler_output) for runner in self.runners]
         output = outputs[0]
         if len(outputs) > 1 and self.kv_output_aggregator is not None:
-            output = self.kv_output_aggregator.aggregate(outputs)
-        if not non_block:
-            return output
-        future: Future[Any] = Future()
-        future.set_result(output)
-        return future
+            output = self.kv_output_aggregator.aggregate([copy.copy(each) for each in outputs])
+        if scheduler_output.total_num_scheduled_tokens:
+            self._sampled.append(output)
+            output = None
+        return _future(output) if non_block else output
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        output = self._sampled.popleft()
+        return _future(output) if non_block else output
 
     def reset_mm_cache(self) -> None:
         pass
@@ -420,6 +430,12 @@ class SimulatedExecutor(Executor):
             if runner.connector is not None:
                 with runner.current():
                     runner.connector.shutdown()
+
+
+def _future(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 # The engine.

@@ -111,14 +111,45 @@ def test_a_prompt_in_chunks(engines: Any, sim: Any, prompt: Any, idle: Any) -> N
     assert two.prefills["r0"] == (15 * BLOCK - 11 * BLOCK, 0, 11 * BLOCK)
 
 
-def test_a_block_that_the_last_step_fills_is_saved(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
-    tokens, answer = prompt(2 * BLOCK - 4), 5  # the last token of the answer is never fed back
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_block_that_the_last_step_fills_is_saved(
+    engines: Any, sim: Any, prompt: Any, idle: Any, is_async: bool
+) -> None:
+    """Asynchronous scheduling plans a step before it knows the tokens of the one before, and so a block's hash."""
+    one, two = engines("one", async_scheduling=is_async), engines("two", async_scheduling=is_async)
+    for length in (2 * BLOCK - 4, 2 * BLOCK):
+        tokens, answer = prompt(length), 2 * BLOCK - length + 1  # the last token of the answer is never fed back
+        one.generate(tokens, answer)
+        idle()
+        follow_up = [*tokens, *sim.expected(tokens, answer)]
+        assert two.generate(follow_up, name=f"{length}") == sim.expected(follow_up, 1)
+        assert two.prefills[f"{length}"] == (1, 0, 2 * BLOCK)
+
+
+def test_asynchronous_scheduling(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    prompts = {str(at): prompt(2 * BLOCK + 31 * at) for at in range(6)}
+    options = {"async_scheduling": True, "blocks": 30, "max_model_len": 800, "max_num_batched_tokens": 90}
+    for engine in (engines("one", **options), engines("two", **options)):
+        for name, tokens in prompts.items():
+            engine.add(name, tokens, 50)
+        engine.run()
+        engine.step()
+        assert engine.outputs == {name: sim.expected(tokens, 50) for name, tokens in prompts.items()}
+        idle()
+    assert engine.received
+
+
+def test_what_a_step_brings_is_done_once(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """Even if a runner binds it, and asks for what has ended, twice."""
+    tokens = prompt(5 * BLOCK)
     one, two = engines("one"), engines("two")
-    one.generate(tokens, answer)
-    idle()
-    follow_up = [*tokens, *sim.expected(tokens, answer)]
-    assert two.generate(follow_up) == sim.expected(follow_up, 1)
-    assert two.prefills["r0"] == (1, 0, 2 * BLOCK)
+    for engine in (one, two):
+        engine.runners[0].repeats = True
+        assert engine.generate(tokens, 2 * BLOCK) == sim.expected(tokens, 2 * BLOCK)
+        idle()
+    assert one.counters["saved_bytes"] == 6 * 3 * sim.PAGE
+    assert two.counters["loaded_bytes"] == 4 * 3 * sim.PAGE
+    assert two.received == ["r0"]
 
 
 def test_the_device_s_cache_is_reset_and_the_host_s_is_not(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
@@ -253,16 +284,33 @@ def test_a_load_that_fails(engines: Any, sim: Any, prompt: Any, idle: Any, polic
 
 
 def test_blocks_are_given_to_others_while_they_are_saved(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
-    """Each prompt takes the blocks of the one before it, whose save has just begun."""
+    """Each prompt takes blocks of the one before it, whose save has just begun, or is not yet answered."""
     prompts = [prompt(20 * BLOCK + at) for at in range(20)]
-    small = {"blocks": 30, "max_model_len": 800}
+    small = {"blocks": 30, "max_model_len": 800, "max_num_seqs": 1}
     one, two = engines("one", **small), engines("two", **small)
-    for tokens in prompts:
-        assert one.generate(tokens, 2) == sim.expected(tokens, 2)
-    idle()
-    for tokens in prompts:
-        assert two.generate(tokens, 2) == sim.expected(tokens, 2)
+    for engine in (one, two):
+        for at, tokens in enumerate(prompts):
+            engine.add(f"r{at}", tokens, 2)
+        engine.run()
+        engine.step()
+        for at, tokens in enumerate(prompts):
+            assert engine.outputs[f"r{at}"] == sim.expected(tokens, 2)
+        idle()
     assert two.received
+
+
+def test_a_request_whose_load_failed_is_offered_no_hit_again(
+    engines: Any, sim: Any, prompt: Any, idle: Any, monkeypatch: Any
+) -> None:
+    tokens = prompt(7 * BLOCK)
+    one, two = engines("one"), engines("two")
+    one.generate(tokens)
+    idle()
+    worker = two.runners[0].connector._worker
+    monkeypatch.setattr(worker, "_load", lambda job: worker._done.append((job.request, job.blocks)))
+    assert two.generate(tokens, 3) == sim.expected(tokens, 3)
+    assert two.received == ["r0"]
+    assert two.counters["loads_failed"] == 1
 
 
 def test_many_requests_of_shared_prefixes_on_little_memory(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
