@@ -139,6 +139,20 @@ def test_what_several_dropped_prompts_begin_with_is_saved(cache: Cache) -> None:
         assert saved(cache) == (set() if name == "a" else set(head))
 
 
+def test_several_answers_to_one_dropped_prompt_do_not_save_it(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    answers = [engine.request(f"{number}_r", run, hint=Hint(drop=True)) for number in range(4)]
+    for each in answers:
+        engine.ask(each)
+        engine.admit(each)
+    engine.step(*((each, each.tokens) for each in answers))
+    for each in answers:
+        engine.finish(each)
+    cache.answer()
+    engine.step()
+    assert saved(cache) == set()
+
+
 def test_the_first_tokens_of_a_dropped_prompt_are_saved_if_it_says_so(cache: Cache) -> None:
     engine, head = Engine(cache), chain("system", 3)
     engine.run(engine.request("a", head + chain("a", 2), hint=Hint(drop=Rest(3 * BLOCK))))

@@ -146,7 +146,9 @@ def test_an_engine_retains_no_more_than_its_quota(cache: Cache) -> None:
     text = describe(figures(cache, 0.0) | {"daemon": DAEMON})
     assert "retained    3 prompts, 1.6 MiB" in text
     assert "not retained: quota 5" in text
-    assert "retain_quota" in explain(answer(cache, one.session, m.Why(1, b"", "cmpl-c"), 0.0).answer)
+    why = explain(answer(cache, one.session, m.Why(1, b"", "cmpl-c"), 0.0).answer)
+    assert "engine one had used up its retain_quota (5 blocks)" in why
+    assert "retained: 5 of 10 blocks, for 60 s from now on" in why
 
 
 def test_a_shared_beginning_counts_once(cache: Cache) -> None:
@@ -436,6 +438,9 @@ def test_pins_are_in_the_state_file() -> None:
     manifest.apply(PinEnded(1))
     again = read(b"KVCSTAT1" + b"".join(map(pack, manifest.records())))
     assert again.pins == {2: PinMade(2, 1, 0, [b"b" * 16], "two")}
+    longest = PinMade(3, 1, 0, [bytes(32)] * m.MAX_RETAINED, "x" * 256)
+    manifest.apply(longest)
+    assert read(b"KVCSTAT1" + b"".join(map(pack, manifest.records()))).pins[3] == longest
 
 
 # Naming a prompt.

@@ -24,7 +24,7 @@ class Hints:
 
     def __init__(self, group: FullAttention, counters: Counts) -> None:
         self._group, self._counters = group, counters
-        self._seen: dict[bytes, None] = {}  # in the order of their last request
+        self._seen: dict[bytes, None] = {}  # blocks of dropped requests, in the order in which these ended
 
     def begin(self, state: RequestState) -> None:
         """Take up the hint of a new request."""
@@ -36,8 +36,9 @@ class Hints:
             return
         state.save_limit = self._kept(request, hint, rest)
         if not hint.done:
-            keys = self._group.keys(request.hashes)[: self._group.full(request, request.tokens)]
-            state.save_limit = max(state.save_limit, self._seen_before(keys))
+            seen = self._seen
+            shared = next((at for at, key in enumerate(self._prompt(request)) if key not in seen), None)
+            state.save_limit = max(state.save_limit, len(self._prompt(request)) if shared is None else shared)
 
     def retain(self, state: RequestState, namespace: CacheNamespace) -> None:
         """Ask the daemon to keep what the request wants to be kept; blocks may be saved later."""
@@ -54,15 +55,21 @@ class Hints:
             namespace.retain(keys, wanted.seconds, wanted.priority, request=request.id, then=self._answered)
 
     def finished(self, state: RequestState, namespace: CacheNamespace) -> None:
-        """Tell the daemon that nobody needs the blocks of a conversation again, once its last request ends."""
+        """Remember what a request had that was used once; tell the daemon that a conversation is over."""
         request, hint = state.request, state.request.hint
-        if hint is None or not hint.done or (rest := hint.unwanted) is None or request.uncacheable or state.barred:
+        if hint is None or (rest := hint.unwanted) is None or request.uncacheable or state.barred:
+            return
+        if not hint.done:
+            self._remember(self._prompt(request))
             return
         keys = list(self._group.keys(request.hashes))
         if len(keys) > MAX_RETAINED:
             self._counters.add("hints_too_long")
         elif keys:
             namespace.drop(keys, self._kept(request, hint, rest), request=request.id)
+
+    def _prompt(self, request: RequestView) -> Sequence[bytes]:
+        return self._group.keys(request.hashes)[: request.prompt_tokens // self._group.slot_tokens]
 
     def _kept(self, request: RequestView, hint: Hint, rest: Rest) -> int:
         """Return how many cached blocks at the beginning are neither dropped nor left unsaved."""
@@ -71,17 +78,14 @@ class Hints:
             tokens = max(tokens, request.prompt_tokens if retained.tokens is None else retained.tokens)
         return tokens // self._group.slot_tokens
 
-    def _seen_before(self, keys: Sequence[bytes]) -> int:
-        """Return how many of `keys`, from the first on, another dropped request had; remember them."""
-        seen, count = self._seen, 0
-        for at, key in enumerate(keys):
-            if count == at and key in seen:
-                count += 1
+    def _remember(self, keys: Sequence[bytes]) -> None:
+        """Remember blocks of a request that has ended: several answers to one prompt are computed at the same time."""
+        seen = self._seen
+        for key in keys:
             seen.pop(key, None)
             seen[key] = None
         while len(seen) > SEEN:
             del seen[next(iter(seen))]
-        return count
 
     def _answered(self, blocks: int, refused: str) -> None:
         if refused:

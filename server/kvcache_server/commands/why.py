@@ -145,6 +145,10 @@ def _explained(told: dict[str, Any], memory: dict[str, Any]) -> list[str]:
     lines = [head]
     width = max((len(_blocks(run)) for run in told["runs"]), default=0)
     lines += [f"  {_blocks(run).ljust(width)}  {_sentence(run, told, memory)}" for run in told["runs"]]
+    for kept in told.get("retained", ()):  # not in 0.1.0
+        lines.append(
+            f"  retained: {kept['blocks']:,} of {kept['wanted']:,} blocks, for {_age(kept['ends_s'])} from now on"
+        )
     for note in told["notes"]:
         saved = f" ({note['blocks']:,} blocks{'' if note['cause'] in _RETAINED else ' not saved'})"
         saved = saved if note["blocks"] else ""

@@ -124,6 +124,12 @@ class Explanations:
             "request": name,
             "engine": engine,
             "notes": [{"cause": note.cause, "age_s": round(now - note.at, 3), "blocks": note.blocks} for note in notes],
+            "retained": [
+                {"blocks": each.held, "wanted": len(each.names), "ends_s": round(each.until - now, 1)}
+                for owner in list(self._cache.retentions.owners())
+                for each in owner.retentions.values()
+                if each.request == name and owner.engine == engine
+            ],
             "lookups": len(lookups),
             "runs": [],
         }
