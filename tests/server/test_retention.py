@@ -345,7 +345,11 @@ def test_nothing_is_left_of_engines_and_namespaces_that_are_gone() -> None:
         retain(engine, chain("never stored", 5), 1000.0)
         drop(engine, chain("over", 5))
         cache.end_session(engine.session, 0.0)
+    engine = Engine(cache, "nothing stored", model="nothing stored")
+    retain(engine, chain("never stored", 5), 1000.0)
+    cache.end_session(engine.session, 0.0)
     tick(cache, 1.0)
+    assert hints(cache)["ended"] == {"namespace_gone": 1}
     cache.clear("", "an operator", 2.0)
     for second in range(3, 6):
         tick(cache, float(second))
