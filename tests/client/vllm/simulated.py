@@ -549,6 +549,13 @@ class Engine:
         """Tokens that the first rank has computed."""
         return self.runners[0].computed
 
+    def delay(self, seconds: float) -> None:
+        """Let each copy begin only after so long, as behind others on a busy bus."""
+        for runner in self.runners:
+            device = runner.connector._worker._device
+            for thread in (device._saver, device._loader):
+                thread._copy = _later(thread._copy, seconds)
+
     # Requests.
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int = 1, **facts: Any) -> Request:
@@ -601,6 +608,14 @@ class Engine:
             self._closed = True
             self.core.model_executor.shutdown()
             self.scheduler.shutdown()
+
+
+def _later(copy: Callable[[Any], None], seconds: float) -> Callable[[Any], None]:
+    def wait(job: Any) -> None:
+        time.sleep(seconds)
+        copy(job)
+
+    return wait
 
 
 def expected(prompt: Sequence[int], tokens: int) -> list[int]:
