@@ -37,6 +37,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.models import registry
 from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backends import utils as layouts
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import core
 from vllm.v1.engine.core import EngineCore
@@ -228,12 +229,17 @@ class Runner:
         """Be the process's rank: what vLLM keeps once per process is this one's."""
         before = kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
-        size = self.config.parallel_config.tensor_parallel_size
-        parallel_state._TP = SimpleNamespace(rank_in_group=self.rank, world_size=size)
+        parallel = self.config.parallel_config
+        parallel_state._TP = SimpleNamespace(rank_in_group=self.rank, world_size=parallel.tensor_parallel_size)
+        apart = parallel.distributed_executor_backend == "mp" and hasattr(layouts, "set_kv_cache_layout")
+        if apart:  # before 0.32, the CPU's attention backend sets it where the model is made: in a rank's own process
+            layouts.set_kv_cache_layout("HND")
         try:
             yield
         finally:
             kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP = before
+            if apart:
+                layouts.set_kv_cache_layout(None)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         with self.current():

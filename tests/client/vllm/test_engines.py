@@ -22,6 +22,16 @@ def test_one_group_of_full_attention_is_served(engines: Any, prompt: Any, lines:
     assert "blocks of 32 tokens, 12.0 KiB in 1 shards" in "\n".join(lines)
 
 
+def test_a_scheduler_and_its_ranks_have_one_namespace(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """Also if ranks are processes: before 0.32, the layout of KV is known only where the model is."""
+    tokens = prompt(3 * BLOCK + 1)
+    one, two = (engines(name, distributed_executor_backend="mp") for name in ("one", "two"))
+    for engine, loaded in ((one, 0), (two, 3 * BLOCK)):
+        assert engine.generate(tokens) == sim.expected(tokens, 1)
+        assert engine.prefills["r0"] == (3 * BLOCK + 1 - loaded, 0, loaded)
+        idle()
+
+
 def test_full_attention_and_windows_are_declined(engines: Any, sim: Any, prompt: Any, lines: list[str]) -> None:
     """As Gemma 3 has them."""
     one = engines("one", specs=sim.full(1) | sim.windows(2, window=2 * BLOCK, first=1))

@@ -33,19 +33,29 @@ def fixed_seed(hash_function: Any) -> str:
     return "" if hash_function in weak else str(fixed)
 
 
-def process_layout(vllm_config: Any) -> str:
+def process_layout(vllm_config: Any, spec: Any = None) -> str:
     """Return the KV layout before 0.32, where it is a setting of the process; "" from 0.32 on: see `kv_layout`.
+
+    An attention backend that requires a layout sets it where the model is made. A process without the model, such as
+    the scheduler's of an engine whose ranks are processes, gives the `spec` of a layer, and the backend is asked here.
 
     vLLM asserts that a configuration is current, and the scheduler's process of an engine with several ranks has none.
     """
     try:
-        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout, set_kv_cache_layout
     except ImportError:
         return ""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(vllm_config):
-        return str(get_kv_cache_layout())
+        if spec is None:
+            return str(get_kv_cache_layout())
+        from vllm.v1.attention.selector import get_attn_backend
+
+        model, cache = vllm_config.model_config, vllm_config.cache_config
+        backend = get_attn_backend(spec.head_size, model.dtype, cache.cache_dtype, use_mla=model.use_mla)
+        set_kv_cache_layout(None)  # what the backend requires is returned, and this process stays as it was
+        return str(backend.get_required_kv_cache_layout() or get_kv_cache_layout())
 
 
 def kv_layout(kv_cache_config: Any) -> str:

@@ -29,6 +29,7 @@ from kvcache_client.engines.vllm.identity import (
     checkpoint_id,
     engine_block_size,
     has_experts,
+    layer_spec,
     namespace_spec,
     rank_block_bytes,
     shards,
@@ -154,7 +155,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning(_TWICE, type(self).__name__, settings.endpoint or "the default endpoint")
             return
         per_slot = blocks_per_slot(settings, engine_block_size(kv_cache_config))
-        found = surroundings(vllm_config)
+        apart = in_scheduler and vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
+        found = surroundings(vllm_config, layer_spec(kv_cache_config) if apart else None)
         engine = engine_name(vllm_config)
         spec = namespace_spec(vllm_config, kv_cache_config, found, per_slot, engine, settings.weights_version)
         if in_scheduler:

@@ -71,6 +71,11 @@ def engine_block_size(kv_cache_config: Any) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
+def layer_spec(kv_cache_config: Any) -> Any:
+    """Return the KV cache specification of the first layer."""
+    return next(_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec))
+
+
 def rank_block_bytes(kv_cache_config: Any) -> int:
     """Return the bytes that one rank stores for one block of the engine, all layers together.
 

@@ -18,8 +18,11 @@ logger = logging.getLogger("vllm.kvcache")
 _connectors: WeakValueDictionary[tuple[object, str, str], Any] = WeakValueDictionary()  # by side, engine and endpoint
 
 
-def surroundings(vllm_config: Any) -> Surroundings:
-    """Return the facts that the engine's configuration does not have."""
+def surroundings(vllm_config: Any, spec: Any = None) -> Surroundings:
+    """Return the facts that the engine's configuration does not have.
+
+    `spec` is that of a layer, where this process has no model.
+    """
     import vllm
     from vllm.platforms import current_platform
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -30,7 +33,7 @@ def surroundings(vllm_config: Any) -> Surroundings:
         device=f"{current_platform.device_type} {current_platform.get_device_name()}",
         hash_bytes=len(hash_function("length")),
         seed=_hash_seed(hash_function),
-        layout=compat.process_layout(vllm_config),
+        layout=compat.process_layout(vllm_config, spec),
     )
 
 
