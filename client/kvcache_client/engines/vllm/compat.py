@@ -53,9 +53,13 @@ def process_layout(vllm_config: Any, spec: Any = None) -> str:
         from vllm.v1.attention.selector import get_attn_backend
 
         model, cache = vllm_config.model_config, vllm_config.cache_config
-        backend = get_attn_backend(spec.head_size, model.dtype, cache.cache_dtype, use_mla=model.use_mla)
+        try:
+            backend = get_attn_backend(spec.head_size, model.dtype, cache.cache_dtype, use_mla=model.use_mla)
+            required = backend.get_required_kv_cache_layout()
+        except (AssertionError, AttributeError, ImportError, ValueError):  # it wants to know more of the layer
+            required = None
         set_kv_cache_layout(None)  # what the backend requires is returned, and this process stays as it was
-        return str(backend.get_required_kv_cache_layout() or get_kv_cache_layout())
+        return str(required or get_kv_cache_layout())
 
 
 def kv_layout(kv_cache_config: Any) -> str:
