@@ -73,7 +73,7 @@ def _not_one(asked: str, found: m.Chained, by_request: bool) -> str:
     if by_request and found.matches:
         return f"{asked!r} is part of the ids of several requests: {', '.join(map(escaped, found.matches))}"
     if by_request:
-        return f"no request {asked!r} is remembered (`why` lists the latest ones), or its namespace is gone"
+        return f"no request {asked!r} is remembered (`why` of any other id lists the latest), or its namespace is gone"
     if found.matches:
         return f"{asked} is in several namespaces, give one with --namespace: {', '.join(found.matches)}"
     return f"no cached block has the hash {asked}"

@@ -90,7 +90,7 @@ class Cache:
         self.eviction.give_way = self.retentions.give_way
         self.limits = limits
         self._grace_until = 0.0
-        self._freeing = self._retaining = False
+        self._ticking = False
         self._handlers: dict[type, Any] = {
             m.Acquire: self.lookups.acquire,
             m.Release: self.lookups.release,
@@ -237,26 +237,18 @@ class Cache:
         """Free slots whose quarantine is over, and account for released leases. Call it a few times per second."""
         if self.eviction.frozen and (not self.registry.not_restated or now >= self._grace_until):
             self.eviction.frozen = False
-        if not self._freeing:
-            self.chores.do(self._free(now))
-        if not self._retaining:
-            self.chores.do(self.effects.on_behalf(Actor(now), self._retain_on(now)))
+        if not self._ticking:
+            self.chores.do(self.effects.on_behalf(Actor(now), self._tick_parts(now)))
         uncover_all(engine.pins for engine in self.engines.values())
         uncover_all(owner.pins for owner in self.retentions.owners())
 
-    def _retain_on(self, now: float) -> Steps[None]:
-        self._retaining = True
-        try:
-            yield from self.retentions.tick(now)
-        finally:
-            self._retaining = False
-
-    def _free(self, now: float) -> Steps[None]:
-        self._freeing = True
+    def _tick_parts(self, now: float) -> Steps[None]:
+        self._ticking = True
         try:
             yield from self.reservations.tick(now)
+            yield from self.retentions.tick(now)
         finally:
-            self._freeing = False
+            self._ticking = False
 
     # After a restart.
 

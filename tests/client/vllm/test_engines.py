@@ -32,20 +32,15 @@ def test_a_scheduler_and_its_ranks_have_one_namespace(engines: Any, sim: Any, pr
         idle()
 
 
-def test_full_attention_and_windows_are_declined(engines: Any, sim: Any, prompt: Any, lines: list[str]) -> None:
-    """As Gemma 3 has them."""
-    one = engines("one", specs=sim.full(1) | sim.windows(2, window=2 * BLOCK, first=1))
-    tokens = prompt(9 * BLOCK)
-    for _ in range(2):
-        assert one.generate(tokens, 3) == sim.expected(tokens, 3)
-    groups = len(one.scheduler.kv_cache_config.kv_cache_groups)
-    assert groups > 1
-    assert declined(lines) == [f"{groups} KV cache groups: this version caches models with one"]
-
-
-def test_full_attention_and_states_are_declined(engines: Any, sim: Any, prompt: Any, lines: list[str]) -> None:
-    """As Granite 4 has them."""
-    one = engines("one", specs=sim.full(1) | sim.states(2, first=1), enable_prefix_caching=False)
+@pytest.mark.parametrize("model", ["Gemma 3", "Granite 4"])
+def test_full_attention_beside_another_kind_is_declined(
+    engines: Any, sim: Any, prompt: Any, lines: list[str], model: str
+) -> None:
+    """Gemma 3 has windows beside full attention, Granite 4 has states."""
+    if model == "Gemma 3":
+        one = engines("one", specs=sim.full(1) | sim.windows(2, window=2 * BLOCK, first=1))
+    else:
+        one = engines("one", specs=sim.full(1) | sim.states(2, first=1), enable_prefix_caching=False)
     tokens = prompt(9 * BLOCK)
     for _ in range(2):
         assert one.generate(tokens, 3) == sim.expected(tokens, 3)
