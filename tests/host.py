@@ -11,7 +11,7 @@ import pytest
 from kvcache_proto import messages as m
 from kvcache_proto.errors import UnknownHandle
 from kvcache_proto.region import RegionRows, plan_geometry
-from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Verdict
+from kvcache_proto.types import REF_BYTES, TAIL, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Verdict
 from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change
@@ -180,8 +180,13 @@ class Client:
         return list(self.ask(m.Restate(1, b"", heard, list(leases))).lost)
 
     def reserve(self, paths: list[str], parent: str = "") -> m.Reserved:
-        run = m.Run([digest(path) for path in paths], digest(parent) if parent else None)
-        reply: m.Reserved = self.ask(m.Reserve(1, b"", self.namespace, [run]))
+        """Reserve blocks, and for a whole chain also what tails need after it."""
+        names = [digest(path) for path in paths]
+        runs = [m.Run(names, digest(parent) if parent else None)]
+        for number, group in enumerate(self.spec.groups):
+            if group.kind == TAIL and not parent:
+                runs.append(m.Run(names[-group.needed(len(names)) :], None, number))
+        reply: m.Reserved = self.ask(m.Reserve(1, b"", self.namespace, runs))
         return reply
 
     def settle(
@@ -202,9 +207,9 @@ class Client:
 
 
 def found(cache: Cache) -> dict[bytes, bytes]:
-    """Every visible block: its slot's reference by its hash and namespace."""
+    """Every visible block: its slot's reference by its hash, namespace and group."""
     return {
-        group.namespace.to_bytes(4, "little") + name: block.ref
+        group.namespace.to_bytes(4, "little") + name + bytes([group.number] if group.number else []): block.ref
         for namespace in cache.namespaces.values()
         for group in namespace.groups
         for name, block in group.visible.items()
@@ -215,15 +220,28 @@ def chain(name: str, length: int) -> list[str]:
     return [f"{name}{number}" for number in range(length)]
 
 
+def held(reply: m.Acquired) -> bytes:
+    """Return the references by which a session states that it holds the lease."""
+    return reply.slots[(reply.hits - 1) * REF_BYTES :]
+
+
+def refs_of(leases: list[tuple[Client, int, bytes]]) -> set[bytes]:
+    return {refs[at : at + REF_BYTES] for _, _, refs in leases for at in range(0, len(refs), REF_BYTES)}
+
+
 SMALL, LARGE, PAIR = spec_of(100 << 10), spec_of(700 << 10), spec_of(160 << 10, 2, "pair")
+HYBRID = NamespaceSpec(
+    "hybrid", (GroupSpec(16, 100 << 10), GroupSpec(16, 60 << 10, TAIL, 2), GroupSpec(16, 300 << 10, TAIL, 1)), {}, 8
+)
 
 
 class Story:
-    """Engines of three kinds in a pool too small for them: a seed decides what they do."""
+    """Engines of four kinds in a pool too small for them: a seed decides what they do."""
 
     def __init__(self, host: Host, seed: int) -> None:
         self.host, self.draw = host, random.Random(seed)
         self.clients = [Client(host, "small", SMALL), Client(host, "other", SMALL), Client(host, "large", LARGE)]
+        self.clients.append(Client(host, "hybrid", HYBRID))
         self.scheduler = Client(host, "pair", PAIR, ())
         self.ranks = [Client(host, "pair", PAIR, (rank,)) for rank in (0, 1)]
         self.open: list[tuple[Client, int, int]] = []  # writer, reservation, granted blocks
@@ -255,7 +273,7 @@ class Story:
         elif what == "acquire":
             reply = client.acquire(run)
             if reply.lease:
-                self.leases.append((client, reply.lease, reply.slots[-24:]))
+                self.leases.append((client, reply.lease, held(reply)))
         elif what == "release" and self.leases:
             client, lease, _ = self.leases.pop(draw.randrange(len(self.leases)))
             client.ask(m.Release(1, b"", [lease]))
@@ -288,7 +306,7 @@ class Story:
 
     def come_back(self) -> None:
         """The living resume, one after the other; the dead begin anew."""
-        for client in self.draw.sample(list(self.every()), 6):
+        for client in self.draw.sample(list(self.every()), len(list(self.every()))):
             if client.session in self.host.living:
                 held = tuple((lease, ref) for who, lease, ref in self.leases if who is client)
                 lost = client.come_back(self.heard.get(client.session, 0), held)

@@ -26,6 +26,9 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
         blocks: device blocks, in order.
         skip: blocks at the beginning of the first slot that the engine has already; `blocks` does not include them.
         sums: checksums of every shard of each slot, SUM_BYTES each, 0 for none; b"" where nothing is verified.
+        group: the group of the slots. In an engine with several groups, `blocks` are those of whole slots, and 0 stands
+            for one that is not to be filled.
+        jobs: how many jobs the load of the request has; it has ended with the last one of them.
     """
 
     request: str
@@ -34,6 +37,8 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     blocks: list[int]
     skip: int = 0
     sums: bytes = b""
+    group: int = 0
+    jobs: int = 1
 
 
 class SaveJob(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +47,7 @@ class SaveJob(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         positions: numbers of granted blocks of the reservation; every rank settles each once its copy has ended.
         summed: indices into `positions` of the blocks of which a checksum is taken.
+        group: the group of the slots.
     """
 
     request: str
@@ -51,10 +57,11 @@ class SaveJob(msgspec.Struct, frozen=True, array_like=True):
     refs: bytes
     blocks: list[int]
     summed: list[int] = []
+    group: int = 0
 
 
 class CheckJob(msgspec.Struct, frozen=True, array_like=True):
-    """Compare device blocks with the slots that should hold the same, equally many blocks per slot."""
+    """Compare device blocks with the slots of group 0 that should hold the same, equally many blocks per slot."""
 
     request: str
     region: bytes
@@ -73,6 +80,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         finished: requests that ended since the last plan, for the log.
         namespace: where the ranks write from now on; None is no change.
         checks: to be started with the saves.
+        unguarded: from now on no plan says which blocks are given to others: saves that still run have failed.
     """
 
     number: int = 0
@@ -82,6 +90,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     finished: list[str] = []
     namespace: NamespaceSpec | None = None
     checks: list[CheckJob] = []
+    unguarded: bool = False
 
 
 NOTHING = StepPlan()

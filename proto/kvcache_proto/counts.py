@@ -21,8 +21,9 @@ _CONNECTION = """
 """
 _LOOKUPS = """
     leases_given_back lookups_declined_by_request lookups_declined_down lookups_declined_load_failed
-    lookups_declined_loads_fail lookups_declined_lora lookups_declined_multimodal lookups_declined_prompt_embeds
-    lookups_declined_rank lookups_declined_slow lookups_declined_unaligned lookups_declined_weights
+    lookups_declined_loads_fail lookups_declined_lora lookups_declined_lora_unread lookups_declined_multimodal
+    lookups_declined_prompt_embeds lookups_declined_rank lookups_declined_slow lookups_declined_unaligned
+    lookups_declined_weights
     lookups_down lookups_not_wanted
     lookups_over_budget lookups_refused lookups_unanswered lookups_waited_for_load lookups_waited_for_quota
     notes_dropped notes_unsaid stale_releases
@@ -39,8 +40,8 @@ _HINTS = """
 _COPIES = """
     blocks_corrupt blocks_verified canary_checked canary_failed canary_lost canary_mismatches canary_requests
     canary_skipped distrusts_unsaid drains_cut_short load_blocks_failed load_ends_failed load_us loaded_bytes
-    loads_fail loads_failed loads_of_another_region loads_of_odd_places needed_blocks needed_bytes save_ends_failed
-    save_us saved_bytes saves_given_away sums_failed
+    loads_fail loads_failed loads_of_another_boundary loads_of_another_region loads_of_odd_places needed_blocks
+    needed_bytes save_ends_failed save_us saved_bytes saves_given_away sums_failed
 """
 _REFUSED = [f"{what}_{why.name.lower()}" for what in ("refused", "saves") for why in Refusal]
 _VERDICTS = [f"verdict_{verdict.name.lower()}" for verdict in Verdict]

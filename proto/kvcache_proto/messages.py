@@ -79,6 +79,9 @@ class Detach(msgspec.Struct, tag="detach", array_like=True):
 class Acquire(msgspec.Struct, tag="acquire", array_like=True):
     """Look up the longest cached prefix of `hashes`; with `pin`, take a lease; with `verify`, also return checksums.
 
+    In a namespace with tails, a lookup of group 0 is for all groups: the longest prefix after which the engine can
+    continue, of whose tails it needs no block before number `start`.
+
     For a later `Why`: `request` is the engine's name for the request, `tokens` the length of its prompt, `salted`
     whether its hashes contain a salt. A lookup without a name is not remembered.
     """
@@ -93,6 +96,7 @@ class Acquire(msgspec.Struct, tag="acquire", array_like=True):
     request: Name = ""
     tokens: int = 0
     salted: bool = False
+    start: int = 0
 
 
 class Release(msgspec.Struct, tag="release", array_like=True):
@@ -104,10 +108,15 @@ class Release(msgspec.Struct, tag="release", array_like=True):
 
 
 class Run(msgspec.Struct, array_like=True):
-    """Blocks of one chain, each the child of the one before; `parent` is the parent of the first, None for a root."""
+    """Blocks of one chain, each the child of the one before; `parent` is the parent of the first, None for a root.
+
+    In a tail, each is the child of the block of group 0 that has the same hash, and `parent` is None. `group` is the
+    number of the blocks' group; if it is 0, `Reserve.group` is.
+    """
 
     hashes: Hashes
     parent: bytes | None = None
+    group: int = 0
 
 
 class Reserve(msgspec.Struct, tag="reserve", array_like=True):
@@ -264,8 +273,8 @@ class Clear(msgspec.Struct, tag="clear", array_like=True):
 class Restate(msgspec.Struct, tag="restate", array_like=True):
     """Report what a resumed session still holds.
 
-    `leases` are [lease, reference of its last block]; `heard` is the highest reservation that the session received.
-    Later ones are given back.
+    `leases` are [lease, reference of its last block, followed by those of its tails' blocks]; `heard` is the highest
+    reservation that the session received. Later ones are given back.
     """
 
     id: int
@@ -324,9 +333,12 @@ class Attached(msgspec.Struct, tag="attached", array_like=True):
 class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     """`hits` is the number of blocks found from the first hash on, `slots` has their references.
 
+    In a namespace with tails, `slots` has the references of group 0, if that is no tail itself, and then, tail after
+    tail, those of the last `min(needed(hits), hits - start)` blocks of the hits; none if `hits` is not above `start`.
+
     `lease` is 0 if nothing is pinned. After the hits, `pending` blocks are being written; `withheld` blocks are cached,
     but the engine's quota does not allow it to pin them until it has released others. `sums` has the checksum of each
-    shard of each hit, SUM_BYTES each, if it was requested; 0 means none.
+    shard of each reference, SUM_BYTES each, if it was requested; 0 means none.
     """
 
     id: int

@@ -14,8 +14,10 @@ from kvcache_proto.errors import BadArgument, GeometryMismatch
 
 BlockHash = bytes
 
+FULL, TAIL = "full", "tail"  # kinds of groups
 MAX_SHARDS = 64
 MAX_GROUPS = 16
+MAX_REACH = 8192  # blocks of all tails together: each lookup pins as many
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_SHARD_BYTES = 1 << 40
 MAX_HASHES = 65_536
@@ -96,19 +98,26 @@ class Breaker(enum.IntEnum):
 class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
     """One KV cache group: the tokens of a block, and the size of each of its shards.
 
-    `shard_bytes` is an int for one shard, or one int per shard. Raises BadArgument.
+    `shard_bytes` is an int for one shard, or one int per shard. To continue after a prefix, an engine needs all its
+    blocks of a group of the kind FULL, and the last ones of a TAIL: see `needed`. Raises BadArgument.
     """
 
     block_tokens: int
     shard_bytes: int | Sequence[int]
-    kind: str = "full"
+    kind: str = FULL
+    reach: int = 0
+    period: int = 0
 
     def __post_init__(self) -> None:
         shards = self.shard_bytes
         if not isinstance(shards, int):
             msgspec.structs.force_setattr(self, "shard_bytes", tuple(shards))
-        if self.kind != "full":
-            raise BadArgument(f"group kind {self.kind!r}: this version only knows 'full'")
+        if self.kind not in (FULL, TAIL):
+            raise BadArgument(f"group kind {self.kind!r}: this version knows {FULL!r} and {TAIL!r}")
+        if not _is_int(self.reach) or not (self.kind == TAIL) <= self.reach <= MAX_REACH * (self.kind == TAIL):
+            raise BadArgument(f"reach {self.reach!r}: 1 to {MAX_REACH} blocks for {TAIL!r}, 0 for {FULL!r}")
+        if not _is_int(self.period) or not 0 <= self.period <= MAX_BLOCK_TOKENS * (self.kind == TAIL):
+            raise BadArgument(f"period {self.period!r}: 0 to {MAX_BLOCK_TOKENS} blocks for {TAIL!r}, 0 for {FULL!r}")
         if not _is_int(self.block_tokens) or not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
             raise BadArgument(f"block_tokens {self.block_tokens!r}: 1 to {MAX_BLOCK_TOKENS} tokens")
         if not 1 <= len(self.shards) <= MAX_SHARDS:
@@ -116,6 +125,16 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
         for size in self.shards:
             if not _is_int(size) or not 1 <= size <= MAX_SHARD_BYTES:
                 raise BadArgument(f"shard_bytes {size!r}: 1 to {MAX_SHARD_BYTES} bytes")
+
+    def needed(self, end: int) -> int:
+        """Return how many of the first `end` blocks of a chain, the last ones, an engine needs to continue after them.
+
+        For a tail: `reach`, which covers a window or a state. With a `period`, it needs none from before the last
+        multiple of it.
+        """
+        if self.kind == FULL:
+            return end
+        return min(end % self.period if self.period else end, self.reach)
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -154,6 +173,12 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
             raise BadArgument(f"{len(self.groups)} groups: 1 to {MAX_GROUPS}")
         if len({len(group.shards) for group in self.groups}) != 1:
             raise BadArgument("the groups of a namespace have the same number of shards")
+        if sum(group.reach for group in self.groups) > MAX_REACH:
+            raise BadArgument(f"tails of {sum(group.reach for group in self.groups)} blocks: at most {MAX_REACH}")
+        if self.tails and len({group.block_tokens for group in self.groups}) != 1:
+            raise BadArgument(f"with groups of the kind {TAIL!r}, all groups have the same block_tokens")
+        if self.tails and any(group.kind == FULL for group in self.groups[1:]):
+            raise BadArgument(f"beside groups of the kind {TAIL!r}, there is at most one {FULL!r}, the first")
         if not MIN_HASH_BYTES <= self.hash_bytes <= MAX_HASH_BYTES:
             raise BadArgument(f"hash_bytes {self.hash_bytes}: {MIN_HASH_BYTES} to {MAX_HASH_BYTES}")
 
@@ -167,6 +192,11 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
     def shards(self) -> int:
         return len(self.groups[0].shards)
 
+    @property
+    def tails(self) -> bool:
+        """Whether it has groups of the kind TAIL: then one lookup, of group 0, is for all groups."""
+        return any(group.kind == TAIL for group in self.groups)
+
     def with_weights(self, weights: str) -> NamespaceSpec:
         """Return the same namespace for the weights named `weights`; "" means those of the checkpoint."""
         return NamespaceSpec(self.model, self.groups, {**self.identity, "weights": weights}, self.hash_bytes)
@@ -178,7 +208,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
         if len(self.groups) != len(other.groups):
             raise GeometryMismatch(f"{len(other.groups)} groups; registered with {len(self.groups)}")
         for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
-            for field in ("block_tokens", "shards", "kind"):
+            for field in ("block_tokens", "shards", "kind", "reach", "period"):
                 if getattr(mine, field) != getattr(theirs, field):
                     raise GeometryMismatch(
                         f"group {number}: {field} {getattr(theirs, field)}; registered with {getattr(mine, field)}: "

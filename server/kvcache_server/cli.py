@@ -102,8 +102,9 @@ def serve(path: str | None, fresh: bool, **flags: Any) -> None:
 
     It reuses what the previous daemon cached, and stops at SIGTERM or Ctrl-C.
     """
-    # The imports start threads (numpy's). They inherit the blocked signals, so that none is delivered to them.
+    # The imports may start threads (numpy's). They inherit the blocked signals, so that none is delivered to them.
     signals.block()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one per processor would have nothing to do here
     from kvcache_server import logs
     from kvcache_server.daemon import lifecycle
 

@@ -52,7 +52,7 @@ POINTS: dict[str, tuple[Where, ...]] = {
         _in("core/index", "show"),
     ),
     "evict": (
-        _in("core/eviction/policy", "evict", "_evicted", "_forget"),
+        _in("core/eviction/policy", "_evict_from", "_evicted", "_forget"),
         _in("core/index", "remove"),
         _in("core/pool", "give_back"),
     ),

@@ -57,6 +57,20 @@ def test_a_canary_that_finds_what_it_should_says_nothing(rigs: Any, daemon: Any,
     idle(daemon, 4)
 
 
+def test_a_canary_whose_blocks_may_have_been_given_away_finds_nothing(rigs: Any, daemon: Any, until: Any) -> None:
+    _, request = stored(rigs, daemon)
+    two = canary_rig(rigs, "two", canary_every=1)
+    again = Request("s", 4 * BLOCK + 1, request.block_hashes)
+    two.scheduler.matched_tokens(again, 0)
+    two.admit(again, [10, 11, 12, 13, 14])
+    two.step({again: 4 * BLOCK + 1})
+    two.worker.abandon()
+    two.step({again: 1})
+    until(lambda: two.worker.counters.get("canary_failed"), "the end of the copy")
+    assert "canary_mismatches" not in two.worker.counters
+    idle(daemon, 4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_canary_finds_what_is_spoilt(rigs: Any, daemon: Any, kind: str, caplog: Any, until: Any) -> None:
     one, request = stored(rigs, daemon)

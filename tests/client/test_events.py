@@ -63,6 +63,16 @@ def test_of_several_ranks_the_last_one_tells_and_what_fails_is_not_told() -> Non
     assert events.take() == []
 
 
+def test_a_parent_whose_last_verdict_comes_late_is_told_first() -> None:
+    """The rank that ends a block's save need not be the one that ended that of its parent."""
+    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3)
+    ship(events, request, range(3))
+    events.settled(RankVerdicts(REGION, 1, [0, 1, 2], [PARTIAL, VISIBLE, VISIBLE]))
+    assert events.take() == []
+    events.settled(RankVerdicts(REGION, 1, [0, 1, 2], [VISIBLE, PARTIAL, PARTIAL]))
+    assert events.take() == [Stored(None, request.hashes, list(range(12)))]
+
+
 def test_what_waits_for_its_parent_is_told_with_it() -> None:
     events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3)
     ship(events, request, range(3))

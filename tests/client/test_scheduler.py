@@ -354,7 +354,12 @@ def test_beyond_its_quota_an_engine_that_loads_nothing_takes_what_it_gets(start_
 
 
 @pytest.mark.parametrize(
-    "facts", [{"lora_request": "adapter"}, {"mm_features": ["image"]}, {"prompt_embeds": "tensor"}]
+    "facts",
+    [
+        {"lora_request": "adapter"},
+        {"mm_features": ["image"]},
+        {"prompt_embeds": "tensor", "prompt_is_token_ids": [True, False]},
+    ],
 )
 def test_hashes_that_do_not_name_content_are_left_alone(rigs: Any, daemon: Any, facts: dict[str, Any]) -> None:
     rig = rigs("one")

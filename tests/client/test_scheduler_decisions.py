@@ -297,7 +297,7 @@ def test_a_block_that_is_given_away_answered_is_guarded(cache: Cache) -> None:
     assert engine.step(given=[request.blocks[2]]) is NOTHING, "it is somebody else's by now"
 
 
-def test_a_full_pool_is_asked_again_after_a_pause_that_doubles(cache: Cache) -> None:
+def test_a_full_pool_is_asked_again_after_a_pause_that_doubles(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
     engine, run = Engine(cache), chain("a", 40)
     cache.full = True
     request = engine.request("r", run)
@@ -311,6 +311,8 @@ def test_a_full_pool_is_asked_again_after_a_pause_that_doubles(cache: Cache) -> 
         engine.now += PAUSE / 2
     assert asked[0] == 0
     assert asked[1:] == [3, 8, 17], "after 1, 2 and 4 seconds, each found out half a second later"
+    assert engine.scheduler.counters["saves_no_space"] == len(asked)
+    assert not caplog.records, "where memory is short, that is nothing special"
 
 
 def test_reservations_that_are_refused_as_a_whole_are_given_up_in_the_end(cache: Cache) -> None:

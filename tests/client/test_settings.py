@@ -21,6 +21,7 @@ def test_every_field_can_be_given() -> None:
         "num_cpu_blocks": 1000,
         "deadline_ms": 20,
         "save": "prompt",
+        "checkpoint_tokens": 0,
         "drain_ms": 0,
         "weights_version": "step-12",
         "on_reset": "step-13",

@@ -45,7 +45,7 @@ def test_a_request_is_seen_as_it_is_and_what_grows_is_not_copied() -> None:
         ({"lora_request": None, "mm_features": [], "prompt_embeds": None}, ""),
         ({"lora_request": "adapter"}, "lora"),
         ({"mm_features": ["image"]}, "multimodal"),
-        ({"prompt_embeds": "tensor"}, "prompt_embeds"),
+        ({"prompt_embeds": "tensor", "prompt_is_token_ids": [True, False]}, "prompt_embeds"),
     ],
 )
 def test_hashes_that_do_not_name_content(facts: dict[str, Any], why: str) -> None:

@@ -197,24 +197,39 @@ def connector_options(
 
 
 @pytest.fixture(scope="module")
-def reopened(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One process in which engines run one after the other: `reopened(name, endpoint, ...)` returns it with the next.
+def processes(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`processes()` is a process in which engines run one after the other: with `start = processes()`,
+    `start(name, endpoint, ...)` returns it with the next one, without our connector if there is no endpoint.
 
     Seconds each, where a process of its own takes half a minute.
     """
-    log = tmp_path_factory.mktemp("reopened") / "engines.log"
-    process = EngineProcess(mother, log, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    made: list[EngineProcess] = []
 
-    def start(name: str, endpoint: str, extra: dict[str, Any] | None = None, **more: Any) -> EngineProcess:
-        module = more.pop("module", "kvcache_client.connector")
-        process.ask("environ", **more.pop("env", {}))
-        process.open(connector=connector_options(name, endpoint, extra, module), **engine_options(model) | more)
-        return process
+    def make() -> Any:
+        log = tmp_path_factory.mktemp("reopened") / "engines.log"
+        process = EngineProcess(mother, log, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        made.append(process)
+
+        def start(name: str, endpoint: str | None, extra: dict[str, Any] | None = None, **more: Any) -> EngineProcess:
+            module = more.pop("module", "kvcache_client.connector")
+            process.ask("environ", **more.pop("env", {}))
+            connector = connector_options(name, endpoint, extra, module) if endpoint is not None else None
+            process.ask("close")
+            process.open(connector=connector, **engine_options(model) | more)
+            return process
+
+        return start
 
     try:
-        yield start
+        yield make
     finally:
-        process.close()
+        for process in made:
+            process.close()
+
+
+@pytest.fixture(scope="module")
+def reopened(processes: Any) -> Any:
+    return processes()
 
 
 @pytest.fixture(scope="session")
@@ -234,17 +249,27 @@ def mother(of_the_run: Path) -> Iterator[Mother]:
 
 
 @pytest.fixture(scope="session")
-def model(mother: Mother, of_the_run: Path) -> str:
-    folder = of_the_run / "tiny-llama"
-    with locked(of_the_run / "model.lock"):
-        if not folder.exists():
-            maker = EngineProcess(mother, of_the_run / "make.log")
-            try:
-                maker.ask("make_model", folder=str(folder) + ".new", config=MODEL)
-            finally:
-                maker.close()
-            Path(str(folder) + ".new").rename(folder)
-    return str(folder)
+def write_model(mother: Mother, of_the_run: Path) -> Any:
+    """`write_model(name, config)` writes a model with random weights, once, and returns its folder."""
+
+    def write(name: str, config: dict[str, Any]) -> str:
+        folder = of_the_run / name
+        with locked(of_the_run / "model.lock"):
+            if not folder.exists():
+                maker = EngineProcess(mother, of_the_run / "make.log")
+                try:
+                    maker.ask("make_model", folder=str(folder) + ".new", config=config)
+                finally:
+                    maker.close()
+                Path(str(folder) + ".new").rename(folder)
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def model(write_model: Any) -> str:
+    return str(write_model("tiny-llama", MODEL))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
     {"op": "make_model", "folder": ..., "config": {...}}
     {"op": "open", ...LLM arguments, "connector": {...} | null}
-    {"op": "generate", "prompts": [[token, ...], ...], "max_tokens": 8, "abort": [index, ...]}
+    {"op": "generate", "prompts": [[token, ...], ...], "max_tokens": 8, "abort": [index, ...],
+     "lora": [name, number, folder] | null, "salt": "..." | null, "embedded": hidden size | null}
+    {"op": "load", "lora": [name, number, folder]}
     {"op": "reset", "connector": false}
     {"op": "environ", "NAME": "value", ...}
     {"op": "close"}
@@ -26,12 +28,13 @@ class Engine:
         self.number = 0
 
     def make_model(self, folder: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Write a Llama with random weights, wide ones: with the default width every next token would be the same."""
+        """Write a model with random weights, wide ones: with the default width every next token would be the same."""
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**config, initializer_range=0.1)).float().save_pretrained(folder)
+        made = AutoConfig.for_model(**{"model_type": "llama", "initializer_range": 0.1, **config})
+        AutoModelForCausalLM.from_config(made).float().save_pretrained(folder)
         return {}
 
     def open(self, connector: dict[str, Any] | None, **arguments: Any) -> dict[str, Any]:
@@ -52,19 +55,33 @@ class Engine:
         return {"seconds": time.perf_counter() - begin}
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int = 8, abort: list[int] | None = None, steps_before_abort: int = 2
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        abort: list[int] | None = None,
+        steps_before_abort: int = 2,
+        lora: list[Any] | None = None,
+        salt: str | None = None,
+        embedded: int | None = None,
     ) -> dict[str, Any]:
-        """Run all prompts at once, greedily, and return their tokens; those of `abort` are aborted on the way."""
+        """Run all prompts at once, greedily, and return their tokens; those of `abort` are aborted on the way.
+
+        With `embedded`, the engine gets rows of a random table instead of tokens.
+        """
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         engine = self.llm.llm_engine
+        adapter = LoRARequest(*lora) if lora else None
+        more = {"cache_salt": salt} if salt else {}
         parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         names = []
         begin = time.perf_counter()
         for prompt in prompts:
             self.number += 1
             names.append(f"r{self.number}")
-            engine.add_request(names[-1], {"prompt_token_ids": prompt}, parameters)
+            given = {"prompt_embeds": _embed(prompt, embedded)} if embedded else {"prompt_token_ids": prompt}
+            engine.add_request(names[-1], given | more, parameters, lora_request=adapter)
         doomed = [names[index] for index in abort or ()]
         tokens: dict[str, list[int]] = {}
         first: dict[str, float] = {}
@@ -83,6 +100,11 @@ class Engine:
             "seconds": time.perf_counter() - begin,
             "first": [first.get(name) for name in names],
         }
+
+    def load(self, lora: list[Any]) -> dict[str, Any]:
+        from vllm.lora.request import LoRARequest
+
+        return {"loaded": self.llm.llm_engine.add_lora(LoRARequest(*lora))}
 
     def add(self, prompts: list[list[int]], max_tokens: int = 8) -> dict[str, Any]:
         """Begin requests without waiting for them."""
@@ -122,6 +144,12 @@ class Engine:
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
         return {}
+
+
+def _embed(tokens: list[int], size: int) -> Any:
+    import torch
+
+    return torch.randn(512, size, generator=torch.Generator().manual_seed(0))[tokens]
 
 
 def main(descriptor: int) -> None:

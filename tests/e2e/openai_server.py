@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import secrets
 import select
 import shutil
 import signal
@@ -35,6 +36,16 @@ def shared_memory(pid: int) -> set[str]:
     return found
 
 
+def free_port() -> int:
+    """Return a port that is free, also in half a minute, when the server binds it: the kernel gives it to nobody."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = secrets.randbelow(low // 2) + low // 2
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Refused(Exception):
     """The server's answer is an error."""
 
@@ -52,9 +63,7 @@ class OpenAIServer:
         self._log = log
         self._shared: set[str] = set()
         self._folder = tempfile.mkdtemp(prefix="kve")  # vLLM leaves its sockets there
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--model", model, "--served-model-name", "toy", *arguments]
         with log.open("ab") as output:

@@ -28,7 +28,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-from kvcache_client.engines.vllm.identity import rank_block_bytes, shards, why_not
+from kvcache_client.engines.vllm.groups import Merged, boundary_tokens, group_spec, has_states, merged_groups
+from kvcache_client.engines.vllm.identity import shards, why_not
 
 BLOCK = 128
 
@@ -92,7 +93,8 @@ def figures(config: Any, model: Any, case: dict[str, Any]) -> dict[str, Any]:
         config.model_config.max_model_len = length
         needed.append(kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups) // per_block)
     config.model_config.max_model_len = limit
-    small = case["memory"] // 64
+    small, grid = case["memory"] // 64, boundary_tokens(cache)
+    tokens = grid if has_states(cache) else -(-BLOCK // grid) * grid
     return {
         "groups": [
             (len(each.layer_names), kind(each.kv_cache_spec), each.kv_cache_spec.block_size, page(each.kv_cache_spec))
@@ -110,8 +112,14 @@ def figures(config: Any, model: Any, case: dict[str, Any]) -> dict[str, Any]:
         "weights": sum(each.numel() * each.element_size() for each in model.parameters()),
         "declined": why_not(config, cache),
         "shards": shards(config, cache).number,
-        "rank_block_bytes": rank_block_bytes(cache),
+        "slots": [slot_of(each, tokens) for each in merged_groups(cache, tokens)],
     }
+
+
+def slot_of(merged: Merged, tokens: int) -> tuple[int, int]:
+    """Return what a rank saves of a group in a cached block, and how many of these a prompt needs."""
+    spec = group_spec(merged, tokens, 1)
+    return spec.block_bytes, spec.reach
 
 
 def kind(spec: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import warnings
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_models import COMMON, MODELS
 
 from kvcache_client.engines.vllm.sleep import before_sleep
 
@@ -146,18 +146,13 @@ def test_no_daemon_then_one_then_none(
     engine.close()
 
 
-def test_what_cannot_be_cached_is_said_and_served(
-    engines: Any, daemon: Any, model: str, tmp_path: Path, prompt: Any
-) -> None:
-    folder = tmp_path / "sliding"
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 2 * BLOCK}
-    (folder / "config.json").write_text(json.dumps(config))
-    engine = engines("sliding", daemon.endpoint, extra={"cpu_bytes_to_use": 1 << 30}, model=str(folder))
+def test_what_cannot_be_cached_is_said_and_served(engines: Any, daemon: Any, write_model: Any, prompt: Any) -> None:
+    folder = write_model("mla", {**COMMON, **MODELS["mla"]})
+    more = {"cpu_bytes_to_use": 1 << 30}
+    engine = engines("mla", daemon.endpoint, extra=more, model=folder, kv_cache_memory_bytes=64 << 20)
     (answer,) = engine.generate(prompt(5 * BLOCK))
     assert len(answer) == 8
-    assert engine.log.count("this engine runs without the KV cache server: SlidingWindowSpec") == 1
+    assert engine.log.count("this engine runs without the KV cache server: vLLM computes a prompt") == 1
     assert engine.log.count("cpu_bytes_to_use is a setting of another connector") == 1
     assert engine.ask("reset", connector=True)["reset"]
     engine.close()

@@ -23,6 +23,7 @@ from kvcache_proto.errors import (
 )
 from kvcache_proto.types import (
     MAX_HASHES,
+    TAIL,
     Finding,
     GroupSpec,
     NamespaceSpec,
@@ -36,6 +37,7 @@ TOKEN = bytes(range(16))
 REGION = b"\xaa" * 16
 LLAMA = NamespaceSpec("llama", (GroupSpec(16, 65536),), {"dtype": "bfloat16"}, 8)
 TWO_SHARDS = NamespaceSpec("m", (GroupSpec(32, (256, 512)),))
+HYBRID = NamespaceSpec("h", (GroupSpec(32, 256), GroupSpec(32, 512, TAIL, 4, 8)))
 GEOMETRY = PoolGeometry(REGION, 10 << 20, 4 << 20, 2, 2 << 20)
 
 T = "c410 000102030405060708090a0b0c0d0e0f"
@@ -59,23 +61,29 @@ DOOR = [
 REQUESTS = [
     (
         messages.Attach(1, TOKEN, LLAMA, (0,), 1 << 30),
-        f"96 a6617474616368 01 {T} 94 a56c6c616d61 91 93 10 ce00010000 a466756c6c"
+        f"96 a6617474616368 01 {T} 94 a56c6c616d61 91 95 10 ce00010000 a466756c6c 00 00"
         "81 a56474797065 a862666c6f61743136 08 91 00 ce40000000",
     ),
     (
         messages.Attach(2, TOKEN, TWO_SHARDS),
-        f"96 a6617474616368 02 {T} 94 a16d 91 93 20 92 cd0100 cd0200 a466756c6c 80 20 90 00",
+        f"96 a6617474616368 02 {T} 94 a16d 91 95 20 92 cd0100 cd0200 a466756c6c 00 00 80 20 90 00",
     ),
-    (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"9b a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3 c2 a0 00 c2"),
     (
-        messages.Acquire(3, TOKEN, 1, [], 0, pin=False, verify=True, request="cmpl-7", tokens=300, salted=True),
-        f"9b a761637175697265 03 {T} 01 90 00 c2 c3 a6636d706c2d37 cd012c c3",
+        messages.Attach(2, TOKEN, HYBRID),
+        f"96 a6617474616368 02 {T} 94 a168 92 95 20 cd0100 a466756c6c 00 00 95 20 cd0200 a47461696c 04 08 80 20 90 00",
+    ),
+    (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"9c a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3 c2 a0 00 c2 00"),
+    (
+        messages.Acquire(
+            3, TOKEN, 1, [], 0, pin=False, verify=True, request="cmpl-7", tokens=300, salted=True, start=7
+        ),
+        f"9c a761637175697265 03 {T} 01 90 00 c2 c3 a6636d706c2d37 cd012c c3 07",
     ),
     (messages.Release(4, TOKEN, [9]), f"94 a772656c65617365 04 {T} 91 09"),
     (messages.Detach(5, TOKEN, 1), f"94 a6646574616368 05 {T} 01"),
     (
-        messages.Reserve(5, TOKEN, 1, [messages.Run([H1, H2], H0), messages.Run([H1])]),
-        f"96 a772657365727665 05 {T} 01 92 92 92 {H1x} {H2x} {H0x} 92 91 {H1x} c0 00",
+        messages.Reserve(5, TOKEN, 1, [messages.Run([H1, H2], H0), messages.Run([H1], None, 2)]),
+        f"96 a772657365727665 05 {T} 01 92 93 92 {H1x} {H2x} {H0x} 00 93 91 {H1x} c0 02 00",
     ),
     (
         messages.Settle(6, TOKEN, REGION, 70_000, (0, 1), 0, [0], b"sum-of-0sum-of-1"),
@@ -281,6 +289,15 @@ BAD_SPECS = [
     (["m", [[16, [64] * 65, "full"]], {}, 32], "65 shards"),
     (["m", [[16, [64, 0], "full"]], {}, 32], "shard_bytes 0"),
     (["m", [[16, 64, "window"]], {}, 32], "kind 'window'"),
+    (["m", [[16, 64, "tail"]], {}, 32], "reach 0"),
+    (["m", [[16, 64, "tail", 8193]], {}, 32], "reach 8193"),
+    (["m", [[16, 64, "full", 1]], {}, 32], "reach 1"),
+    (["m", [[16, 64, "tail", 1, -1]], {}, 32], "period -1"),
+    (["m", [[16, 64, "full", 0, 1]], {}, 32], "period 1"),
+    (["m", [[16, 64, "tail", 8000], [16, 64, "tail", 193]], {}, 32], "8193 blocks"),
+    (["m", [[16, 64, "full"], [32, 64, "tail", 1]], {}, 32], "same block_tokens"),
+    (["m", [[16, 64, "tail", 1], [16, 64, "full"]], {}, 32], "the first"),
+    (["m", [[16, 64, "full"], [16, 64, "full"], [16, 64, "tail", 1]], {}, 32], "the first"),
     (["m", [[16, 64, "full"], [16, [64, 64], "full"]], {}, 32], "same number of shards"),
     (["m", [[16, 64, "full"]], {}, 7], "hash_bytes 7"),
     (["m", [[16, 64, "full"]], {}, 33], "hash_bytes 33"),
@@ -309,6 +326,7 @@ def test_the_id_of_a_namespace_depends_on_identity_not_on_geometry() -> None:
     [
         (NamespaceSpec("m", (GroupSpec(16, 64),), hash_bytes=16), "hashes of 16 bytes; registered with 32"),
         (NamespaceSpec("m", (GroupSpec(16, 64), GroupSpec(16, 64))), "2 groups; registered with 1"),
+        (NamespaceSpec("m", (GroupSpec(16, 64, TAIL, 1),)), "group 0: kind tail; registered with full"),
         (NamespaceSpec("m", (GroupSpec(32, 64),)), "group 0: block_tokens 32; registered with 16"),
         (NamespaceSpec("m", (GroupSpec(16, (32, 32)),)), r"group 0: shards \(32, 32\); registered with \(64,\)"),
     ],

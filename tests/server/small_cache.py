@@ -8,6 +8,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
 from kvcache_server.core.cache import Cache
+from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.index import Group
 from kvcache_server.core.limits import Limits
 
@@ -17,11 +18,18 @@ KIB, MIB = 1 << 10, 1 << 20
 class Engine:
     """One engine with one session that writes every shard, as a user of the client library has it."""
 
-    def __init__(self, cache: Cache, name: str, block_bytes: int = 64 * KIB, model: str = "m") -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        name: str,
+        block_bytes: int = 64 * KIB,
+        model: str = "m",
+        tails: tuple[GroupSpec, ...] = (),
+    ) -> None:
         self.cache = cache
         self.now = 0.0
         self.session = cache.open_session(name, "", 0.0)
-        spec = NamespaceSpec(model, (GroupSpec(16, block_bytes),), hash_bytes=16)
+        spec = NamespaceSpec(model, (GroupSpec(16, block_bytes), *tails), hash_bytes=16)
         self.namespace = self.ask(m.Attach(1, b"", spec, (0,))).namespace
 
     def ask(self, request):
@@ -59,11 +67,11 @@ def chain(name: str, length: int) -> list[str]:
     return [f"{name}{number}" for number in range(length)]
 
 
-def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, **limits: float) -> Cache:
+def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, policy: str = WORTH, **limits: float) -> Cache:
     geometry = plan_geometry(b"r" * 16, extents * extent_bytes, extent_bytes)
     assert geometry.extents == extents
     bounds = Limits(**{"write_quota": 1.0} | limits)  # most tests here fill the pool in one go
-    return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, bounds, seed=11)
+    return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, bounds, seed=11, policy=policy)
 
 
 def make_group(block_bytes: int = 64) -> Group:

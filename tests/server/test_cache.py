@@ -14,7 +14,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
-from kvcache_server.core.index import SPARE, Account, Block, Grant, Group
+from kvcache_server.core.index import CLASSES, NEXT_TICK, SPARE, Account, Block, Grant, Group, Share
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.registry import OPERATORS
 from kvcache_server.core.sessions import Session
@@ -220,8 +220,8 @@ def test_a_pool_full_of_small_blocks_makes_room_for_large_ones():
     answers = [large.store([f"L{number}"]) for number in range(40)]
     assert answers == [[Refusal.GRANTED]] * 40
     usage = {n["model"]: n["bytes"] for n in figures(cache, 0.0)["namespaces"]}
-    assert usage["large"] >= cache.pool.capacity * 0.25, "an even share, less one extent and what extents waste"
-    assert usage["small"] >= cache.pool.capacity * 0.3
+    assert usage["large"] >= cache.pool.capacity * 0.25
+    assert usage["small"] >= cache.pool.capacity / 32, "its floor"
     rows = cache.rows
     for lease in leased:
         assert all(rows.is_current(ref) for ref in unpack_refs(lease.slots)), "a leased block moved"
@@ -492,28 +492,36 @@ def test_reassigned_extents_leave_no_entries_in_the_order():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sweeping_does_not_change_the_order_of_eviction(seed: int):
-    draw, tick = random.Random(seed), count(1)
+    draw, times = random.Random(seed), count(1)
     group = make_group()
-    account = Account("one", group)
+    account = Account(Share("one", 1), group)
     there: list[Block] = []
     swept = 0
-    for number in range(9000):
-        block = Block(0, next(tick), number.to_bytes(16, "big"), number.to_bytes(24, "big"), account, group.root)
+
+    def pop_coldest() -> Block | None:
+        heads = [(head.tick, order) for order in account.orders if (head := order.head()) is not None]
+        return min(heads, key=lambda pair: pair[0])[1].pop() if heads else None
+
+    def tick() -> int:
+        return next(times) * NEXT_TICK | draw.choice((0, 0, 0, 0, 0, 0, 1, 2))
+
+    for number in range(14_000):
+        block = Block(0, tick(), number.to_bytes(16, "big"), number.to_bytes(24, "big"), account, group.root)
         account.enter(block)
         there.append(block)
-        draw.choice(there).tick = next(tick)
+        draw.choice(there).tick = tick()
         if number > 3000:
             account.leave(there.pop(draw.randrange(len(there))))
         if draw.random() < 0.1:
             coldest = min(there, key=lambda each: each.tick)
-            assert account.pop_coldest() is coldest
+            assert pop_coldest() is coldest
             there.remove(coldest)
-        swept += bool(account.swept)
-        assert account.stale == len(account.entries()) - len(there) <= SPARE + len(there)
+        swept += any(order.swept for order in account.orders)
+        assert account.stale == len(account.entries()) - len(there) <= CLASSES * SPARE + len(there)
     assert swept
     for coldest in sorted(there, key=lambda each: each.tick):
-        assert account.pop_coldest() is coldest
-    assert account.pop_coldest() is None
+        assert pop_coldest() is coldest
+    assert pop_coldest() is None
 
 
 def test_an_engine_that_often_changes_its_weights_keeps_its_share():

@@ -1,4 +1,6 @@
-"""The cache compared with a naive model: the same commands and answers, and all invariants after each."""
+"""The cache compared with a naive model: the same commands and answers, and all invariants after each.
+
+Blocks are evicted by age, as always while the guard says so; test_worth.py compares eviction by worth."""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
 from kvcache_server.core.cache import Cache
+from kvcache_server.core.eviction.policy import LRU
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 
@@ -173,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
             supersede_after=SUPERSEDE,
             quarantine=QUARANTINE,
         )
-        self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, limits, seed=7)
+        self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, limits, seed=7, policy=LRU)
         self.region = geometry.region_id
         self.model = Model()
         self.now = 0.0

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from insights import begin, figures, insight
-from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group
+from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, encode
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome, Refusal, SlotRef
+from kvcache_server.commands.describe import compared
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.eviction.ghosts import Ghosts
-from kvcache_server.core.index import Account, Block
+from kvcache_server.core.eviction.policy import LRU, WORTH
+from kvcache_server.core.eviction.window import KEPT, Window
+from kvcache_server.core.index import Account, Block, Share
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.registry import MAX_ATTACHED
-from kvcache_server.core.sampling import keyed_draw
+from kvcache_server.core.sampling import Lots, keyed_draw
+from kvcache_server.core.slices import finish
 from kvcache_server.insight.histogram import Histogram
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.residency import Residency
@@ -82,7 +87,7 @@ def test_each_eviction_has_its_cause():
     cache = make_cache(extents=2)
     engine = Engine(cache, "one", block_bytes=500 << 10)
     (account,) = [cache.registry.account(cache.engines["one"], cache.namespaces[1].groups[0])]
-    account.ceiling = 2 * account.group.slot_bytes
+    account.share.ceiling = 2 * account.group.slot_bytes
     for name in chain("a", 3):
         engine.store([name])
     assert dict(cache.eviction.evictions) == {"own_ceiling": 1}
@@ -139,7 +144,7 @@ def test_how_long_evicted_blocks_were_cached():
 
 
 def block_of(generation: int) -> Block:
-    return Block(0, 0, b"", SlotRef(0, generation, 1).pack(), Account("", None))
+    return Block(0, 0, b"", SlotRef(0, generation, 1).pack(), Account(Share("", 0), None))
 
 
 def test_ages_stay_accurate_in_a_long_running_daemon():
@@ -150,32 +155,38 @@ def test_ages_stay_accurate_in_a_long_running_daemon():
     now = 19_999
     for given in (19_000, 15_000, 10_000):
         before = ages.residence.sum
-        ages.evicted(block_of(8 * given))
+        ages.evicted([block_of(8 * given)])
         assert ages.residence.sum - before == pytest.approx(now - given, rel=0.05)
 
 
 def test_blocks_of_an_earlier_daemon_have_no_age():
     ages = Residency()
-    ages.evicted(block_of(8))
+    ages.evicted([block_of(8)])
     ages.tick(80, 1.0)
-    ages.evicted(block_of(80))
+    ages.evicted([block_of(80)])
     assert not sum(ages.residence.counts)
 
 
+def named(path: str) -> str:
+    return hashlib.blake2b(path.encode(), digest_size=8).hexdigest()
+
+
+@pytest.mark.parametrize("policy", [LRU, WORTH])
 @pytest.mark.parametrize("seed", range(5))
-def test_hits_and_lost_blocks_are_the_hits_of_an_infinite_pool(seed: int):
+def test_hits_and_lost_blocks_are_the_hits_of_an_infinite_pool(seed: int, policy: str):
     draw = random.Random(seed)
-    small, large = make_cache(extents=2), make_cache(extents=64)
+    small, large = make_cache(extents=2, policy=policy), make_cache(extents=64)
     engines = [Engine(cache, "one", block_bytes=200 << 10) for cache in (small, large)]
     trunk = chain("trunk", 4)
     for turn in range(300):
         asked = trunk[: draw.randrange(5)] + chain(f"{min(draw.randrange(40), turn)}-", draw.randrange(1, 6))
-        asked = [f"{at}{hash(tuple(asked[: at + 1])) & 0xFFFFFF:x}" for at in range(len(asked))]
+        asked = [named("/".join(asked[: at + 1])) for at in range(len(asked))]
         for engine in engines:
             engine.hits(asked)
             engine.store(asked)
     (few,), (all_of_them,) = (figures(cache, 0.0)["namespaces"] for cache in (small, large))
     assert not large.eviction.evictions and small.eviction.evictions["room"] > 100
+    assert bool(small.eviction.declined) == (policy == WORTH), "refused blocks would have been hits, too"
     assert few["requested_blocks"] == all_of_them["requested_blocks"]
     assert few["hit_blocks"] < all_of_them["hit_blocks"]
     assert few["hit_blocks"] + few["lost_blocks"] == all_of_them["hit_blocks"]
@@ -183,9 +194,9 @@ def test_hits_and_lost_blocks_are_the_hits_of_an_infinite_pool(seed: int):
 
 def test_many_lost_blocks_are_estimated_from_a_sample():
     draw = random.Random(3)
-    lost, blocks = InfiniteCache(1), [draw.randbytes(32) for _ in range(200_000)]
+    lost, blocks = InfiniteCache(1, Lots(keyed_draw(b"a"))), [draw.randbytes(32) for _ in range(200_000)]
     for block in blocks:
-        lost.add(block, draw.getrandbits(56))
+        lost.add([block])
     assert len(lost) <= 1 << 14
     for at in range(0, len(blocks), 64):
         lost.missed(blocks[at : at + 64])
@@ -195,9 +206,9 @@ def test_many_lost_blocks_are_estimated_from_a_sample():
 
 def test_a_long_prompt_is_counted_up_to_the_last_stored_block():
     draw = random.Random(5)
-    lost, chain = InfiniteCache(1), [draw.randbytes(32) for _ in range(2000)]
+    lost, chain = InfiniteCache(1, Lots(keyed_draw(b"a"))), [draw.randbytes(32) for _ in range(2000)]
     for block in chain[:1000]:
-        lost.add(block, draw.getrandbits(56))
+        lost.add([block])
     lost.missed(chain)
     assert lost.missed_blocks == 1000
 
@@ -225,22 +236,14 @@ def test_hashes_that_are_counters_are_sampled_like_digests(reverse: bool):
     assert len(insight(cache)._infinite[group.tag]) <= 1 << 14
 
 
-@pytest.mark.parametrize("end", [b"\0", b"\xff"])
-def test_clients_cannot_choose_which_misses_are_credited(end: bytes):
-    group = make_group()
-    account, ghosts = Account("one", group), Ghosts(1 << 16, keyed_draw(b"a secret"))
-    names = [each + end for each in counters(1 << 16)]
-    for name in names:
-        ghosts.add(name, account)
-    for name in names:
-        ghosts.missed([name])
-    assert account.hit_bytes == pytest.approx(len(names) * group.slot_bytes, rel=0.1)
-
-
 def test_a_sample_is_bounded_for_any_lots():
-    lost = InfiniteCache(1)
+    class Zeros(Lots):
+        def of(self, hashes, size, salt=b""):
+            return np.zeros(len(hashes) // size, np.uint64)
+
+    lost = InfiniteCache(1, Zeros(keyed_draw(b"")))
     for name in counters(1 << 15):
-        lost.add(name, 0)
+        lost.add([name])
         assert len(lost) <= 1 << 14
     lost.missed(counters(1 << 15))
     assert encode(m.Report(1, {"lost": lost.missed_blocks}))
@@ -354,3 +357,108 @@ def test_a_session_attaches_a_few_namespaces() -> None:
     attach(0)  # once more, which adds none
     cache.handle(session, m.Detach(0, b"", first.namespace), 0.0)
     attach(MAX_ATTACHED)
+
+
+def ask_for(asked: list[str], engine: Engine) -> None:
+    """One-block prompts, each stored if it misses."""
+    for name in asked:
+        if not engine.hits([name]):
+            engine.store([name])
+
+
+def hits_of_lru(asked: list[str], slots: int) -> list[bool]:
+    kept: dict[str, None] = {}
+    hits = []
+    for name in asked:
+        hits.append(name in kept)
+        kept.pop(name, None)
+        kept[name] = None
+        if len(kept) > slots:
+            del kept[next(iter(kept))]
+    return hits
+
+
+def test_the_pool_is_compared_with_lru_and_with_the_best_possible_cache() -> None:
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one", block_bytes=30 << 10)
+    slots = cache.pool.capacity // engine.cache.namespaces[1].groups[0].slot_bytes
+    draw = random.Random(1)
+    loop = [f"l{at % (slots + 20)}" for at in range(1000)]  # plain LRU never finds one
+    mixed = [f"m{int(draw.paretovariate(0.7))}" for _ in range(1000)]
+    ask_for(loop + mixed, engine)
+    found = figures(cache, 1.0)["eviction"]
+    figure, by_lru = found["compared"], hits_of_lru(loop + mixed, slots)
+    assert found["sampled_blocks"] == 2000 and figure["one_in"] == 1
+    assert found["sampled_hits"]["age"] == sum(by_lru)
+    assert (figure["blocks"], figure["age"]) == (1000, sum(by_lru[1000:])), "the later half"
+    assert figure["age"] <= figure["optimum"] < 1000
+    assert figure["pool"] <= figure["optimum"]
+    ask_for(loop[: slots + 20] * 9, engine)
+    now = figures(cache, 5.0)["eviction"]["compared"]
+    assert now == figure, "it takes some time: not for each who asks"
+    now = figures(cache, 12.0)["eviction"]["compared"]
+    assert now != figure
+    assert now["optimum"] / now["blocks"] > max(now["age"], now["worth"], now["pool"]) / now["blocks"]
+
+
+def test_the_best_possible_cache_keeps_all_of_a_loop_that_it_can() -> None:
+    window, slots, length = Window(), 50, 80
+    for at in range(3 * KEPT):
+        window.add(f"{at % length}".encode(), False, False, False)
+    assert len(window) == KEPT, "the oldest are overwritten"
+    found = finish(window.compare(slots, 4, 0.0))
+    assert (found.blocks, found.one_in, found.pool, found.age) == (KEPT // 2, 4, 0, 0)
+    assert found.optimum / found.blocks == pytest.approx((slots - 1) / (length - 1), rel=0.03)
+
+
+def test_a_comparison_covers_the_latest_blocks_only() -> None:
+    window = Window()
+    for at in range(KEPT + 100):
+        window.add(b"%d" % at, at >= KEPT, at < KEPT // 2, True)
+    found = finish(window.compare(10, 1, 0.0))
+    assert (found.pool, found.age, found.worth) == (100, 0, KEPT // 2)
+    assert found.optimum == found.worth, "not less than a cache has found"
+
+
+def test_a_comparison_that_takes_long_is_made_in_slices_and_by_one_at_a_time() -> None:
+    window = Window()
+    for at in range(KEPT):
+        window.add(b"%d" % (at % 3000), False, False, False)
+    first = window.compare(1000, 1, 0.0)
+    assert sum(1 for _ in first) > 20
+    second, third = window.compare(1000, 1, 20.0), window.compare(1000, 1, 40.0)
+    next(second)
+    assert not list(third), "there is one from before"
+    window.clear()
+    finish(second)
+    assert finish(window.compare(1000, 1, 41.0)).blocks == 0, "of another sample"
+
+
+def test_hits_and_evictions_are_counted_by_class() -> None:
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one", block_bytes=500 << 10)  # four of them
+    engine.hits(["a"])
+    engine.store(["a"])
+    for _ in range(4):
+        assert engine.hits(["a"]) == 1
+    found = figures(cache, 0.0)["eviction"]
+    assert found["hit_blocks_by_class"] == {"once": 1, "twice": 1, "more": 2}
+    for name in chain("b", 5):
+        engine.hits([name])
+        engine.store([name])
+    found = figures(cache, 0.0)["eviction"]
+    assert found["hit_blocks_by_class"] == {"once": 1, "twice": 1, "more": 2}
+    assert found["evicted_blocks_by_class"] == {"once": 1, "twice": 0, "more": 1}
+    assert (found["by_age"], found["switches"], found["declined_blocks"]) == (False, 0, 0)
+
+
+def test_status_compares_the_hits_with_other_caches() -> None:
+    stats = figures(make_cache(), 0.0)["eviction"]
+    assert not any("LRU" in line for line in compared(stats)), "nothing was asked for yet"
+    stats["compared"] |= {"blocks": 1000, "pool": 312, "age": 250, "optimum": 401}
+    stats["hit_blocks_by_class"]["more"] = 1234
+    text = "\n".join(compared(stats))
+    assert "31.2% found; eviction by age would have found 25.0%, the best possible cache 40.1%" in text
+    assert "what is worth least goes first" in text and "more often 1,234" in text
+    assert "least recently used goes first" in "\n".join(compared(stats | {"by_age": True}))
+    assert compared(None) == [], "of a daemon of 0.1.0"

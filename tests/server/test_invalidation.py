@@ -330,4 +330,4 @@ def test_invariants_hold_whatever_is_distrusted(seed: int) -> None:
     engines[0].ask(m.Clear(1, b""))
     assert cache.counters["blocks_distrusted"] > 20
     assert not any(block for extent in cache.pool.extents.values() for block in extent.blocks)
-    assert all(account.bytes == 0 for account in cache.eviction.fair_share.accounts)
+    assert all(share.bytes == 0 for share in cache.eviction.fair_share.shares)

@@ -57,7 +57,7 @@ def test_a_pinned_prompt_outlives_floods_and_daemons(start_daemon: Any) -> None:
         (shown,) = json.loads(run("pins", "--json", endpoint=daemon.endpoint).output)
         assert (shown["blocks"], shown["label"], shown["bytes"]) == (9, "system prompt", 9 << 20)
         assert "system prompt" in run("pins", endpoint=daemon.endpoint).output
-        assert "1 pins of operators, 9.0 MiB" in run("status", endpoint=daemon.endpoint).output
+        assert "pins of operators: 1, 9.0 MiB" in run("status", endpoint=daemon.endpoint).output
     for end in ("kill", "stop"):
         getattr(daemon, end)()
         daemon = start_daemon(size="64MiB", keep="true")
@@ -65,7 +65,7 @@ def test_a_pinned_prompt_outlives_floods_and_daemons(start_daemon: Any) -> None:
             engine.flood(2 << 20)
             assert engine.hits(prompt) == 9
             assert json.loads(run("pins", "--json", endpoint=daemon.endpoint).output)[0]["pin"] == 1
-    assert run("unpin", "1", endpoint=daemon.endpoint).output == "ended 1 pins\n"
+    assert run("unpin", "1", endpoint=daemon.endpoint).output == "pins ended: 1\n"
     daemon.stop()
     daemon = start_daemon(size="64MiB", keep="true")
     assert run("pins", endpoint=daemon.endpoint).output == "no pins\n"
@@ -81,7 +81,7 @@ def test_blocks_are_named_by_hash(daemon: Any) -> None:
         for name in (prompt[7].hex(), "0x" + prompt[7].hex(), prompt[7].hex()[-16:], "1007"):
             made = run("pin", "--hash", name, endpoint=daemon.endpoint)
             assert "8 blocks of 16 tokens" in made.output, made.output
-        assert run("unpin", "--all", endpoint=daemon.endpoint).output == "ended 1 pins\n"  # they were all the same
+        assert run("unpin", "--all", endpoint=daemon.endpoint).output == "pins ended: 1\n"  # they were all the same
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 
 import msgspec
 import pytest
-from host import LIMITS, SMALL, Client, Host, Killed, Story, chain, digest, found, spec_of
+from host import LIMITS, SMALL, Client, Host, Killed, Story, chain, digest, found, refs_of, spec_of
 from insights import figures
 
 from kvcache_proto import messages as m
@@ -356,10 +356,10 @@ def test_after_a_kill_at_any_store_the_next_daemon_finds_all_ready_blocks(seed: 
     for _ in range(4):
         kill_at = draw.randrange(300)
         host.fuse.left = kill_at
-        before, leased = found(host.cache), {ref for _, _, ref in story.leases}
+        before, leased = found(host.cache), refs_of(story.leases)
         try:
             for _ in range(100):
-                before, leased = found(host.cache), {ref for _, _, ref in story.leases}
+                before, leased = found(host.cache), refs_of(story.leases)
                 story.step()
         except Killed:
             pass

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from kvcache_proto.codec import MAX_DOOR_FRAME
 from kvcache_proto.endpoint import routing_id, socket_path
 from kvcache_proto.errors import BadFrame
 from kvcache_server.daemon.request_socket import Connection, RequestSocket
 from kvcache_server.transport.zmtp import GREETING, header
 
 TOKENS = {b"a" * 16: 1, b"b" * 16: 2}
+LATER = b"c" * 16  # of session 3, which connects later
 SLOW = 0.001  # seconds that each message takes
 MANY = 200
 
@@ -27,16 +29,20 @@ class Served:
         self.loop = asyncio.new_event_loop()
         self.heard: list[tuple[int, bytes]] = []
         self.lost: list[int] = []
-        endpoint = f"ipc://{folder}/kv.sock"
-        self.wire = RequestSocket(self.loop, endpoint, TOKENS, self._answer, lambda: None, self._lose)
-        self.peers = {}
-        for token, session in TOKENS.items():
-            peer = self.peers[session] = socket.socket(socket.AF_UNIX)
-            peer.connect(socket_path(endpoint))
-            name = routing_id(token)
-            ready = b"\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity" + len(name).to_bytes(4, "big") + name
-            peer.sendall(GREETING + bytes((4, len(ready))) + ready)
+        self.endpoint = f"ipc://{folder}/kv.sock"
+        tokens = {**TOKENS, LATER: 3}
+        self.wire = RequestSocket(self.loop, self.endpoint, tokens, self._answer, lambda: None, self._lose)
+        self.peers = {session: self.connect(token) for token, session in TOKENS.items()}
         self.run(lambda: self.wire.figures()["open"] == 2 and self.wire.figures()["unbound"] == 0)
+
+    def connect(self, token: bytes, said: bytes = b"") -> socket.socket:
+        """Connect a peer that sends its handshake and `said` at once."""
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(socket_path(self.endpoint))
+        name = routing_id(token)
+        ready = b"\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity" + len(name).to_bytes(4, "big") + name
+        peer.sendall(GREETING + bytes((4, len(ready))) + ready + said)
+        return peer
 
     def _answer(self, connection: Connection, message: bytes | BadFrame) -> None:
         assert isinstance(message, bytes)
@@ -70,6 +76,22 @@ def served(short_folder: Path) -> Iterator[Served]:
     served.loop.close()
     for peer in served.peers.values():
         peer.close()
+
+
+def test_a_long_message_may_come_with_the_handshake(served: Served) -> None:
+    """A connection that presents a session's token in its routing id is bound before its first message is taken."""
+    long = bytes(MAX_DOOR_FRAME + 1)
+    with served.connect(LATER, header(len(long)) + long):
+        served.run(lambda: bool(served.heard))
+    assert served.heard == [(3, long)]
+
+
+def test_a_second_connection_of_a_session_is_not_heard(served: Served) -> None:
+    with served.connect(next(iter(TOKENS)), header(3) + b"abc"):
+        served.run(lambda: served.wire.figures()["cut"] == {"second_connection": 1})
+        served.say(2, 1)
+        served.run(lambda: bool(served.heard))
+    assert served.heard == [(2, b"%9d" % 0)]
 
 
 def test_a_session_whose_door_closes_is_drained_in_turn(served: Served) -> None:

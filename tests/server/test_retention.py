@@ -56,13 +56,43 @@ def hints(cache: Cache, now: float = 0.0) -> dict[str, Any]:
 
 @pytest.fixture
 def cache() -> Any:
-    made = make_cache(retain_quota=0.2)
+    made = make_cache(retain_quota=0.2, policy="lru")  # otherwise what was asked for again survives a flood by itself
     yield made
     check_integrity(made)
     finish(audit(made))
 
 
 # What is retained stays.
+
+
+def test_what_is_to_be_retained_is_stored_whatever_it_is_worth() -> None:
+    cache = make_cache(retain_quota=0.2)
+    engine = Engine(cache, "one")
+    popular = [chain(f"popular {number} ", 4) for number in range(BLOCKS // 4)]
+    for turn in range(600):
+        engine.now += 0.05
+        prompt = popular[turn % len(popular)] if turn % 3 else chain(f"once {turn} ", 2)
+        engine.hits(prompt)
+        engine.store(prompt)
+    assert set(engine.store(chain("plain", 4))) != {0}, "it is worth less than what is asked for again and again"
+    assert retain(engine, chain("wanted", 4)).blocks == 0
+    assert engine.store(chain("wanted", 4)) == [0, 0, 0, 0]
+    tick(cache, engine.now)
+    assert hints(cache, engine.now)["retained_bytes"] == 4 * 64 * KIB
+    check_integrity(cache)
+
+
+def test_what_is_dropped_right_after_it_was_asked_for_goes_first() -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    for name in ("older", "over", "newer"):
+        engine.store(chain(name, 8))
+    engine.store(chain("rest", BLOCKS - 24))
+    engine.hits(chain("over", 8))
+    assert drop(engine, chain("over", 8)) == 8
+    assert engine.store(chain("new", 8)) == [0] * 8
+    assert [engine.hits(chain(name, 8)) for name in ("older", "over", "newer")] == [8, 0, 8]
+    assert cache.eviction.evictions == {"dropped": 8}
 
 
 def test_a_retained_prompt_survives_a_flood_of_ten_times_the_pool(cache: Cache) -> None:
@@ -144,7 +174,7 @@ def test_an_engine_retains_no_more_than_its_quota(cache: Cache) -> None:
     assert told["refused"] == {"quota": 5}
     assert told["retained_bytes"] == 25 * 64 * KIB <= told["quota_bytes"]
     text = describe(figures(cache, 0.0) | {"daemon": DAEMON})
-    assert "retained    3 prompts, 1.6 MiB" in text
+    assert "retained    prompts: 3, 1.6 MiB" in text
     assert "not retained: quota 5" in text
     why = explain(answer(cache, one.session, m.Why(1, b"", "cmpl-c"), 0.0).answer)
     assert "engine one had used up its retain_quota (5 blocks)" in why
@@ -241,8 +271,8 @@ def test_retentions_give_way_to_an_account_below_its_floor() -> None:
         assert other.store(chain(f"theirs {number} ", 2)) == [0, 0]
         check_integrity(cache)
     group = cache.namespaces[other.namespace].groups[0]
-    assert len(group.visible) == 39
-    assert [one.hits(chain(name, 20)) for name in ("old", "new", "dear")] == [0, 1, 20]
+    assert len(group.visible) == 40
+    assert [one.hits(chain(name, 20)) for name in ("old", "new", "dear")] == [0, 0, 20]
     told = hints(cache)
     assert (told["ended"], told["refused"]) == ({"gave_way": 2}, {"gave_way": 40})
     assert "an engine below its floor needed room" in explain(
@@ -515,9 +545,9 @@ class Machine(RuleBasedStateMachine):
     def store_and_check(self, engine: int, names: list[str]) -> None:
         """Nobody loses a block below its floor while an engine retains any."""
         tick(self.cache, self.now)
-        accounts = {each: each.bytes for each in self.cache.eviction.fair_share.accounts}
+        shares = {each: each.bytes for each in self.cache.eviction.fair_share.shares}
         self.engines[engine].store(names)
-        below = [each for each, bytes_ in accounts.items() if each.bytes < min(bytes_, each.floor - 64 * KIB)]
+        below = [each for each, bytes_ in shares.items() if each.bytes < min(bytes_, each.floor - 64 * KIB)]
         owners = (self.cache.retentions.former, *self.cache.retentions.engines.values())
         held = [each for owner in owners for each in owner.retentions.values() if each.held]
         assert not (below and held), "a floor gave way before what engines retain"

@@ -14,7 +14,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, UnknownHandle
 from kvcache_proto.region import SLOT_ROW
-from kvcache_proto.types import Finding, Outcome, Refusal, Verdict, unpack_refs
+from kvcache_proto.types import TAIL, Finding, GroupSpec, Outcome, Refusal, Verdict, unpack_refs
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.integrity import audit, check_integrity
 from kvcache_server.core.slices import LOOK, STEP, finish
@@ -549,7 +549,7 @@ def spoil_parent(cache: Cache) -> None:
 
 
 def spoil_account(cache: Cache) -> None:
-    cache.eviction.fair_share.accounts[0].bytes += 1
+    cache.eviction.fair_share.accounts[0].share.bytes += 1
 
 
 def spoil_engine(cache: Cache) -> None:
@@ -596,8 +596,11 @@ def test_an_audit_runs_in_slices_while_the_cache_changes() -> None:
 # All of it at once.
 
 
+TAILS = GroupSpec(16, 64 * KIB, TAIL, 2), GroupSpec(16, 250 * KIB, TAIL, 1)
+
+
 class Story:
-    """Engines of two block sizes whose requests are under way at the same time, in any order."""
+    """Engines of two block sizes, and some with tails, whose requests are under way at the same time, in any order."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -610,12 +613,13 @@ class Story:
         self.refs: list[bytes] = []
         self.engines: dict[str, Engine] = {}
         self.audit, self.audits = audit(self.cache), 0
-        for name in ("one", "two", "three", "four"):
+        for name in ("one", "two", "three", "four", "window", "state"):
             self.start(name)
 
     def start(self, name: str) -> None:
-        kind = name in ("one", "two", "three")
-        self.engines[name] = Engine(self.cache, name, 128 * KIB if kind else 640 * KIB, "m" if kind else "large")
+        kind = {"four": "large", "window": "hybrid", "state": "hybrid"}.get(name, "m")
+        size = 640 * KIB if kind == "large" else 128 * KIB
+        self.engines[name] = Engine(self.cache, name, size, kind, TAILS if kind == "hybrid" else ())
         self.open[name], self.leases[name] = [], []
 
     def names(self) -> list[str]:
@@ -630,6 +634,8 @@ class Story:
             case 0 | 1 | 2 | 3:
                 run = m.Run(hashes(names[cut:]), hashes(names[:cut])[-1] if cut else None)
                 more = [m.Run(hashes(self.names()))] if self.draw.random() < 0.3 else []
+                for group in (1, 2) if name in ("window", "state") else ():
+                    more.append(m.Run(hashes(names)[-TAILS[group - 1].reach :], None, group))
                 return m.Reserve(1, b"", engine.namespace, [run, *more])
             case 4 | 5 | 6 if self.open[name]:
                 reserved = self.draw.choice(self.open[name])

@@ -14,6 +14,7 @@ from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_server.commands.record import Recorder
 from kvcache_server.commands.why import CAUSES, NOTES, describe
+from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.insight import explanations, miss_log
 
@@ -69,6 +70,61 @@ def test_misses_are_explained_correctly(count: int, few: int, monkeypatch: pytes
 def causes(world: World, request: str) -> list[tuple[int, str]]:
     (told,) = world.why(request)["explained"]
     return runs_of(told)
+
+
+def test_what_an_evicted_block_was_worth_less_than() -> None:
+    world = World(policy=WORTH)
+    a = Engine(world, "a")
+    once, more = world.chain(3), world.chain(1)
+    for run in (once, more):
+        a.look_up(run)
+        a.store(run)
+    for _ in range(2):
+        a.look_up(more)
+    world.tick(180.0)
+    while world.visible().keys() & {(a.number, once[0]), (a.number, more[0])}:
+        a.store(world.chain(1))
+    world.tick(12.0)
+    told = describe(world.why(a.look_up(once)[0]))
+    assert "  blocks 0-2  evicted 12 s earlier, to make room for blocks that engine a saved; asked for once" in told
+    assert "once, last about 3 min before, and worth less than every other block that could go\n" in told
+    (found,) = world.why(a.look_up(more)[0])["explained"]
+    (run,) = found["runs"]
+    assert (run["cause"], run["asked"], run["by_age"]) == ("room", "more", False)
+    assert run["unused_s"] == [pytest.approx(183.0, rel=0.05)] * 2
+
+
+def test_a_block_that_is_evicted_as_the_least_recently_used() -> None:
+    world = World()
+    a, bounded = Engine(world, "a"), Engine(world, "b", ceiling=2 * BLOCK)
+    run = bounded.store(world.chain(2))
+    world.tick(600.0)
+    bounded.store(world.chain(1))
+    world.tick(5.0)
+    told = describe(world.why(bounded.look_up(run)[0]))
+    assert "block 1  evicted 5 s earlier: engine b had reached its own num_cpu_blocks, and saved other blocks; " in told
+    assert "asked for once, last about 10 min before, less recently than each other block of the engine" in told
+    first = a.store(world.chain(1))
+    while (a.number, first[0]) in world.visible():
+        a.store(world.chain(1))
+    assert "less recently than every other block that could go" in describe(world.why(a.look_up(first)[0]))
+
+
+def test_blocks_that_are_worth_less_than_all_others_are_not_saved() -> None:
+    world = World(policy=WORTH, extents=1)
+    a = Engine(world, "a")
+    often = [world.chain(1) for _ in range(40)]
+    while not world.cache.refusals["not_worth_it"]:
+        assert world.requests < 20_000
+        for run in [*often, world.chain(2)]:  # what is asked for again and again does not fit
+            if a.look_up(run)[1].hits < len(run):
+                reserved = a.reserve(run)
+                if reserved.reservation:
+                    a.settle(reserved)
+                if world.cache.refusals["not_worth_it"]:
+                    break
+    told = describe(world.why(a.look_up(run)[0]))
+    assert "not saved by engine a" in told and "worth less than each cached block that could have gone" in told
 
 
 def test_blocks_of_another_size_recut_an_extent() -> None:
@@ -230,6 +286,9 @@ def test_notes_of_an_engine() -> None:
     assert (told["engine"], told["runs"], [note["cause"] for note in told["notes"]]) == ("a", [], ["down"])
     assert 2.0 <= told["notes"][0]["age_s"] < 2.1
     assert "breaker open" in describe(world.why("cmpl-7"))
+    for cause in ("room", "elsewhere", "other_hashes", "began_empty"):  # which the daemon alone should name
+        a.ask(m.Remark(1, b"", a.number, [m.Note(f"cmpl-{cause}", cause, 0, world.chain(1))]))
+        assert "unknown" in describe(world.why(f"cmpl-{cause}"))
     run = world.chain(2)
     b.tell("save_prompt", run, "cmpl-9")
     assert "2 blocks not saved" in describe(world.why("cmpl-9"))

@@ -91,6 +91,14 @@ def test_messages_do_not_depend_on_how_bytes_are_split(stream: bytes, data: st.D
     assert pieces.held == 0
 
 
+def test_the_limit_of_a_routing_id_holds_for_what_came_with_it() -> None:
+    limits = {b"name": MAX_FRAME, b"": MAX_DOOR_FRAME}
+    long = bytes(MAX_DOOR_FRAME + 1)
+    assert hear(Receiver(limit_of=limits.__getitem__), NAMED + message(long)) == [long]
+    (refusal,) = hear(Receiver(limit_of=limits.__getitem__), HELLO + message(long))
+    assert f"at most {MAX_DOOR_FRAME}" in refusal
+
+
 @given(st.binary(max_size=200), st.booleans())
 def test_any_input_gives_messages_or_known_errors(stream: bytes, greeted: bool) -> None:
     receiver = ready() if greeted else Receiver()

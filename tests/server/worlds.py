@@ -13,6 +13,7 @@ from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import Finding, GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server.commands.why import describe
 from kvcache_server.core.cache import Cache
+from kvcache_server.core.eviction.policy import LRU
 from kvcache_server.core.limits import Limits
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -24,10 +25,11 @@ BLOCK = 64 * KIB
 class World:
     """A small cache, and its true history: which blocks were removed, and why."""
 
-    def __init__(self, seed: int = 0, extents: int = 8, **limits: Any) -> None:
+    def __init__(self, seed: int = 0, extents: int = 8, policy: str = LRU, **limits: Any) -> None:
         geometry = plan_geometry(b"r" * 16, extents * 2 * MIB, 2 * MIB)
         options = {"pin_quota": 1.0, "supersede_after": 2.0, **limits}
-        self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**options), seed=11)
+        limits = Limits(**options)
+        self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, limits, seed=11, policy=policy)
         self.draw = random.Random(seed)
         self.now, self.requests = 100.0, 0
         insight(self.cache).misses.started(0.0, "first")

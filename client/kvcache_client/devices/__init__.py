@@ -70,6 +70,7 @@ class Job:
         seconds: how long the copy itself took.
         cancelled: it never began, because its blocks were given away; `error` says so, too.
         direct: no thread had to carry its bytes.
+        layout: which of the device's layouts of a block it is about; 0 where there is one.
     """
 
     region: Memory
@@ -78,6 +79,7 @@ class Job:
     ended: Callable[[Job], None]
     error: str = ""
     seconds: float = 0.0
+    layout: int = 0
     saves: bool = field(default=False, init=False)
     cancelled: bool = field(default=False, init=False)
     direct: bool = field(default=True, init=False)
@@ -98,6 +100,9 @@ class Device(Protocol):
 
     def adopt(self, registration: Any) -> None:
         """Take over what was page-locked for this kind of device before it was opened. No job may be running."""
+
+    def share(self, owner: Any) -> None:
+        """Use what `owner`, a device of the same kind, has page-locked or will. It is closed after this one."""
 
     def registered(self) -> tuple[bool, int]:
         """Return whether registration is over, and how many of the region's bytes copies reach directly."""

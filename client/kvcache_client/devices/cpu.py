@@ -52,6 +52,9 @@ class CpuDevice:
     def adopt(self, registration: Any) -> None:
         """Nothing to do: nothing is page-locked for this device."""
 
+    def share(self, owner: Any) -> None:
+        """As above."""
+
     def registered(self) -> tuple[bool, int]:
         return True, self._region_bytes
 

@@ -52,6 +52,7 @@ class StreamDevice:
         self._keep, self._close = keep, close
         self._slot, self._blocks = slot, num_blocks
         self._registration = Registration(runtime, tuning.register_chunk)
+        self._owns_registration = True
 
         def make_buffers(path: Path) -> BounceBuffers:
             return BounceBuffers(runtime, path, slot, tuning.stage_bytes)
@@ -88,6 +89,14 @@ class StreamDevice:
         for queue in (self._saves, self._loads):
             queue.use(registration)
         before.close()
+
+    def share(self, owner: StreamDevice) -> None:
+        before, self._registration = self._registration, owner._registration
+        for queue in (self._saves, self._loads):
+            queue.use(self._registration)
+        if self._owns_registration:
+            self._owns_registration = False
+            before.close()
 
     def enter_step(self) -> None:
         self._stepping = True
@@ -161,7 +170,8 @@ class StreamDevice:
         if self._closed:
             return
         self._closed = True
-        for free in (self._runtime.use, self._saves.close, self._loads.close, self._registration.close, self._close):
+        unlock = (self._registration.close,) if self._owns_registration else ()
+        for free in (self._runtime.use, self._saves.close, self._loads.close, *unlock, self._close):
             try:
                 free()
             except CopyError as error:  # of a device that is gone: what it held went with it

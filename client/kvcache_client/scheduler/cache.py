@@ -65,6 +65,7 @@ class CacheNamespace(Protocol):
         request: str = "",
         tokens: int = 0,
         salted: bool = False,
+        start: int = 0,
     ) -> CacheLease: ...
 
     def reserve_runs_later(self, runs: Sequence[Run]) -> CacheTicket: ...

@@ -62,10 +62,10 @@ class Canaries:
         if canary is None or tokens < canary.hits * self._group.slot_tokens:
             return
         state.canary = None
-        per_slot, choice = self._group.blocks_per_slot, range(canary.first, canary.hits)
+        choice = range(canary.first, canary.hits)
         slots = sorted(random.sample(choice, min(self._most, len(choice))))
-        blocks = [block for slot in slots for block in state.blocks[slot * per_slot : (slot + 1) * per_slot]]
-        if len(blocks) == len(slots) * per_slot:
+        blocks = [block for slot in slots for block in self._group.slot_blocks(state.tables, slot, slot + 1)]
+        if len(blocks) == len(slots) * self._group.columns(0):
             self.due.append(CheckJob(state.id, canary.region, pick_refs(canary.packed, slots), blocks))
 
     def take(self) -> list[CheckJob]:

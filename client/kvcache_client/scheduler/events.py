@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcache_client.scheduler.content import plain
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.views import RequestView
 from kvcache_client.step_plan import RankVerdicts
@@ -21,11 +22,12 @@ WAITING = 1 << 12  # blocks whose parent is not visible; beyond that a lookup ma
 
 @dataclass(slots=True)
 class Stored:
-    """A chain of the engine's blocks, each the child of the one before it, can be loaded."""
+    """A chain of the engine's blocks, each the child of the one before it, can be loaded. The hashes are its own."""
 
     parent: bytes | None
     hashes: list[bytes]
     tokens: list[int]
+    adapter: tuple[int, str] | None = None
 
 
 @dataclass(slots=True)
@@ -43,7 +45,8 @@ class EngineEvents:
         self._new: list[Stored | Removed] = []
         self._there: dict[bytes, bytes] = {}  # by a cached block's hash, those of the engine's blocks in it, joined
         self._shipped: dict[tuple[bytes, int, int], Stored] = {}  # being saved, each one cached block
-        self._hidden: dict[bytes, list[Stored]] = {}  # whole, by the parent that is not
+        self._hidden: dict[bytes, list[Stored]] = {}  # whole, by the parent that is not, as far as we know
+        self._coming: set[bytes] = set()  # hashes of the cached blocks in both
         self._waiting = 0  # blocks in it
 
     def take(self) -> list[Stored | Removed]:
@@ -53,29 +56,35 @@ class EngineEvents:
 
     def shipped(self, region: bytes, reservation: int, position: int, request: RequestView, slot: int) -> None:
         """Note that the ranks are to save the cached block `slot` of the request."""
-        self._shipped[region, reservation, position] = self._piece(request, slot)
+        piece = self._shipped[region, reservation, position] = self._piece(request, slot)
+        self._coming.add(piece.hashes[-1])
         if len(self._shipped) > SHIPPED:
-            del self._shipped[next(iter(self._shipped))]
+            self._forget([self._shipped.pop(next(iter(self._shipped)))])
 
     def settled(self, verdicts: RankVerdicts) -> None:
-        """Take the verdicts of one rank; only the last rank's decides whether a block is visible."""
+        """Take the verdicts of one rank; only the last rank's decides whether a block is visible.
+
+        That may be another rank for a block than for its parent, whose verdict may then come later.
+        """
         for position, verdict in zip(verdicts.positions, verdicts.verdicts, strict=False):
             if verdict == Verdict.PARTIAL:
                 continue
             shipped = self._shipped.pop((verdicts.region, verdicts.reservation, position), None)
             if shipped is None:
                 continue
-            if verdict == Verdict.VISIBLE:
+            if verdict == Verdict.VISIBLE and shipped.parent not in self._coming:
                 self._stored(shipped)
-            elif verdict == Verdict.HIDDEN and shipped.parent is not None:
+            elif verdict in (Verdict.VISIBLE, Verdict.HIDDEN) and shipped.parent is not None:
                 self._hidden.setdefault(shipped.parent, []).append(shipped)
                 self._waiting += 1
                 while self._waiting > WAITING:  # the parent's writer died, perhaps
-                    self._awaited(next(iter(self._hidden)))
+                    self._forget(self._awaited(next(iter(self._hidden))))
+            else:
+                self._forget([shipped])
 
     def looked_up(self, request: RequestView, hits: int, asked: int) -> None:
         """Note that of the first `asked` cached blocks of the request only the first `hits` are cached."""
-        for slot, name in enumerate(self._group.keys(request.hashes)[:asked]):
+        for slot, name in enumerate(self._group.keys(plain(request.hashes))[:asked]):
             if slot < hits:
                 if name not in self._there:
                     self._stored(self._piece(request, slot))
@@ -85,17 +94,19 @@ class EngineEvents:
     def reset(self) -> None:
         """The engine has moved to another namespace: it can load nothing of this one any more."""
         self._shipped.clear()
+        self._coming.clear()
         self._hidden.clear()
         self._waiting = 0
         self._remove(list(self._there))
 
     def _piece(self, request: RequestView, slot: int) -> Stored:
         first, end = slot * self._group.blocks_per_slot, (slot + 1) * self._group.blocks_per_slot
-        tokens = self._group.block_tokens
+        tokens, hashes = self._group.block_tokens, plain(request.hashes)
         return Stored(
-            request.hashes[first - 1] if first else None,
-            list(request.hashes[first:end]),
+            hashes[first - 1] if first else None,
+            list(hashes[first:end]),
             list(request.token_ids[first * tokens : end * tokens]),
+            request.adapter,
         )
 
     def _awaited(self, parent: bytes) -> list[Stored]:
@@ -104,11 +115,16 @@ class EngineEvents:
         self._waiting -= len(pieces)
         return pieces
 
+    def _forget(self, pieces: Sequence[Stored]) -> None:
+        """Take cached blocks that were being saved for lost."""
+        self._coming.difference_update(piece.hashes[-1] for piece in pieces)
+
     def _stored(self, piece: Stored) -> None:
         waiting = [piece]  # not recursive: a chain of hidden blocks may be long
         while waiting:
             piece = waiting.pop()
             name = piece.hashes[-1]
+            self._coming.discard(name)
             if name not in self._there:
                 self._there[name] = b"".join(piece.hashes)
                 last = self._new[-1] if self._new else None

@@ -1,16 +1,64 @@
-"""How the blocks of a KV cache group are matched and saved: one strategy per kind of group. Pure.
+"""How the blocks of an engine are matched, loaded and saved. Pure.
 
-A kind that comes has its own class with the methods of `FullAttention`, and a line in `KINDS`. Of an engine's blocks,
-`blocks_per_slot` make one cached block, which has one slot.
+Of an engine's blocks, `blocks_per_slot` make one cached block, which has one slot. An engine with several KV cache
+groups, or with one that is no full attention, has tails: see `SeveralGroups`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from kvcache_client.scheduler.views import RequestView
+import msgspec
+import numpy as np
+
+from kvcache_client.scheduler.views import BlockTables, RequestView
 from kvcache_client.step_plan import LoadJob
-from kvcache_proto.types import REF_BYTES
+from kvcache_proto.types import FULL, REF_BYTES, GroupSpec
+
+
+class Table(NamedTuple):
+    """A KV cache group of the engine, in the slots of a cached group.
+
+    Attributes:
+        number: its position among the engine's groups.
+        block_tokens: tokens of its blocks.
+        blocks: how many of its blocks a slot contains: the last ones of the slot's tokens.
+    """
+
+    number: int
+    block_tokens: int
+    blocks: int
+
+
+class Group(NamedTuple):
+    """A cached group: the engine's groups whose blocks are in its slots, one after the other.
+
+    Attributes:
+        reach, period: as in GroupSpec; 0 for full attention.
+        kept: how many tokens before the next one the engine keeps, if it is a window; otherwise 0.
+        chunk: tokens of a chunk, if it is attention to chunks; otherwise 0.
+        is_state: whether a slot contains a state.
+    """
+
+    tables: tuple[Table, ...]
+    reach: int = 0
+    period: int = 0
+    kept: int = 0
+    chunk: int = 0
+    is_state: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Return how many of the engine's blocks are in a slot."""
+        return sum(table.blocks for table in self.tables)
+
+    def first_kept(self, computed: int) -> int:
+        """Return the first token of which the engine has the blocks when it has computed so many."""
+        if self.chunk:
+            return computed // self.chunk * self.chunk
+        return max(0, computed - self.kept) if self.reach else 0
 
 
 class FullAttention:
@@ -22,13 +70,20 @@ class FullAttention:
         block_tokens: tokens of a block of the engine.
         blocks_per_slot: blocks of the engine in a cached block.
         slot_tokens: tokens of a cached block.
+        align: tokens after which a hit in the engine's own cache may end.
+        has_full: whether blocks are of use only below all blocks before them.
+        tails: the other groups, by number.
     """
+
+    has_full = True
+    tails: tuple[int, ...] = ()
 
     def __init__(self, block_tokens: int, blocks_per_slot: int, volatile: int = 0, prompt_only: bool = False) -> None:
         """`volatile` cached blocks at the end of a hit are computed all the same: a drafter's KV depends on the next
         token. With `prompt_only`, nothing that was generated is saved."""
         self.block_tokens, self.blocks_per_slot = block_tokens, blocks_per_slot
         self.slot_tokens = block_tokens * blocks_per_slot
+        self.align = block_tokens
         self.prompt_only = prompt_only
         self._volatile = volatile
 
@@ -57,6 +112,40 @@ class FullAttention:
         """Return the hashes of full cached blocks beyond the first `saved`, generated ones included."""
         full = min(len(request.hashes), computed // self.block_tokens) // self.blocks_per_slot
         return self.keys(request.hashes)[saved:full] if full > saved else ()
+
+    def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
+        """Return the hash of each slot that a lookup of `keys` returns, of whose tails the engine has `had`."""
+        return keys[:hits]
+
+    def columns(self, number: int) -> int:
+        """Return how many device blocks a slot of a group contains."""
+        return self.blocks_per_slot
+
+    def slot_blocks(self, tables: BlockTables, first: int, end: int) -> list[int]:
+        """Return the device blocks of the full group's slots from `first` to `end`, fewer where some are missing."""
+        return list(tables[0][first * self.blocks_per_slot : end * self.blocks_per_slot])
+
+    def cut_loads(
+        self,
+        request: str,
+        region: bytes,
+        packed: bytes,
+        tables: BlockTables,
+        first: int,
+        count: int,
+        sums: bytes = b"",
+        hits: int = 0,
+        had: int = 0,
+    ) -> list[LoadJob]:
+        """Return the jobs that bring `count` of the engine's blocks from `first` on; [] if the slots do not suffice.
+
+        Args:
+            packed: references of the slots of `hits`, as the lookup has returned them.
+            tables: all device blocks of the request; 0 is none.
+            sums: checksums of the slots, alike; b"" for none.
+            had: cached blocks of whose tails the lookup has returned none.
+        """
+        return [self.cut_load(request, region, packed, tables[0], first, count, sums)]
 
     def cut_load(
         self,
@@ -88,4 +177,150 @@ class FullAttention:
         )
 
 
-KINDS = {"full": FullAttention}  # by `GroupSpec.kind`
+class SeveralGroups(FullAttention):
+    """A full group, if there is one, and tails: of these, an engine continues with the last blocks of a prefix.
+
+    All have slots of the same tokens, with the same hashes. What `FullAttention` calls blocks of the engine are those
+    of its hashes here.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        specs: Sequence[GroupSpec],
+        hash_tokens: int,
+        prompt_only: bool = False,
+        checkpoint_tokens: int = 0,
+    ) -> None:
+        """`checkpoint_tokens` are those between two boundaries in a prompt whose tails are saved; 0: only at its end.
+
+        What is generated is saved as it comes: the engine does not keep a window until it is known where a request
+        ends.
+        """
+        slot_tokens = specs[0].block_tokens
+        super().__init__(hash_tokens, slot_tokens // hash_tokens, prompt_only=prompt_only)
+        self._groups, self._specs = groups, specs
+        self._checkpoint = checkpoint_tokens // slot_tokens
+        self.align = math.lcm(*(table.block_tokens for group in groups for table in group.tables))
+        self.has_full = specs[0].kind == FULL
+        self.tails = tuple(range(int(self.has_full), len(groups)))
+
+    def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
+        return [key for count in self._counts(hits, had) for key in keys[hits - count : hits]]
+
+    def columns(self, number: int) -> int:
+        return self._groups[number].columns
+
+    def slot_blocks(self, tables: BlockTables, first: int, end: int) -> list[int]:
+        return self._blocks(0, tables, range(first, end))
+
+    def tail_blocks(
+        self, number: int, tables: BlockTables, slots: Sequence[int], computed: int
+    ) -> dict[int, list[int]]:
+        """Return the device blocks of those of a tail's `slots` that the engine has all blocks of, by slot.
+
+        It has computed so many tokens, or fewer, since it has given blocks away last.
+        """
+        first, found = self._groups[number].first_kept(computed), {}
+        for slot in slots:
+            blocks = self._blocks(number, tables, (slot,), first)
+            if len(blocks) == self.columns(number):
+                found[slot] = blocks
+        return found
+
+    def tail_slots(self, number: int, request: RequestView, first: int, end: int, limit: int | None) -> list[int]:
+        """Return which slots of a tail, from `first` to `end`, are to be saved.
+
+        Those that are needed at the end of the prompt, also by a request that has to compute its last token; at a
+        `limit` of what is saved; at each checkpoint; and all that are generated. States are saved as they are made.
+        """
+        if self._groups[number].is_state:
+            return []
+        needed, step = self._specs[number].needed, self._checkpoint
+        prompt = request.prompt_tokens // self.slot_tokens
+        boundaries = {prompt, (request.prompt_tokens - 1) // self.slot_tokens, prompt if limit is None else limit}
+        if step:
+            reach = self._specs[number].reach
+            boundaries.update(range(-(-(first + 1) // step) * step, min(end + reach, prompt) + 1, step))
+        wanted = set(range(max(first, prompt), end))
+        for boundary in boundaries:
+            wanted.update(range(max(first, boundary - needed(boundary)), min(boundary, end)))
+        return sorted(wanted)
+
+    def state_slots(self, offers: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
+        """Return (tail, slot, device blocks) of states that are made: `offers` are (the engine's group, block, tokens).
+
+        A slot needs the states of all of the engine's groups that are in it.
+        """
+        found = []
+        by_end: dict[int, dict[int, int]] = {}
+        for table, block, tokens in offers:
+            if tokens % self.slot_tokens == 0:
+                by_end.setdefault(tokens, {})[table] = block
+        for number in self.tails:
+            group = self._groups[number]
+            for tokens, blocks in by_end.items() if group.is_state else ():
+                if all(table.number in blocks for table in group.tables):
+                    every = [blocks[table.number] for table in group.tables]
+                    found.append((number, tokens // self.slot_tokens - 1, every))
+        return found
+
+    def cut_loads(
+        self,
+        request: str,
+        region: bytes,
+        packed: bytes,
+        tables: BlockTables,
+        first: int,
+        count: int,
+        sums: bytes = b"",
+        hits: int = 0,
+        had: int = 0,
+    ) -> list[LoadJob]:
+        """As above. In the jobs, 0 stands for a block that is not to be filled.
+
+        The engine has blocks for exactly those positions that it will read. Where one of them is in no slot, it wants
+        to continue at another boundary than that of the hits.
+        """
+        begin, end = first * self.block_tokens, (first + count) * self.block_tokens
+        jobs: list[LoadJob] = []
+        at, width = 0, len(sums) // (len(packed) // REF_BYTES) if packed else 0
+        for number, (group, slots) in enumerate(zip(self._groups, self._counts(hits, had), strict=True)):
+            columns = []
+            for table in group.tables:
+                per_slot = self.slot_tokens // table.block_tokens
+                ids = np.zeros(hits * per_slot, np.int64)
+                known = tables[table.number][: end // table.block_tokens]
+                if end % table.block_tokens or len(known) > len(ids):
+                    return []
+                ids[: len(known)] = known
+                ids[: begin // table.block_tokens] = 0
+                placed = ids.reshape(hits, per_slot)[hits - slots :, per_slot - table.blocks :]
+                if np.count_nonzero(placed) != np.count_nonzero(ids):
+                    return []
+                columns.append(placed)
+            blocks = np.concatenate(columns, axis=1)
+            (used,) = np.count_nonzero(blocks, axis=1).nonzero()
+            if len(used):
+                low, high = int(used[0]), int(used[-1]) + 1
+                refs = packed[(at + low) * REF_BYTES : (at + high) * REF_BYTES]
+                some = sums[(at + low) * width : (at + high) * width]
+                jobs.append(LoadJob(request, region, refs, blocks[low:high].ravel().tolist(), 0, some, number))
+            at += slots
+        return [msgspec.structs.replace(job, jobs=len(jobs)) for job in jobs]
+
+    def _counts(self, hits: int, had: int) -> list[int]:
+        """Return how many slots of each group a lookup returns for `hits`."""
+        least = max(0, hits - had)
+        return [hits if spec.kind == FULL else min(spec.needed(hits), least) for spec in self._specs]
+
+    def _blocks(self, number: int, tables: BlockTables, slots: Sequence[int], first: int = 0) -> list[int]:
+        """Return the device blocks of `slots`, fewer where the engine has not all of them, from token `first` on."""
+        found: list[int] = []
+        for slot in slots:
+            for table in self._groups[number].tables:
+                end = (slot + 1) * self.slot_tokens // table.block_tokens
+                low = end - table.blocks
+                if low >= first // table.block_tokens:
+                    found += [block for block in tables[table.number][low:end] if block]
+        return found

@@ -7,7 +7,7 @@ engine caches what a load brought in the schedule after its end, before or after
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvcache_client.scheduler.cache import CacheLease, Counts
@@ -22,11 +22,12 @@ PAUSE = 10.0
 
 @dataclass(slots=True)
 class Load:
-    """`hashes` are those of the cached blocks that it brings whole."""
+    """`hashes` are those of the cached blocks that it brings whole; `last` is the last one of them."""
 
     lease: CacheLease | None
     blocks: set[int]
     hashes: frozenset[bytes]
+    last: bytes
     failed: bool = False
 
 
@@ -47,20 +48,22 @@ class Loads:
         """Return how many run."""
         return len(self._running)
 
-    def begin(self, job: LoadJob, lease: CacheLease | None, hashes: Iterable[bytes]) -> None:
-        """Note a load, for the next plan. Without a lease it is one that fails."""
-        self.jobs.append(job)
-        self._running[job.request] = Load(lease, set(job.blocks), frozenset(hashes if lease is not None else ()))
+    def begin(self, jobs: Sequence[LoadJob], lease: CacheLease | None, hashes: Sequence[bytes]) -> None:
+        """Note the load of a request, for the next plan. Without a lease it is one that fails."""
+        self.jobs += jobs
+        blocks = {block for job in jobs for block in job.blocks}
+        brings = hashes if lease is not None else ()
+        self._running[jobs[0].request] = Load(lease, blocks, frozenset(brings), brings[-1] if brings else b"")
 
     def take_jobs(self) -> list[LoadJob]:
         """Return the loads that no plan has yet."""
         jobs, self.jobs = self.jobs, []
         return jobs
 
-    def fail(self, invalid: set[int]) -> None:
-        """Note that the device blocks `invalid` did not arrive."""
-        for load in self._running.values():
-            load.failed |= not invalid.isdisjoint(load.blocks)
+    def fail(self, invalid: set[int], requests: Collection[str] = ()) -> None:
+        """Note that the device blocks `invalid`, or the loads of `requests`, did not arrive."""
+        for request, load in self._running.items():
+            load.failed |= request in requests or not invalid.isdisjoint(load.blocks)
 
     def end(self, request: str, now: float) -> Load | None:
         """Return the load of a request, which has ended on every rank, its lease given back; None where it has none."""
@@ -107,6 +110,8 @@ class Loads:
             return False
         hashes = self._group.keys(state.request.hashes)[start // self._group.blocks_per_slot : hits]
         for request, load in (*self._running.items(), *self._landed.items()):
+            if self._group.tails and load.last not in hashes:
+                continue  # it brings the tails for another boundary
             if hashes[0] in load.hashes and request != state.id:
                 brought = next((at for at, name in enumerate(hashes) if name not in load.hashes), len(hashes))
                 if 2 * brought >= len(hashes):

@@ -44,20 +44,29 @@ class Lookups:
         self._counters, self._notes, self._events = counters, notes, events
         self.holding: dict[str, RequestState] = {}
 
-    def known(self, state: RequestState, limit: int, now: float) -> LookupResult | None:
-        """Return what the last lookup found, None where `limit` cached blocks have to be looked up."""
+    def known(self, state: RequestState, limit: int, start: int, now: float) -> LookupResult | None:
+        """Return what the last lookup found, None where `limit` cached blocks have to be looked up.
+
+        The engine has the first `start` blocks of its own.
+        """
         lookup = state.lookup
         if lookup is None or (lookup.hits and not lookup.lease.id):  # its lease was given back
             return None
+        if self._group.tails and (lookup.hits > limit or lookup.had > start // self._group.blocks_per_slot):
+            return None
         return None if lookup.hits < min(limit, lookup.wanted) and now - lookup.at > MAX_AGE else lookup
 
-    def ask(self, state: RequestState, namespace: CacheNamespace, limit: int, now: float) -> LookupResult:
-        """Look the first `limit` cached blocks of a request up; whatever the daemon does, there is an answer."""
+    def ask(self, state: RequestState, namespace: CacheNamespace, limit: int, start: int, now: float) -> LookupResult:
+        """Look the first `limit` cached blocks of a request up; whatever the daemon does, there is an answer.
+
+        The engine has the first `start` blocks of its own.
+        """
         request, waited, state.waited = state.request, state.waited, False
         # A request that waits to be scheduled is looked up again and again: the daemon hears its name now and then.
         named = waited or not state.named_at or now - state.named_at > NAME_EVERY
         self.forget(state)
         keys = self._group.keys(request.hashes)[:limit]
+        had = start // self._group.blocks_per_slot if self._group.tails else 0
         try:
             lease = namespace.acquire(
                 keys,
@@ -65,6 +74,7 @@ class Lookups:
                 request=request.id if named else "",
                 tokens=request.prompt_tokens,
                 salted=request.salted,
+                start=had,
             )
         except KVCacheError as error:
             self._counters.warn("lookups_refused", f"lookups are refused: {error}")
@@ -77,11 +87,13 @@ class Lookups:
         else:
             state.saved = lease.hits + lease.pending
             if self._events is not None and not lease.withheld:
-                self._events.looked_up(request, lease.hits, limit)
+                # With tails, what follows the hits may be there: from another boundary on, it can be loaded.
+                self._events.looked_up(request, lease.hits, lease.hits if self._group.tails else limit)
             if waited and lease.hits == len(keys):
                 self._notes.note(state, "came", now)
-        sums = pick_sums(self._verify, keys, lease.sums, self._shards, lease.region_id)
-        state.lookup = LookupResult(lease, limit, self._group.usable(lease.hits), now, sums=sums)
+        names = self._group.references(keys, lease.hits, had) if lease.sums else ()
+        sums = pick_sums(self._verify, names, lease.sums, self._shards, lease.region_id)
+        state.lookup = LookupResult(lease, limit, self._group.usable(lease.hits), now, sums=sums, had=had)
         if lease.id:
             self.holding[state.id] = state
         return state.lookup

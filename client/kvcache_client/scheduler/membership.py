@@ -39,7 +39,7 @@ class Membership:
     ) -> None:
         """`checkpoint` returns what `spec` calls so, as it is now; "" where that is not known."""
         self._session, self._on_reset, self._events = session, settings.on_reset, events
-        self._ceiling = settings.num_cpu_blocks * spec.groups[0].block_bytes
+        self._ceiling = settings.num_cpu_blocks * sum(group.block_bytes for group in spec.groups)
         self.namespace: CacheNamespace = session.attach(spec, (), self._ceiling)
         self.announced: NamespaceSpec | None = spec
         self.unsettled = self.lost = False

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvcache_client.scheduler.cache import CacheLease
-from kvcache_client.scheduler.views import RequestView, StepView
+from kvcache_client.scheduler.views import BlockTables, RequestView, StepView
 
 PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds without saves of a chain that was refused; doubled each time
 
@@ -19,6 +19,7 @@ class LookupResult:
         wanted: cached blocks asked for.
         hits: cached blocks that may be loaded.
         at: when it was asked.
+        had: cached blocks of whose tails none was asked for.
         offered: the step in which the engine was offered this last.
         sums: checksums of the blocks that are to be verified.
     """
@@ -29,6 +30,7 @@ class LookupResult:
     at: float
     offered: int = 0
     sums: bytes = b""
+    had: int = 0
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class RequestState:
 
     request: RequestView  # as of the last call about it
     blocks: list[int] = field(default_factory=list)  # device blocks
+    others: list[list[int]] = field(default_factory=list)  # those of the engine's further groups
 
     # Lookups.
     lookup: LookupResult | None = None
@@ -83,6 +86,10 @@ class RequestState:
     def id(self) -> str:
         return self.request.id
 
+    @property
+    def tables(self) -> BlockTables:
+        return [self.blocks, *self.others]
+
     def refuse(self, saved: int, why: str, now: float) -> None:
         """Save nothing of this chain for a while, then go on at `saved`, or from the root where a parent is gone."""
         paused = self.retry_at > now
@@ -92,17 +99,32 @@ class RequestState:
             self.pause = min(self.pause * 2, LONGEST_PAUSE)
 
 
-def follow_blocks(requests: Mapping[str, RequestState], step: StepView, block_tokens: int) -> list[int]:
-    """Follow the block tables of `requests`; return the device blocks that `step` gives to any request."""
+def follow_blocks(
+    requests: Mapping[str, RequestState], step: StepView, block_tokens: int, others: Sequence[int] = ()
+) -> list[int]:
+    """Follow the block tables of `requests`; return the device blocks that `step` gives to any request.
+
+    `block_tokens` are those of a block of the engine's first group, `others` those of its further groups.
+    """
     given: list[int] = []
     for new in step.started:
         table = new.blocks[0]
         given.extend(table[new.computed // block_tokens :])
+        for more, tokens in zip(new.blocks[1:], others, strict=False):
+            given.extend(more[new.computed // tokens :])
         if (state := requests.get(new.request)) is not None:
-            state.blocks = list(table)
+            state.blocks, state.others = list(table), [list(more) for more in new.blocks[1:]]
     for request_id, added in zip(step.running, step.added, strict=True):
-        if added and added[0]:
+        if not added:
+            continue
+        state = requests.get(request_id)
+        if added[0]:
             given.extend(added[0])
-            if (state := requests.get(request_id)) is not None:
+            if state is not None:
                 state.blocks.extend(added[0])
+        for number in range(len(others)):
+            if more := added[number + 1]:
+                given.extend(more)
+                if state is not None:
+                    state.others[number].extend(more)
     return given

@@ -8,11 +8,11 @@ no step waits for the daemon, and no block is withheld from the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcache_client.scheduler.cache import CacheNamespace, CacheReservation, CacheTicket, Counts
 from kvcache_client.scheduler.events import EngineEvents
-from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.groups import FullAttention, SeveralGroups
 from kvcache_client.scheduler.notes import Notes
 from kvcache_client.scheduler.request_state import PAUSE, RequestState
 from kvcache_client.session.breaker import Backoff
@@ -25,18 +25,23 @@ from kvcache_proto.types import MAX_HASHES, Outcome
 INSIST = 2.0  # seconds that blocks are kept for while every Reserve is refused as a whole
 FIRST_RETRY, LAST_RETRY = 0.005, 5.0  # seconds between two that are refused as a whole; doubled each time
 _ADVANCES = {"present", "in_flight"}
-_OPERATORS = {"no_space", "quota"}  # refusals that an operator can remedy
+_OPERATORS = {"quota"}  # refusals that an operator can remedy; "no_space" is mostly about blocks that are worth little
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A run of blocks to be reserved, of which the first `whole` still hold what is to be saved."""
+    """A run of blocks to be reserved, of which the first `whole` still hold what is to be saved.
+
+    In a `tail`, those at `gone` do not hold it, and `first` says nothing: its blocks need not follow each other.
+    """
 
     state: RequestState
     first: int
     run: Run
     blocks: list[int]
     whole: int
+    tail: bool = False
+    gone: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -107,21 +112,52 @@ class Saves:
         self._shipped: dict[tuple[int, int], tuple[str, list[bytes]]] = {}  # by reservation and first position
         self._refusals = _Refusals()
 
-    def ask(self, state: RequestState, computed: int) -> None:
-        """Note the blocks of `state` that are full once `computed` tokens are computed, for the next `send`."""
+    def ask(self, state: RequestState, computed: int, before: int) -> None:
+        """Note the blocks of `state` that are full once `computed` tokens are computed, for the next `send`.
+
+        `before` tokens of it were computed, or more, when the engine last gave away blocks behind a window.
+        """
         request, group, first = state.request, self._group, state.saved
         full = group.full(request, computed)
         if state.save_limit is not None:
             full = min(full, state.save_limit)
         if full <= first or request.uncacheable or state.barred or state.loading:
             return
-        blocks = state.blocks[first * group.blocks_per_slot : full * group.blocks_per_slot]
-        if len(blocks) < (full - first) * group.blocks_per_slot or (state.retry_at and self._clock() < state.retry_at):
+        if state.retry_at and self._clock() < state.retry_at:
             return
         keys = group.keys(request.hashes)
-        run = Run(list(keys[first:full]), keys[first - 1] if first else None)
-        self._next.append(_Asked(state, first, run, blocks, full - first))
+        if group.has_full:
+            blocks = group.slot_blocks(state.tables, first, full)
+            if len(blocks) < (full - first) * group.columns(0):
+                return
+            run = Run(list(keys[first:full]), keys[first - 1] if first else None)
+            self._next.append(_Asked(state, first, run, blocks, full - first))
         state.saved = full
+        if isinstance(group, SeveralGroups):
+            for number in group.tails:
+                wanted = group.tail_slots(number, request, first, full, state.save_limit)
+                self._ask_tail(state, keys, number, group.tail_blocks(number, state.tables, wanted, before))
+
+    def ask_states(self, state: RequestState, offers: Sequence[tuple[int, int, int]]) -> None:
+        """Note states that the running step makes: `offers` are (the engine's group, device block, tokens before it).
+
+        After `ask`, in the same step: a state is saved where the blocks before it are.
+        """
+        request, group, slots = state.request, self._group, state.saved
+        if request.uncacheable or state.barred or state.loading or not isinstance(group, SeveralGroups):
+            return
+        if group.prompt_only:
+            slots = min(slots, request.prompt_tokens // group.slot_tokens)
+        if not (state.retry_at and self._clock() < state.retry_at):
+            for number, slot, blocks in group.state_slots(offers):
+                if slot < slots:
+                    self._ask_tail(state, group.keys(request.hashes), number, {slot: blocks})
+
+    def _ask_tail(self, state: RequestState, keys: Sequence[bytes], number: int, slots: dict[int, list[int]]) -> None:
+        if slots:
+            run = Run([keys[slot] for slot in slots], None, number)
+            blocks = [block for each in slots.values() for block in each]
+            self._next.append(_Asked(state, 0, run, blocks, len(slots), tail=True))
 
     def unsaved(self, state: RequestState, computed: int, up: bool) -> tuple[str, Sequence[bytes]]:
         """Return why blocks of a request that ends were not asked for, and their hashes; "" where all were."""
@@ -214,27 +250,29 @@ class Saves:
 
         `places` in the run were granted, as the reservation's blocks from `first` on.
         """
-        slot = self._group.blocks_per_slot
-        kept = [first + at for at, place in enumerate(places) if place < asked.whole]
-        dropped = list(range(first + len(kept), first + len(places)))
-        if dropped:
+        slot, group = self._group.columns(asked.run.group), asked.run.group
+        whole = [place for place in places if place < asked.whole and place not in asked.gone]
+        kept = [first + at for at, place in enumerate(places) if place < asked.whole and place not in asked.gone]
+        if len(kept) < len(places):
+            dropped = [first + at for at in range(len(places)) if first + at not in kept]
             self._counters.add("saves_dropped", len(dropped))
             every = range(namespace.spec.shards)
             namespace.settle(reservation.id, Outcome.NEVER_STARTED, dropped, every, reservation.region_id)
         if not kept:
             return None
-        blocks = [block for place in places[: len(kept)] for block in asked.blocks[place * slot : (place + 1) * slot]]
+        blocks = [block for place in whole for block in asked.blocks[place * slot : (place + 1) * slot]]
         refs = pick_refs(reservation.packed, kept)
-        if self._events is not None:
-            for position, place in zip(kept, places, strict=False):
+        if self._events is not None and not asked.tail:
+            for position, place in zip(kept, whole, strict=True):
                 slot_number = asked.first + place
                 self._events.shipped(reservation.region_id, reservation.id, position, asked.state.request, slot_number)
-        hashes = [asked.run.hashes[place] for place in places[: len(kept)]]
-        self._shipped[reservation.id, kept[0]] = asked.state.id, hashes
-        if len(self._shipped) > SHIPPED:
-            del self._shipped[next(iter(self._shipped))]
+        hashes = [asked.run.hashes[place] for place in whole]
+        if not asked.tail:
+            self._shipped[reservation.id, kept[0]] = asked.state.id, hashes
+            if len(self._shipped) > SHIPPED:
+                del self._shipped[next(iter(self._shipped))]
         summed = chosen(self._verify, hashes, reservation.region_id)
-        return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed)
+        return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed, group)
 
     def _answer(self, sent: _Sent, until: float | None) -> CacheReservation | None:
         """Return the answer if it has come, or comes until then; where it is a refusal as a whole, `ticket` is None."""
@@ -256,7 +294,8 @@ class Saves:
     def _refuse(self, sent: _Sent) -> None:
         self._counters.warn("saves_refused", f"saves are refused: {self._refusals.why}")
         for asked in sent.asked:
-            asked.state.refuse(asked.first, "refused", self._clock())
+            if not asked.tail:
+                asked.state.refuse(asked.first, "refused", self._clock())
 
     def _judge(self, asked: _Asked, reservation: CacheReservation, begin: int) -> None:
         for at in range(len(asked.run.hashes)):
@@ -266,13 +305,22 @@ class Saves:
                     self._counters.warn(f"saves_{why}", f"blocks are not saved: {why} (see `kvcache-server status`)")
                 else:
                     self._counters.add(f"saves_{why}")
+                if asked.tail:  # what is asked of the chain itself says when to go on
+                    return
                 asked.state.refuse(asked.first + at, why, self._clock())
                 return
-        asked.state.pause = PAUSE
+        if not asked.tail:
+            asked.state.pause = PAUSE
 
     def _lose(self, asked: _Asked, gone: set[int]) -> None:
-        """Cut `asked` before the first block that was given to others: those after it could not be reached."""
-        per_slot = self._group.blocks_per_slot
+        """Cut `asked` before the first block that was given to others: those after it could not be reached.
+
+        Blocks of a tail do not depend on each other.
+        """
+        per_slot = self._group.columns(asked.run.group)
+        if asked.tail:
+            asked.gone.update(at // per_slot for at, block in enumerate(asked.blocks) if block in gone)
+            return
         for at, block in enumerate(asked.blocks[: asked.whole * per_slot] if gone else ()):
             if block in gone:
                 lost = asked.run.hashes[at // per_slot : asked.whole]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.events import EngineEvents
-from kvcache_client.scheduler.groups import KINDS
+from kvcache_client.scheduler.groups import FullAttention, Group, SeveralGroups
 from kvcache_client.scheduler.hints import Hints
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
@@ -19,10 +19,10 @@ from kvcache_client.scheduler.pace import Pace
 from kvcache_client.scheduler.request_state import RequestState, follow_blocks
 from kvcache_client.scheduler.saves import Saves
 from kvcache_client.scheduler.summary import Summary
-from kvcache_client.scheduler.views import RequestView, StepView
+from kvcache_client.scheduler.views import BlockTables, RequestView, StepView
 from kvcache_client.session.counters import LoggedCounters
 from kvcache_client.settings import ConnectorSettings
-from kvcache_client.step_plan import NOTHING, CheckJob, SaveJob, StepPlan
+from kvcache_client.step_plan import NOTHING, CheckJob, LoadJob, SaveJob, StepPlan
 from kvcache_proto.types import NamespaceSpec
 
 logger = logging.getLogger("vllm.kvcache.scheduler")
@@ -49,6 +49,8 @@ class Scheduler:
         events: bool = False,
         checkpoint: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
+        groups: Sequence[Group] = (),
+        table_tokens: Sequence[int] = (),
     ) -> None:
         """Decide for an engine whose blocks have `block_tokens` tokens.
 
@@ -59,14 +61,24 @@ class Scheduler:
             events: whether to keep `events` for the engine.
             checkpoint: returns what `spec` calls so, as it is now; "" where that is not known.
             clock: returns seconds, never fewer than before.
+            groups: those of `spec`, of an engine that has not just one of full attention; `block_tokens` are then those
+                of its block hashes, and `blocks_per_slot` of them belong to a cached block.
+            table_tokens: of such an engine, tokens of a block of each of its groups.
         """
         group = spec.groups[0]
         self._session, self._clock = session, clock
         self._wants_saves, self._wants_loads = saves, loads
-        self._group = KINDS[group.kind](block_tokens, blocks_per_slot, volatile, settings.save == "prompt")
+        only_prompts = settings.save == "prompt"
+        self._group = (
+            SeveralGroups(groups, spec.groups, block_tokens, only_prompts, settings.checkpoint_tokens)
+            if groups
+            else FullAttention(block_tokens, blocks_per_slot, volatile, only_prompts)
+        )
+        self._table_tokens, *self._other_tokens = table_tokens or (block_tokens,)
         self._block_bytes = group.block_bytes // blocks_per_slot  # of the engine's blocks, all ranks together
         self._counters = LoggedCounters(logger)
-        self.events = EngineEvents(self._group) if events else None
+        has_full = self._group.has_full
+        self.events = EngineEvents(self._group) if events and has_full else None
         self.pace = Pace()
         self._membership = Membership(session, spec, settings, checkpoint, self.events)
         self._notes = Notes(self._counters)
@@ -74,7 +86,7 @@ class Scheduler:
         self._loads = Loads(self._group, self._counters)
         self._saves = Saves(self._group, settings.verify, self._counters, self._notes, self.events, clock)
         self._hints = Hints(self._group, self._counters)
-        self._canaries = Canaries(self._group, settings.canary_every, group.block_bytes)
+        self._canaries = Canaries(self._group, settings.canary_every if has_full else 0, group.block_bytes)
         self._summary = Summary(
             lambda line: logger.info("engine %s, %s", session.engine, line), self._counters.snapshot
         )
@@ -116,12 +128,12 @@ class Scheduler:
             return None, False
         if self._loads.following(state, start, now):
             return None, False
-        lookup = self._lookups.known(state, limit, now)
+        lookup = self._lookups.known(state, limit, start, now)
         if lookup is None:
             if self._lookups.spent > self._session.deadline:
                 self._counters.add("lookups_over_budget")
                 return self._decline(state, "over_budget", now)
-            lookup = self._lookups.ask(state, self._membership.namespace, limit, now)
+            lookup = self._lookups.ask(state, self._membership.namespace, limit, start, now)
             self._lookups.spent += self._clock() - now
         if self._lookups.worth_waiting(state, lookup, start, len(self._loads), self._loads.ended, now):
             state.waited = True
@@ -157,7 +169,7 @@ class Scheduler:
             return "weights"
         if state.load_failed:
             return "load_failed"
-        if computed % self._group.block_tokens:
+        if computed % self._group.align:
             return "unaligned"
         if state.request.skips_cache:
             return "by_request"
@@ -175,10 +187,13 @@ class Scheduler:
 
     # Loads.
 
-    def allocated(self, request: RequestView, blocks: Sequence[int], external: int) -> None:
-        """Note that `request` has device `blocks`, and that `external` tokens of them are to be loaded."""
+    def allocated(self, request: RequestView, blocks: Sequence[int], external: int, others: BlockTables = ()) -> None:
+        """Note that `request` has device `blocks`, and that `external` tokens of them are to be loaded.
+
+        `others` are its blocks in the engine's further groups.
+        """
         state = self._track(request)
-        state.blocks = list(blocks)
+        state.blocks, state.others = list(blocks), [list(more) for more in others]
         if request.hint is not None and self._may_hint:
             self._hints.retain(state, self._membership.namespace)
         if state.lookup is not None and not state.logged:
@@ -197,18 +212,29 @@ class Scheduler:
         self._counters.add("needed_blocks", -(-external // group.slot_tokens))
         self._counters.add("needed_bytes", count * self._block_bytes)
         # The engine waits for this load whatever we think of it: without a lease it is one that fails.
-        lease, sums = (lookup.lease, lookup.sums) if lookup is not None else (None, b"")
-        region, packed = (lease.region_id, lease.packed) if lease is not None else (b"", b"")
-        job = group.cut_load(request.id, region, packed, state.blocks, state.start, count, sums)
+        lease, jobs = lookup.lease if lookup is not None else None, []
+        if lookup is not None and lease is not None and not (group.tails and external % group.block_tokens):
+            sums, hits, had = lookup.sums, lease.hits, lookup.had
+            jobs = group.cut_loads(
+                *(request.id, lease.region_id, lease.packed, state.tables, state.start, count, sums, hits, had)
+            )
+        if not jobs:
+            if lease is not None:  # it wants to continue where no boundary was leased
+                self._counters.add("loads_of_another_boundary")
+                lease.release()
+            lease, jobs = None, [LoadJob(request.id, b"", b"", state.blocks[state.start : state.start + count])]
         begin, end = state.start // group.blocks_per_slot, (state.start + count) // group.blocks_per_slot
-        self._loads.begin(job, lease, group.keys(request.hashes)[begin:end])
+        self._loads.begin(jobs, lease, group.keys(request.hashes)[begin:end])
         state.loading = True
 
-    def ended(self, received: Sequence[str], invalid: set[int]) -> None:
-        """Note that every rank has ended the loads of `received`, and that device blocks `invalid` did not arrive."""
+    def ended(self, received: Sequence[str], invalid: set[int], failed: Collection[str] = ()) -> None:
+        """Note that every rank has ended the loads of `received`.
+
+        Device blocks `invalid` did not arrive, or not all that was to be loaded for the requests `failed`.
+        """
         now = self._clock()
-        if invalid:
-            self._loads.fail(invalid)
+        if invalid or failed:
+            self._loads.fail(invalid, failed)
         for request_id in received:
             load = self._loads.end(request_id, now)
             state = self._requests.get(request_id) if load is not None else None
@@ -228,8 +254,11 @@ class Scheduler:
 
     # One step.
 
-    def plan(self, step: StepView) -> StepPlan:
-        """Return what the ranks do in `step`. Called once per schedule."""
+    def plan(self, step: StepView, states: Mapping[str, Sequence[tuple[int, int, int]]] | None = None) -> StepPlan:
+        """Return what the ranks do in `step`. Called once per schedule.
+
+        `states` are those at boundaries that the step makes: by request, (the engine's group, device block, tokens).
+        """
         self._step += 1
         self._lookups.spent = 0.0
         if step.tokens or self.pace.computing:
@@ -242,7 +271,7 @@ class Scheduler:
             self._send_notes()
         if not (self._requests or self._saves.waiting or self._canaries.due or self._finished or membership.announced):
             return NOTHING
-        given = follow_blocks(self._requests, step, self._group.block_tokens)
+        given = follow_blocks(self._requests, step, self._table_tokens, self._other_tokens)
         loads = self._loads.take_jobs() if self._loads.jobs else []
         for load in loads:
             given.extend(load.blocks)
@@ -254,6 +283,10 @@ class Scheduler:
         # No reservations in a namespace that the ranks do not know yet; the first one they know by themselves.
         saving = (membership.announced is None or self._step == 1) and self._may_save
         self._advance(step, saving)
+        if saving and states:
+            for request_id, offers in states.items():
+                if (state := self._requests.get(request_id)) is not None:
+                    self._saves.ask_states(state, offers)
         if saving:
             self._saves.send(membership.namespace)
         if self._lookups.holding:
@@ -276,14 +309,14 @@ class Scheduler:
                 if state.canary is not None:
                     self._canaries.computed(state, computed)
                 if saving and computed // slot_tokens > state.saved:  # hardly any token fills a block
-                    self._saves.ask(state, computed)
+                    self._saves.ask(state, computed, before)
         for new in step.started:
             state = requests.get(new.request)
             if state is not None:
                 computed = new.computed + scheduled[new.request]
                 self._canaries.computed(state, computed)
                 if saving:
-                    self._saves.ask(state, computed)
+                    self._saves.ask(state, computed, new.computed)
 
     def _guarded(self, given: list[int], jobs: Sequence[SaveJob | CheckJob]) -> list[int]:
         """Return which of `given` a rank may still be reading for these `jobs` or for older ones."""
@@ -312,7 +345,7 @@ class Scheduler:
         self._canaries.computed(state, computed)
         may_save = self._may_save
         if may_save:
-            self._saves.ask(state, computed)
+            self._saves.ask(state, computed, computed)
             self._saves.send(self._membership.namespace)
         if state.request.hint is not None and self._may_hint:
             self._hints.finished(state, self._membership.namespace)
@@ -349,11 +382,21 @@ class Scheduler:
         """
         self._saves.drop()
         for state in self._requests.values():
-            self._lookups.forget(state)
-            state.barred, state.saved, state.retry_at, state.canary = True, 0, 0.0, None
+            self._bar(state)
         self._canaries.forget()
         self._loads.forget()
         return self._membership.reset()
+
+    def doubt(self, adapters: Set[int]) -> None:
+        """The weights of LoRA adapters with these numbers may change: their running requests save nothing more."""
+        for state in self._requests.values():
+            if state.request.adapter is not None and state.request.adapter[0] in adapters:
+                self._bar(state)
+
+    def _bar(self, state: RequestState) -> None:
+        """Neither save nor load blocks of a request until it is computed from its first token again."""
+        self._lookups.forget(state)
+        state.barred, state.saved, state.retry_at, state.canary = True, 0, 0.0, None
 
     def close(self) -> None:
         """Give back what no rank has got, and end the session."""
@@ -364,7 +407,7 @@ class Scheduler:
     @property
     def _may_hint(self) -> bool:
         """Whether the blocks of this engine are those of the namespace."""
-        return not (self._membership.lost or self._declined or self._membership.unsettled)
+        return self._group.has_full and not (self._membership.lost or self._declined or self._membership.unsettled)
 
     @property
     def _may_save(self) -> bool:

@@ -22,14 +22,16 @@ class RequestView(msgspec.Struct, frozen=True):
         id: its name.
         tokens: how many it has, generated ones included.
         prompt_tokens: how many of them are its prompt's.
-        hashes: chained hashes of the engine's full blocks; the list grows while the request runs.
+        hashes: chained hashes of the engine's full blocks; the list grows while the request runs. Where the engine's
+            own hashes only name what the blocks depend on, they are `ContentHashes`.
         token_ids: its tokens; the list grows, too.
         salted: whether the hashes have a salt in them.
-        uncacheable: why the hashes do not name the content of the blocks ("lora", ...); "" where they do.
+        uncacheable: why the hashes do not name the content of the blocks ("multimodal", ...); "" where they do.
         skips_cache: whether it asked not to be served from a cache.
         hint: what it says of its own blocks.
         bad_hint: what is wrong with what it says; then `hint` is None.
         key: distinguishes it from an earlier request of the same name; compared by identity, never looked into.
+        adapter: number and name that the engine has for its LoRA adapter; None for none.
     """
 
     id: str
@@ -43,6 +45,7 @@ class RequestView(msgspec.Struct, frozen=True):
     hint: Hint | None = None
     bad_hint: str = ""
     key: object = None
+    adapter: tuple[int, str] | None = None
 
 
 class NewTable(msgspec.Struct, frozen=True):

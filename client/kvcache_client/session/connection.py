@@ -27,7 +27,8 @@ class Connection:
     """What a welcome gave: an open door, a channel and a region; and what was granted since.
 
     Attributes:
-        leases: the reference of the last block of each lease that is held, by the lease's number.
+        leases: of each lease that is held, by its number, the references that a next daemon restores it from: that of
+            the last block, then those of the tails' blocks.
         newest_reservation: the highest reservation that was named in answers of daemons that are gone.
         owed: settlements that a daemon that is gone may not have seen; the next one gets them.
     """

@@ -6,18 +6,21 @@ from types import TracebackType
 
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import Daemon
-from kvcache_client.session.slots import Slot, unpack_slots
+from kvcache_client.session.slots import Parts, Slot, unpack_slots
 from kvcache_proto.messages import Release
-from kvcache_proto.types import REF_BYTES, GroupSpec
+from kvcache_proto.types import FULL, REF_BYTES
 
 
 class Lease:
     """The answer to a lookup: the longest cached prefix, pinned until `release` or the end of the session.
 
+    In a namespace with tails, that is the longest prefix after which an engine can continue.
+
     Attributes:
         id: the daemon's number; 0 where nothing is pinned.
         hits: number of leading hashes that are cached.
-        packed: their slots' references, REF_BYTES each.
+        packed: their slots' references, REF_BYTES each: those of the full group, then those of each tail.
+        parts: to which group they belong, in their order.
         pending: number of blocks after the hits that are being written now.
         withheld: number of blocks after the hits that are cached, but beyond what this engine may pin at one time.
         failed: whether the daemon did not answer; the lease then says nothing about the cache.
@@ -26,15 +29,15 @@ class Lease:
     """
 
     __slots__ = (
-        *("_connection", "_daemon", "_group", "_slots"),
-        *("failed", "hits", "id", "packed", "pending", "region_id", "sums", "withheld"),
+        *("_connection", "_daemon", "_slots"),
+        *("failed", "hits", "id", "packed", "parts", "pending", "region_id", "sums", "withheld"),
     )
 
     def __init__(
         self,
         daemon: Daemon,
         connection: Connection | None,
-        group: GroupSpec,
+        parts: Parts = (),
         lease: int = 0,
         hits: int = 0,
         pending: int = 0,
@@ -43,20 +46,22 @@ class Lease:
         withheld: int = 0,
         sums: bytes = b"",
     ) -> None:
-        self._daemon, self._connection, self._group = daemon, connection, group
+        self._daemon, self._connection, self.parts = daemon, connection, parts
         self._slots: list[Slot] | None = None
         self.id, self.hits, self.pending, self.packed, self.failed = lease, hits, pending, packed, failed
         self.withheld, self.sums = withheld, sums
         self.region_id = connection.region.id if connection and hits else b""
         if lease and connection is not None:
-            connection.leases[lease] = packed[-REF_BYTES:]
+            full, count = parts[0]
+            before = max(0, count - 1) if full.kind == FULL else 0
+            connection.leases[lease] = packed[before * REF_BYTES :]
 
     @property
     def slots(self) -> list[Slot]:
-        """The `hits` slots; slot i holds hash i."""
+        """The slots of all groups, in the order of `packed`; slot i of a full group holds hash i."""
         if self._slots is None:
             region = self._connection.region if self._connection else None
-            self._slots = unpack_slots(self.packed, self._group, region, writable=False)
+            self._slots = unpack_slots(self.packed, self.parts, region, writable=False)
         return self._slots
 
     def release(self) -> None:

@@ -13,6 +13,7 @@ from kvcache_client.session.lease import Lease
 from kvcache_client.session.replies import wrong_lookup, wrong_reservation
 from kvcache_client.session.reservation import Reservation, Ticket, chosen_shards
 from kvcache_client.session.settlements import Settlements
+from kvcache_client.session.slots import Parts, parts_of_hits, split
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.messages import (
     LEAST_PRIORITY,
@@ -39,7 +40,7 @@ from kvcache_proto.messages import (
     Retained,
     Run,
 )
-from kvcache_proto.types import MAX_HASHES, MAX_NAME, Finding, GroupSpec, NamespaceSpec, Outcome, Verdict
+from kvcache_proto.types import MAX_HASHES, MAX_NAME, Finding, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
 
 logger = logging.getLogger("kvcache_client.session")
 
@@ -141,8 +142,12 @@ class Namespace:
         request: str = "",
         tokens: int = 0,
         salted: bool = False,
+        start: int = 0,
     ) -> Lease:
         """Return the longest cached prefix of `hashes`, under a lease. One round trip.
+
+        In a namespace with tails, group 0 stands for all groups: it is the longest prefix after which an engine can
+        continue that has the tails of the first `start` blocks itself.
 
         Args:
             hashes: n chained hashes in prompt order.
@@ -151,33 +156,36 @@ class Namespace:
             request: name of the request, by which one can ask the daemon why there was no hit.
             tokens: number of tokens of the request.
             salted: whether the hashes have a salt in them.
+            start: number of blocks of whose tails none is needed.
         Where the daemon does not answer within the session's deadline, the lease is empty and `failed`. Raises
         BadArgument for what the protocol does not allow.
         """
-        spec = self._check(hashes, group)
+        self._check(hashes, group)
         connection, number = self._joined()
         if connection is None:
-            return self._no_lease(spec, "lookups_down")
+            return self._no_lease("lookups_down")
         if not hashes:
-            return Lease(self._daemon, connection, spec)
-        asked = Acquire(0, b"", number, _listed(hashes), group, pin, verify, request[:MAX_NAME], tokens, salted)
+            return Lease(self._daemon, connection)
+        asked = Acquire(0, b"", number, _listed(hashes), group, pin, verify, request[:MAX_NAME], tokens, salted, start)
         reply = self._daemon.call(connection, asked, lambda late: self._return_lease(connection, late))
         if reply is None:
-            return self._no_lease(spec, "lookups_unanswered")
+            return self._no_lease("lookups_unanswered")
         if not isinstance(reply, Acquired):
             self._daemon.refused(reply, "lookups_refused", connection)
-            return self._no_lease(spec, "lookups_refused")
-        wrong = wrong_lookup(reply, len(hashes), pin, self.spec.shards, _holds(connection, spec))
+            return self._no_lease("lookups_refused")
+        parts = parts_of_hits(self.spec, group, max(0, reply.hits), start)
+        slots = sum(count for _, count in parts)
+        wrong = wrong_lookup(reply, len(hashes), pin, self.spec.shards, _holds(connection, parts), slots)
         if wrong:
             self._daemon.misbehaved(wrong)
             self._give_back(connection, reply)
-            return self._no_lease(spec, "lookups_refused")
+            return self._no_lease("lookups_refused")
         pinned = (reply.lease, reply.hits, reply.pending, reply.slots)
-        return Lease(self._daemon, connection, spec, *pinned, withheld=reply.withheld, sums=reply.sums)
+        return Lease(self._daemon, connection, parts, *pinned, withheld=reply.withheld, sums=reply.sums)
 
-    def _no_lease(self, spec: GroupSpec, reason: str) -> Lease:
+    def _no_lease(self, reason: str) -> Lease:
         self._daemon.count(reason)
-        return Lease(self._daemon, None, spec, failed=True)
+        return Lease(self._daemon, None, failed=True)
 
     def _return_lease(self, connection: Connection, late: Reply | None) -> None:
         if isinstance(late, Acquired):
@@ -201,13 +209,13 @@ class Namespace:
         BadArgument for what the protocol does not allow, and while a shard of the namespace has no live session of
         this engine.
         """
-        spec = self._check(hashes, group)
+        asked = [(self._check(hashes, group), len(hashes))]
         connection, number = self._joined()
         if connection is None or not hashes:
-            return self._reservation(spec, len(hashes), connection, None if hashes else _NOTHING, "reserves_down")
+            return self._reservation(asked, connection, None if hashes else _NOTHING, "reserves_down")
         request = Reserve(0, b"", number, [Run(_listed(hashes), parent)], group)
         reply = self._daemon.call(connection, request, lambda late: self._return_reservation(connection, late))
-        return self._reservation(spec, len(hashes), connection, reply, "reserves_unanswered")
+        return self._reservation(asked, connection, reply, "reserves_unanswered")
 
     def reserve_later(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> Ticket:
         """Ask as `reserve` does, and return at once; the ticket gets the answer."""
@@ -216,13 +224,15 @@ class Namespace:
     def reserve_runs_later(self, runs: Sequence[Run], group: int = 0) -> Ticket:
         """Ask for several runs at once, as `reserve_later` does for one: there is one reservation for all of them.
 
-        Its answers, and the positions in them, count on from run to run.
+        Its answers, and the positions in them, count on from run to run. Runs that name no group are of `group`; a run
+        of a tail follows that of the full blocks which its blocks belong to, unless these are reserved already.
         """
         hashes = [each for run in runs for each in run.hashes]
-        spec = self._check(hashes, group)
+        self._check(hashes, group)
+        asked = [(self._group(run.group or group), len(run.hashes)) for run in runs]
         connection, number = self._joined()
         ticket = Ticket(
-            resolve=lambda reply: self._reservation(spec, len(hashes), connection, reply, "reserves_unanswered"),
+            resolve=lambda reply: self._reservation(asked, connection, reply, "reserves_unanswered"),
             abandon=lambda late: self._return_reservation(connection, late),
             pump=self._daemon.pump,
         )
@@ -240,11 +250,14 @@ class Namespace:
         return ticket
 
     def _reservation(
-        self, spec: GroupSpec, count: int, connection: Connection | None, reply: Reply | None, reason: str
+        self, asked: Parts, connection: Connection | None, reply: Reply | None, reason: str
     ) -> Reservation:
         granted: Reserved | None = None
+        count = sum(blocks for _, blocks in asked)
+        parts: Parts = ()
         if isinstance(reply, Reserved):
-            wrong = wrong_reservation(reply, count, _holds(connection, spec)) if connection is not None else ""
+            parts = _granted(asked, reply.answers)
+            wrong = wrong_reservation(reply, count, _holds(connection, parts)) if connection is not None else ""
             if wrong:
                 self._daemon.misbehaved(wrong)
                 self._daemon.count("reserves_refused")
@@ -257,7 +270,7 @@ class Namespace:
             else:
                 self._daemon.refused(reply, "reserves_refused", connection)
             connection = None
-        reservation = Reservation(self._settlements, spec, self.shards, count, connection, granted)
+        reservation = Reservation(self._settlements, parts, self.shards, count, connection, granted)
         refusals = list(reservation.refused.values())
         for why in set(refusals):
             self._daemon.count(f"refused_{why}", refusals.count(why))
@@ -422,8 +435,7 @@ class Namespace:
         self._daemon.check_process()
         if len(hashes) > MAX_HASHES:
             raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
-        if not 0 <= group < len(self.spec.groups):
-            raise BadArgument(f"group {group}: this namespace has {len(self.spec.groups)}")
+        spec = self._group(group)
         try:
             size = len(b"".join(hashes))  # the daemon checks each one; this keeps a mistake from costing a deadline
         except TypeError as error:
@@ -431,6 +443,11 @@ class Namespace:
         if size != len(hashes) * self.spec.hash_bytes:
             odd = next((len(each) for each in hashes if len(each) != self.spec.hash_bytes), 0)
             raise BadArgument(f"hash of {odd} bytes: this namespace has hashes of {self.spec.hash_bytes}")
+        return spec
+
+    def _group(self, group: int) -> GroupSpec:
+        if not 0 <= group < len(self.spec.groups):
+            raise BadArgument(f"group {group}: this namespace has {len(self.spec.groups)}")
         return self.spec.groups[group]
 
     def __repr__(self) -> str:
@@ -441,5 +458,20 @@ def _listed(hashes: Sequence[bytes]) -> list[bytes]:
     return hashes if isinstance(hashes, list) else list(hashes)
 
 
-def _holds(connection: Connection, spec: GroupSpec) -> Callable[[bytes], bool]:
-    return lambda packed: connection.region.holds(packed, spec.block_bytes)
+def _granted(asked: Parts, answers: bytes) -> Parts:
+    """Return the parts of the references in an answer to a reservation."""
+    if len(asked) == 1:
+        return [(asked[0][0], answers.count(Refusal.GRANTED))]
+    parts: list[tuple[GroupSpec, int]] = []
+    at = 0
+    for group, count in asked:
+        granted, at = answers.count(Refusal.GRANTED, at, at + count), at + count
+        if parts and parts[-1][0] is group:
+            parts[-1] = group, parts[-1][1] + granted
+        else:
+            parts.append((group, granted))
+    return parts
+
+
+def _holds(connection: Connection, parts: Parts) -> Callable[[bytes], bool]:
+    return lambda packed: all(connection.region.holds(refs, group.block_bytes) for group, refs in split(packed, parts))

@@ -18,16 +18,20 @@ _REFUSALS = bytes(Refusal)
 _VERDICTS = bytes(Verdict)
 
 
-def wrong_lookup(reply: Acquired, asked: int, pin: bool, shards: int, holds: Holds) -> str:
-    """Check the answer to a lookup of `asked` hashes in a namespace with so many shards."""
+def wrong_lookup(reply: Acquired, asked: int, pin: bool, shards: int, holds: Holds, slots: int | None = None) -> str:
+    """Check the answer to a lookup of `asked` hashes in a namespace with so many shards.
+
+    `slots` is how many references belong to such an answer; None: as many as there are hits.
+    """
     hits = reply.hits
+    slots = hits if slots is None else slots
     if not 0 <= hits <= asked or not 0 <= reply.pending <= asked - hits or not 0 <= reply.withheld <= asked - hits:
         return f"{hits} hits, {reply.pending} pending, {reply.withheld} withheld of {asked} hashes"
     if (reply.lease > 0) != bool(pin and hits):
         return f"lease {reply.lease} for {hits} hits"
-    if len(reply.sums) not in (0, hits * shards * SUM_BYTES):
-        return f"{len(reply.sums)} bytes of checksums for {hits} hits of {shards} shards"
-    return _wrong_slots(reply.slots, hits, holds)
+    if len(reply.sums) not in (0, slots * shards * SUM_BYTES):
+        return f"{len(reply.sums)} bytes of checksums for {slots} slots of {shards} shards"
+    return _wrong_slots(reply.slots, slots, holds)
 
 
 def wrong_reservation(reply: Reserved, asked: int, holds: Holds) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.settlements import Settlements
-from kvcache_client.session.slots import Slot, unpack_slots
+from kvcache_client.session.slots import Parts, Slot, unpack_slots
 from kvcache_proto.errors import BadArgument, KVCacheError
 from kvcache_proto.messages import Reply, Reserved
-from kvcache_proto.types import GroupSpec, Outcome, Refusal, Verdict
+from kvcache_proto.types import Outcome, Refusal, Verdict
 
 UNAVAILABLE = "unavailable"
 _REFUSALS = {refusal.value: refusal for refusal in Refusal}
@@ -31,8 +31,8 @@ class Reservation:
 
     __slots__ = (
         "_connection",
-        "_group",
         "_open",
+        "_parts",
         "_settlements",
         "_shards",
         "_slots",
@@ -48,14 +48,14 @@ class Reservation:
     def __init__(
         self,
         settlements: Settlements,
-        group: GroupSpec,
+        parts: Parts,
         shards: Sequence[int],
         count: int,
         connection: Connection | None,
         reply: Reserved | None,
     ) -> None:
-        """Of `count` blocks of `group`, by a session that writes `shards`."""
-        self._settlements, self._group, self._shards, self._connection = settlements, group, shards, connection
+        """Of `count` blocks, of which those that were granted are `parts`, by a session that writes `shards`."""
+        self._settlements, self._parts, self._shards, self._connection = settlements, parts, shards, connection
         self._slots: list[Slot] | None = None
         self.failed = reply is None
         self.id, self.packed = (reply.reservation, reply.slots) if reply else (0, b"")
@@ -73,7 +73,7 @@ class Reservation:
         """The granted slots, in the order of `granted`."""
         if self._slots is None:
             region = self._connection.region if self._connection else None
-            self._slots = unpack_slots(self.packed, self._group, region, writable=True)
+            self._slots = unpack_slots(self.packed, self._parts, region, writable=True)
         return self._slots
 
     def commit(self, shards: Sequence[int] | None = None) -> list[Verdict]:
@@ -94,7 +94,7 @@ class Reservation:
         """Give every granted slot back, unwritten. Only before any of them was handed to a writer; never waits."""
         if self._open:
             self._open = False
-            every = range(len(self._group.shards))
+            every = range(len(self._parts[0][0].shards))
             self._settlements.settle(self._connection, self.id, Outcome.NEVER_STARTED, (), every)
 
     def __repr__(self) -> str:

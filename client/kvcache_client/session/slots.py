@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvcache_client.session.region import Region
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.types import GroupSpec, SlotRef, unpack_refs
+from kvcache_proto.types import FULL, REF_BYTES, GroupSpec, NamespaceSpec, SlotRef, unpack_refs
+
+Parts = Sequence[tuple[GroupSpec, int]]  # of packed references: so many in a row to slots of that group
 
 
 class Slot(NamedTuple):
@@ -29,8 +32,24 @@ class Slot(NamedTuple):
         return view if self.writable else view.toreadonly()
 
 
-def unpack_slots(packed: bytes, group: GroupSpec, region: Region | None, writable: bool) -> list[Slot]:
+def parts_of_hits(spec: NamespaceSpec, group: int, hits: int, start: int) -> Parts:
+    """Return the parts of the references that a lookup returns for `hits`, by an engine that has the tails of the
+    first `start` blocks."""
+    if not spec.tails:
+        return ((spec.groups[group], hits),)
+    least = max(0, hits - start)
+    return [(each, each.needed(hits) if each.kind == FULL else min(each.needed(hits), least)) for each in spec.groups]
+
+
+def split(packed: bytes, parts: Parts) -> Iterator[tuple[GroupSpec, bytes]]:
+    """Yield the references of each part."""
+    at = 0
+    for group, count in parts:
+        yield group, packed[at : (at := at + count * REF_BYTES)]
+
+
+def unpack_slots(packed: bytes, parts: Parts, region: Region | None, writable: bool) -> list[Slot]:
     """Return the slots in `packed`, REF_BYTES per reference, in their order."""
     if region is None:
         return []
-    return [Slot(ref, group, region, writable) for ref in unpack_refs(packed)]
+    return [Slot(ref, group, region, writable) for group, refs in split(packed, parts) for ref in unpack_refs(refs)]

@@ -35,12 +35,11 @@ _SAID = {
 
 
 class Verifier:
-    """Checks one shard of blocks that all have one geometry."""
+    """Checks one shard of blocks."""
 
     def __init__(self, spec: NamespaceSpec, shard: int, counts: Counters) -> None:
-        group = spec.groups[0]
         self._shard, self._shards = shard, spec.shards
-        self._begin, self._size = group.shard_offset(shard), group.shards[shard]
+        self._parts = [(group.shard_offset(shard), group.shards[shard]) for group in spec.groups]
         self._counts = counts
         self._saved = ThreadPoolExecutor(1, "kvcache-sum-saves")
         self._loaded = ThreadPoolExecutor(1, "kvcache-sum-loads")
@@ -50,9 +49,9 @@ class Verifier:
         """Pass the checksums of what `job` has written, one per position, to `then` on another thread."""
 
         def work() -> None:
-            packed = b""
+            packed, (begin, size) = b"", self._parts[job.group]
             try:
-                sums = sum_up(region.buffer, self._begins(region, pick_refs(job.refs, job.summed)), self._size)
+                sums = sum_up(region.buffer, _begins(region, pick_refs(job.refs, job.summed), begin), size)
                 packed = pack_sums(len(job.positions), job.summed, sums)
             except Exception:  # the settlement must not wait for ever; it is as good without checksums
                 logger.exception("no checksums of request %s", job.request)
@@ -68,11 +67,11 @@ class Verifier:
         """
 
         def work() -> None:
-            sound = None
+            sound, (begin, size) = None, self._parts[job.group]
             try:
                 expected = sums_of_shard(job.sums, self._shard, self._shards)
                 (some,) = expected.nonzero()
-                sums = self._sum_up(region, self._begins(region, pick_refs(job.refs, some.tolist())))
+                sums = self._sum_up(region, _begins(region, pick_refs(job.refs, some.tolist()), begin), size)
                 sound = np.ones(len(expected), np.bool_)
                 sound[some] = sums == expected[some]
                 self._counts.add("blocks_verified", len(some))
@@ -87,11 +86,12 @@ class Verifier:
         """Compare the slots of `job` with what the engine has `computed`, in their order, on another thread."""
 
         def work() -> None:
+            inside, size = self._parts[0]
             try:
                 found = {}
-                for number, begin in enumerate(self._begins(region, job.refs)):
-                    mine = computed[number * self._size : (number + 1) * self._size]
-                    if why := difference(region.buffer[begin : begin + self._size], mine, form):
+                for number, begin in enumerate(_begins(region, job.refs, inside)):
+                    mine = computed[number * size : (number + 1) * size]
+                    if why := difference(region.buffer[begin : begin + size], mine, form):
                         found[number] = why
                 # Asked last: what was read belongs to the block only if this still holds after the comparison.
                 current = region.current(job.refs)
@@ -130,16 +130,17 @@ class Verifier:
         self._loaded.shutdown()
         self._helpers.shutdown()
 
-    def _sum_up(self, region: Region, begins: list[int]) -> npt.NDArray[np.uint64]:
-        parts = max(1, min(THREADS, len(begins), len(begins) * self._size // _SHARE))
+    def _sum_up(self, region: Region, begins: list[int], size: int) -> npt.NDArray[np.uint64]:
+        parts = max(1, min(THREADS, len(begins), len(begins) * size // _SHARE))
         cuts = [len(begins) * number // parts for number in range(parts + 1)]
         mine, *others = [begins[begin:end] for begin, end in itertools.pairwise(cuts)]
-        helped = [self._helpers.submit(sum_up, region.buffer, part, self._size) for part in others]
-        return np.concatenate([sum_up(region.buffer, mine, self._size), *(each.result() for each in helped)])
+        helped = [self._helpers.submit(sum_up, region.buffer, part, size) for part in others]
+        return np.concatenate([sum_up(region.buffer, mine, size), *(each.result() for each in helped)])
 
-    def _begins(self, region: Region, refs: bytes) -> list[int]:
-        begins: list[int] = (region.offsets(refs).astype(np.int64) + self._begin).tolist()
-        return begins
+
+def _begins(region: Region, refs: bytes, inside: int) -> list[int]:
+    begins: list[int] = (region.offsets(refs).astype(np.int64) + inside).tolist()
+    return begins
 
 
 def _some(offsets: Sequence[int]) -> str:

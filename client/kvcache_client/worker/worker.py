@@ -9,23 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices import CopyError, Device, Job, Scratch, open_device
-from kvcache_client.devices.layout import Tensor, block_fragments, runs
+from kvcache_client.devices import CopyError, Device, Job, Memory, Scratch, open_device
+from kvcache_client.devices.layout import Fragment, Tensor, block_fragments, runs
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.self_test import check_copies
+from kvcache_client.devices.several import SeveralLayouts
 from kvcache_client.session.counters import Counters
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import SHIPPED, CheckJob, LoadJob, RankVerdicts, SaveJob, StepPlan, pick_refs
+from kvcache_client.worker.places import Piece, Places, RankTable, without_nulls
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.tolerance import Format, find_format
 from kvcache_client.worker.verification import Verifier
@@ -65,6 +67,7 @@ class Worker:
         experts: bool = False,
         events: bool = False,
         registration: Registration | None = None,
+        groups: Sequence[Sequence[RankTable]] = (),
     ) -> None:
         """Serve one rank of an engine.
 
@@ -74,13 +77,16 @@ class Worker:
             experts: whether the model routes tokens to experts.
             events: whether to keep the daemon's verdicts for `take_verdicts`.
             registration: has page-locked the session's region already, if given.
+            groups: of an engine that has not just one group of full attention, what is in the slots of each group of
+                `spec`; then `block_bytes` is what is stored for the tokens of a block hash in the first one.
         """
         self._session, self._spec, self._settings = session, spec, settings
         self._rank, self._experts = rank, experts
         self._shard, self._writes = shards.of_rank(rank)
         self._block_bytes, self._per_slot = block_bytes, blocks_per_slot
+        self._groups = groups
         begin = spec.groups[0].shard_offset(self._shard)
-        self._inside: npt.NDArray[np.int64] = begin + block_bytes * np.arange(blocks_per_slot, dtype=np.int64)
+        self._places = [Places(begin, [(0, block_bytes, blocks_per_slot)])]
         self._device: Device | None = None
         self._registration = registration
         self._straight: Region | None = None  # a region that copies reach without a thread
@@ -91,8 +97,12 @@ class Worker:
         self._reported = ""  # why it takes no part, as the scheduler's side knows
         self._begun = self._loaded = 0  # numbers of the last plans carried out
         self._epoch = 0  # counts changes of the weights
+        self._abandoned = False
         self._done: deque[tuple[str, list[int]]] = deque()  # requests whose load has ended, and blocks that failed
         self._errors: set[int] = set()
+        self._failed: set[str] = set()  # requests whose load has failed, in an engine with several groups
+        self._loading: dict[str, tuple[int, list[int]]] = {}  # jobs left of a load that has several, blocks that failed
+        self._loading_lock = threading.Lock()
         self._verdicts: deque[RankVerdicts] | None = deque() if events else None
         self._stored: dict[str, _Stored] = {}
         self._given_away: deque[tuple[int, int]] = deque(maxlen=SHIPPED)
@@ -114,18 +124,24 @@ class Worker:
         this version cannot copy from, CopyError where copies do not work. The caller then calls `decline`.
         """
         tensors = list(_flatten(kv_caches.values()))
-        fragments = block_fragments(map(_describe, tensors), num_blocks, self._block_bytes)
-        places = runs(fragments)
-        device = open_device(tensors[0].device.type, places, num_blocks, keep=tensors)
+        layouts = self._find_layouts(kv_caches, num_blocks)
+        devices: list[Device] = []
         try:
-            check_copies(device, places, num_blocks)
+            for fragments in layouts:
+                devices.append(open_device(tensors[0].device.type, runs(fragments), num_blocks, keep=tensors))
+            device = devices[0] if len(devices) == 1 else SeveralLayouts(devices)
+            for each, fragments in zip(devices, layouts, strict=True):
+                check_copies(each, runs(fragments), num_blocks)
         except CopyError:
-            device.close()
+            for each in reversed(devices):
+                each.close()
             raise
         if self._registration is not None:
             device.adopt(self._registration)
             self._registration = None
         self._device = device
+        if self._groups:  # the values that are compared are those of the full group
+            tensors = list(_flatten(kv_caches[name] for table in self._groups[0] for name in table.layers))
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
         self._format = find_format(dtypes, self._spec.identity.get("kv_dtype", ""), self._experts)
         if self._format is None and self._settings.canary_every:
@@ -134,9 +150,26 @@ class Worker:
         self._attach(self._spec, wait=True)
         logger.info(
             "rank %d: %d fragments per block, %s bytes, shard %d of %d, namespace %s; %s bytes are page-locked",
-            *(self._rank, len(fragments), f"{self._block_bytes:,}", self._shard, self._spec.shards, self._spec.id),
-            f"{device.registered()[1]:,}",
+            *(self._rank, max(map(len, layouts)), f"{self._block_bytes:,}", self._shard, self._spec.shards),
+            *(self._spec.id, f"{device.registered()[1]:,}"),
         )
+
+    def _find_layouts(self, kv_caches: dict[str, Any], num_blocks: int) -> list[list[Fragment]]:
+        """Return the fragments of a block in each layout; groups that overlay each other have the same one."""
+        if not self._groups:
+            return [block_fragments(map(_describe, _flatten(kv_caches.values())), num_blocks, self._block_bytes)]
+        layouts: list[list[Fragment]] = []
+        self._places = []
+        for tables, group in zip(self._groups, self._spec.groups, strict=True):
+            columns = []
+            for table in tables:
+                tensors = _flatten(kv_caches[name] for name in table.layers)
+                fragments = block_fragments(map(_describe, tensors), num_blocks, table.block_bytes)
+                if fragments not in layouts:
+                    layouts.append(fragments)
+                columns.append((layouts.index(fragments), table.block_bytes, table.blocks))
+            self._places.append(Places(group.shard_offset(self._shard), columns))
+        return layouts
 
     def _attach(self, spec: NamespaceSpec, wait: bool) -> None:
         self._spec = spec
@@ -153,6 +186,10 @@ class Worker:
         self._declined = why
         logger.info("rank %d takes no part in the cache: %s", self._rank, why)
 
+    def abandon(self) -> None:
+        """Let all that still reads the engine's blocks fail: they are given to others without a fence from now on."""
+        self._abandoned = True
+
     # One step.
 
     def begin(self, plan: StepPlan) -> None:
@@ -163,6 +200,8 @@ class Worker:
         if plan.number <= self._begun:
             return
         self._begun = plan.number
+        if plan.unguarded:
+            self.abandon()
         if plan.namespace is not None and plan.namespace != self._spec:
             self._epoch += 1
             self._attach(plan.namespace, wait=False)  # a step must not wait for a daemon that is slow to answer
@@ -197,8 +236,16 @@ class Worker:
         while self._done:
             request, failed = self._done.popleft()
             requests.add(request)
-            self._errors.update(failed)
+            if self._groups and failed:
+                self._failed.add(request)
+            else:
+                self._errors.update(failed)
         return requests
+
+    def take_failed(self) -> set[str]:
+        """Return the requests whose loads have failed, since the last call, in an engine with several groups."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def take_errors(self) -> set[int]:
         """Return the device blocks that loads did not fill, since the last call."""
@@ -254,21 +301,26 @@ class Worker:
             # The reservation ended with the region that it was made in.
             self._counts.add("saves_of_another_region", len(job.positions))
             return
-        if not self._sound(region, job.refs, len(job.blocks)):
+        if not self._sound(region, job.refs, len(job.blocks), job.group):
             self._counts.add("saves_of_odd_places", len(job.positions))
             namespace.settle(job.reservation, Outcome.FAILED, job.positions, region_id=job.region)
             return
         with self._stored_lock:
             self._stored.setdefault(job.request, _Stored()).jobs += 1
-        offsets = (region.offsets(job.refs).astype(np.int64)[:, None] + self._inside).ravel()
-        blocks = np.array(job.blocks, dtype=np.int64)
-        device.save(Job(region, blocks, offsets, lambda done: self._saved(namespace, region, job, done)))
+        pieces = self._places[job.group].cut(region.offsets(job.refs), job.blocks)
+        _start(device.save, region, pieces, lambda done: self._saved(namespace, region, job, done))
 
     def _saved(self, namespace: Namespace, region: Region, job: SaveJob, done: Job) -> None:
+        self._check_read(done)
         if done.error or not job.summed:
             self._settle(namespace, job, done, b"")
         else:
             self._verifier.after_save(region, job, lambda sums: self._settle(namespace, job, done, sums))
+
+    def _check_read(self, done: Job) -> None:
+        """Fail a job that may have read what other requests have written."""
+        if self._abandoned and not done.error:
+            done.error = "its blocks may have been overwritten"
 
     def _settle(self, namespace: Namespace, job: SaveJob, done: Job, sums: bytes) -> None:
         try:
@@ -287,7 +339,7 @@ class Worker:
             self._counts.add("saves_failed", len(job.positions))
             logger.warning("request %s: %d blocks were not stored: %s", job.request, len(job.positions), done.error)
         else:
-            self._count_copy("saved_bytes", "save_us", len(job.blocks), done)
+            self._count_copy("saved_bytes", "save_us", len(job.positions) * self._places[job.group].bytes, done)
         kept = self._verdicts
         then = None if kept is None else lambda verdicts: kept.append(_rank_verdicts(job, verdicts))
         namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, then=then, sums=sums)
@@ -295,14 +347,14 @@ class Worker:
             stored = self._stored[job.request]
             stored.jobs -= 1
             stored.seconds += done.seconds
-            if not done.error:
+            if not done.error and not job.group:
                 stored.blocks += len(job.positions)
             line = self._line(job.request, stored)
         if line:
             logger.debug("%s", line)
 
-    def _count_copy(self, size: str, time: str, blocks: int, done: Job) -> None:
-        self._counts.add(size, blocks * self._block_bytes)
+    def _count_copy(self, size: str, time: str, copied: int, done: Job) -> None:
+        self._counts.add(size, copied)
         self._counts.add(time, round(done.seconds * 1e6))
 
     def _finish(self, request: str) -> None:
@@ -322,7 +374,7 @@ class Worker:
         return "" if self._rank else "stored " + self._amount(stored.blocks, stored.seconds, request)
 
     def _amount(self, slots: float, seconds: float, request: str) -> str:
-        size = slots * self._per_slot * self._block_bytes
+        size = slots * self._places[0].bytes
         tokens = slots * self._spec.groups[0].block_tokens
         return (
             f"{slots:,.0f} blocks ({tokens:,.0f} tokens), {size / (1 << 20):.1f} MiB, "
@@ -342,18 +394,19 @@ class Worker:
         if not self._sound(region, job.refs, len(job.blocks)):
             self._counts.add("canary_skipped")
             return
-        scratch = Scratch(len(job.blocks) * self._block_bytes)
-        blocks = np.array(job.blocks, dtype=np.int64)
-        offsets = self._block_bytes * np.arange(len(blocks), dtype=np.int64)
+        places, slots = self._places[0], len(job.refs) // REF_BYTES
+        scratch = Scratch(slots * places.bytes)
+        pieces = places.cut(places.bytes * np.arange(slots, dtype=np.int64) - places.begin, job.blocks)
 
         def ended(done: Job) -> None:
+            self._check_read(done)
             if done.error:
                 self._counts.add("canary_failed")
                 logger.warning("request %s: the blocks of its canary were not copied: %s", job.request, done.error)
             else:
                 self._verifier.compare(namespace, region, job, scratch.buffer, form)
 
-        device.save(Job(scratch, blocks, offsets, ended))
+        _start(device.save, scratch, pieces, ended)
 
     # Loads.
 
@@ -361,25 +414,38 @@ class Worker:
         region = self._session.region
         if self._device is None or region is None or region.id != job.region:
             self._counts.add("loads_of_another_region")
-            self._done.append((job.request, job.blocks))
+            self._end_load(job, job.blocks or [0])
             return
-        if not self._sound(region, job.refs, job.skip + len(job.blocks)):
+        if not self._sound(region, job.refs, job.skip + len(job.blocks), job.group):
             self._counts.add("loads_of_odd_places")
-            self._done.append((job.request, job.blocks))
+            self._end_load(job, job.blocks)
             return
-        offsets = (region.offsets(job.refs).astype(np.int64)[:, None] + self._inside).ravel()
-        offsets = offsets[job.skip : job.skip + len(job.blocks)]
-        blocks = np.array(job.blocks, dtype=np.int64)
+        pieces = self._places[job.group].cut(region.offsets(job.refs), job.blocks, job.skip)
+        if self._groups:
+            pieces = without_nulls(pieces)
         epoch = self._epoch
-        self._device.load(Job(region, blocks, offsets, lambda done: self._filled(job, region, epoch, done)))
+        _start(self._device.load, region, pieces, lambda done: self._filled(job, region, epoch, done))
 
-    def _sound(self, region: Region, refs: bytes, blocks: int) -> bool:
+    def _end_load(self, job: LoadJob, failed: list[int]) -> None:
+        """Report the load of a request with the last of its jobs."""
+        if job.jobs > 1:
+            with self._loading_lock:
+                left, before = self._loading.pop(job.request, (job.jobs, []))
+                failed = [*before, *failed]
+                if left > 1:
+                    self._loading[job.request] = left - 1, failed
+                    return
+        self._done.append((job.request, failed))
+
+    def _sound(self, region: Region, refs: bytes, blocks: int, group: int = 0) -> bool:
         """Return whether `refs` are slots of this region with room for that many of the engine's blocks.
 
         The scheduler has checked them against its own mapping; the addresses are made in this one.
         """
         slots = len(refs) // REF_BYTES
-        return region.holds(refs, self._spec.groups[0].block_bytes) and slots * self._per_slot >= blocks
+        return (
+            region.holds(refs, self._spec.groups[group].block_bytes) and slots * self._places[group].columns >= blocks
+        )
 
     def _filled(self, job: LoadJob, region: Region, epoch: int, done: Job) -> None:
         if done.error or not job.sums:
@@ -396,7 +462,7 @@ class Worker:
             self._counts.add("load_ends_failed")
             logger.exception("request %s: its load cannot be checked and counts as failed", job.request)
         finally:
-            self._done.append((job.request, failed))
+            self._end_load(job, failed)
 
     def _not_filled(
         self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None
@@ -415,16 +481,19 @@ class Worker:
                 refs = pick_refs(job.refs, wrong.tolist())
                 self._verifier.alarm(self._namespace, region, refs, Finding.CORRUPT, job.request)
             if epoch == self._epoch:
-                good = np.repeat(current & sound, self._per_slot)[job.skip : job.skip + len(job.blocks)]
+                columns = self._places[job.group].columns
+                good = np.repeat(current & sound, columns)[job.skip : job.skip + len(job.blocks)]
                 failed = [block for block, fine in zip(job.blocks, good.tolist(), strict=True) if not fine]
+        size = len(job.blocks) * self._places[job.group].bytes // self._places[job.group].columns
         if not done.direct and done.seconds > 0 and not done.error:
-            self._carries = len(job.blocks) * self._block_bytes / done.seconds
+            self._carries = size / done.seconds
         if failed:
             self._counts.add("load_blocks_failed", len(failed))
         else:
-            self._count_copy("loaded_bytes", "load_us", len(job.blocks), done)
-            if not self._rank:
-                logger.debug("loaded %s", self._amount(len(job.blocks) / self._per_slot, done.seconds, job.request))
+            self._count_copy("loaded_bytes", "load_us", size, done)
+            if not self._rank and not job.group:
+                slots = len(job.blocks) / self._places[0].columns
+                logger.debug("loaded %s", self._amount(slots, done.seconds, job.request))
         return failed
 
     # The end.
@@ -456,6 +525,29 @@ class Worker:
             logger.debug("rank %d: the device cannot say whether copies run", self._rank, exc_info=error)
             return False
         return True
+
+
+def _start(copy: Callable[[Job], None], region: Memory, pieces: Sequence[Piece], ended: Callable[[Job], None]) -> None:
+    """Start a copy for each piece; `ended` gets the last one once all have ended, with what became of them together."""
+    if len(pieces) == 1:
+        (piece,) = pieces
+        copy(Job(region, piece.blocks, piece.offsets, ended, layout=piece.layout))
+        return
+    lock, done = threading.Lock(), []
+
+    def ended_one(job: Job) -> None:
+        with lock:
+            done.append(job)
+            if len(done) < len(pieces):
+                return
+        job.error = next((each.error for each in done if each.error), "")
+        job.cancelled = all(each.cancelled for each in done)
+        job.direct = all(each.direct for each in done)
+        job.seconds = sum(each.seconds for each in done)
+        ended(job)
+
+    for piece in pieces:
+        copy(Job(region, piece.blocks, piece.offsets, ended_one, layout=piece.layout))
 
 
 def _rank_verdicts(job: SaveJob, verdicts: Sequence[int]) -> RankVerdicts:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server.capacity.figures import TABLES, Options, figures
+from kvcache_server.capacity.figures import CHECKPOINT_TOKENS, Options, figures
 from kvcache_server.config import format_size, parse_size, read_file
 
 RUNNING = (
@@ -82,16 +82,19 @@ def describe(found: Mapping[str, Any]) -> Iterator[str]:
         f"{model['name']}: {model['layers']} layers ({', '.join(model['kinds'])}), TP {model['tp']}, "
         f"KV in {model['kv_dtype']}"
     )
-    yield f"  per token {format_size(kv['token_bytes']):>10}   all layers, all ranks"
+    if kv["token_bytes"]:
+        yield f"  per token {format_size(kv['token_bytes']):>10}   layers that keep all tokens, all ranks"
     yield (
         f"  per block {format_size(kv['block_bytes']):>10}   {kv['block_tokens']} tokens, "
         f"{kv['shards']} shard{'s' * (kv['shards'] > 1)} of {format_size(kv['shard_bytes'])}"
     )
     if kv["copies"] > 1:
         yield f"            KV heads are fewer than ranks: each is kept {kv['copies']:g} times"
-    if found["engine"]["state_bytes"]:
-        state = format_size(found["engine"]["state_bytes"])
-        yield f"  state     {state:>10}   per sequence and rank; not cached in this version"
+    for tail in kv["tails"]:
+        what = f"{tail['layers']} layers, {tail['kind']}" + f" {tail['window']:,} tokens" * (tail["window"] > 0)
+        yield f"  saved     {format_size(tail['bytes']):>10}   {what}: at the end of a prompt" + (
+            f", and at every {CHECKPOINT_TOKENS:,} tokens in it" if tail["window"] else ""
+        )
     yield from _describe_host(host)
     yield from _describe_device(found)
     yield from _describe_paste(found)
@@ -144,18 +147,14 @@ def _describe_device(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _describe_paste(found: Mapping[str, Any]) -> Iterator[str]:
-    engine = found["engine"]
     yield ""
     yield "paste"
-    if engine["cached"]:
-        yield "  " + found["paste"]["daemon"]
+    yield "  " + found["paste"]["daemon"]
     yield "  " + found["paste"]["engine"]
     yield ""
-    if engine["declined"]:
-        yield f"The connector declines this model: {engine['declined']}. The host's figures say what its KV would take."
-    if engine["tables_off"]:
+    if found["kv"]["tails"]:
         yield (
-            f"With {TABLES}, all layers keep all tokens, in one group: the model is cached, and fewer tokens fit on "
-            "the device. Without it, the connector declines this model."
+            "The connector needs vLLM 0.32 or later for this model. Before, it declines models with several kinds of "
+            "layers; without states, --disable-hybrid-kv-cache-manager makes all layers keep all tokens."
         )
     yield RUNNING

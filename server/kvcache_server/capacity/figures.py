@@ -21,13 +21,13 @@ from kvcache_server.capacity.host import (
     left_for_host,
 )
 from kvcache_server.capacity.models import MOST, Attention, Latent, Model, State, read_model
-from kvcache_server.capacity.pages import Pages, page, pages, shards
+from kvcache_server.capacity.pages import Pages, Slot, page, pages, shards, slots
 from kvcache_server.capacity.weights import weight_bytes
 from kvcache_server.core.extent_sizing import room, slots_by_default
 
 KV_ITEMS = {"bf16": 2, "fp8": 1}
 ENDLESS = 1 << 22  # tokens, if the model does not state its limit
-TABLES = "--disable-hybrid-kv-cache-manager"
+CHECKPOINT_TOKENS = 2048  # the connector's default: at each multiple within a prompt, windows are saved
 DEFAULT_BLOCK_TOKENS = 128
 
 
@@ -76,17 +76,22 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
     if options.block_tokens % engine_block:
         raise ConfigError(f"--block-size {options.block_tokens}: a multiple of the engine's expected, {engine_block}")
     kv_dtype = _kv_dtype(model, options)
-    layout = _layout(model, options, engine_block, KV_ITEMS[kv_dtype])
-    shard_bytes = _token_bytes(model, options.tp, KV_ITEMS[kv_dtype]) * options.block_tokens
-    check_block(number, shard_bytes)
+    item = KV_ITEMS[kv_dtype]
+    laid_out = _pages(model, options, engine_block, item)
+    block_tokens, slots_of_block = slots(model, laid_out, options.tp, item, options.block_tokens)
+    first, *others = slots_of_block
+    shard_bytes = first.bytes
+    for slot in slots_of_block:
+        check_block(number, slot.bytes)
     length = options.length or min(8192, model.longest or 8192)
     estimated = options.weights is None
     weights = weight_bytes(model, config, options.tp) if options.weights is None else options.weights // options.tp
     host = _host(options, number * shard_bytes)
-    devices = {
-        kind: _device(model, options, engine_block, item, weights, length, bool(layout["tables_off"]))
-        for kind, item in KV_ITEMS.items()
-    }
+    tails = [_tail(slot, number, block_tokens, length) for slot in (others if not first.reach else slots_of_block)]
+    conversation = sum(tail["conversation_bytes"] for tail in tails)
+    if not first.reach:  # only full blocks are kept
+        conversation += length // block_tokens * number * shard_bytes
+    devices = {kind: _device(model, options, engine_block, each, weights, length) for kind, each in KV_ITEMS.items()}
     return {
         "model": {
             "name": name,
@@ -98,16 +103,29 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
             "kv_dtype": kv_dtype,
         },
         "kv": {
-            "token_bytes": _token_bytes(model, 1, KV_ITEMS[kv_dtype]),
-            "block_tokens": options.block_tokens,
+            "token_bytes": _token_bytes(model, 1, item),
+            "block_tokens": block_tokens,
             "shards": number,
             "shard_bytes": shard_bytes,
             "block_bytes": number * shard_bytes,
             "slot_bytes": slot_size(number * shard_bytes),
-            "copies": number * _token_bytes(model, options.tp, 1) / _token_bytes(model, 1, 1),
+            "copies": number * _token_bytes(model, options.tp, 1) / max(_token_bytes(model, 1, 1), 1),
+            "tails": tails,
         },
-        "engine": layout,
-        "host": host | _conversations(host["blocks"], options.block_tokens, length),
+        "engine": {
+            "block_size": laid_out.groups[0].block_tokens,
+            "groups": [
+                {
+                    "kind": _kind(group.spec),
+                    "layers": group.layers,
+                    "block_size": group.block_tokens,
+                    "page_bytes": group.page,
+                }
+                for group in laid_out.groups
+            ],
+            "bytes_per_block": laid_out.block_bytes,
+        },
+        "host": host | _conversations(host["blocks"], block_tokens, length, number * shard_bytes, conversation),
         "device": {
             "bytes": options.device,
             "utilization": options.utilization,
@@ -118,7 +136,7 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
             "length": length,
             **{kind: found._asdict() for kind, found in devices.items()},
         },
-        "paste": _paste(model, options, engine_block, host, devices[kv_dtype], layout, kv_dtype),
+        "paste": _paste(model, options, engine_block, host, devices[kv_dtype]),
     }
 
 
@@ -139,51 +157,28 @@ def _kv_dtype(model: Model, options: Options) -> str:
 
 
 def _token_bytes(model: Model, tp: int, item: int) -> int:
-    """Return one rank's bytes per token, if every layer except those with states keeps all tokens."""
-    return sum(page(layer, 1, tp, item, model) for layer in model.layers if not isinstance(layer, State))
+    """Return one rank's bytes per token in the layers that keep all tokens."""
+    kept = [layer for layer in model.layers if _kind(layer) in ("full", "latent", "chunked")]
+    return sum(page(layer, 1, tp, item, model) for layer in kept)
 
 
-def _pages(model: Model, options: Options, engine_block: int, item: int, hybrid: bool) -> Pages:
-    # With asynchronous scheduling, two steps are in flight.
+def _pages(model: Model, options: Options, engine_block: int, item: int) -> Pages:
+    # With asynchronous scheduling, two steps are in flight. With chunks, vLLM disables its hybrid manager.
+    hybrid = "chunked" not in _kinds(model)
     return pages(model, options.tp, item, engine_block, 2 * options.batched_tokens, hybrid)
 
 
-def _layout(model: Model, options: Options, engine_block: int, item: int) -> dict[str, Any]:
-    """Return how the engine lays out the model's KV, and whether the connector supports that."""
-    hybrid = "chunked" not in _kinds(model)  # with chunks, vLLM disables its hybrid manager itself
-    found = _pages(model, options, engine_block, item, hybrid)
-    why_not = declined(found)
-    mended = (
-        _pages(model, options, engine_block, item, hybrid=False) if why_not and "state" not in _kinds(model) else None
-    )
-    tables_off = mended is not None and not declined(mended)
-    chosen = mended if tables_off and mended is not None else found
-    states = sum(page(each, 0, options.tp, item, model) for each in model.layers if isinstance(each, State))
+def _tail(slot: Slot, number: int, block_tokens: int, length: int) -> dict[str, Any]:
+    """Return what is saved of a window or a state: at each boundary where prompts may continue, and of a conversation
+    of `length` tokens, in which windows may overlap."""
+    boundaries = 1 + (length - 1) // CHECKPOINT_TOKENS if slot.window else 1
     return {
-        "block_size": chosen.groups[0].block_tokens,
-        "groups": [
-            {
-                "kind": _kind(group.spec),
-                "layers": group.layers,
-                "block_size": group.block_tokens,
-                "page_bytes": group.page,
-            }
-            for group in chosen.groups
-        ],
-        "bytes_per_block": chosen.block_bytes,
-        "state_bytes": states,
-        "cached": tables_off or not why_not,
-        "declined": "" if tables_off else why_not,
-        "tables_off": tables_off,
+        "kind": slot.kind,
+        "layers": slot.layers,
+        "window": slot.window,
+        "bytes": number * slot.bytes * slot.reach,
+        "conversation_bytes": number * slot.bytes * min(slot.reach * boundaries, max(length // block_tokens, 1)),
     }
-
-
-def declined(found: Pages) -> str:
-    """Return why the connector does not cache this layout, or ""."""
-    if len(found.groups) > 1:
-        return f"{len(found.groups)} KV cache groups: this version caches models with one"
-    kind = _kind(found.groups[0].spec)
-    return "" if kind in ("full", "latent") else f"only {kind} layers: this version caches full attention"
 
 
 def _host(options: Options, block_bytes: int) -> dict[str, Any]:
@@ -216,36 +211,29 @@ def _host(options: Options, block_bytes: int) -> dict[str, Any]:
     }
 
 
-def _conversations(blocks: int, block_tokens: int, length: int) -> dict[str, Any]:
-    """Return how many conversations fit; only their full blocks are kept."""
-    each = length // block_tokens
-    return {"tokens": blocks * block_tokens, "length": length, "conversations": blocks // each if each else 0}
+def _conversations(blocks: int, block_tokens: int, length: int, block_bytes: int, each: int) -> dict[str, Any]:
+    """Return how many conversations fit that take `each` bytes."""
+    return {
+        "tokens": blocks * block_tokens,
+        "length": length,
+        "conversations": blocks * block_bytes // each if each else 0,
+    }
 
 
-def _device(
-    model: Model, options: Options, engine_block: int, item: int, weights: int, length: int, tables_off: bool
-) -> Device:
+def _device(model: Model, options: Options, engine_block: int, item: int, weights: int, length: int) -> Device:
     left = options.kv_memory or int(options.device * options.utilization) - weights - options.overhead
-    hybrid = not tables_off and "chunked" not in _kinds(model)
-    kept = _pages(model, options, engine_block, item, hybrid)
-    return device(kept, left, model.longest or ENDLESS, length)
+    return device(_pages(model, options, engine_block, item), left, model.longest or ENDLESS, length)
 
 
-def _paste(
-    model: Model,
-    options: Options,
-    engine_block: int,
-    host: Mapping[str, Any],
-    found: Device,
-    layout: Mapping[str, Any],
-    kv_dtype: str,
-) -> dict[str, str]:
+def _paste(model: Model, options: Options, engine_block: int, host: Mapping[str, Any], found: Device) -> dict[str, str]:
     serve = f"kvcache-server serve --size {_size(host['size_bytes'])}"
     if host["extent_given"]:
         serve += f" --extent-size {_size(host['extent_bytes'])}"
     flags = [f"vllm serve {model.name}"]
     flags += [f"--tensor-parallel-size {options.tp}"] if options.tp > 1 else []
-    if "state" not in _kinds(model):
+    if "state" in _kinds(model):
+        flags.append("--enable-prefix-caching --mamba-cache-mode align")
+    else:
         flags.append(f"--block-size {engine_block}")
     if options.kv_dtype == "fp8":
         flags.append("--kv-cache-dtype fp8")
@@ -253,12 +241,10 @@ def _paste(
         flags.append(f"--max-model-len {found.longest}")
     if found.at_once:
         flags.append(f"--max-num-seqs {min(found.at_once, 1024)}")
-    flags += [TABLES] if layout["tables_off"] else []
     transfer: dict[str, Any] = {"kv_connector": "KVCacheServerConnector", "kv_role": "kv_both"}
     if options.block_tokens != DEFAULT_BLOCK_TOKENS:
         transfer["kv_connector_extra_config"] = {"block_size": options.block_tokens}
-    if layout["cached"]:
-        flags.append(f"--kv-transfer-config '{json.dumps(transfer)}'")
+    flags.append(f"--kv-transfer-config '{json.dumps(transfer)}'")
     return {"daemon": serve, "engine": " ".join(flags)}
 
 

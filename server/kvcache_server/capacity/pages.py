@@ -7,6 +7,7 @@ group from one pool.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,6 +52,47 @@ class Pages(NamedTuple):
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.blocks_of(middle) <= blocks else (low, middle - 1)
         return low
+
+
+class Slot(NamedTuple):
+    """What one rank saves, in one group of the daemon, of a cached block; a prompt needs the last `reach` of them.
+
+    `kind` is full, sliding, or state, `window` the tokens of a window. For full attention, `reach` is 0: a prompt needs
+    all of them.
+    """
+
+    kind: str
+    window: int
+    layers: int
+    bytes: int
+    reach: int
+
+
+def slots(model: Model, found: Pages, tp: int, kv_item: int, block_tokens: int) -> tuple[int, list[Slot]]:
+    """Return the tokens of a cached block, and its slots: that of full attention first.
+
+    It is `block_tokens`, rounded up to where the blocks of all groups of the engine end; with states, which exist at
+    few boundaries, each such boundary is one.
+    """
+    grid = math.lcm(*(group.block_tokens for group in found.groups))
+    states = any(isinstance(group.spec, State) for group in found.groups)
+    tokens = grid if states else -(-block_tokens // grid) * grid
+    made: dict[tuple[str, int], Slot] = {}
+    for group in found.groups:
+        kind, window, reach, blocks = "full", 0, 0, tokens // group.block_tokens
+        if isinstance(group.spec, State):
+            kind, reach, blocks = "state", 1, 1
+        elif isinstance(group.spec, Attention) and group.spec.window:
+            kind, window = "sliding", group.spec.window
+            reach = max(1, -(-(window - 1) // tokens))
+            if reach == 1:  # only the end of a block is ever read
+                blocks = min(blocks, -(-(window - 1) // group.block_tokens))
+        size = group.layers * blocks * page(group.spec, group.block_tokens, tp, kv_item, model)
+        if kind == "full" and len(found.groups) == 1:
+            size = blocks * found.block_bytes  # layers of several shapes
+        before = made.get((kind, window), Slot(kind, window, 0, 0, reach))
+        made[kind, window] = before._replace(layers=before.layers + group.layers, bytes=before.bytes + size)
+    return tokens, sorted(made.values(), key=lambda slot: slot.reach)
 
 
 def shards(model: Model, tp: int) -> int:

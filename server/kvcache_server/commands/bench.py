@@ -97,6 +97,7 @@ class Writer(AdminClient):
             if self._chain:
                 self.prompts.chains.append(self._chain)
             self._chain, self._at = self.prompts.new()
+            self.acquire(self._chain)  # an engine asks for a prompt before it computes it
         run = self._chain[self._at : self._at + RUN]
         parent = self._chain[self._at - 1] if self._at else None
         begin = time.perf_counter()
@@ -107,7 +108,7 @@ class Writer(AdminClient):
         seconds = time.perf_counter() - begin
         self._at += len(run)
         if max(reserved.answers) > Refusal.IN_FLIGHT:
-            self._chain, self._at = [], 0  # its parent has been evicted
+            self._chain, self._at = [], 0  # its parent has been evicted, or the rest is not worth its space
         return len(reserved.slots) // REF_BYTES, seconds
 
     def acquire(self, hashes: list[bytes]) -> tuple[int, float]:

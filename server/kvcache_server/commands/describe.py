@@ -20,6 +20,7 @@ def describe(stats: dict[str, Any]) -> str:
         f"            {blocks(stats['pool'])}",
         f"hits        {ratio(hits, asked)} of {asked:,} blocks asked for, {format_size(found(spaces))} found",
         f"            {needed(stats)}",
+        *compared(stats.get("eviction")),  # not in 0.1.0
         f"copies      {copied(stats)}",
         *kept(stats.get("hints")),  # not in 0.1.0
         "refusals    " + counts(stats["refusals"]),
@@ -76,6 +77,39 @@ def copied(stats: dict[str, Any]) -> str:
     return f"{format_size(told.get('loaded_bytes', 0))} loaded, {format_size(told.get('saved_bytes', 0))} saved"
 
 
+def compared(eviction: dict[str, Any] | None) -> list[str]:
+    """Return lines on how blocks are chosen for eviction, and on what other caches would have found."""
+    if not eviction:
+        return []
+    lines = []
+    if (ratios := in_comparison(eviction)) is not None:
+        lines.append(f"            of the latest {eviction['compared']['blocks']:,} in a sample: {ratios}")
+    chosen = "what is worth least goes first"
+    if eviction["by_age"]:
+        chosen = "the least recently used goes first: in the sample, that finds more than eviction by worth"
+    if declined := eviction["declined_blocks"]:
+        chosen += f"; blocks not stored, because they were worth less than each cached one: {declined:,}"
+    lines.append(f"eviction    {chosen}")
+    for said, what in (
+        ("hits on blocks that had been asked for", "hit"),
+        ("evicted, after having been asked for", "evicted"),
+    ):
+        by_class = eviction[f"{what}_blocks_by_class"]
+        if any(by_class.values()):
+            once, twice, more = (f"{by_class[name]:,}" for name in ("once", "twice", "more"))
+            lines.append(f"            {said} once {once}, twice {twice}, more often {more}")
+    return lines
+
+
+def in_comparison(eviction: dict[str, Any]) -> str | None:
+    """Return the hit ratio of the latest blocks in the sample, and those of other caches; None if there are none."""
+    figures = eviction["compared"]
+    mine, lru, best = (ratio(figures[cache], figures["blocks"]) for cache in ("pool", "age", "optimum"))
+    if not figures["blocks"]:
+        return None
+    return f"{mine} found; eviction by age would have found {lru}, the best possible cache {best}"
+
+
 def kept(hints: dict[str, Any] | None) -> list[str]:
     """Return lines on what requests retain and operators pin; nothing if neither was asked for."""
     if not hints or not (hints["retentions"] or hints["pins"] or hints["refused"] or hints["dropped_blocks"]):
@@ -84,10 +118,10 @@ def kept(hints: dict[str, Any] | None) -> list[str]:
         f"{each['engine'] or 'engines that have ended'} {format_size(each['bytes'])}" for each in hints["engines"]
     )
     return [
-        f"retained    {hints['retentions']:,} prompts, {format_size(hints['retained_bytes'])}"
+        f"retained    prompts: {hints['retentions']:,}, {format_size(hints['retained_bytes'])}"
         f" (each engine may retain {format_size(hints['quota_bytes'])}){': ' if engines else ''}{engines}",
         f"            not retained: {counts(hints['refused'])}; dropped {hints['dropped_blocks']:,} blocks",
-        f"            {len(hints['pins']):,} pins of operators, {format_size(hints['pinned_bytes'])}"
+        f"            pins of operators: {len(hints['pins']):,}, {format_size(hints['pinned_bytes'])}"
         f" of {format_size(hints['pin_quota_bytes'])} that they may pin",
     ]
 

@@ -91,7 +91,7 @@ def unpin(number: int | None, endpoint: str, every: bool) -> None:
     if (number is None) != every:
         raise click.UsageError("give either NUMBER or --all")
     with AdminClient(endpoint, "unpin") as admin:
-        click.echo(f"ended {admin.ask(m.Unpin(0, b'', number or 0)).pins:,} pins")
+        click.echo(f"pins ended: {admin.ask(m.Unpin(0, b'', number or 0)).pins:,}")
 
 
 @click.command()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -21,14 +23,16 @@ CAUSES = {
     "quota": "cached, but withheld: the engine's leases had used up its pin_quota",
     "leases": "cached, but withheld: the session held as many leases as max_leases allows",
     "ranks_missing": "cached, but not offered: a rank of engine {own} was not attached and could not have loaded them",
+    "no_tail": "cached, but of no use: what layers with a window or a state need to continue there was not",
     "unexamined": "not examined: one answer covers a limited number of blocks",
     # They were cached.
-    "room": "evicted {ages} earlier, to make room for blocks that engine {engine} saved{where}",
+    "room": "evicted {ages} earlier, to make room for blocks that engine {engine} saved{where}{worth}",
     "recut": "evicted {ages} earlier: their part of the region was cut again into slots of another size, for blocks "
     "that engine {engine} saved{where}",
-    "own_ceiling": "evicted {ages} earlier: engine {engine} had reached its own num_cpu_blocks, and saved other blocks",
+    "own_ceiling": "evicted {ages} earlier: engine {engine} had reached its own num_cpu_blocks, and saved other "
+    "blocks{worth}",
     "namespace_ceiling": "evicted {ages} earlier: the namespace had reached its ceiling, and engine {engine} saved "
-    "other blocks",
+    "other blocks{worth}",
     "resize": "evicted {ages} earlier: an operator shrank the pool",
     "dropped": "evicted {ages} earlier, before all others, because a request had said that nobody needs them again; to "
     "make room for blocks that engine {engine} saved{where}",
@@ -37,6 +41,8 @@ CAUSES = {
     "different": "invalidated {ages} earlier: engine {engine} computed something else in a canary check",
     # They were never cached.
     "no_space": "not saved: {ages} earlier there was no space for engine {engine}, and nothing could be evicted",
+    "not_worth_it": "not saved by engine {engine} {ages} earlier: no block was free, and they were worth less than "
+    "each cached block that could have gone",
     "grace": "not saved: {ages} earlier nothing was evicted yet, while engines reconnected after a restart",
     "no_parent": "not saved by engine {engine} {ages} earlier: their parent block was not cached",
     "refused_own_ceiling": "not saved: {ages} earlier engine {engine} had reached num_cpu_blocks, nothing evictable",
@@ -69,9 +75,10 @@ NOTES = {
     "slow": "its hits were in memory that is not page-locked: computing them was faster than loading them",
     "load_failed": "loading its hits failed and it was computed instead; it is offered no hits again",
     "loads_fail": "three loads in a row had failed, so no hits were offered for a while",
-    "lora": "its hashes name a LoRA adapter but not its contents: neither saved nor loaded",
+    "lora": "which weights its LoRA adapter has is not known (see the engine's log): neither saved nor loaded",
+    "lora_unread": "the files of its LoRA adapter were still being read: neither saved nor loaded",
     "multimodal": "it contains images or the like, whose names in the hashes may be anything: neither saved nor loaded",
-    "prompt_embeds": "it was given as embeddings, which no hash covers: neither saved nor loaded",
+    "prompt_embeds": "no hash tells its embeddings from tokens, or another dtype: neither saved nor loaded",
     "weights": "it started under other weights: nothing was loaded until it started again",
     "rank": "a rank of this engine takes no part in the cache: see the engine's log",
     "unaligned": "the engine had computed part of a block by itself",
@@ -80,6 +87,12 @@ NOTES = {
     "not_wanted": "this engine does not load (kv_role)",
     "refused": "the daemon refused the lookup: see the engine's log",
     "came": "blocks that were being written or withheld were available after a short wait",
+}
+_ASKED = {"once": "once", "twice": "twice", "more": "more than twice"}
+_OTHERS = {
+    "room": "every other block that could go",
+    "own_ceiling": "each other block of the engine",
+    "namespace_ceiling": "each other block of the namespace",
 }
 _RETAINED = {"retain_quota", "retain_count", "retain_gave_way"}  # notes of the daemon itself
 BEGAN = {
@@ -153,7 +166,9 @@ def _explained(told: dict[str, Any], memory: dict[str, Any]) -> list[str]:
         saved = f" ({note['blocks']:,} blocks{'' if note['cause'] in _RETAINED else ' not saved'})"
         saved = saved if note["blocks"] else ""
         why = CAUSES.get(note["cause"], note["cause"]) if note["blocks"] else NOTES.get(note["cause"], note["cause"])
-        why = why.format(engine=told["engine"], ages=_age(note["age_s"]), own=told["engine"])
+        # An engine may name any cause, also one that needs facts which only the daemon has.
+        facts = defaultdict(lambda: "unknown", engine=told["engine"], ages=_age(note["age_s"]), own=told["engine"])
+        why = why.format_map(facts)
         by = "" if note["cause"] in _RETAINED else "reported by the engine "
         lines.append(f"  {by}{_age(note['age_s'])} ago: {why}{saved}")
     return lines
@@ -164,14 +179,14 @@ def _blocks(run: dict[str, Any]) -> str:
 
 
 def _sentence(run: dict[str, Any], told: dict[str, Any], memory: dict[str, Any]) -> str:
-    ages = " to ".join(dict.fromkeys(_age(each) for each in run.get("ages_s", ())))
     said: str = CAUSES.get(run["cause"], run["cause"]).format(
         engine=run.get("engine", "?"),
         own=told["engine"],
         by=f" by engine {run['engine']}" if "engine" in run else "",
         where=f" in namespace {run['namespace']} ({run['model']})" if "namespace" in run else "",
         where_else=f"{run.get('namespace', '')} ({run.get('model', '')})",
-        ages=ages,
+        ages=_ages(run.get("ages_s", ())),
+        worth=_worth(run),
         began=BEGAN.get(memory["began_empty"], memory["began_empty"]),
     )
     if "fields" in run:
@@ -182,6 +197,19 @@ def _sentence(run: dict[str, Any], told: dict[str, Any], memory: dict[str, Any])
     if now:
         said += f" ({'cached' if now == run['last'] - run['first'] + 1 else f'{now:,} of them cached'} now)"
     return said
+
+
+def _worth(run: dict[str, Any]) -> str:
+    """Return why these blocks were evicted rather than others."""
+    if "asked" not in run:  # a daemon of 0.1.0, or blocks of one
+        return ""
+    others = _OTHERS[run["cause"]]
+    reason = f"less recently than {others}" if run["by_age"] else f"and worth less than {others}"
+    return f"; asked for {_ASKED[run['asked']]}, last about {_ages(run['unused_s'])} before, {reason}"
+
+
+def _ages(seconds: Iterable[float]) -> str:
+    return " to ".join(dict.fromkeys(map(_age, seconds)))
 
 
 def _memory(memory: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcache_proto import messages as m
@@ -17,7 +18,7 @@ from kvcache_proto.region import RegionRows
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Actor, Effects, NamespaceEmptied, SessionGone
-from kvcache_server.core.eviction.policy import Eviction
+from kvcache_server.core.eviction.policy import WORTH, Eviction
 from kvcache_server.core.index import Holds
 from kvcache_server.core.invalidation import Invalidation
 from kvcache_server.core.journal import SessionEnded
@@ -29,7 +30,7 @@ from kvcache_server.core.registry import Registry
 from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.resizing import Resizing
 from kvcache_server.core.retention import Retentions
-from kvcache_server.core.sampling import keyed_draw
+from kvcache_server.core.sampling import Lots, keyed_draw
 from kvcache_server.core.sessions import NOBODY, Engine, Session
 from kvcache_server.core.slices import Chores, Result, Steps, begin, finish
 
@@ -54,10 +55,12 @@ class Cache:
         seed: int = 0,
         epoch: int = 1,
         secret: bytes = b"",
+        policy: str = WORTH,
     ) -> None:
         """Make an empty cache in a fresh region; with `epoch` above 1, one to be restored from the region's rows.
 
-        `secret`, up to 64 bytes that no client knows, determines which blocks are in samples.
+        `secret`, up to 64 bytes that no client knows, determines which blocks are in samples. `policy` is one of
+        POLICIES, by which blocks are evicted.
         """
         limits = limits or Limits()
         self.geometry, self.epoch = geometry, epoch
@@ -71,12 +74,15 @@ class Cache:
         self.holds = Holds()
         # Generations of a fresh region start at random, so references into an older region match nothing.
         self.pool = Pool(self.rows, seed & ((1 << 63) - 1))
-        self.eviction = Eviction(self.pool, limits, self.counters, self.effects, keyed_draw(secret))
+        draw = keyed_draw(secret)
+        self.lots = Lots(draw)
+        self.eviction = Eviction(self.pool, limits, self.counters, self.effects, draw, self.lots, policy)
+        self.learner = self.eviction.learner
         self.registry = Registry(self.pool, self.eviction, limits, self.counters, self.effects)
         # Shorthands.
         self.namespaces, self.engines = self.registry.namespaces, self.registry.engines
         self.sessions = self.registry.sessions
-        self.lookups = Lookups(self.pool, self.eviction, self.holds, limits, self.counters, self.refusals)
+        self.lookups = Lookups(self.pool, self.learner, self.holds, limits, self.counters, self.refusals)
         self.reservations = Reservations(
             *(self.pool, self.eviction, self.engines, self.holds, limits),
             *(self.counters, self.refusals, self.effects),
@@ -126,14 +132,18 @@ class Cache:
 
         Raises a ClientError if something is wrong with the request; then the state is unchanged.
         """
-        reply = self.begin(session, request, now)
-        return finish(reply) if isinstance(reply, Generator) else reply
+        begun = self.begin(session, request, now)
+        reply = finish(begun) if isinstance(begun, Generator) else begun
+        self.learner.learn()
+        return reply
 
     def begin(self, session: int, request: m.Request, now: float) -> m.Reply | None | Steps[m.Reply | None]:
         """Like `handle`, but do only one slice; if more is left, return it as steps.
 
-        The caller must continue them to the end, even if the session ends in between.
+        The caller must continue them to the end, even if the session ends in between. What a lookup teaches is learned
+        later, with other lookups.
         """
+        self.pool.set_time(now)
         return self._handlers[type(request)](self.sessions[session], request, now)  # type: ignore[no-any-return]
 
     def _for(self, session: Session, now: float, steps: Steps[Result], namespace: int = 0) -> Result | Steps[Result]:
@@ -141,9 +151,10 @@ class Cache:
         return begin(self.effects.on_behalf(Actor(now, session.engine.name, namespace), steps))
 
     def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved | Steps[m.Reserved]:
-        _, group = session.group(request.namespace, request.group)
-        account = self.registry.account(session.engine, group)
-        granting = self.reservations.reserve(session, request, account, now)
+        self.learner.learn()
+        if self.learner.due:
+            self.chores.do(self.eviction.refreshing())
+        granting = self.reservations.reserve(session, request, partial(self.registry.account, session.engine), now)
         return self._for(session, now, granting, request.namespace)
 
     def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled | Steps[m.Settled]:
@@ -235,6 +246,8 @@ class Cache:
 
     def tick(self, now: float) -> None:
         """Free slots whose quarantine is over, and account for released leases. Call it a few times per second."""
+        self.pool.set_time(now)
+        self.learner.learn()
         if self.eviction.frozen and (not self.registry.not_restated or now >= self._grace_until):
             self.eviction.frozen = False
         if not self._ticking:

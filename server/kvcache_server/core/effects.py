@@ -27,22 +27,17 @@ class Actor(msgspec.Struct, gc=False, frozen=True):
 
 
 class Shown(msgspec.Struct, gc=False):
-    """Lookups find `blocks` from now on. A block without a parent has been removed since: a `Gone` follows."""
+    """Lookups find `blocks` from now on. One without a parent has been removed since: a `Gone` of it follows."""
 
     blocks: list[Block]
 
 
 class Gone(msgspec.Struct, gc=False):
-    """Lookups no longer find `block`.
+    """Lookups no longer find `blocks`."""
 
-    If it was `evicted` for others, `lot` is its lot for samples (sampling.py), NO_LOT if it is in none.
-    """
-
-    block: Block
+    blocks: list[Block]
     cause: str
     actor: Actor
-    evicted: bool
-    lot: int
 
 
 class Refused(msgspec.Struct, gc=False):
@@ -87,8 +82,6 @@ class SessionGone(msgspec.Struct, gc=False):
     session: int
 
 
-NO_LOT = -1  # for a block that is in no sample
-
 Change = Shown | Gone | Refused | Hinted | NamespaceOpened | NamespaceClosed | NamespaceEmptied | SessionGone
 
 
@@ -130,7 +123,11 @@ class Effects:
             changes.append(Shown([block]))
 
     def gone(self, block: Block, cause: str) -> None:
-        self.changes.append(Gone(block, cause, self.actor, False, NO_LOT))
+        changes = self.changes
+        if changes and type(last := changes[-1]) is Gone and last.cause == cause and last.actor is self.actor:
+            last.blocks.append(block)
+        else:
+            changes.append(Gone([block], cause, self.actor))
 
     def refused(self, name: bytes, cause: str) -> None:
         self.changes.append(Refused(name, cause, self.actor))

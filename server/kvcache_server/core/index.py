@@ -1,8 +1,14 @@
 """The index of cached blocks, as trees, and of blocks that are being written. Pure.
 
-The blocks of a group form a tree below `Group.root`: a block's parent is the previous block of the prompt. Only leaves
-are evicted, so every cached block stays reachable. An account (what one engine stored in one group) keeps its evictable
-leaves in a heap, by tick. A touch only sets the block's own tick; the heap is corrected when the block reaches the top.
+The blocks of a group form a tree below `Group.root`: a block's parent is the previous block of the prompt. The block of
+a tail hangs on the block with the same hash in the full group of its namespace, because it is of no use without that;
+without such a group, on its own root. Only leaves are evicted, so every cached block stays reachable. An account (what
+one engine stored in one group) keeps its evictable leaves in a heap per class, by tick. A touch only sets the block's
+own tick; a heap is corrected when the block reaches its top.
+
+A tick is a time and a class. Its two lowest bits are the class: 0, 1 or 2 for a block that was asked for once, twice or
+more often. The others are the time of the last use, in units of 2^-20 s after FIRST_TICK, increased where necessary so
+that no two uses have the same one.
 """
 
 from __future__ import annotations
@@ -23,6 +29,12 @@ HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in the order of its account
 MOST_PENDING = 16_384  # blocks counted after the hits of a lookup: some milliseconds
 GONE = -1  # `pins`: removed, but possibly still in a heap, whose keys must not change
+CLASSES, CLASS_MASK, OFTEN = 3, 3, 2  # OFTEN is the class of what was asked for more than twice
+NEXT_TICK = 4  # the difference between two times
+TICKS_PER_SECOND = NEXT_TICK << 20
+FIRST_TICK = 1 << 59  # of a clock at 0 s: ticks of older releases are smaller, and only an order
+GOES_FIRST = NEXT_TICK  # the tick of a block that is evicted before all others
+NO_LEAF, NOT_RANKED = 1 << 62, 0  # `Order.coldest`
 SPARE = 1024  # stale entries of an order that are tolerated
 _SWEPT = 8  # entries of an order that are moved per change
 
@@ -123,90 +135,150 @@ class Block(msgspec.Struct, gc=False, order=True):
         return found
 
 
-class Account:
-    """What one engine stored in one group: its bytes, its hits, and the order in which its leaves are evicted.
+def later(one: int, other: int) -> int:
+    """Return the later time and the higher class of two ticks."""
+    cls = max(one & CLASS_MASK, other & CLASS_MASK)
+    return max(one, other) & ~CLASS_MASK | cls
+
+
+class Order:
+    """The leaves of one class of an account, in the order in which they are evicted.
 
     A block that is removed while it is in the order leaves a stale entry. If there are many, `_sweep` moves the order
     to another heap, a few entries per change, and drops the stale ones. So they stay fewer than the other entries plus
     SPARE, and a change takes no longer if there are millions of entries.
+
+    `entry` is for the ranking of orders. `coldest` is the tick that its coldest leaf had there; NO_LEAF if there was
+    none, NOT_RANKED if a colder one makes no difference.
     """
 
-    __slots__ = (
-        "bytes",
-        "ceiling",
-        "clearing",
-        "engine",
-        "floor",
-        "group",
-        "hit_bytes",
-        "live",
-        "order",
-        "stale",
-        "swept",
-    )
+    __slots__ = ("coldest", "entry", "heap", "stale", "swept")
 
-    def __init__(self, engine: str, group: Group) -> None:
-        self.engine = engine
-        self.group = group
-        self.bytes = 0
-        self.ceiling = 0  # 0: none
-        self.floor = 0.0  # bytes that hints of engines do not take from it
-        self.hit_bytes = 0.0  # bytes that lookups found here, decaying
-        self.live = True
-        self.order: list[Block] = []  # a heap
-        self.swept: list[Block] = []  # the heap being moved into `order`
-        self.clearing: list[Block] = []  # leaves that a clear is about to remove; in no heap
-        self.stale = 0  # entries of these three whose blocks were removed
+    def __init__(self) -> None:
+        self.heap: list[Block] = []
+        self.swept: list[Block] = []  # the heap being moved into `heap`
+        self.stale = 0  # entries of both, and of what is being cleared, whose blocks were removed
+        self.coldest = NO_LEAF
+        self.entry: tuple[float, int, int, Order, Account, int] | None = None
 
-    def enter(self, block: Block) -> None:
-        """Add `block` to the order if it may be evicted and is not in the order yet."""
-        if block.queued == UNQUEUED and block.child is None and not block.pins and block.parent is not None:
-            block.queued = block.tick
-            heapq.heappush(self.order, block)
-
-    def leave(self, block: Block) -> None:
-        """Mark `block` as removed; its entry in the order, if any, is stale."""
-        block.pins = GONE
-        if block.queued > UNQUEUED:
-            self.stale += 1
-            self._sweep()
-
-    def pop_coldest(self) -> Block | None:
-        """Remove from the order, and return, the leaf least recently used, itself or by a removed descendant; or
-        None."""
+    def head(self) -> Block | None:
+        """Return the leaf least recently used, itself or by a removed descendant; or None. Leaves whose class has
+        changed move to the order of their class."""
         while True:
             if self.stale:
-                self._sweep()
-            order = heap = self.order
-            if self.swept and (not order or self.swept[0] < order[0]):
-                heap = self.swept
+                self.sweep()
+            heap = self._colder() if self.swept else self.heap
             if not heap:
-                return self.pop_clearing()
-            block = heapq.heappop(heap)
+                return None
+            block = heap[0]
+            if block.tick == block.queued and not block.pins and block.child is None:
+                return block
+            if block.pins == GONE:
+                heapq.heappop(heap)
+                self.stale -= 1
+            elif block.pins or block.child is not None:
+                heapq.heappop(heap)
+                block.queued = UNQUEUED
+            else:
+                heapq.heappop(heap)
+                block.queued = UNQUEUED
+                block.account.enter(block)
+
+    def pop(self) -> Block:
+        """Remove and return the head, which must be what `head` has just returned."""
+        block = heapq.heappop(self._colder() if self.swept else self.heap)
+        block.queued = UNQUEUED
+        return block
+
+    def _colder(self) -> list[Block]:
+        """Return the heap with the coldest leaf."""
+        if self.swept and (not self.heap or self.swept[0] < self.heap[0]):
+            return self.swept
+        return self.heap
+
+    def sweep(self) -> None:
+        """Start to move the order to a new heap if a third of it is stale, or continue to move it."""
+        if not self.swept:
+            if self.stale <= SPARE // 2 + len(self.heap) // 3:
+                return
+            self.heap, self.swept = [], self.heap
+        for _ in range(min(_SWEPT, len(self.swept))):
+            block = self.swept.pop()  # a heap without its last entry is a heap
             if block.pins == GONE:
                 self.stale -= 1
-                continue
-            if block.pins or block.child is not None:
-                block.queued = UNQUEUED
-            elif block.tick > block.queued:
-                block.queued = block.tick
-                heapq.heappush(order, block)
             else:
-                block.queued = UNQUEUED
-                return block
+                heapq.heappush(self.heap, block)
+
+
+class Share:
+    """What one engine stored in one namespace, and may store: in all groups together.
+
+    `returned` and `expected` are how many blocks that were asked for once were asked for again, and how many of all
+    engines' would have been; `factor` is what follows for their worth.
+    """
+
+    __slots__ = ("bytes", "ceiling", "engine", "expected", "factor", "floor", "live", "namespace", "returned")
+
+    def __init__(self, engine: str, namespace: int) -> None:
+        self.engine, self.namespace = engine, namespace
+        self.bytes = 0
+        self.ceiling = 0  # 0: none
+        self.floor = 0.0  # bytes that are not evicted for others' blocks
+        self.live = True
+        self.returned = self.expected = 0.0
+        self.factor = 1.0
+
+
+class Account:
+    """What one engine stored in one group, as a part of its share of the pool: the orders in which its leaves are
+    evicted, one per class."""
+
+    __slots__ = ("clearing", "engine", "group", "news", "orders", "share")
+
+    def __init__(self, share: Share, group: Group) -> None:
+        self.engine = share.engine
+        self.share = share
+        self.group = group
+        self.news: list[tuple[Account, Order]] = []  # orders that have another coldest leaf; all accounts share it
+        self.orders = tuple(Order() for _ in range(CLASSES))
+        self.clearing: list[Block] = []  # leaves that a clear is about to remove; in no order
+
+    @property
+    def stale(self) -> int:
+        """Entries of removed blocks."""
+        return sum(order.stale for order in self.orders)
+
+    def enter(self, block: Block) -> None:
+        """Add `block` to the order of its class if it may be evicted and is not in an order yet."""
+        if block.queued == UNQUEUED and block.child is None and not block.pins and block.parent is not None:
+            block.queued = tick = block.tick
+            order = self.orders[tick & CLASS_MASK]
+            heapq.heappush(order.heap, block)
+            if tick < order.coldest:
+                order.coldest = NOT_RANKED
+                self.news.append((self, order))
+
+    def leave(self, block: Block) -> None:
+        """Mark `block` as removed; its entry in an order, if any, is stale."""
+        block.pins = GONE
+        if block.queued > UNQUEUED:
+            order = self.orders[block.queued & CLASS_MASK]
+            order.stale += 1
+            order.sweep()
 
     def begin_to_clear(self) -> None:
-        """Let `pop_clearing` return all leaves that are in the order now."""
-        self.clearing += self.order
-        self.clearing += self.swept
-        self.order, self.swept = [], []
+        """Let `pop_clearing` return all leaves that are in an order now."""
+        for order in self.orders:
+            self.clearing += order.heap
+            self.clearing += order.swept
+            order.heap, order.swept = [], []
 
     def pop_clearing(self) -> Block | None:
         """Return one of the leaves to clear, or None."""
         while self.clearing:
             block = self.clearing.pop()
             if block.pins == GONE:
-                self.stale -= 1
+                self.orders[block.queued & CLASS_MASK].stale -= 1
                 continue
             block.queued = UNQUEUED
             if not block.pins and block.child is None:
@@ -214,25 +286,14 @@ class Account:
         return None
 
     def entries(self) -> list[Block]:
-        """Return the entries of the order, including stale ones."""
-        return self.order + self.swept + self.clearing
+        """Return the entries of the orders, including stale ones."""
+        return [block for order in self.orders for block in (*order.heap, *order.swept)] + self.clearing
 
     def clear(self) -> None:
-        """Drop all entries of the order."""
-        self.order, self.swept, self.clearing, self.stale = [], [], [], 0
-
-    def _sweep(self) -> None:
-        """Start to move the order to a new heap if a third of it is stale, or continue to move it."""
-        if not self.swept:
-            if self.stale <= SPARE // 2 + len(self.order) // 3:
-                return
-            self.order, self.swept = [], self.order
-        for _ in range(min(_SWEPT, len(self.swept))):
-            block = self.swept.pop()  # a heap without its last entry is a heap
-            if block.pins == GONE:
-                self.stale -= 1
-            else:
-                heapq.heappush(self.order, block)
+        """Drop all entries of the orders."""
+        self.clearing, self.news = [], []
+        for order in self.orders:
+            order.heap, order.swept, order.stale, order.entry = [], [], 0, None
 
 
 TAG_BYTES = 5
@@ -251,15 +312,23 @@ def tagged(name: bytes) -> int:
 class Group:
     """The cached blocks of one KV cache group of a namespace, by hash.
 
-    This is the strategy for the kind `full`: a prefix matches up to the first miss, and only leaves may be evicted.
+    Attributes: `above` is the group that contains the parents of its blocks; another one if it `is_tail`. `tails` are
+    the groups of which an engine needs blocks, too, to continue after blocks of this one; it has them if it is the
+    first one of its namespace.
     """
 
     __slots__ = (
-        *("hash_bytes", "hit_blocks", "namespace", "number", "pending", "root", "saved_blocks", "slot_bytes"),
-        *("spec", "sum_offsets", "tag", "visible"),
+        *("above", "hash_bytes", "is_tail", "leaf_is_useless", "namespace", "number", "pending", "read_blocks", "root"),
+        *("saved_blocks", "slot_bytes", "spec", "sum_offsets", "tag", "tails", "visible"),
     )
 
-    def __init__(self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int) -> None:
+    def __init__(
+        self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, above: Group | None = None
+    ) -> None:
+        self.above = above or self
+        self.is_tail = above is not None
+        self.tails: list[Group] = []
+        self.leaf_is_useless = False  # an engine would need tails' blocks, which hang on it, to continue after it
         self.namespace = namespace
         self.number = number
         self.tag = tag(namespace, number)
@@ -267,14 +336,15 @@ class Group:
         self.hash_bytes = hash_bytes
         self.slot_bytes = slot_size(spec.block_bytes)
         self.sum_offsets = Checksums.offsets(spec)
-        self.hit_blocks = self.saved_blocks = 0
+        self.read_blocks = self.saved_blocks = 0
         self.visible: dict[bytes, Block] = {}
         self.pending: dict[bytes, Grant] = {}
-        self.root = Block(UNQUEUED, 0, b"", b"", Account("", self))
+        self.root = Block(UNQUEUED, 0, b"", b"", Account(Share("", self.namespace), self))
 
     def forget(self) -> None:
-        """Drop the reference that forms a cycle: the garbage collector does not find cycles through blocks."""
-        del self.root
+        """Drop the references that form cycles: the garbage collector does not find cycles through blocks."""
+        del self.root, self.above
+        self.tails = []
 
     def prefix(self, hashes: Sequence[bytes]) -> list[Block]:
         """Return the blocks of the longest visible prefix. O(hits)."""
@@ -305,12 +375,16 @@ class Group:
         if child is None:
             block.account.enter(block)
         while child is not None:
-            if pending[child.hash].ready:
+            others = child.account.group
+            if (pending if others is self else others.pending)[child.hash].ready:
                 waiting.append(child)
             child = child.next
 
     def remove(self, block: Block) -> bool:
-        """Remove a block without children; return whether lookups found it. Its parent inherits its last use."""
+        """Remove a block without children; return whether lookups found it.
+
+        Its parent inherits its last use; or goes first, if nobody can use it any more.
+        """
         trusted = self.trusts(block)
         if trusted:
             del self.visible[block.hash]
@@ -318,8 +392,8 @@ class Group:
         block.unlink()
         block.account.leave(block)
         if parent is not None and parent is not self.root:
-            if block.tick > parent.tick:
-                parent.tick = block.tick
+            useless = parent.child is None and self.above.leaf_is_useless
+            parent.tick = GOES_FIRST if useless else later(parent.tick, block.tick)
             parent.account.enter(parent)
         return trusted
 
@@ -330,14 +404,11 @@ class Group:
 
     def reaches(self, parent: Block) -> bool:
         """Whether lookups find a child of `parent` once it is READY."""
-        return self.visible.get(parent.hash) is parent or parent is self.root
+        return self.above.visible.get(parent.hash) is parent or parent is self.root
 
     def trusts(self, block: Block) -> bool:
         """Whether lookups find it. A distrusted block may still be in the tree, because its slot is being read."""
         return self.visible.get(block.hash) is block
-
-
-KINDS = {"full": Group}  # by `GroupSpec.kind`: another kind is another class with these methods
 
 
 class Grant:
@@ -384,18 +455,19 @@ class Reservation:
     """
 
     __slots__ = (
-        *("all_shards", "complete", "created", "grants", "group", "id", "owner", "unsettled", "writers"),
-        "writers_number",
+        *("all_shards", "complete", "created", "declined", "grants", "id", "namespace", "owner", "unsettled"),
+        *("writers", "writers_number"),
     )
 
-    def __init__(self, number: int, group: Group, owner: int, writers: tuple[int, ...], created: float) -> None:
+    def __init__(self, number: int, namespace: int, owner: int, writers: tuple[int, ...], created: float) -> None:
         self.id = number
-        self.group = group
+        self.namespace = namespace
         self.owner = owner
         self.writers = writers
         self.all_shards = (1 << len(writers)) - 1
         self.created = created
         self.writers_number = 0
+        self.declined = 0  # blocks that were worth less than each block in the pool
         self.complete = True
         self.grants: list[Grant] = []
         self.unsettled = 0

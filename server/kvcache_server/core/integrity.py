@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvcache_proto.region import DOOMED, FREE, READY, WRITING
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.extent import Extent
-from kvcache_server.core.index import GONE, HIDDEN, SPARE, UNQUEUED, Block, Group
+from kvcache_server.core.index import CLASSES, GONE, HIDDEN, SPARE, UNQUEUED, Block, Group, Reservation, Share
 from kvcache_server.core.pins import Lease
 from kvcache_server.core.retention import MOST, MOST_OF_ONE, NAMES, NAMES_OF_ONE
 from kvcache_server.core.slices import LOOK, STEP, Steps, finish
@@ -23,22 +23,28 @@ def check_integrity(cache: Cache) -> None:
     pins: dict[int, int] = {}
     for session in cache.sessions.values():
         for lease in session.leases.values():
-            pins[id(lease.block)] = pins.get(id(lease.block), 0) + 1
-            assert lease.block.visible and lease.block.pins > 0, "a lease on a block that is not visible"
+            for block in lease.blocks:
+                pins[id(block)] = pins.get(id(block), 0) + 1
+                assert block.visible and block.pins > 0, "a lease on a block that is not visible"
     for lease in _check_retentions(cache):
-        pins[id(lease.block)] = pins.get(id(lease.block), 0) + 1
+        for block in lease.blocks:
+            pins[id(block)] = pins.get(id(block), 0) + 1
     for block in cache.holds.blocks.values():
         if block.pins != GONE:
             pins[id(block)] = pins.get(id(block), 0) + 1
     for engine in cache.engines.values():
         engine.pins.check([lease for session in engine.sessions.values() for lease in session.leases.values()])
-        written = sum(each.unsettled * each.group.slot_bytes for each in engine.reservations.values())
+        written = sum(_unsettled_bytes(each) for each in engine.reservations.values())
         assert engine.writing == written, f"engine {engine.name} writes {engine.writing}, not {written}"
     living: dict[int, Block] = {}
     for namespace in cache.namespaces.values():
         for group in namespace.groups:
             _check_group(cache, group, pins, living)
     _check_all_slots(cache, living)
+
+
+def _unsettled_bytes(reservation: Reservation) -> int:
+    return sum(grant.extent.slot_bytes for grant in reservation.grants if not grant.whole)
 
 
 def _check_retentions(cache: Cache) -> list[Lease]:
@@ -57,7 +63,8 @@ def _check_retentions(cache: Cache) -> list[Lease]:
     for each in every:
         assert (each.lease is None) == (each.held == 0) and each.held <= each.wanted <= len(each.names)
         if each.lease is not None:
-            assert each.lease.block.visible and each.lease.block.hash == each.names[each.held - 1]
+            held = each.lease.block
+            assert held is not None and held.visible and held.hash == each.names[each.held - 1]
             gives_way = cache.eviction.retaining and retentions.gives_way(each)
             assert each.owner is retentions.operator or gives_way, "a retention that never gives way"
             assert retentions.doubted or cache.invalidation.waiting or each.sound, "retains what is distrusted"
@@ -66,11 +73,11 @@ def _check_retentions(cache: Cache) -> list[Lease]:
 
 def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[int, Block]) -> None:
     assert not group.visible.keys() & group.pending.keys(), "a hash both visible and pending"
-    tree = group.root.subtree()[1:]
+    tree = [each for each in group.above.root.subtree()[1:] if each.account.group is group]
     distrusted = [block for block in tree if block.visible and not group.trusts(block)]
     blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values()), *distrusted]
     assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
-    about_to_be_shown = {id(block) for _, waiting in cache.reservations.showing for block in waiting}
+    about_to_be_shown = {id(block) for waiting in cache.reservations.showing for block in waiting}
     about_to_be_forgotten = {id(block) for waiting in cache.invalidation.waiting for block in waiting}
     queued = {id(block) for account in cache.eviction.fair_share.accounts for block in account.entries()}
     for block in blocks:
@@ -79,7 +86,8 @@ def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[
         assert parent is not None
         assert block.pins == pins.get(id(block), 0), f"{block.pins} pins, {pins.get(id(block), 0)} leases"
         if block.visible:
-            below = [each for each in block.children() if group.trusts(each) and id(each) not in about_to_be_forgotten]
+            below = [each for each in block.children() if each.account.group.trusts(each)]
+            below = [each for each in below if id(each) not in about_to_be_forgotten]
             assert group.trusts(block) or not below, "found below what is distrusted"
             assert parent.visible, "visible below what is not: nobody can reach it"
             evictable = block.child is None and not block.pins
@@ -95,7 +103,7 @@ def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[
 
 def _check_all_slots(cache: Cache, living: dict[int, Block]) -> None:
     writing: dict[tuple[int, int], bool] = {}
-    accounts: dict[int, int] = {}
+    held: dict[Share, int] = {}
     for engine in cache.engines.values():
         for reservation in engine.reservations.values():
             assert reservation.unsettled == sum(not grant.whole for grant in reservation.grants) > 0
@@ -104,9 +112,8 @@ def _check_all_slots(cache: Cache, living: dict[int, Block]) -> None:
                     writing[(grant.extent.index, grant.slot)] = True
                     if id(grant.block) not in living:
                         assert grant.verdict is not None and grant.block.pins == GONE
-                        accounts[id(grant.block.account)] = (
-                            accounts.get(id(grant.block.account), 0) + grant.extent.slot_bytes
-                        )
+                        share = grant.block.account.share
+                        held[share] = held.get(share, 0) + grant.extent.slot_bytes
     quarantined = {(extent.index, slot) for extent, slot in cache.pool.quarantine.slots()}
     for extent in cache.pool.extents.values():
         busy, vacant = 0, set(extent.vacant)
@@ -132,7 +139,8 @@ def _check_all_slots(cache: Cache, living: dict[int, Block]) -> None:
                     assert (body.namespace, body.group) == (group.namespace, group.number)
                     assert body.engine == cache.engines[block.account.engine].number
                 assert cache.pool.locate(block) == (extent, slot)
-                accounts[id(block.account)] = accounts.get(id(block.account), 0) + extent.slot_bytes
+                share = block.account.share
+                held[share] = held.get(share, 0) + extent.slot_bytes
         assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"
         assert extent.used == len(extent.blocks) - len(vacant) and len(vacant) == len(extent.vacant)
     empty = {index: extent for index, extent in cache.pool.extents.items() if not extent.used}
@@ -140,11 +148,14 @@ def _check_all_slots(cache: Cache, living: dict[int, Block]) -> None:
     survey, quarantine = finish(cache.pool.surveying()), cache.pool.quarantine.bytes
     assert survey.used == quarantine + cache.eviction.fair_share.used, "slots without account"
     assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"
+    for share in cache.eviction.fair_share.shares:
+        assert share.bytes == held.get(share, 0), "a share that does not add up"
     for account in cache.eviction.fair_share.accounts:
         stale = sum(block.pins == GONE for block in account.entries())
         assert account.stale == stale, "an order of blocks that have gone"
-        assert account.clearing or stale <= SPARE + len(account.entries()) - stale, "an order that nobody sweeps"
-        assert account.bytes == accounts.get(id(account), 0), "an account that does not add up"
+        assert account.clearing or stale <= CLASSES * SPARE + len(account.entries()) - stale, (
+            "an order that nobody sweeps"
+        )
 
 
 def takes_long(cache: Cache) -> bool:
@@ -157,13 +168,15 @@ def audit(cache: Cache) -> Steps[None]:
     """Raise AssertionError, naming what is broken, unless each part is consistent when it is checked."""
     for session in list(cache.sessions.values()):
         for lease in session.leases.values():
-            assert lease.block.visible and lease.block.pins > 0, "a lease on a block that is not visible"
+            for block in lease.blocks:
+                assert block.visible and block.pins > 0, "a lease on a block that is not visible"
         yield
     for each in cache.retentions.all():
-        assert each.lease is None or (each.lease.block.visible and each.lease.block.pins > 0), "retains what is hidden"
+        for block in each.lease.blocks if each.lease is not None else ():
+            assert block.visible and block.pins > 0, "retains what is hidden"
     yield
     for engine in list(cache.engines.values()):
-        written = sum(each.unsettled * each.group.slot_bytes for each in engine.reservations.values())
+        written = sum(_unsettled_bytes(each) for each in engine.reservations.values())
         assert engine.writing == written, f"engine {engine.name} writes {engine.writing}, not {written}"
         yield
         for reservation in list(engine.reservations.values()):

@@ -10,7 +10,7 @@ from kvcache_proto.messages import Distrust, Distrusted
 from kvcache_proto.types import MAX_HASHES, REF_BYTES, Finding, SlotRef, Verdict
 from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.policy import Eviction
-from kvcache_server.core.index import GONE, Block
+from kvcache_server.core.index import GOES_FIRST, GONE, Block
 from kvcache_server.core.lookups import Lookups
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.reservations import Reservations
@@ -88,7 +88,7 @@ class Invalidation:
 
         The block itself goes first: the next daemon must find none of them, and this one least of all.
         """
-        group, forgotten, done = top.account.group, 0, 0
+        forgotten = done = 0
         waiting, below = [top], []
         self.waiting.append(waiting)
         self._lookups.start_over()
@@ -98,6 +98,7 @@ class Invalidation:
                 if block.pins == GONE:
                     continue
                 done += 1
+                group = block.account.group
                 if not block.visible:
                     grant = group.pending[block.hash]
                     yield from self._reservations.doom(grant)
@@ -109,7 +110,7 @@ class Invalidation:
                     forgotten += 1
                     del group.visible[block.hash]
                     self._effects.gone(block, cause)
-                    block.tick = 1  # before all others
+                    block.tick = GOES_FIRST
                     self._rows.set_state(self._pool.row(*self._pool.locate(block)), FORGOTTEN)
                 if done % STEP == 0:
                     yield
@@ -124,7 +125,7 @@ class Invalidation:
                 extent, slot = self._pool.locate(block)
                 block.unlink()
                 block.account.leave(block)
-                block.account.bytes -= extent.slot_bytes
+                block.account.share.bytes -= extent.slot_bytes
                 self._pool.give_back(extent, slot)
             else:
                 block.account.enter(block)

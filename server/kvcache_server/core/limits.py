@@ -10,7 +10,7 @@ OPERATOR = "kvcache-server"  # the engine id of commands by default; some sessio
 class Limits(msgspec.Struct, frozen=True):
     """Bounds of the state machine. Times are in seconds; quotas, floors and ceilings are fractions of the pool."""
 
-    pin_quota: float = 0.25
+    pin_quota: float = 0.5
     write_quota: float = 0.5
     retain_quota: float = 0.1
     operator_quota: float = 0.25

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import NotPermitted
-from kvcache_proto.types import REF_BYTES, SlotRef, check_hashes
+from kvcache_proto.errors import BadArgument, NotPermitted
+from kvcache_proto.types import FULL, REF_BYTES, SUM_BYTES, TAIL, check_hashes, unpack_refs
+from kvcache_server.core.boundary import boundary, last_end
 from kvcache_server.core.checksums import Checksums
-from kvcache_server.core.eviction.policy import Eviction
+from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.index import GONE, Block, Group, Holds
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Namespace, Session
-from kvcache_server.core.slices import LOOK, STEP, Steps, begin
+from kvcache_server.core.slices import LOOK, STEP, Result, Steps, begin
 
 MOST_RESTATED = 1 << 17  # blocks examined per restate
+
+
+class _Match(NamedTuple):
+    """What all groups of a namespace with tails have for a lookup.
+
+    `chain` are blocks of the full group, `tails` those that the engine needs to continue after `hits` blocks. See
+    Acquired for `pending` and `withheld`.
+    """
+
+    chain: list[Block]
+    hits: int
+    tails: Sequence[Block]
+    pending: int
+    withheld: int
 
 
 class Lookups:
@@ -25,7 +42,7 @@ class Lookups:
     def __init__(
         self,
         pool: Pool,
-        eviction: Eviction,
+        learner: Learner,
         holds: Holds,
         limits: Limits,
         counters: Counter[str],
@@ -34,7 +51,7 @@ class Lookups:
         self.last = 0
         self._retracted = 0  # how often blocks were invalidated
         self.checksums: Checksums | None = None  # set if there is a file for them
-        self._pool, self._eviction, self._holds = pool, eviction, holds
+        self._pool, self._learner, self._holds = pool, learner, holds
         self._counters, self._refusals = counters, refusals
         self.set_limits(limits)
 
@@ -45,21 +62,74 @@ class Lookups:
     # Lookups.
 
     def acquire(self, session: Session, request: m.Acquire, now: float) -> m.Acquired | Steps[m.Acquired]:
-        """Answer with the longest visible prefix, under a lease if `request.pin`.
+        """Answer with the longest prefix after which the engine can continue, under a lease if `request.pin`.
 
         Raises UnknownHandle, BadArgument; then nothing has changed.
         """
         namespace, group = session.group(request.namespace, request.group)
         hashes = request.hashes
-        if len(hashes) > LOOK:
-            return begin(self._acquire_long(session, request, namespace, group))
-        return self._answer(session, request, namespace, group, group.prefix(hashes))
+        if request.group and group.spec.kind == TAIL:
+            raise BadArgument(f"group {request.group} is a tail: a lookup of group 0 is for all groups")
+        if group.tails or len(hashes) > LOOK:
+            return begin(self._acquire_in_slices(session, request, namespace, group))
+        found = group.prefix(hashes)
+        return self._answer(session, request, namespace, group, found, len(found))
 
-    def _acquire_long(
+    def _acquire_in_slices(
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group
     ) -> Steps[m.Acquired]:
-        found = yield from self._long_prefix(session, group, request.hashes)
-        return self._answer(session, request, namespace, group, found)
+        if not group.tails:
+            found = yield from self._long_prefix(session, group, request.hashes)
+            return self._answer(session, request, namespace, group, found, len(found))
+        if request.start < 0:
+            raise BadArgument(f"start {request.start}: 0 or more blocks")
+        while True:
+            retracted = self._retracted
+            match = yield from self._match(session, request, group)
+            if retracted == self._retracted:  # else some of what was found may be wrong
+                return self._answer(session, request, namespace, group, *match)
+
+    def _match(self, session: Session, request: m.Acquire, group: Group) -> Steps[_Match]:
+        """Return what all groups of a namespace with tails have for a lookup."""
+        hashes, start, tails = request.hashes, request.start, group.tails
+        chain: list[Block] = []
+        most = most_pending = len(hashes)
+        if group is not tails[0]:
+            long = len(hashes) > LOOK
+            chain = (yield from self._long_prefix(session, group, hashes)) if long else group.prefix(hashes)
+            most = len(chain)
+            most_pending = most + group.pending_after(hashes, most)
+        soon = 0
+        if group.pending or any(tail.pending for tail in tails):
+            has = [(tail.spec, partial(_has_soon, tail)) for tail in tails]
+            soon = yield from self._holding(session, chain, last_end(has, hashes, most_pending, start))
+        found = yield from self._holding(session, chain, boundary(tails, hashes, most, start))
+        pins, whole = session.engine.pins, found[0]
+        while found[0] and request.pin:
+            end, beside = found[0], _bytes(found[1])
+            if pins.bytes + len(chain[:end]) * group.slot_bytes + beside <= self._quota:
+                break
+            affordable = pins.fit(chain[:end], self._quota - beside)[0] if chain else 0
+            if affordable == end:
+                break
+            found = yield from self._holding(session, chain, boundary(tails, hashes, affordable, start))
+        end, needed = found
+        return _Match(chain[:end], end, needed, max(soon - whole, 0), whole - end)
+
+    def _holding(self, session: Session, chain: Sequence[Block], steps: Steps[Result]) -> Steps[Result]:
+        """Do `steps`, between which the blocks of `chain` stay."""
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                result: Result = done.value
+                return result
+            if chain:
+                with self._holds.hold(session, chain[-1]):
+                    yield
+            else:
+                yield
+            session.check_connected()
 
     def _long_prefix(self, session: Session, group: Group, hashes: Sequence[bytes]) -> Steps[list[Block]]:
         """Return the blocks of the longest visible prefix, found in slices.
@@ -90,51 +160,73 @@ class Lookups:
         self._retracted += 1
 
     def _answer(
-        self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, found: list[Block]
+        self,
+        session: Session,
+        request: m.Acquire,
+        namespace: Namespace,
+        group: Group,
+        chain: list[Block],
+        hits: int,
+        tails: Sequence[Block] = (),
+        pending: int = 0,
+        withheld: int = 0,
     ) -> m.Acquired:
+        """Answer with `hits`: the blocks of `chain`, and those of `tails` that the engine needs with them."""
         hashes = request.hashes
-        hits = len(found)
         if hits < len(hashes):
             missed = hashes[hits:]
             if len(hashes) <= LOOK:  # longer ones are checked already
                 check_hashes(missed, group.hash_bytes)
-            self._eviction.missed(group, missed)
         engine = session.engine
+        self._learner.asked(engine, group, request, chain, hits, tails)
         namespace.lookups += 1
         namespace.requested_blocks += len(hashes)
         self._counters["blocks_requested"] += len(hashes)
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler is offered.
             self._counters["ranks_missing"] += 1
-            hits = 0
-        pending = group.pending_after(hashes, hits) if hits == len(found) else 0
-        if not hits:
-            return m.Acquired(request.id, 0, 0, pending, b"")
-        lease = withheld = 0
-        if request.pin:
+            return m.Acquired(request.id, 0, 0, 0, b"")
+        if not group.tails:
+            pending = group.pending_after(hashes, hits)
+        lease = 0
+        if request.pin and hits:
             if len(session.leases) >= self._max_leases:
                 self._refusals["leases"] += hits
                 return m.Acquired(request.id, 0, 0, 0, b"", hits)
-            size, cover = hits * group.slot_bytes, 0
-            if engine.pins.bytes + size > self._quota:
-                affordable, size, cover = engine.pins.fit(found, self._quota)
-                withheld = hits - affordable
-                if withheld:
-                    self._refusals["quota"] += withheld
-                    hits, pending = affordable, 0
-                if not hits:
-                    return m.Acquired(request.id, 0, 0, 0, b"", withheld)
+            size, cover, beside = len(chain) * group.slot_bytes, 0, _bytes(tails) if tails else 0
+            if engine.pins.bytes + size + beside > self._quota:
+                affordable, size, cover = engine.pins.fit(chain, self._quota - beside)
+                withheld += hits - affordable
+                hits = affordable
+                del chain[hits:]
+        if withheld:
+            self._refusals["quota"] += withheld
+            pending = 0
+        if not hits:
+            return m.Acquired(request.id, 0, 0, pending, b"", withheld)
+        if request.pin:
             self.last = lease = self.last + 1
-            session.pin(lease, found[hits - 1], size, cover)
-        if hits < len(found):
-            del found[hits:]
-        self._pool.read(found[-1])
-        found[-1].account.hit_bytes += hits * group.slot_bytes
-        group.hit_blocks += hits
+            session.pin(lease, chain[-1] if chain else None, size, cover, tails)
+        namespace.hit_blocks += hits
+        if chain:
+            self._pool.read(chain[-1])
+            group.read_blocks += hits
+        for block in tails:
+            self._pool.read(block)
+            block.account.group.read_blocks += 1
         self._counters["blocks_hit"] += hits
-        slots = b"".join([block.ref for block in found])
-        sums = self.checksums.read(slots, group.sum_offsets) if request.verify and self.checksums else b""
+        blocks = [*chain, *tails] if tails else chain
+        slots = b"".join([block.ref for block in blocks])
+        sums = b""
+        if request.verify and self.checksums:
+            sums = self.checksums.read(slots, group.sum_offsets) if not tails else b"".join(map(self._sums, blocks))
         return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums)
+
+    def _sums(self, block: Block) -> bytes:
+        """Return the checksums of one block, 0 for shards that have none."""
+        group = block.account.group
+        assert self.checksums is not None
+        return self.checksums.read(block.ref, group.sum_offsets) or bytes(SUM_BYTES * len(group.spec.shards))
 
     def release(self, session: Session, request: m.Release, now: float) -> None:
         """End the session's leases named in `request`; count unknown ones."""
@@ -168,25 +260,33 @@ class Lookups:
         for done, lease in enumerate(there, 1):
             if done % STEP == 0:
                 yield
-            if lease.block.pins != GONE:  # otherwise it has ended in the meantime
+            if lease.block is not None and lease.block.pins != GONE:  # otherwise it has ended in the meantime
                 yield from chains.add(lease.block, 1 << 62)
+            chains.add_tails(lease.tails)
         for done, (number, ref) in enumerate(request.leases, 1):
             if done % STEP == 0:
                 yield
             session.check_connected()
-            block = self._pool.find(SlotRef.unpack(ref)) if len(ref) == REF_BYTES else None
+            ends = [self._pool.find(each) for each in unpack_refs(ref[: len(ref) // REF_BYTES * REF_BYTES])]
             taken = any(number in each.leases for each in session.engine.sessions.values())
-            if block is None or not block.visible or taken or not 0 < number <= self.last:
+            blocks = [block for block in ends if block is not None and block.visible]
+            if not blocks or len(blocks) < len(ends) or taken or not 0 < number <= self.last:
                 lost.append(number)
                 continue
+            block = blocks.pop(0) if blocks[0].account.group.spec.kind == FULL else None
             may_pin = len(session.leases) < self._max_leases
-            length = (yield from chains.add(block, self._quota)) if may_pin else 0
+            may_pin = may_pin and all(each.account.group.spec.kind == TAIL for each in blocks)
+            length = 0
+            if block is not None and may_pin:
+                length = yield from chains.add(block, self._quota)
+                may_pin = length > 0
             session.check_connected()
-            if not length:
+            may_pin = may_pin and all(each.pins != GONE for each in blocks)
+            if not may_pin or not chains.add_tails(blocks, self._quota):
                 lost.append(number)
                 self._counters["leases_over_limits"] += 1
                 continue
-            session.pin(number, block, length * block.account.group.slot_bytes)
+            session.pin(number, block, length * block.account.group.slot_bytes if block is not None else 0, 0, blocks)
             self._counters["leases_restated"] += 1
         self._counters["leases_lost"] += len(lost)
         return lost
@@ -210,6 +310,14 @@ class _Chains:
         """
         with self._holds.hold(self, block):
             return (yield from self._add(block, quota))
+
+    def add_tails(self, blocks: Sequence[Block], quota: int = 1 << 62) -> bool:
+        """Count the blocks of tails; if the total exceeds `quota` bytes, return False and do not count them."""
+        size = _bytes(blocks)
+        if self._bytes + size > quota:
+            return False
+        self._bytes += size
+        return True
 
     def _add(self, block: Block, quota: int) -> Steps[int]:
         size, length = block.account.group.slot_bytes, 0
@@ -236,3 +344,11 @@ class _Chains:
             if self._looks % LOOK == 0:
                 yield
         return total
+
+
+def _bytes(blocks: Sequence[Block]) -> int:
+    return sum([block.account.group.slot_bytes for block in blocks])
+
+
+def _has_soon(group: Group, name: bytes) -> bool:
+    return name in group.visible or name in group.pending

@@ -40,11 +40,33 @@ class Lease(msgspec.Struct, gc=False):
     """Pins `block`, and with it the chain above it: an ancestor is not a leaf, and only leaves are evicted.
 
     `cover` is the key of the chain's last covered block, 0 for none; `bytes` is the size of the blocks below that.
+    It also pins the blocks of `tails`, of `beside` bytes. Without a full group, it has no `block`, and no other bytes.
     """
 
-    block: Block
+    block: Block | None
     bytes: int
     cover: int = 0
+    tails: Sequence[Block] = ()
+    beside: int = 0
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks that it pins themselves."""
+        return [*self.tails] if self.block is None else [self.block, *self.tails]
+
+    def unpin(self) -> None:
+        for block in self.blocks:
+            block.unpin()
+
+
+def new_lease(block: Block | None, size: int, cover: int = 0, tails: Sequence[Block] = ()) -> Lease:
+    """Pin `block`, and so the chain above it, and the blocks of `tails`; see Lease for `size` and `cover`."""
+    lease = Lease(block, size, cover, tails, sum([each.account.group.slot_bytes for each in tails]))
+    if block is not None:
+        block.pins += 1
+    for each in tails:
+        each.pins += 1
+    return lease
 
 
 class Pins:
@@ -77,7 +99,7 @@ class Pins:
 
     def add(self, number: int, lease: Lease) -> None:
         """Count a new lease. Its cover, if it has one, was returned by `fit` just now."""
-        self.bytes += lease.bytes
+        self.bytes += lease.bytes + lease.beside
         if lease.bytes:
             self._loose[number] = lease
         if lease.cover:
@@ -85,7 +107,7 @@ class Pins:
 
     def drop(self, number: int, lease: Lease) -> None:
         """Stop counting a lease. O(1): the blocks that it covered count until `uncover` gets to them."""
-        self.bytes -= lease.bytes
+        self.bytes -= lease.bytes + lease.beside
         self._loose.pop(number, None)
         if lease.cover:
             self._over.append(lease.cover)
@@ -134,6 +156,7 @@ class Pins:
             path = []
             self._climb = number, path
         above = path[-1].parent if path else lease.block
+        assert lease.block is not None, "only chains are loose"
         while steps and above is not None and above.parent is not None and id(above) not in covers:
             path.append(above)
             above = above.parent
@@ -166,7 +189,7 @@ class Pins:
         for key, cover in covers.items():
             assert key == id(cover.block) and (cover.parent in covers or not cover.parent), "a gap in what is covered"
             assert cover.count == held[key] > 0, f"a cover is held {cover.count} times, not {held[key]}"
-        total = sum(each.bytes for each in leases)
+        total = sum(each.bytes + each.beside for each in leases)
         total += sum(each.block.account.group.slot_bytes for each in covers.values())
         assert self.bytes == total, f"{self.bytes} bytes are pinned, {total} by leases and covers"
         assert {id(each) for each in leases if each.bytes} == set(map(id, self._loose.values())), "a lease is not loose"

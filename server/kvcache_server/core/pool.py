@@ -16,7 +16,7 @@ from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import SLOT_ROW, RegionRows, slots_per_extent
 from kvcache_proto.types import SlotRef, pack_ref
 from kvcache_server.core.extent import Extent
-from kvcache_server.core.index import Block
+from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, NEXT_TICK, TICKS_PER_SECOND, Block
 from kvcache_server.core.slices import LOOK, Steps
 from kvcache_server.core.states import SETTLED
 
@@ -36,7 +36,7 @@ class Pool:
     def __init__(self, rows: RegionRows, generation: int) -> None:
         """`generation` is the last one used; for a fresh region it is random."""
         self.rows = rows
-        self.tick = 0
+        self.tick = FIRST_TICK  # the last time that was given out
         self.geometry = rows.geometry
         self.generation = generation
         self.quarantine = Quarantine()
@@ -49,6 +49,11 @@ class Pool:
     @property
     def capacity(self) -> int:
         return (self.geometry.extents - len(self.retired)) * self.geometry.extent_bytes
+
+    def slots_of(self, slot_bytes: int) -> int:
+        """Return how many slots of that size the pool would have."""
+        extents = self.geometry.extents - len(self.retired)
+        return extents * slots_per_extent(self.extent_bytes, slot_bytes)
 
     @property
     def extent_bytes(self) -> int:
@@ -105,19 +110,39 @@ class Pool:
         roomy.append(self._cut(index, slot_bytes))
         return self.take(slot_bytes)
 
-    def place(self, extent: Extent[Block], slot: int, block: Block) -> int:
-        """Put `block` into the slot, as just used, under a new generation; return the generation."""
+    def has_vacant(self, slot_bytes: int) -> bool:
+        """Whether slots of that size are vacant, as many as an extent has. O(extents)."""
+        left = slots_per_extent(self.extent_bytes, slot_bytes)
+        for extent in self._roomy.get(slot_bytes, ()):
+            left -= extent.slots - extent.used
+            if left <= 0:
+                return True
+        return False
+
+    def set_time(self, now: float) -> None:
+        """Let uses from now on happen at `now`, in seconds, but not before the last one."""
+        tick = FIRST_TICK + int(now * (TICKS_PER_SECOND // NEXT_TICK)) * NEXT_TICK
+        if tick > self.tick:
+            self.tick = tick
+
+    def place(self, extent: Extent[Block], slot: int, block: Block, cls: int = 0) -> int:
+        """Put `block` into the slot, as just used, with its class, under a new generation; return the generation."""
         self.generation = (self.generation + 1) & ((1 << 64) - 1)
-        self.tick = block.tick = extent.newest = self.tick + 1
+        self.tick = extent.newest = tick = self.tick + NEXT_TICK
+        block.tick = tick | cls  # even if that is 0: in CPython, a sum takes 16 bytes more
         extent.blocks[slot] = block
         extent.read[slot] = 0
         block.ref = pack_ref(extent.start + slot * extent.slot_bytes, self.generation, extent.generation)
         return self.generation
 
+    def vacate(self, extent: Extent[Block], slot: int) -> None:
+        """Remove the block from the slot, which `place` or `give_back` must follow."""
+        self.rows.set_state(extent.rows + slot * SLOT_ROW, SETTLED)
+        extent.blocks[slot] = None
+
     def give_back(self, extent: Extent[Block], slot: int) -> None:
         """Free the slot."""
-        self.rows.set_state(self.row(extent, slot), SETTLED)
-        extent.blocks[slot] = None
+        self.vacate(extent, slot)
         if not extent.vacant and not extent.closed:
             self._roomy[extent.slot_bytes].append(extent)
         extent.vacant.append(slot)
@@ -127,16 +152,21 @@ class Pool:
 
     def touch(self, block: Block) -> tuple[Extent[Block], int]:
         """Record a use of `block`; return its extent and slot."""
-        self.tick = block.tick = self.tick + 1
+        self.tick = tick = self.tick + NEXT_TICK
+        block.tick = tick | block.tick & CLASS_MASK
         extent, slot = self.locate(block)
         self.rows.set_tick(self.row(extent, slot), block.tick)
-        extent.newest = self.tick
+        extent.newest = tick
         return extent, slot
 
     def read(self, block: Block) -> None:
         """Record that a lookup found `block`, and the blocks above it."""
         extent, slot = self.touch(block)
         extent.read[slot] = 1
+
+    def write_tick(self, block: Block) -> None:
+        """Store the block's tick, which has changed, in its row."""
+        self.rows.set_tick(self.row(*self.locate(block)), block.tick)
 
     def inherit(self, parent: Block, read: int) -> None:
         """Store what `parent` inherits from a removed child: its tick, and whether it was `read`."""

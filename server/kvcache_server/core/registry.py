@@ -15,7 +15,7 @@ from kvcache_proto.types import MAX_NAME
 from kvcache_server.core.effects import Effects, NamespaceClosed, NamespaceOpened
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.extent_sizing import fit
-from kvcache_server.core.index import Account, Group
+from kvcache_server.core.index import Account, Group, Share
 from kvcache_server.core.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
@@ -129,7 +129,10 @@ class Registry:
         key = (group.namespace, group.number)
         account = engine.accounts.get(key)
         if account is None:
-            account = engine.accounts[key] = Account(engine.name, group)
+            share = engine.shares.get(group.namespace)
+            if share is None:
+                share = engine.shares[group.namespace] = Share(engine.name, group.namespace)
+            account = engine.accounts[key] = Account(share, group)
             self._fair_share.join(account)
         return account
 
@@ -151,8 +154,8 @@ class Registry:
         engine = session.engine
         session.attached[namespace.number] = (namespace, tuple(shards))
         for group in namespace.groups:
-            account = self.account(engine, group)
-            account.ceiling = request.ceiling_bytes or account.ceiling
+            share = self.account(engine, group).share
+        share.ceiling = request.ceiling_bytes or share.ceiling
         engine.note_writers(namespace)
         return m.Attached(request.id, namespace.number)
 
@@ -189,8 +192,13 @@ class Registry:
     def prune(self) -> None:
         """Remove engines and namespaces without sessions and blocks."""
         records = self._effects.records
-        for account in self._fair_share.prune():
-            del self.engines[account.engine].accounts[(account.group.namespace, account.group.number)]
+        gone = self._fair_share.prune()
+        if gone:
+            self._eviction.forget_accounts(gone)
+        for account in gone:
+            engine, group = self.engines[account.engine], account.group
+            del engine.accounts[(group.namespace, group.number)]
+            engine.shares.pop(group.namespace, None)
         for engine in list(self.engines.values()):
             if not (engine.sessions or engine.disconnected or engine.accounts) and engine.pins.settled:
                 del self.engines[engine.name]

@@ -8,15 +8,26 @@ settled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
-from kvcache_proto.types import SUM_BYTES, Outcome, Refusal, Verdict, check_hashes
+from kvcache_proto.types import SUM_BYTES, TAIL, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Effects, Shown
 from kvcache_server.core.eviction.policy import Eviction, Reassign
-from kvcache_server.core.index import GONE, HIDDEN, Account, Block, Grant, Group, Holds, Reservation
+from kvcache_server.core.index import (
+    CLASSES,
+    GOES_FIRST,
+    GONE,
+    HIDDEN,
+    Account,
+    Block,
+    Grant,
+    Group,
+    Holds,
+    Reservation,
+)
 from kvcache_server.core.journal import WritersNumbered
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
@@ -50,10 +61,11 @@ class Reservations:
     ) -> None:
         self.last = self.last_writers = 0
         self.writers: dict[tuple[int, ...], int] = {}
-        self.showing: list[tuple[Group, list[Block]]] = []
+        self.showing: list[list[Block]] = []
         self.checksums: Checksums | None = None  # set if there is a file for them
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
         self._engines, self._holds = engines, holds
+        self._classes = eviction.learner.expected
         self._counters, self._refusals, self._effects = counters, refusals, effects
         self.set_limits(limits)
 
@@ -63,8 +75,12 @@ class Reservations:
 
     # Reserve.
 
-    def reserve(self, session: Session, request: m.Reserve, account: Account, now: float) -> Steps[m.Reserved]:
+    def reserve(
+        self, session: Session, request: m.Reserve, account_in: Callable[[Group], Account], now: float
+    ) -> Steps[m.Reserved]:
         """Grant what may be granted of the request's runs. Raises BadArgument; then nothing has changed.
+
+        `account_in` returns the engine's account in a group.
 
         The reservation cannot be settled before it is complete. If the session or a writer leaves before that, all of
         it is given back, and UnknownHandle is raised.
@@ -81,6 +97,9 @@ class Reservations:
                 _check_connected(session, [])
             if not run.hashes:
                 raise BadArgument("a run without a hash")
+            of = session.group(request.namespace, run.group)[1] if run.group else group
+            if run.parent is not None and of.spec.kind == TAIL:
+                raise BadArgument("a run of a tail with a parent")
             chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
             check_hashes(chain[:1], group.hash_bytes)
             if len(set(chain)) != len(chain):
@@ -94,10 +113,11 @@ class Reservations:
             yield  # the state file has the number before a row does: the next daemon must not assign it again
             _check_connected(session, writers)
         self.last += 1
-        reservation = Reservation(self.last, group, session.id, writers, now)
+        reservation = Reservation(self.last, namespace.number, session.id, writers, now)
         reservation.writers_number, reservation.complete = self.writers[writers], False
         answers = bytearray()
-        granting = self._grant_runs(reservation, account, request.runs, answers, now)
+        accounts = {run.group: account_in(namespace.groups[run.group or group.number]) for run in request.runs}
+        granting = self._grant_runs(reservation, accounts, request.runs, answers, now)
         for _ in granting:
             yield
             try:
@@ -107,7 +127,10 @@ class Reservations:
                 yield from self.abandon(reservation)
                 raise
         for refusal, count in Counter(answers).items():
-            if refusal:
+            if refusal == Refusal.NO_SPACE and reservation.declined:
+                self._refusals["not_worth_it"] += reservation.declined
+                count -= reservation.declined
+            if refusal and count:
                 self._refusals[Refusal(refusal).name.lower()] += count
         granted = reservation.grants
         self._counters["blocks_reserved"] += len(granted)
@@ -117,20 +140,25 @@ class Reservations:
         slots = b"".join([grant.block.ref for grant in granted])
         return m.Reserved(request.id, reservation.id, bytes(answers), slots)
 
-    def _note_refused(self, names: Sequence[bytes], account: Account, answers: bytearray) -> Steps[None]:
-        size = account.group.slot_bytes
-        quota = "refused_namespace_ceiling"
-        if account.ceiling and account.bytes + size > account.ceiling:
-            quota = "refused_own_ceiling"
-        if self._engines[account.engine].writing + size > self._quota:
-            quota = "refused_write_quota"
-        causes = {Refusal.NO_PARENT: "no_parent", Refusal.QUOTA: quota}
-        causes[Refusal.NO_SPACE] = "grace" if self._eviction.frozen else "no_space"
-        for done, (name, answer) in enumerate(zip(names, answers, strict=True), 1):
-            if answer > Refusal.IN_FLIGHT:
-                self._effects.refused(name + account.group.tag, causes[Refusal(answer)])
-            if done % LOOK == 0:
-                yield
+    def _note_refused(
+        self, runs: Sequence[m.Run], accounts: Mapping[int, Account], answers: bytearray, declined: int
+    ) -> Steps[None]:
+        no_space, done = "not_worth_it" if declined else "no_space", 0
+        causes = {Refusal.NO_PARENT: "no_parent", Refusal.NO_SPACE: "grace" if self._eviction.frozen else no_space}
+        for run in runs:
+            account = accounts[run.group]
+            size, share = account.group.slot_bytes, account.share
+            causes[Refusal.QUOTA] = "refused_namespace_ceiling"
+            if share.ceiling and share.bytes + size > share.ceiling:
+                causes[Refusal.QUOTA] = "refused_own_ceiling"
+            if self._engines[share.engine].writing + size > self._quota:
+                causes[Refusal.QUOTA] = "refused_write_quota"
+            for name in run.hashes:
+                if answers[done] > Refusal.IN_FLIGHT:
+                    self._effects.refused(name + account.group.tag, causes[Refusal(answers[done])])
+                done += 1
+                if done % LOOK == 0:
+                    yield
 
     @staticmethod
     def _writers(session: Session, namespace: Namespace) -> tuple[int, ...]:
@@ -153,16 +181,25 @@ class Reservations:
         self.writers = {writers: number for writers, number in self.writers.items() if session not in writers}
 
     def _grant_runs(
-        self, reservation: Reservation, account: Account, runs: Sequence[m.Run], answers: bytearray, now: float
+        self,
+        reservation: Reservation,
+        accounts: Mapping[int, Account],
+        runs: Sequence[m.Run],
+        answers: bytearray,
+        now: float,
     ) -> Steps[None]:
-        """Grant the runs in order."""
-        group, work = reservation.group, 0
-        pending = group.pending
+        """Grant the runs in order; `accounts` are by the runs' `group`."""
+        work = 0
         fixed: set[int] = set()  # slot sizes whose extents are all in use
         ways = GIVE_WAY
         for run in runs:
+            account = accounts[run.group]
+            group = account.group
+            pending, above, tail = group.pending, group.above, group.spec.kind == TAIL
             parent = group.root if run.parent is None else self._known(group, run.parent)
             for at, block_hash in enumerate(run.hashes):
+                if tail and parent is not None:
+                    parent = group.root if above is group else self._known(above, block_hash)
                 if work >= STEP:
                     work = 0
                     parent = yield from self._pause(reservation, parent)
@@ -189,11 +226,14 @@ class Reservations:
                     else:
                         answer, block = self._grant(reservation, account, parent, block_hash, now, fixed)
                 answers.append(answer)
-                parent = block
                 if block is None:
                     work += STEP  # all accounts were searched for room
+                    if parent is not None and group.leaf_is_useless and parent.child is None:
+                        parent.tick = GOES_FIRST  # the engine stops here, and saves no tail
+                        self._eviction.drop(parent)
+                parent = block
         if max(answers, default=0) > Refusal.IN_FLIGHT:
-            yield from self._note_refused([each for run in runs for each in run.hashes], account, answers)
+            yield from self._note_refused(runs, accounts, answers, reservation.declined)
 
     def _pause(self, reservation: Reservation, parent: Block | None) -> Steps[Block | None]:
         """Yield to other work. Return the block that then has the hash of `parent`, which is not evicted in between."""
@@ -203,7 +243,7 @@ class Reservations:
         with self._holds.hold(reservation, parent):
             yield
         # It may have been doomed, distrusted or superseded.
-        group = reservation.group
+        group = parent.account.group
         return parent if parent is group.root else self._known(group, parent.hash)
 
     def _reassign(
@@ -240,7 +280,7 @@ class Reservations:
 
         A Reassign is not an answer: an extent must be reassigned first, or its size added to `fixed`.
         """
-        group = reservation.group
+        group = account.group
         block = group.visible.get(block_hash)
         if block is not None and block.parent is parent:
             self._pool.touch(block)
@@ -258,15 +298,22 @@ class Reservations:
         if engine.writing and engine.writing + group.slot_bytes > self._quota:
             return Refusal.QUOTA, None
         parent.pins += 1  # it must not be evicted for its own child
-        place = self._eviction.make_room(account, fixed)
+        eviction = self._eviction
+        cls, declined = self._classes.get(block_hash, 0), eviction.declined
+        # Without the tails' blocks, the block of the full group, which is there, would be of no use.
+        place = eviction.make_room(account, fixed, CLASSES if group.is_tail else cls)
+        if eviction.declined > declined and block_hash in eviction.learner.wanted:
+            eviction.declined = declined
+            place = eviction.make_room(account, fixed, CLASSES)
         parent.pins -= 1
         if not isinstance(place, tuple):
+            reservation.declined += eviction.declined - declined
             parent.account.enter(parent)
             return place, None
         extent, slot = place
         block = Block(HIDDEN, 0, block_hash, b"", account)
         grant, grants = Grant(block, extent, slot, reservation), reservation.grants
-        generation = self._pool.place(extent, slot, block)
+        generation = self._pool.place(extent, slot, block, cls)
         body = (
             *(group.namespace, group.number, block_hash, reservation.owner, reservation.id),
             *(len(grants), reservation.writers_number, engine.number),
@@ -281,7 +328,7 @@ class Reservations:
         grants.append(grant)
         reservation.unsettled += 1
         engine.writing += group.slot_bytes
-        account.bytes += group.slot_bytes
+        account.share.bytes += group.slot_bytes
         extent.busy += 1
         return _GRANTED, block
 
@@ -290,7 +337,7 @@ class Reservations:
         later."""
         del group.visible[block.hash]
         self._effects.gone(block, "corrupt")
-        block.tick = 1  # evicted before all others
+        block.tick = GOES_FIRST
         self._rows.set_state(self._pool.row(*self._pool.locate(block)), FORGOTTEN)
 
     def _supersede(self, rival: Grant, block: Block) -> None:
@@ -418,7 +465,7 @@ class Reservations:
                 return grant.verdict or Verdict.PARTIAL
             return Verdict.VISIBLE if grant.block.visible else Verdict.HIDDEN
         reservation, block = grant.reservation, grant.block
-        group = reservation.group
+        group = block.account.group
         settled = grant.settled = grant.settled | shards
         self._rows.set_settled(grant.row, settled)
         if settled != reservation.all_shards:
@@ -450,9 +497,9 @@ class Reservations:
         else:
             changes.append(Shown([block]))
         if waiting:
-            self._show_some(group, waiting)
+            self._show_some(waiting)
         if waiting:
-            self.showing.append((group, waiting))
+            self.showing.append(waiting)
         return _VISIBLE
 
     def _show(self) -> Steps[None]:
@@ -460,12 +507,11 @@ class Reservations:
         while self.showing:
             yield
             if self.showing:  # otherwise another settlement has done it
-                group, waiting = self.showing[0]
-                self._show_some(group, waiting)
-                if not waiting:
+                self._show_some(self.showing[0])
+                if not self.showing[0]:
                     del self.showing[0]
 
-    def _show_some(self, group: Group, waiting: list[Block]) -> None:
+    def _show_some(self, waiting: list[Block]) -> None:
         """Make the READY blocks in `waiting`, whose parents are visible, and their READY descendants visible.
 
         At most LOOK of them: the rest is left in `waiting`.
@@ -474,6 +520,7 @@ class Reservations:
             if not waiting:
                 return
             block = waiting.pop()
+            group = block.account.group
             if block.pins == GONE or block.parent is None or not group.reaches(block.parent):
                 continue  # it was doomed in the meantime, or will be: its parent is distrusted
             group.show(block, waiting)
@@ -484,10 +531,10 @@ class Reservations:
 
         Descendants go first. Does nothing if the block was removed in the meantime.
         """
-        group, done = grant.reservation.group, 0
-        parent = grant.block.parent
+        done, parent = 0, grant.block.parent
         for block in grant.block.upwards():
             if block is not None:
+                group = block.account.group
                 each = group.pending.pop(block.hash)
                 block.unlink()
                 block.pins = GONE
@@ -507,7 +554,7 @@ class Reservations:
             parent.account.enter(parent)
 
     def _give_back(self, grant: Grant) -> None:
-        grant.block.account.bytes -= grant.reservation.group.slot_bytes
+        grant.block.account.share.bytes -= grant.extent.slot_bytes
         if grant.tainted_until:
             self._pool.quarantine.add(grant.tainted_until, grant.extent, grant.slot)
         else:
@@ -517,7 +564,7 @@ class Reservations:
 
 def _note_sums(sums: Checksums, grant: Grant, request: m.Settle, at: int) -> None:
     """Store the given checksums before the shards count as settled; clear those of the slot's previous block."""
-    begin, offsets = int.from_bytes(grant.block.ref[:8], "little"), grant.reservation.group.sum_offsets
+    begin, offsets = int.from_bytes(grant.block.ref[:8], "little"), grant.block.account.group.sum_offsets
     for shard in request.shards if offsets else ():
         if not grant.settled >> shard & 1:
             sums.put(begin + offsets[shard], request.sums[at : at + SUM_BYTES])

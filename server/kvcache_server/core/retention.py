@@ -15,20 +15,23 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
-from kvcache_proto.types import check_hashes
+from kvcache_proto.types import FULL, check_hashes
+from kvcache_server.core.boundary import boundary
 from kvcache_server.core.effects import Effects, Hinted
-from kvcache_server.core.eviction.policy import UNWANTED, Eviction
-from kvcache_server.core.index import Account, Block, Group
+from kvcache_server.core.eviction.policy import DROPPED, Eviction
+from kvcache_server.core.index import GOES_FIRST, Account, Block, Group
 from kvcache_server.core.journal import PinEnded, PinMade
 from kvcache_server.core.limits import Limits
-from kvcache_server.core.pins import Lease, Pins
+from kvcache_server.core.pins import Lease, Pins, new_lease
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Namespace, Session
-from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.core.slices import LOOK, STEP, Steps, finish
 
+_MOST_WANTED = 8 * LOOK  # blocks of a retention that will be stored soon
 TOGETHER = 0.5  # of the pool: what all engines may retain
 MOST, MOST_OF_ONE = 8192, 1024  # retentions, in all and per owner: some passes over all take a millisecond
 NAMES, NAMES_OF_ONE = 1 << 20, 1 << 16  # hashes in them
@@ -36,6 +39,19 @@ MOST_DISPLACED = 16  # for the number of another one
 GIVE_WAY = 64  # retentions that give way between two ticks
 FEW = 64  # entries out of date that are tolerated
 FOR_EVER = math.inf
+
+
+class _Cached(NamedTuple):
+    """The first `blocks` blocks of a retention: those of its group, and those of tails that belong to them.
+
+    `size` and `cover` are as in Lease.
+    """
+
+    blocks: int
+    chain: Sequence[Block]
+    tails: Sequence[Block]
+    size: int = 0
+    cover: int = 0
 
 
 class Owner:
@@ -85,7 +101,7 @@ class Retention:
     @property
     def sound(self) -> bool:
         """Whether lookups find what it holds."""
-        return self.lease is None or self.group.trusts(self.lease.block)
+        return self.lease is None or all(each.account.group.trusts(each) for each in self.lease.blocks)
 
 
 class Retentions:
@@ -193,9 +209,12 @@ class Retentions:
         below: Block | None = None
         dropped = 0
         for block in reversed(found[request.after :]):
-            if block.pins or block.child is not below or (below is not None and below.next is not None):
+            if block.pins or any(each is not below and not each.account.group.is_tail for each in block.children()):
                 break
-            block.tick = UNWANTED
+            self._eviction.evict_tails(block, DROPPED)
+            if block.child is not below or (below is not None and below.next is not None):
+                break
+            block.tick = GOES_FIRST
             below = block
             dropped += 1
         if dropped:
@@ -262,8 +281,8 @@ class Retentions:
         The weakest one has the lowest priority, and is the oldest of those. Only so many give way between two ticks: a
         request must not take long.
         """
-        size = account.group.slot_bytes
-        if not self._may_give_way or account.bytes + size * refused > account.floor or self._eviction.frozen:
+        size, share = account.group.slot_bytes, account.share
+        if not self._may_give_way or share.bytes + size * refused > share.floor or self._eviction.frozen:
             return False
         self._may_give_way -= 1
         # Slots of another size help only if they empty an extent.
@@ -346,7 +365,7 @@ class Retentions:
         for done, each in enumerate(list(self.waiting.values()), 1):
             if self._namespaces.get(each.group.namespace) is None:
                 self._end(each, "namespace_gone")
-            elif not each.ended and each.held < each.wanted and each.names[each.held] in each.group.visible:
+            elif not each.ended and each.held < each.wanted and _may_hold_more(each):
                 yield from self._hold(each)
                 yield
             elif done % LOOK == 0:
@@ -405,11 +424,11 @@ class Retentions:
         """
         owner = retention.owner
         while not retention.ended:
-            found = retention.group.prefix(retention.names[: retention.wanted])
-            if len(found) <= retention.held:
+            cached = _cached(retention, retention.wanted)
+            if cached.blocks <= retention.held:
                 break
-            count, size, cover = owner.pins.fit(found, self._room(owner))
-            if count < len(found):
+            fits = self._fit(owner, cached)
+            if fits.blocks < cached.blocks:
                 inexact = next((each.pins for each in self.owners() if not each.pins.exact), None)
                 if inexact is not None:
                     inexact.tighten()
@@ -420,9 +439,11 @@ class Retentions:
                     self._end(weaker, "displaced")
                     yield
                     continue
-            if count > retention.held:
-                self._take(retention, found, count, size, cover)
-            if count < len(found):
+                if cached.tails:
+                    fits = self._fit(owner, _cached(retention, fits.blocks))
+            if fits.blocks > retention.held:
+                self._take(retention, fits)
+            if fits.blocks < cached.blocks:
                 why = "operator_quota" if owner is self.operator else "quota"
                 self._refuse(retention, why, retention.wanted - retention.held)
                 retention.wanted = retention.held
@@ -432,18 +453,27 @@ class Retentions:
                 return why
         if retention.held == retention.wanted:
             self.waiting.pop(retention.number, None)
+        else:
+            self._eviction.learner.want(retention.names[retention.held : retention.wanted][:_MOST_WANTED])
         return ""
 
-    def _take(self, retention: Retention, found: Sequence[Block], count: int, size: int, cover: int) -> None:
-        block = found[count - 1]
-        block.pins += 1
-        lease, number = Lease(block, size, cover), self._last_lease + 1
+    def _fit(self, owner: Owner, cached: _Cached) -> _Cached:
+        """Return what `owner` may hold of it; with tails, all or less than all, which does not say how much."""
+        pins, room = owner.pins, self._room(owner) - sum(each.account.group.slot_bytes for each in cached.tails)
+        if not cached.chain:
+            return cached if pins.bytes <= room else cached._replace(blocks=0)
+        count, size, cover = pins.fit(cached.chain, room)
+        return _Cached(count, cached.chain[:count], cached.tails, size, cover)
+
+    def _take(self, retention: Retention, cached: _Cached) -> None:
+        block = cached.chain[-1] if cached.chain else None
+        lease, number = new_lease(block, cached.size, cached.cover, cached.tails), self._last_lease + 1
         self._last_lease = number
         retention.owner.pins.add(number, lease)  # first: the covers of the former lease stay
         self._let_go(retention)
-        retention.lease, retention.lease_number, retention.held = lease, number, count
+        retention.lease, retention.lease_number, retention.held = lease, number, cached.blocks
         self._note_strength(retention)
-        retention.names[:count] = [each.hash for each in found[:count]]  # the index's own bytes, not copies
+        retention.names[: len(cached.chain)] = [each.hash for each in cached.chain]  # the index's bytes, not copies
 
     def _note_strength(self, retention: Retention) -> None:
         if retention.owner is self.operator or retention.lease is None:
@@ -460,7 +490,7 @@ class Retentions:
         lease = retention.lease
         if lease is not None:
             retention.owner.pins.drop(retention.lease_number, lease)
-            lease.block.unpin()
+            lease.unpin()
         retention.lease, retention.held = None, 0
 
     def _end_all(self, chosen: Iterable[Retention], cause: str) -> Steps[None]:
@@ -498,6 +528,24 @@ class Retentions:
 def _strength(retention: Retention) -> tuple[int, int]:
     """The weakest one gives way first: the lowest priority, and of these the oldest."""
     return retention.priority, retention.number
+
+
+def _cached(retention: Retention, most: int) -> _Cached:
+    """Return what is cached of the first `most` blocks, up to where an engine could continue."""
+    group, names = retention.group, retention.names
+    chain = group.prefix(names[:most]) if group.spec.kind == FULL else []
+    if not group.tails:
+        return _Cached(len(chain), chain, [])
+    end, tails = finish(boundary(group.tails, names, len(chain) if group.spec.kind == FULL else most, 0))
+    return _Cached(end, chain[:end], tails)
+
+
+def _may_hold_more(retention: Retention) -> bool:
+    """Whether blocks are cached that a retention does not hold yet."""
+    group, names = retention.group, retention.names[retention.held : retention.wanted]
+    if not group.tails:
+        return names[0] in group.visible
+    return not all(tail.visible.keys().isdisjoint(names) for tail in group.tails)
 
 
 def _check(hashes: Sequence[bytes], group: Group) -> None:

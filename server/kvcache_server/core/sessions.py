@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
 
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
-from kvcache_proto.types import NamespaceSpec
+from kvcache_proto.types import FULL, TAIL, NamespaceSpec
 from kvcache_server.core.extent_sizing import Fit
-from kvcache_server.core.index import KINDS, Account, Block, Group, Reservation
-from kvcache_server.core.pins import Lease, Pins
+from kvcache_server.core.index import Account, Block, Group, Reservation, Share
+from kvcache_server.core.pins import Lease, Pins, new_lease
 
+REMEMBERED = 1024  # requests per engine whose first lookup was counted
 NOBODY = -1  # the user of sessions without a process, and of those that an older daemon stored without a user
 
 
 class Namespace:
-    __slots__ = ("fit", "groups", "id", "lookups", "noted", "number", "requested_blocks", "spec", "user")
+    __slots__ = ("fit", "groups", "hit_blocks", "id", "lookups", "noted", "number", "requested_blocks", "spec", "user")
 
     def __init__(self, number: int, spec: NamespaceSpec, user: int = NOBODY) -> None:
         self.number = number
         self.user = user  # who created it; unknown for those of an earlier daemon
         self.spec = spec
         self.id = spec.id
-        self.groups = [KINDS[each.kind](number, at, each, spec.hash_bytes) for at, each in enumerate(spec.groups)]
-        self.lookups = self.requested_blocks = 0
+        self.groups: list[Group] = []
+        for at, each in enumerate(spec.groups):
+            above = self.groups[0] if at and each.kind == TAIL and spec.groups[0].kind == FULL else None
+            self.groups.append(Group(number, at, each, spec.hash_bytes, above))
+        first = self.groups[0]
+        first.tails = [group for group in self.groups if group.spec.kind == TAIL]
+        first.leaf_is_useless = any(tail.is_tail and not tail.spec.period for tail in first.tails)
+        self.lookups = self.requested_blocks = self.hit_blocks = 0
         self.fit = Fit(0, 0.0)
         self.noted = False  # whether its fit has been logged
 
@@ -36,7 +43,10 @@ class Namespace:
 class Engine:
     """The sessions with one engine id, and what they hold together."""
 
-    __slots__ = ("accounts", "disconnected", "name", "number", "pins", "reservations", "sessions", "writers", "writing")
+    __slots__ = (
+        *("accounts", "disconnected", "name", "number", "pins", "reservations", "sessions", "shares", "writers"),
+        *("_asked", "writing"),
+    )
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
@@ -44,10 +54,26 @@ class Engine:
         self.disconnected: set[int] = set()  # its sessions whose door has closed
         self.sessions: dict[int, Session] = {}
         self.reservations: dict[int, Reservation] = {}
-        self.accounts: dict[tuple[int, int], Account] = {}
+        self.accounts: dict[tuple[int, int], Account] = {}  # by namespace and group
+        self.shares: dict[int, Share] = {}  # by namespace
         self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None if a shard has no writer
         self.pins = Pins()
+        self._asked: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # the last requests, and the groups' tags
         self.writing = 0  # bytes of slots that are unsettled in its reservations
+
+    def asks_first(self, request: str, group: Group) -> bool:
+        """Whether `request` asks for blocks of `group` for the first time, as far as is remembered.
+
+        An engine asks again for a request that waits, or that it has preempted. That says nothing about how often its
+        blocks are used.
+        """
+        key, asked = (request, group.tag), self._asked
+        if key in asked:
+            return False
+        asked[key] = None
+        if len(asked) > REMEMBERED:
+            asked.popitem(last=False)
+        return True
 
     def check_writers(self, joining: Session, namespace: Namespace, shards: Collection[int]) -> None:
         """Raise NotPermitted if two sessions would write one shard once `joining` writes `shards`.
@@ -79,9 +105,8 @@ class Engine:
         inside = [session for session in self.sessions.values() if namespace.number in session.attached]
         for session in inside:
             writers.update(dict.fromkeys(session.attached[namespace.number][1], session.id))
-        for account in self.accounts.values():
-            if account.group.namespace == namespace.number:
-                account.live = bool(inside)
+        if namespace.number in self.shares:
+            self.shares[namespace.number].live = bool(inside)
         shards = range(namespace.spec.shards)
         whole = len(writers) == len(shards)
         self.writers[namespace.number] = tuple(writers[shard] for shard in shards) if whole else None
@@ -138,17 +163,16 @@ class Session:
         if not self.connected:
             raise UnknownHandle(f"session {self.id} has left")
 
-    def pin(self, number: int, block: Block, size: int, cover: int = 0) -> None:
-        """Start a lease on `block`, and so on all above it; see Lease for `size` and `cover`."""
-        block.pins += 1
-        self.leases[number] = lease = Lease(block, size, cover)
+    def pin(self, number: int, block: Block | None, size: int, cover: int = 0, tails: Sequence[Block] = ()) -> None:
+        """Start a lease on `block`, and so on all above it, and on the blocks of tails; see Lease for the rest."""
+        self.leases[number] = lease = new_lease(block, size, cover, tails)
         self.engine.pins.add(number, lease)
 
     def unpin(self, number: int) -> None:
         """End a lease."""
         lease = self.leases.pop(number)
         self.engine.pins.drop(number, lease)
-        lease.block.unpin()
+        lease.unpin()
 
     def group(self, number: int, group: int) -> tuple[Namespace, Group]:
         """Return an attached namespace and one of its groups. Raises UnknownHandle, BadArgument."""

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from kvcache_proto.codec import MAX_FRAME
+from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
 from kvcache_proto.endpoint import socket_path, token_of
 from kvcache_proto.errors import BadFrame, BadToken
 from kvcache_server.transport.connections import LONG, ZmtpConnection, ZmtpServer
@@ -35,7 +35,7 @@ class Connection(ZmtpConnection):
     __slots__ = ("ends", "held", "peer", "reads", "session")
 
     def __init__(self, request_socket: RequestSocket, peer: Peer) -> None:
-        super().__init__(request_socket)
+        super().__init__(request_socket, limit_of=request_socket.limit_of)
         self.peer = peer
         self.session = 0
         self.held = 0  # bytes of an incomplete frame that the socket has counted
@@ -221,6 +221,8 @@ class RequestSocket(ZmtpServer[Connection]):
                 connection.send_answers()
             if receiver.routing_id:
                 self._show_token(connection)
+                if connection.cut:
+                    return False
             if message is None and connection.ends and (rest := connection.rest()):
                 receiver.feed(rest)
                 continue
@@ -232,6 +234,10 @@ class RequestSocket(ZmtpServer[Connection]):
             if not connection.may_answer or time.monotonic() > until:
                 return True
         return False
+
+    def limit_of(self, routing_id: bytes) -> int:
+        """Return the bytes of the longest frame that a peer with this routing id may send at first."""
+        return MAX_FRAME if token_of(routing_id) in self._tokens else MAX_DOOR_FRAME
 
     def _show_token(self, connection: Connection) -> None:
         """Bind a connection whose handshake is complete, if its routing id has a token."""

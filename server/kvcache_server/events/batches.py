@@ -86,17 +86,21 @@ class Batches:
             match change:
                 case Shown():
                     for block in change.blocks:
-                        if (above := block.parent) is not None:
+                        if (above := block.parent) is not None and not block.account.group.is_tail:
                             noted.append((sources[block.account.group.tag], block.hash, above.hash))
                 case Gone():
-                    noted.append((sources[change.block.account.group.tag], change.block.hash, None))
+                    noted += [
+                        (sources[block.account.group.tag], block.hash, None)
+                        for block in change.blocks
+                        if not block.account.group.is_tail
+                    ]
                 case NamespaceOpened():
                     self._watch(change.namespace)
                     self._empty(change.namespace)  # subscribers forget what they know of its topic
                 case NamespaceEmptied():
                     self._empty(change.namespace)
                 case NamespaceClosed():
-                    for group in change.namespace.groups:
+                    for group in _announced(change.namespace):
                         del sources[group.tag]
                 case _:
                     pass  # a refused block was never visible
@@ -108,7 +112,7 @@ class Batches:
     def _watch(self, namespace: Namespace) -> None:
         name = self._pattern.replace("{namespace}", namespace.id).replace("{model}", namespace.spec.model)
         topic = Topic(name.encode(), self._highest)
-        for group in namespace.groups:
+        for group in _announced(namespace):
             self._sources[group.tag] = Source(topic, group.number, group.spec.block_tokens)
 
     def _source(self, group: Group) -> Source:
@@ -161,7 +165,7 @@ class Batches:
         A client ignores a number that it has seen, and every number from the live batch on that it has put off. So no
         other numbers can be used: with few of them, batches are large, but each step stays short.
         """
-        pieces = sum(-(-len(group.visible) // STEP) for group in namespace.groups)
+        pieces = sum(-(-len(group.visible) // STEP) for group in _announced(namespace))
         each = max(1, -(-pieces // len(numbers)))
         number, packed = numbers[0], 0
         payload = self._events.payload(now)
@@ -178,7 +182,7 @@ class Batches:
     def _snapshot(self, namespace: Namespace) -> Iterator[list[Any]]:
         """Yield events, STEP blocks at a time, of the blocks that are present now and still are in their turn."""
         events: list[Any] = [self._events.cleared]
-        for group in namespace.groups:
+        for group in _announced(namespace):
             source, rest = self._source(group), deque(group.visible.values())
             while rest:
                 some = [rest.popleft() for _ in range(min(STEP, len(rest)))]
@@ -283,3 +287,8 @@ def _runs(changes: Iterable[BlockChange], step: int) -> Iterator[tuple[Source, b
         source, first, hashes = of, parent, [name] if name else []
     if source is not None:
         yield source, first, hashes
+
+
+def _announced(namespace: Namespace) -> list[Group]:
+    """Return the groups of which blocks are announced. Not tails: many subscribers know a block by its hash alone."""
+    return [group for group in namespace.groups if not group.is_tail]

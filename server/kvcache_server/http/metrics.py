@@ -6,6 +6,7 @@ come and go under new names, so none of them is a label.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -26,7 +27,8 @@ _TIER = "memory"
 _POOL_STATES = ("ready", "writing", "quarantined", "free", "overhead")
 _DEDUPLICATED = {Refusal.PRESENT.name.lower(): "cached", Refusal.IN_FLIGHT.name.lower(): "in_flight"}
 # Shown before they occur: the first occurrence is then a rise from 0, which an alert sees.
-_REFUSED = (*(each.name.lower() for each in Refusal if each > Refusal.IN_FLIGHT), "leases")
+_REFUSED = (*(each.name.lower() for each in Refusal if each > Refusal.IN_FLIGHT), "leases", "not_worth_it")
+_COMPARED = ("pool", "age", "worth", "optimum")
 _UNRETAINED = ("quota", "count", "gave_way")
 _DROPS = ("peer_gone", "peer_slow")
 _TURNED_AWAY = ("attach_rate", "bad_frame", "not_permitted", "unavailable", "version_mismatch")
@@ -57,6 +59,7 @@ class _Figures(Collector):
         yield from _pool(stats, stats["pool"])
         yield from _namespaces(stats["namespaces"])
         yield from _lookups(stats)
+        yield from _eviction(stats["eviction"])
         yield from _hints(stats["hints"])
         yield from _told(stats["told"])
 
@@ -181,6 +184,23 @@ def _lookups(stats: Mapping[str, Any]) -> Iterator[Metric]:
     yield _counter("wrong_blocks", "Blocks that did not hold what was stored, by finding", wrong, "finding")
     events = {key: n for key, n in counters.items() if key not in _TOLD}
     yield _counter("events", "Everything else that the daemon counts", events, "event")
+
+
+def _eviction(eviction: Mapping[str, Any]) -> Iterator[Metric]:
+    """How well the daemon decides which blocks to keep."""
+    doc = "1 while the least recently used blocks are evicted, because that finds more than eviction by worth"
+    yield _gauge("eviction_by_age", doc, int(eviction["by_age"]))
+    yield _counter("eviction_switches", "Changes between eviction by worth and by age", eviction["switches"])
+    for what, doc in (("hit", "that first lookups of requests found"), ("evicted", "that were evicted")):
+        by_class = eviction[f"{what}_blocks_by_class"]
+        yield _counter(f"class_{what}_blocks", f"Blocks {doc}, by how often they had been asked for", by_class, "asked")
+    yield _counter("sampled_blocks", "Blocks of a sample that were asked for", eviction["sampled_blocks"])
+    doc = "Blocks of the sample that were found: by the daemon, and by small caches that evict by age (LRU), by worth"
+    yield _counter("sampled_hit_blocks", doc, eviction["sampled_hits"], "cache")
+    compared = eviction["compared"]
+    whole = compared["blocks"] or math.nan
+    doc = "Hit ratio of the latest blocks of the sample, and those that other caches of this size would have had"
+    yield _gauge("sampled_hit_ratio", doc, {cache: compared[cache] / whole for cache in _COMPARED}, "cache")
 
 
 def _hints(hints: Mapping[str, Any]) -> Iterator[Metric]:

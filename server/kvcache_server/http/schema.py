@@ -147,6 +147,43 @@ class Hints(msgspec.Struct):
     pins: list[Pin]
 
 
+class ByClass(msgspec.Struct):
+    """Blocks, by how often they had been asked for."""
+
+    once: Count
+    twice: Count
+    more: Count
+
+
+class SampledHits(msgspec.Struct):
+    """Blocks of the sample that were found."""
+
+    pool: Annotated[Count, _doc("By the daemon")]
+    age: Annotated[Count, _doc("By a small cache that evicts by age (LRU, but one-off streams go first)")]
+    worth: Annotated[Count, _doc("By a small cache that evicts what is worth least")]
+
+
+class Compared(SampledHits):
+    """The latest blocks of the sample that were asked for, and how many of them different caches would have found."""
+
+    blocks: Annotated[Count, _doc("Blocks that are compared: at most 8,192")]
+    one_in: Annotated[Count, _doc("How many blocks each of them stands for")]
+    optimum: Annotated[Count, _doc("By the best possible cache of this size, which knows the future; an estimate")]
+
+
+class Eviction(msgspec.Struct):
+    """How well the daemon decides which blocks to keep."""
+
+    by_age: Annotated[bool, _doc("1 while the least recently used blocks are evicted, because that finds more")]
+    switches: Annotated[Count, _doc("Changes between eviction by worth and by age")]
+    declined_blocks: Annotated[Count, _doc("Blocks that were not stored: they were worth less than each cached one")]
+    hit_blocks_by_class: Annotated[ByClass, _doc("Blocks that first lookups of requests found")]
+    evicted_blocks_by_class: Annotated[ByClass, _doc("Evicted blocks")]
+    sampled_blocks: Annotated[Count, _doc("Blocks of the sample that were asked for")]
+    sampled_hits: SampledHits
+    compared: Compared
+
+
 class Integrity(msgspec.Struct):
     """Checks of the invariants."""
 
@@ -193,6 +230,7 @@ class Status(msgspec.Struct):
     life: Annotated[Count, _doc("How many daemons have served this region, this one included")]
     evictions: Annotated[Counts, _doc("Blocks, by cause")]
     evicted_unread: Annotated[Count, _doc("Evicted blocks that no lookup had found")]
+    eviction: Eviction
     hints: Hints
     refusals: Annotated[Counts, _doc("Blocks that were neither granted nor given out, by reason")]
     counters: Counts

@@ -34,6 +34,7 @@ FEW_BLOCKS = 256  # for which every other namespace is asked
 OTHERS = 16  # namespaces that are searched, the most similar ones first
 LATEST = 10
 LATELY = 3600.0  # seconds after an empty start for which misses are attributed to it
+ASKED = ("once", "twice", "more")  # by class: how often evicted blocks had been asked for
 HASHING = ("seed", "hash", "vllm", "block")  # identity fields that change the hashes of equal tokens
 _WORD = re.compile(r"[a-z_]{1,64}")
 _OLDEST = 1 << 53  # maximum age of a note in milliseconds
@@ -159,9 +160,12 @@ def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limit
         return "pending", reply.pending
     if reply.withheld:
         return ("leases" if len(session.leases) >= limits.max_leases else "quota"), reply.withheld
+    _, group = session.group(request.namespace, request.group)
     if not reply.hits and session.engine.writers[request.namespace] is None:
-        _, group = session.group(request.namespace, request.group)
         return "ranks_missing", len(group.prefix(request.hashes))
+    if any(tail.is_tail for tail in group.tails):
+        beyond = len(group.prefix(request.hashes)) - reply.hits
+        return ("no_tail", beyond) if beyond else ("", 0)
     return "", 0
 
 
@@ -210,31 +214,42 @@ class _Walk:
         self._add(end, len(hashes) - end, "unexamined")
         yield
         for run in self._runs:
-            if run["cause"] != "hit" and (group := self._group) is not None:
-                visible = group.visible
-                run["cached_now"] = sum(map(visible.__contains__, hashes[run["first"] : run["last"] + 1]))
+            if run["cause"] != "hit" and self._group is not None:
+                run["cached_now"] = yield from self._cached(run["first"], run["last"] + 1)
         return self._runs
+
+    def _cached(self, begin: int, end: int) -> Steps[int]:
+        """Return how many blocks of the lookup from `begin` to `end` are cached now."""
+        count = 0
+        for at in range(begin, end, LOOK):
+            if at > begin:
+                yield
+            if (group := self._group) is not None:
+                count += sum(map(group.visible.__contains__, self._asked.hashes[at : min(at + LOOK, end)]))
+        return count
 
     def _add(self, first: int, count: int, cause: str, facts: dict[str, Any] | None = None) -> None:
         """Extend the last run if it has the same cause and facts; otherwise start a new one."""
         if not count:
             return
         facts = facts or {}
-        ages = facts.pop("ages", None)
+        ranges = {key: facts.pop(key) for key in ("ages_s", "unused_s") if key in facts}
         last = self._runs[-1] if self._runs else None
         if last is None or last["cause"] != cause or any(last.get(key) != value for key, value in facts.items()):
             last = {"first": first, "cause": cause, **facts}
             self._runs.append(last)
         last["last"] = first + count - 1
-        if ages is not None:
-            old = last.get("ages_s", [ages, ages])
-            last["ages_s"] = [min(old[0], ages), max(old[1], ages)]
+        for key, value in ranges.items():
+            old = last.get(key, [value, value])
+            last[key] = [min(old[0], value), max(old[1], value)]
 
     def _missed(self, block: bytes) -> tuple[str, dict[str, Any]] | None:
         """Return why a block was missing, None if nothing is known about it."""
         occasion = self._misses.find(block + self._tag, self._at)
         if occasion is not None:
-            facts: dict[str, Any] = {"engine": occasion.engine, "ages": round(self._at - occasion.at, 3)}
+            facts: dict[str, Any] = {"engine": occasion.engine, "ages_s": round(self._at - occasion.at, 3)}
+            if occasion.asked:
+                facts |= {"asked": ASKED[occasion.asked - 1], "by_age": occasion.by_age, "unused_s": occasion.unused}
             spec = self._spaces.get(occasion.namespace)
             if spec is not None and occasion.namespace != self._asked.namespace:
                 facts |= {"namespace": spec.id, "model": spec.model}

@@ -1,47 +1,67 @@
-"""What more memory would buy: blocks that lookups missed because they had been evicted. Pure.
+"""What more memory would buy: blocks that lookups missed because they had been evicted, or had not been stored for lack
+of room. Pure.
 
-A missed block that was stored before would be a hit if nothing had ever been evicted. So the hits and these misses
+A missed block that was computed before would be a hit if there had always been room. So the hits and these misses
 together are the hits of an infinite pool. Blocks that were only requested before do not count: a waiting request is
 looked up again and again, and its blocks have not been computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from kvcache_proto.counts import MAX_COUNT
+from kvcache_server.core.sampling import LARGE_POOL, LARGE_POOL_EVERY, Lots
+from kvcache_server.core.slices import LOOK
 
 _ROOM = 1 << 14
 _LEAST_LOOK = 64
+_TOGETHER = 512  # hashes whose lots are drawn at once, which takes little more time than to draw one
 
 
 class InfiniteCache:
-    """Remembers evicted blocks: all that it is given, and beyond 16,384 only every second, fourth, and so on.
+    """Remembers evicted blocks, and those refused for lack of room: all of a small pool, one in 32 of a large one, and
+    beyond 16,384 every second of these, fourth, and so on.
 
     Their lots (sampling.py) decide which ones are remembered, so that each stands for the same number of blocks.
     """
 
-    __slots__ = ("_every", "_look", "_lots", "_mask", "missed_blocks")
+    __slots__ = ("_draws", "_every", "_look", "_lots", "_mask", "_new", "missed_blocks")
 
-    def __init__(self, every: int) -> None:
-        """`add` is called for one in `every` evictions."""
+    def __init__(self, slots: int, lots: Lots) -> None:
+        """The pool has `slots` slots; `lots` draws the lots of hashes."""
+        self._draws = lots
         self.missed_blocks = 0  # exact as long as every eviction is remembered, otherwise an estimate
         self._lots: dict[bytes, int] = {}  # by hash: to halve the sample, no lot is drawn again
-        self._mask = 0
+        self._new: list[bytes] = []  # hashes whose lots are not drawn yet
+        every = 1 if slots <= LARGE_POOL else LARGE_POOL_EVERY
+        self._mask = every - 1
         self._sample(every)
 
     def _sample(self, every: int) -> None:
         self._every, self._look = every, max(4 * every, _LEAST_LOOK)
 
     def __len__(self) -> int:
+        self._draw()
         return len(self._lots)
 
-    def add(self, block_hash: bytes, lot: int) -> None:
-        """Record the eviction of the block with that `lot`."""
-        if lot & self._mask:
-            return
-        self._lots[block_hash] = lot
+    def add(self, hashes: Iterable[bytes]) -> None:
+        """Record that blocks were evicted or refused."""
+        self._new += hashes
+        if len(self._new) >= _TOGETHER:
+            self._draw()
+
+    def _draw(self) -> None:
+        """Draw the lots of the hashes that were added since the last time."""
+        new, self._new = self._new, []
+        for at in range(0, len(new), LOOK):
+            piece = new[at : at + LOOK]
+            lots: list[int] = self._draws.of(b"".join(piece), len(piece[0])).tolist()
+            self._lots.update((name, lot) for name, lot in zip(piece, lots, strict=True) if not lot & self._mask)
+            self._thin()
+
+    def _thin(self) -> None:
         if len(self._lots) > _ROOM:
             self._mask = mask = 2 * self._mask + 1
             self._sample(2 * self._every)
@@ -54,6 +74,7 @@ class InfiniteCache:
         A block is only stored below its parent, so these are the first ones. Their end is found by a search that skips
         most hashes. In one of 50 cases, by chance, the search stops too early.
         """
+        self._draw()
         if not self._lots or not self._some(hashes, 0):
             return
         look, known, unknown = self._look, 0, self._look

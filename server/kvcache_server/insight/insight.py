@@ -6,12 +6,14 @@ It answers the requests that ask about the cache and change nothing in it: Stats
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from kvcache_proto import messages as m
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import (
-    NO_LOT,
+    Actor,
     Change,
     Gone,
     Hinted,
@@ -20,7 +22,8 @@ from kvcache_server.core.effects import (
     Refused,
     SessionGone,
 )
-from kvcache_server.core.sampling import sampled_every
+from kvcache_server.core.eviction.policy import EVICTED_FOR, NAMESPACE_CEILING, OWN_CEILING, ROOM
+from kvcache_server.core.index import TAG_BYTES, Group, tagged
 from kvcache_server.core.slices import Steps, begin, finish
 from kvcache_server.insight.chains import Chains
 from kvcache_server.insight.explanations import Explanations, kept_back
@@ -30,6 +33,10 @@ from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.stats import Report
 from kvcache_server.insight.telemetry import Telemetry
+
+_CHOSEN = {ROOM, OWN_CEILING, NAMESPACE_CEILING}  # causes of evictions for which one of many blocks is chosen
+_GROUP = attrgetter("account.group")
+_SHORT = ("not_worth_it", "no_space")  # refusals that a larger pool would not have made
 
 
 class Insight:
@@ -44,6 +51,7 @@ class Insight:
         self.telemetry = Telemetry()
         self.residency = Residency()
         self._infinite: dict[bytes, InfiniteCache] = {}  # by the group's tag
+        self._short: Actor | None = None  # on whose behalf blocks were refused last because memory was short
         self._explanations = Explanations(cache, self.misses)
         self._chains = Chains(cache, self.misses)
         self._report = Report(cache, self.residency, self._infinite, self.telemetry)
@@ -55,19 +63,30 @@ class Insight:
     def follow(self, changes: Iterable[Change]) -> None:
         """Take up changes that the core has reported."""
         misses, residency = self.misses, self.residency
+        by_age = self._cache.eviction.ranking.by_age
         for change in changes:
             match change:
                 case Gone():
-                    block = change.block
-                    tag = block.account.group.tag
-                    misses.removed(block.hash + tag, change.cause, change.actor)
-                    if change.evicted:
-                        residency.evicted(block)
-                    if change.lot != NO_LOT:
-                        infinite = self._infinite.get(tag) or self._new_infinite(block.account.group.slot_bytes, tag)
-                        infinite.add(block.hash, change.lot)
+                    blocks = change.blocks
+                    if change.cause in _CHOSEN:
+                        misses.chosen(blocks, change.cause, change.actor, by_age)
+                    else:
+                        for block in blocks:
+                            misses.removed(block.hash + block.account.group.tag, change.cause, change.actor)
+                    if change.cause in EVICTED_FOR:
+                        residency.evicted(blocks)
+                        for group, same in groupby(blocks, key=_GROUP):
+                            if not group.is_tail:
+                                self._infinite_of(group).add([block.hash for block in same])
                 case Refused():
                     misses.removed(change.name, change.cause, change.actor)
+                    if change.cause in _SHORT:
+                        self._short = change.actor
+                    if change.actor is self._short and change.cause in (*_SHORT, "no_parent"):
+                        namespace = self._cache.namespaces.get(tagged(change.name))
+                        if namespace is not None and not namespace.groups[change.name[-1]].is_tail:
+                            # It was refused for lack of room, or one above it.
+                            self._infinite_of(namespace.groups[change.name[-1]]).add([change.name[:-TAG_BYTES]])
                 case Hinted():
                     misses.notes.append(
                         EngineNote(change.at, change.engine, change.request, change.cause, change.blocks)
@@ -82,10 +101,11 @@ class Insight:
                 case _:
                     pass  # shown blocks are of no interest here
 
-    def _new_infinite(self, slot_bytes: int, tag: bytes) -> InfiniteCache:
-        geometry = self._cache.geometry
-        every = sampled_every(geometry.extents * geometry.extent_bytes // slot_bytes)
-        found = self._infinite[tag] = InfiniteCache(every)
+    def _infinite_of(self, group: Group) -> InfiniteCache:
+        found = self._infinite.get(group.tag)
+        if found is None:
+            slots = self._cache.pool.slots_of(group.slot_bytes)
+            found = self._infinite[group.tag] = InfiniteCache(slots, self._cache.lots)
         return found
 
     def wants(self, request: m.Acquire, reply: m.Acquired) -> bool:

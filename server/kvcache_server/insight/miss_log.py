@@ -1,19 +1,21 @@
 """The memory for questions why a request had no hit. Pure; explanations.py makes answers from it.
 
 For a lookup that misses, the request's frame is kept. For a block that is removed or refused, its name is kept, with an
-Occasion shared by all blocks of the same request. Everything is bounded, and reports how far back it reaches.
+Occasion shared by similar blocks of the same request. Everything is bounded, and reports how far back it reaches.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
 from kvcache_proto.types import NamespaceSpec
 from kvcache_server.core.effects import Actor
+from kvcache_server.core.eviction.worth import one_off
+from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, TICKS_PER_SECOND, Block
 
 LOOKUPS = 16 << 20  # bytes of remembered lookups; each counts as EACH more
 EACH = 512
@@ -41,12 +43,19 @@ class Lookup(msgspec.Struct, gc=False, frozen=True):
 
 
 class Occasion(msgspec.Struct, gc=False, frozen=True):
-    """When, why and for whom blocks were removed or refused. `namespace` is that of the request behind it."""
+    """When, why and for whom blocks were removed or refused. `namespace` is that of the request behind it.
+
+    Of blocks that were chosen for eviction, `asked` is their class plus 1, otherwise 0. `unused` is how many seconds
+    before they were last used, to a second. `by_age` is whether they went as the least recently used.
+    """
 
     at: float
     cause: str
     engine: str
     namespace: int
+    asked: int = 0
+    unused: float = 0.0
+    by_age: bool = False
 
 
 class EngineNote(NamedTuple):
@@ -73,8 +82,9 @@ class MissLog:
         self._names: deque[dict[bytes, Occasion]] = deque([{}], GENERATIONS)
         self._since: deque[float] = deque([0.0], GENERATIONS)
         self._young = self._names[-1]
-        self._actor: Actor | None = None  # of the latest occasion
-        self._occasion = Occasion(0.0, "", "", 0)
+        self._actor: Actor | None = None  # of the latest occasions, by what differs between them
+        # By cause, second of the last use, class, by age.
+        self._occasions: dict[tuple[str, int, int, bool], Occasion] = {}
 
     def started(self, now: float, how: str) -> None:
         """Record the start of the daemon, and why its cache is empty; "" if it found the previous one's."""
@@ -94,15 +104,34 @@ class MissLog:
 
     def removed(self, name: bytes, cause: str, actor: Actor) -> None:
         """Record that a block was removed or refused on behalf of `actor`. `name` is its hash and its group's tag."""
-        occasion = self._occasion
-        if actor is not self._actor or occasion.cause != cause:
-            occasion = self._occasion = Occasion(actor.at, cause, actor.engine, actor.namespace)
-            self._actor = actor
+        self._note(name, self._occasion(actor, cause, 0, False))
+
+    def chosen(self, blocks: Iterable[Block], cause: str, actor: Actor, by_age: bool) -> None:
+        """Record that blocks were evicted, because they were worth least or, `by_age`, as the least recently used."""
+        last, occasion = -1, None
+        for block in blocks:
+            if occasion is None or block.tick != last:  # above a leaf, they often have its tick
+                last, aged = block.tick, by_age and not one_off(block.account.share, block.tick & CLASS_MASK)
+                occasion = self._occasion(actor, cause, last, aged)
+            self._note(block.hash + block.account.group.tag, occasion)
+
+    def _occasion(self, actor: Actor, cause: str, tick: int, by_age: bool) -> Occasion:
+        if actor is not self._actor:
+            self._actor, self._occasions = actor, {}
+        key = cause, tick // TICKS_PER_SECOND, tick & CLASS_MASK, by_age
+        occasion = self._occasions.get(key)
+        if occasion is None:
+            used = (tick - FIRST_TICK) // TICKS_PER_SECOND  # below 0, it was to go first, or is of an older release
+            facts = (key[2] + 1, max(actor.at - used, 0.0), by_age) if used >= 0 else (0, 0.0, False)
+            occasion = self._occasions[key] = Occasion(actor.at, cause, actor.engine, actor.namespace, *facts)
+        return occasion
+
+    def _note(self, name: bytes, occasion: Occasion) -> None:
         self._young[name] = occasion
         if len(self._young) >= GENERATION:
             self._young = {}
             self._names.append(self._young)
-            self._since.append(actor.at)
+            self._since.append(occasion.at)
 
     def find(self, name: bytes, before: float) -> Occasion | None:
         """Return the last occasion, not after `before`, on which the block was removed or refused."""

@@ -7,6 +7,8 @@ Blocks have no timestamps, because there may be millions. Generations of slots i
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
+from math import inf
 
 from kvcache_server.core.index import Block
 from kvcache_server.insight.histogram import Histogram
@@ -39,13 +41,11 @@ class Residency:
         if len(self._times) > _SAMPLES:  # drop every second old sample: old times need not be exact
             del self._generations[1 : _SAMPLES // 2 : 2], self._times[1 : _SAMPLES // 2 : 2]
 
-    def evicted(self, block: Block) -> None:
-        """Count the block, if it is in the sample and was stored by this daemon."""
-        if block.ref[_LOW] % _EVERY:
-            return
-        generation = block.generation
-        if not self._generations or generation <= self._generations[0]:
-            return
-        at = bisect_left(self._generations, generation)
-        given = self._times[at] if at < len(self._times) else self._now
-        self.residence.add(max(0.0, self._now - given))
+    def evicted(self, blocks: Iterable[Block]) -> None:
+        """Count the blocks that are in the sample and were stored by this daemon."""
+        first = self._generations[0] if self._generations else inf
+        for generation in [block.generation for block in blocks if not block.ref[_LOW] % _EVERY]:
+            if generation > first:
+                at = bisect_left(self._generations, generation)
+                given = self._times[at] if at < len(self._times) else self._now
+                self.residence.add(max(0.0, self._now - given))

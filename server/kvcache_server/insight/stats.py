@@ -44,6 +44,7 @@ class Report:
             "grace": self._cache.eviction.frozen,
             "evictions": dict(self._cache.eviction.evictions),
             "evicted_unread": self._cache.eviction.evicted_unread,
+            "eviction": (yield from self._cache.eviction.figures(now)),
             "refusals": dict(self._cache.refusals),
             "hints": self._hints(now),
             "told": dict(self._telemetry.total),
@@ -91,8 +92,8 @@ class Report:
         engines: dict[int, Counter[str]] = {
             number: Counter() for number in self._cache.namespaces
         }  # bytes of each, by namespace
-        for at, account in enumerate(list(self._cache.eviction.fair_share.accounts), 1):
-            engines.setdefault(account.group.namespace, Counter())[account.engine] += account.bytes
+        for at, share in enumerate(list(self._cache.eviction.fair_share.shares), 1):
+            engines.setdefault(share.namespace, Counter())[share.engine] += share.bytes
             if at % LOOK == 0:
                 yield
         found: list[dict[str, Any]] = []
@@ -118,8 +119,8 @@ class Report:
             "better_extent_bytes": namespace.fit.better_extent,
             "lookups": namespace.lookups,
             "requested_blocks": namespace.requested_blocks,
-            "hit_blocks": sum(group.hit_blocks for group in namespace.groups),
-            "hit_bytes": sum(group.hit_blocks * group.spec.block_bytes for group in namespace.groups),
+            "hit_blocks": namespace.hit_blocks,
+            "hit_bytes": sum(group.read_blocks * group.spec.block_bytes for group in namespace.groups),
             "lost_blocks": sum(self._lost(group.tag) for group in namespace.groups),
             "saved_blocks": sum(group.saved_blocks for group in namespace.groups),
             "saved_bytes": sum(group.saved_blocks * group.spec.block_bytes for group in namespace.groups),

@@ -15,6 +15,7 @@ from kvcache_proto.errors import ConfigError
 from kvcache_server.capacity import load_config
 from kvcache_server.capacity.figures import Options, figures
 from kvcache_server.config import format_size, parse_size
+from kvcache_server.core.eviction.policy import POLICIES, WORTH
 from kvcache_server.replay.bounds import distinct
 from kvcache_server.replay.simulation import ROUTINGS, Setup, replay, size_for
 from kvcache_server.replay.trace import BLOCK_TOKENS, read_trace
@@ -62,6 +63,15 @@ def parse_capacities(text: str, blocks: int, setup: Setup, sized: bool) -> list[
     show_default=True,
     help="Which engine serves a request: each in turn, or the one that had its first block before.",
 )
+@click.option(
+    "--policy",
+    "policies",
+    type=click.Choice(POLICIES),
+    multiple=True,
+    default=(WORTH,),
+    show_default=True,
+    help="How blocks are chosen for eviction. Give it several times to compare policies of the shared cache.",
+)
 @click.option("--extent-size", metavar="SIZE", help="As for serve.  [default: what wastes least]")
 @click.option("--png", metavar="FILE", help="Draw a chart; needs pip install 'kvcache-server[replay]'.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -75,6 +85,7 @@ def command(
     block_bytes: str | None,
     block_tokens: int,
     routing: str,
+    policies: tuple[str, ...],
     extent_size: str | None,
     png: str | None,
     as_json: bool,
@@ -94,6 +105,7 @@ def command(
         block_tokens,
         routing,
         parse_size(extent_size) if extent_size else 0,
+        tuple(dict.fromkeys(policies)),
     )
     sizes = parse_capacities(capacity, distinct(requests), setup, sized)
     found = replay(requests, sizes, setup, time.perf_counter, lambda line: click.echo(line, err=True))
@@ -149,6 +161,13 @@ def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
             f"{row['shared']:>10.1%}{row['optimum']:>10.1%}"
             f"{row['lookup_p50_us']:>10.1f} us{row['lookup_p99_us']:>6.0f} us"
         )
+    if len(found["rows"][0]["policies"]) > 1:
+        names = list(found["rows"][0]["policies"])
+        yield ""
+        yield f"{'capacity':>10}{'blocks':>10}" + "".join(f"{name:>10}" for name in (*names, "optimum"))
+        for row in found["rows"]:
+            ratios = "".join(f"{each:>10.1%}" for each in (*row["policies"].values(), row["optimum"]))
+            yield f"{_capacity(row, found, sized):>10}{row['blocks']:>10,}{ratios}"
     yield ""
     for row in found["rows"]:
         yield f"{_capacity(row, found, sized):>10} {_bar(row, found['unlimited'])}"
@@ -156,7 +175,7 @@ def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
 
 
 def _capacity(row: Mapping[str, Any], found: Mapping[str, Any], sized: bool) -> str:
-    return format_size(row["bytes"]) if sized else f"{row['blocks'] / found['distinct_blocks']:.2f}x"
+    return format_size(row["bytes"]) if sized else f"{row['blocks'] / found['distinct_blocks']:.2g}x"
 
 
 def _bar(row: Mapping[str, Any], unlimited: float) -> str:

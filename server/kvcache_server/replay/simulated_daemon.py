@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry
 from kvcache_server.core.cache import Cache
+from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.extent_sizing import Room
 from kvcache_server.core.limits import Limits
 
@@ -38,23 +39,43 @@ def sparse_region(geometry: PoolGeometry) -> memoryview:
 
 
 class SimulatedDaemon:
-    """A daemon with the capacity `room`, and `engines` engines that save everything that they compute."""
+    """A daemon with the capacity `room`, and `engines` engines that save everything that they compute.
 
-    def __init__(self, room: Room, block_tokens: int, engines: int, limits: Limits | None = None) -> None:
+    Of `tails`, they save what is needed to continue after a prompt, and after every `checkpoint` blocks.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        block_tokens: int,
+        engines: int,
+        limits: Limits | None = None,
+        policy: str = WORTH,
+        tails: Sequence[GroupSpec] = (),
+        checkpoint: int = 1 << 30,
+    ) -> None:
         self.engines = engines
+        self._tails, self._checkpoint = tails, checkpoint
         self._step = max(1, STEP_TOKENS // block_tokens)
-        self.cache = Cache(sparse_region(room.geometry), room.geometry, limits, seed=1)
-        spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes),))
+        self.cache = Cache(sparse_region(room.geometry), room.geometry, limits, seed=1, policy=policy)
+        spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes), *tails))
         self._sessions = [self.cache.open_session(f"engine {number}", "", 0.0) for number in range(engines)]
         for session in self._sessions:
             attached = self.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0)
             assert isinstance(attached, m.Attached)
             self._namespace = attached.namespace
 
+    def saved(self, tail: GroupSpec, length: int, begin: int, end: int) -> list[int]:
+        """Return which blocks of a tail are saved for boundaries from block `begin` to `end` of a prompt."""
+        ends = [at for at in range(begin + 1, end + 1) if at % self._checkpoint == 0 or at == length]
+        return sorted({each for at in ends for each in range(at - tail.needed(at), at)})
+
     def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
         """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""
         session, handle = self._sessions[engine], self.cache.handle
         self.cache.effects.take()  # nobody follows
+        while self.cache.chores.go_on():
+            pass
         question = m.Acquire(1, b"", self._namespace, hashes)
         begin = clock()
         found = handle(session, question, now)
@@ -63,8 +84,11 @@ class SimulatedDaemon:
         if found.lease:
             handle(session, m.Release(1, b"", [found.lease]), now)
         for begin in range(found.hits, len(hashes), self._step):
-            run = m.Run(hashes[begin : begin + self._step], hashes[begin - 1] if begin else None)
-            reserved = handle(session, m.Reserve(1, b"", self._namespace, [run]), now)
+            end = min(begin + self._step, len(hashes))
+            runs = [m.Run(hashes[begin:end], hashes[begin - 1] if begin else None)]
+            for number, tail in enumerate(self._tails, 1):
+                runs += [m.Run([hashes[at]], None, number) for at in self.saved(tail, len(hashes), begin, end)]
+            reserved = handle(session, m.Reserve(1, b"", self._namespace, runs), now)
             assert isinstance(reserved, m.Reserved)
             if not reserved.reservation:
                 break

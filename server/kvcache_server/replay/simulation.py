@@ -13,6 +13,7 @@ import msgspec
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import SLOT_ROW, slot_size
+from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.extent_sizing import Room, room
 from kvcache_server.replay.bounds import distinct, optimum
 from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
@@ -25,7 +26,7 @@ class Setup(msgspec.Struct, frozen=True):
     """A replay with `engines` engines and blocks of `block_bytes` for `block_tokens` tokens.
 
     `routing` chooses the engine of requests for which the trace does not name it: each in turn, or the one that had the
-    request's first block before.
+    request's first block before. The shared cache is tried with each of `policies`, the private ones with the first.
     """
 
     engines: int = 8
@@ -33,6 +34,7 @@ class Setup(msgspec.Struct, frozen=True):
     block_tokens: int = 512
     routing: str = ROUTINGS[0]
     extent: int = 0
+    policies: tuple[str, ...] = (WORTH,)
 
 
 def routes(requests: Sequence[TraceRequest], setup: Setup) -> list[int]:
@@ -90,9 +92,13 @@ def replay(
     rows = []
     for whole, part in rooms:
         say(f"  {whole.slots:,} blocks")
-        shared = SimulatedDaemon(whole, setup.block_tokens, setup.engines)
-        hits, times = play([shared] * setup.engines, requests, prompts, engines, clock)
-        alone = [SimulatedDaemon(part, setup.block_tokens, 1) for _ in range(setup.engines)]
+        found = {}
+        for policy in reversed(setup.policies):
+            shared = SimulatedDaemon(whole, setup.block_tokens, setup.engines, policy=policy)
+            hits, times = play([shared] * setup.engines, requests, prompts, engines, clock)
+            found[policy] = hits / asked
+        first = setup.policies[0]
+        alone = [SimulatedDaemon(part, setup.block_tokens, 1, policy=first) for _ in range(setup.engines)]
         private, _ = play(alone, requests, prompts, engines, clock)
         rows.append(
             {
@@ -101,6 +107,7 @@ def replay(
                 "blocks": whole.slots,
                 "private_blocks": part.slots,
                 "shared": hits / asked,
+                "policies": found,
                 "private": private / asked,
                 "optimum": optimum(requests, whole.slots) / asked,
                 "lookup_p50_us": statistics.median(times) * 1e6,

@@ -27,8 +27,10 @@ class ZmtpConnection(asyncio.Protocol):
 
     __slots__ = ("_server", "_transport", "cut", "paused", "receiver", "waiting")
 
-    def __init__(self, server: ZmtpServer[Any], role: Role = ROUTER) -> None:
-        self.receiver = Receiver(role)
+    def __init__(
+        self, server: ZmtpServer[Any], role: Role = ROUTER, limit_of: Callable[[bytes], int] | None = None
+    ) -> None:
+        self.receiver = Receiver(role, limit_of)
         self.cut = False  # whether its further messages are ignored
         self.paused = False  # whether it leaves too much unread
         self.waiting = False  # whether it is in the server's queue

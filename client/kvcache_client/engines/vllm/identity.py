@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcache_client.engines.vllm import compat
+from kvcache_client.engines.vllm.groups import (
+    Merged,
+    boundary_tokens,
+    first_spec,
+    group_spec,
+    is_plain,
+    merged_groups,
+    why_not_groups,
+)
 from kvcache_client.worker.shards import Shards
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import MAX_NAME, MAX_SHARDS, GroupSpec, NamespaceSpec
@@ -21,8 +30,9 @@ from kvcache_proto.types import MAX_NAME, MAX_SHARDS, GroupSpec, NamespaceSpec
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _ORDINARY_FORMATS = {"auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer", "mistral"}
 _NOT_CONTENT = {"_name_or_path", "_commit_hash", "transformers_version", "name_or_path"}
-_NOT_WHOLE = {"RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec"}  # subclasses that are not full attention
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
+_OF_STATES = ("shapes", "dtypes", "mamba_type")
+_LONGEST = 1024  # characters of the description of several groups; longer ones are represented by their digest
 
 
 class Surroundings(NamedTuple):
@@ -45,35 +55,52 @@ class Surroundings(NamedTuple):
 
 def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return why this engine's blocks cannot be cached, "" where they can."""
-    groups = kv_cache_config.kv_cache_groups
     parallel = vllm_config.parallel_config
-    if len(groups) != 1:
-        return f"{len(groups)} KV cache groups: this version caches models with one"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism: this version caches models on one stage"
     for name, ranks in compat.context_parallel(parallel):
         if ranks > 1:
             return f"{name} {ranks}: a block's tokens are spread over ranks"
-    for spec in _layer_specs(groups[0].kv_cache_spec):
-        names = {cls.__name__ for cls in type(spec).__mro__}
-        if "FullAttentionSpec" not in names or names & _NOT_WHOLE:
-            return f"{type(spec).__name__}: this version caches only full attention"
+    if _begins_from_nothing(vllm_config):
+        return "vLLM computes a prompt of this model without what is cached of it (MLA on a CPU)"
+    reason = why_not_groups(vllm_config, kv_cache_config)
+    if reason:
+        return reason
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         return "the engine zeroes a block before the connector learns that it was given away"
     hashed = compat.hash_block_size(kv_cache_config)
-    if hashed and hashed != engine_block_size(kv_cache_config):
+    if is_plain(kv_cache_config) and hashed and hashed != engine_block_size(kv_cache_config):
         return f"hashes of {hashed} tokens for blocks of {engine_block_size(kv_cache_config)}"
     return ""
 
 
+def _begins_from_nothing(vllm_config: Any) -> bool:
+    """Return whether the engine cannot continue a prompt: then vLLM turns off both features that would have it do so.
+
+    The rule is that of vLLM's platform for CPUs (`check_and_update_config`), whose kernels for MLA cannot.
+    """
+    if not getattr(vllm_config.model_config, "use_mla", False):
+        return False
+    return not (vllm_config.cache_config.enable_prefix_caching or vllm_config.scheduler_config.enable_chunked_prefill)
+
+
 def engine_block_size(kv_cache_config: Any) -> int:
-    """Return the tokens of a block of the engine."""
-    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+    """Return the tokens of a block of the engine; of several groups, those after which blocks of all groups end."""
+    if is_plain(kv_cache_config):
+        return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+    return boundary_tokens(kv_cache_config)
+
+
+def groups_of(kv_cache_config: Any, blocks_per_slot: int) -> list[Merged]:
+    """Return the groups of the namespace, [] for an engine with one group of full attention."""
+    if is_plain(kv_cache_config):
+        return []
+    return merged_groups(kv_cache_config, engine_block_size(kv_cache_config) * blocks_per_slot)
 
 
 def layer_spec(kv_cache_config: Any) -> Any:
     """Return the KV cache specification of the first layer."""
-    return next(_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec))
+    return first_spec(kv_cache_config.kv_cache_groups[0])
 
 
 def rank_block_bytes(kv_cache_config: Any) -> int:
@@ -118,7 +145,7 @@ def namespace_spec(
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     split = shards(vllm_config, kv_cache_config)
-    block_bytes = rank_block_bytes(kv_cache_config) * blocks_per_slot
+    merged = groups_of(kv_cache_config, blocks_per_slot)
     tokens = engine_block_size(kv_cache_config) * blocks_per_slot
     cache_dtype = str(cache.cache_dtype)
     identity = {
@@ -130,7 +157,7 @@ def namespace_spec(
         "quantization": str(model.quantization),
         "kv_dtype": cache_dtype,
         "layout": compat.kv_layout(kv_cache_config) or surroundings.layout,
-        "group": _describe(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
+        "group": _describe_all(merged) or _describe(layer_spec(kv_cache_config)),
         "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}",
         "shards": str(split.number),
         "hash": str(cache.prefix_caching_hash_algo),
@@ -146,9 +173,12 @@ def namespace_spec(
         identity["draft"] = f"{draft.method} {getattr(draft, 'model', None) or ''}".strip()
     if compat.computes_scales(cache):
         identity["kv_scales"] = f"engine {engine_id}"  # computed from the first batch that this engine ran
-    shard_bytes = block_bytes if split.number == 1 else (block_bytes,) * split.number
-    group = GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)
-    return NamespaceSpec(_name(model.model), (group,), identity, surroundings.hash_bytes)
+    groups = [group_spec(each, tokens, split.number) for each in merged]
+    if not groups:
+        block_bytes = rank_block_bytes(kv_cache_config) * blocks_per_slot
+        shard_bytes = block_bytes if split.number == 1 else (block_bytes,) * split.number
+        groups = [GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)]
+    return NamespaceSpec(_name(model.model), groups, identity, surroundings.hash_bytes)
 
 
 def checkpoint_id(vllm_config: Any) -> str:
@@ -218,23 +248,28 @@ def _content(value: Any) -> Any:
     return value
 
 
-def _layer_specs(spec: Any) -> Iterator[Any]:
-    inner = getattr(spec, "kv_cache_specs", None)
-    if inner is None:
-        yield spec
-    else:
-        yield from inner.values()
-
-
-def _describe(spec: Any) -> str:
+def _describe(first: Any) -> str:
     """Describe the first layer, for all: the scheduler sees no other, and the block's size covers the rest."""
-    first = next(_layer_specs(spec))
     facts = {
         name: str(getattr(first, name))
-        for name in ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
+        for name in ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", *_OF_STATES)
         if hasattr(first, name)
     }
     return f"{type(first).__name__} {' '.join(f'{key}={value}' for key, value in facts.items())}"
+
+
+def _describe_all(merged: Sequence[Merged]) -> str:
+    """Describe several groups: what their slots contain, in their order. Equal members are counted."""
+    said = []
+    for group, members in merged:
+        tables: dict[str, int] = {}
+        for table, member in zip(group.tables, members, strict=True):
+            size = f"{member.block_bytes} bytes per {member.block_tokens} x {table.blocks}"
+            line = f"{len(member.layers)} x {_describe(member.spec)} {size}"
+            tables[line] = tables.get(line, 0) + 1
+        said.append(f"window {group.kept} " * bool(group.kept) + ", ".join(f"{n} of {x}" for x, n in tables.items()))
+    text = "; ".join(said)
+    return text if len(text) <= _LONGEST else f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _name(model: str) -> str:

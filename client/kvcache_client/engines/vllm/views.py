@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcache_client.engines.vllm.contents import Contents
 from kvcache_client.scheduler.hint import Hint, parse_hint
 from kvcache_client.scheduler.views import IDLE, NewTable, RequestView, StepView
 from kvcache_proto.errors import BadArgument
 
 HINT = "kvcache"  # the key of our hints in a request's `kv_transfer_params`
+_WITHOUT_ADAPTERS = Contents()
 
 
-def request_view(request: Any) -> RequestView:
+def request_view(request: Any, contents: Contents = _WITHOUT_ADAPTERS) -> RequestView:
     """Return what is known of a request now."""
     params = getattr(request, "kv_transfer_params", None)
+    content, uncacheable = contents.of(request)
+    lora = getattr(request, "lora_request", None)
     hint, bad_hint = _hint(params) if params else (None, "")
     return RequestView(
         request.request_id,
         request.num_tokens,
         request.num_prompt_tokens,
-        request.block_hashes,
+        contents.hashes(request, content),
         request.all_token_ids,
         bool(getattr(request, "cache_salt", None)),
-        _uncacheable(request),
+        uncacheable,
         bool(getattr(request, "skip_reading_prefix_cache", False)),
         hint,
         bad_hint,
         key=request,
+        adapter=(lora.lora_int_id, lora.lora_name) if lora is not None and not uncacheable else None,
     )
 
 
@@ -38,15 +43,6 @@ def _hint(params: Any) -> tuple[Hint | None, str]:
         return parse_hint(params[HINT]), ""
     except BadArgument as error:
         return None, f"kv_transfer_params, {HINT}: {error}"
-
-
-def _uncacheable(request: Any) -> str:
-    """Say why its hashes do not name content. A cache salt is content: it is in the hashes of all that use it alike."""
-    if getattr(request, "prompt_embeds", None) is not None:
-        return "prompt_embeds"
-    if getattr(request, "mm_features", None):
-        return "multimodal"
-    return "lora" if getattr(request, "lora_request", None) else ""
 
 
 def step_view(output: Any) -> StepView:

@@ -1,4 +1,4 @@
-"""Which blocks are evicted when the pool is full: the policy, fair shares, and what was evicted recently.
+"""Which blocks are evicted when the pool is full: the policy, what blocks are worth, and floors.
 
 It never decides what may be read or written.
 """

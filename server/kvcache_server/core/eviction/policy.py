@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import final
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from itertools import islice
+from typing import Any, final
 
 import msgspec
 
-from kvcache_proto.types import Refusal
-from kvcache_server.core.effects import Effects, Gone
+from kvcache_proto.types import MAX_GROUPS, Refusal
+from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.fair_share import FairShare
-from kvcache_server.core.eviction.ghosts import Ghosts
+from kvcache_server.core.eviction.learner import Learner
+from kvcache_server.core.eviction.ranking import Entry, Ranking
 from kvcache_server.core.extent import Extent
-from kvcache_server.core.index import GONE, Account, Block, Group
+from kvcache_server.core.index import (
+    CLASS_MASK,
+    CLASSES,
+    GOES_FIRST,
+    GONE,
+    Account,
+    Block,
+    Group,
+    Share,
+)
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.sampling import Draw
+from kvcache_server.core.sampling import Draw, Lots
 from kvcache_server.core.slices import LOOK, STEP, Steps
 
 # Why a block was evicted: for another block; the engine's or its namespace's ceiling; slots of another size; a resize;
 # for another block, after an engine had said that nobody needs it again.
 EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "resize", "dropped")
 ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT, RESIZE, DROPPED = EVICTED_FOR
-UNWANTED = 1  # a tick before all others
 _MOST_DROPPED = 16_384  # chains that are remembered as dropped; older ones are evicted in their turn
+
+_MUCH_LESS = 2
+_FEW_TAILS = 16  # blocks of tails that are evicted for one block of the full group
+POLICIES = WORTH, LRU = "worth", "lru"
 
 _LOOKS = 8  # of the coldest and of the latest extents: each costs a walk of all descendants of its blocks,
 _LOOK_BLOCKS = 4096  # or of this many: 16 extents take 10 ms at most
@@ -39,19 +53,38 @@ class Reassign(msgspec.Struct, frozen=True):
 
 
 class Eviction:
-    """Evicts from the accounts that are furthest above their shares."""
+    """Evicts what is worth least, of all accounts above their floors; see worth.py.
 
-    def __init__(self, pool: Pool, limits: Limits, counters: Counter[str], effects: Effects, draw: Draw) -> None:
-        """`draw` decides which evicted blocks are remembered."""
+    A hit counts by its bytes, so what a block is worth per byte does not depend on its size.
+
+    Attributes: `evictions` are evicted blocks by cause, `evicted_unread` those that no lookup had found;
+    `evicted_by_class` those that were asked for once, twice, more often; `declined` counts blocks that were not stored
+    because they were worth less than each block in the pool.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        limits: Limits,
+        counters: Counter[str],
+        effects: Effects,
+        draw: Draw,
+        lots: Lots,
+        policy: str = WORTH,
+    ) -> None:
+        """`draw` and `lots` decide which blocks are sampled. `policy` is WORTH, or LRU to evict by age only."""
         self._pool = pool
         self._counters = counters
         self._effects = effects
-        self._draw = draw
-        self._ghosts: dict[bytes, Ghosts] = {}  # by the group's tag
-        self.fair_share = self._shares = FairShare(pool.capacity, limits.namespace_floor)
+        self.learner = Learner(pool, draw, lots, policy != LRU)
+        self.guard = self.learner.guard
+        self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
+        self.ranking = Ranking(pool, self.fair_share, self.learner)
         self.evictions: Counter[str] = Counter()  # blocks by cause
         self.evicted_unread = 0  # evicted blocks that no lookup had found
-        self._dropped: dict[int, dict[int, Block]] = {}  # unwanted leaves by slot size and id()
+        self.evicted_by_class = [0] * CLASSES
+        self.declined = 0
+        self._dropped: dict[int, OrderedDict[int, Block]] = {}  # leaves that go first, by slot size and id()
         self.retaining = False  # whether an engine retains blocks
         # Ends what an engine retains, before the account loses a block, or is refused one, below its floor.
         self.give_way: Callable[[Account, bool], bool] = lambda account, refused: False
@@ -62,67 +95,164 @@ class Eviction:
         capacity, ceiling = self._pool.capacity, limits.namespace_ceiling
         self.fair_share.set_limits(capacity, limits.namespace_floor)
         self._namespace_ceiling = int(ceiling * capacity) if ceiling < 1 else 0
+        self.ranking.expire()
 
-    def make_room(self, account: Account, fixed: Container[int]) -> tuple[Extent[Block], int] | Refusal | Reassign:
-        """Return a vacant slot, or QUOTA or NO_SPACE, or the Reassign that would free one.
+    def refreshing(self) -> Steps[None]:
+        """Make the worths follow the evidence."""
+        yield from self.learner.refreshing(self.fair_share.accounts)
+        self.ranking.expire()
 
-        `fixed` are slot sizes whose extents cannot be reassigned.
+    def figures(self, now: float) -> Steps[dict[str, Any]]:
+        """Return how it decides, what it found and gave up by class, and the comparison with other caches."""
+        self.learner.learn()
+        guard, names = self.guard, ("once", "twice", "more")
+        return {
+            "by_age": guard.by_age,
+            "switches": guard.switches,
+            "declined_blocks": self.declined,
+            "hit_blocks_by_class": dict(zip(names, self.learner.hits_by_class, strict=True)),
+            "evicted_blocks_by_class": dict(zip(names, self.evicted_by_class, strict=True)),
+            "sampled_blocks": guard.asked_blocks,
+            "sampled_hits": {"pool": guard.pool_hits, "age": guard.age_hits, "worth": guard.worth_hits},
+            "compared": msgspec.structs.asdict((yield from guard.comparing(self.learner.monitor.every, now))),
+        }
+
+    def make_room(
+        self, account: Account, fixed: Container[int], cls: int = 0
+    ) -> tuple[Extent[Block], int] | Refusal | Reassign:
+        """Return a vacant slot for a block of class `cls`, or QUOTA or NO_SPACE, or the Reassign that would free one.
+
+        CLASSES is the class of a block that is stored regardless of its worth.
+
+        `fixed` are slot sizes whose extents cannot be reassigned. NO_SPACE also means that the block is worth less than
+        each block that could be evicted for it; then `declined` has increased.
         """
-        size = account.group.slot_bytes
-        if account.ceiling and account.bytes + size > account.ceiling and not self.evict(account, OWN_CEILING):
+        size, share, ranking = account.group.slot_bytes, account.share, self.ranking
+        if share.ceiling and not self._below_ceiling([share], size, share.ceiling, OWN_CEILING):
             return Refusal.QUOTA
-        if self._namespace_ceiling and not self._below_ceiling(account):
-            return Refusal.QUOTA
+        if self._namespace_ceiling:
+            shares = [each for each in self.fair_share.shares if each.namespace == share.namespace]
+            if not self._below_ceiling(shares, size, self._namespace_ceiling, NAMESPACE_CEILING):
+                return Refusal.QUOTA
         place = self._pool.take(size)
         if place is None and self._dropped:
             place = self._take_dropped(size)
-        if place is not None:
-            return place
-        for excess, victim in self._shares.by_excess():
-            if victim.group.slot_bytes == size:
-                if excess < 0 and self.retaining and victim.bytes and self.give_way(victim, False):
-                    return self.make_room(account, fixed)
-                freed = self.evict(victim, ROOM)
-            else:
-                # A whole extent is reassigned only for more than a few slots, unless the account has none.
-                worth = excess >= self._pool.extent_bytes or (excess > 0 and not account.bytes)
-                if worth and not self.frozen and victim.group.slot_bytes not in fixed:
-                    return Reassign(victim.group.slot_bytes)
-                freed = False
-            if freed:
-                place = self._pool.take(size)
-                if place is not None:
-                    return place
-        return Refusal.NO_SPACE
+        if place is not None or self.frozen:
+            return place or Refusal.NO_SPACE
+        found = ranking.least(size)
+        of_use = cls == CLASSES or share.bytes < share.floor
+        for _ in range(_FEW_TAILS if account.group.tails else 0):
+            # Blocks of this size are freed with those that hang on them, of another size.
+            tail = self._least_tail(account.group, found)
+            if tail is None:
+                break
+            if not of_use and ranking.worth_of_new(account, cls) < tail[0]:
+                self.declined += 1
+                return Refusal.NO_SPACE
+            self._pool.give_back(*self._evicted(ranking.pop(tail), ROOM))
+            place = self._pool.take(size)
+            if place is not None:
+                return place
+            found = ranking.least(size)
+        others = len(ranking.sizes) > (size in ranking.sizes)
+        other = self._to_reassign(account, found, fixed) if others else None
+        least = other or found
+        if least is not None and not of_use and ranking.worth_of_new(account, cls) < least[0]:
+            self.declined += 1
+            return Refusal.NO_SPACE
+        if other is not None:
+            return Reassign(other[4].group.slot_bytes)
+        if found is not None:
+            extent, slot = self._evicted(ranking.pop(found), ROOM)
+            if not extent.closed:
+                return extent, slot  # without a way through the list of vacant slots
+            self._pool.give_back(extent, slot)
+            return self._pool.take(size) or Refusal.NO_SPACE
+        if self.retaining and self.give_way(account, False):
+            return self.make_room(account, fixed, cls)
+        return (self._pool.take(size) if self._evict_from([account], ROOM) else None) or Refusal.NO_SPACE
 
-    def evict(self, account: Account, cause: str) -> bool:
-        """Evict the coldest leaf of `account`; return False if it has none that may be evicted."""
-        block = None if self.frozen else account.pop_coldest()
-        if block is None:
+    def _least_tail(self, group: Group, found: Entry | None) -> Entry | None:
+        """Return the entry of a tail of the same namespace that is worth less than `found`, of another slot size."""
+        least = found
+        for size in {tail.slot_bytes for tail in group.tails if tail.is_tail} - {group.slot_bytes}:
+            entry = self.ranking.least(size)
+            if entry is not None and entry[4].group.namespace == group.namespace and (least is None or entry < least):
+                least = entry
+        return None if least is found else least
+
+    def _to_reassign(self, account: Account, found: Entry | None, fixed: Container[int]) -> Entry | None:
+        """Return the entry of another slot size that is worth less than `found`, if its extents may be reassigned."""
+        least, best = found, None
+        for size in list(self.ranking.sizes):
+            if size != account.group.slot_bytes and size not in fixed:
+                other = self.ranking.least(size)
+                if other is not None and self._has_room(account, other):
+                    return other
+                if other is not None and (least is None or self._is_much_less(other, least)):
+                    # A whole extent is reassigned only for more than a few slots, unless the account has none.
+                    excess = other[4].share.bytes - other[4].share.floor
+                    if excess >= self._pool.extent_bytes or (excess > 0 and not account.share.bytes):
+                        least = best = other
+        return best
+
+    def _has_room(self, account: Account, other: Entry) -> bool:
+        """Whether slots of another size, of the same namespace as `account`, are vacant, as many as an extent has."""
+        if other[4].group.namespace != account.group.namespace:
             return False
-        self._evicted(block, cause)
-        return True
+        return self._pool.has_vacant(other[4].group.slot_bytes)
+
+    def _is_much_less(self, other: Entry, entry: Entry) -> bool:
+        """Whether the leaf of `other`, of another slot size, is worth so much less that its whole extent should go.
+
+        In one namespace, it must be half as much, or twice as old: groups of one model are stored together, and each
+        change of sizes evicts a whole extent.
+        """
+        if other[4].group.namespace != entry[4].group.namespace:
+            return other < entry
+        if other[0] != entry[0]:
+            return -math.inf < other[0] < entry[0] / _MUCH_LESS
+        now = self._pool.tick
+        return now - other[1] > _MUCH_LESS * (now - entry[1])
+
+    def forget_accounts(self, accounts: Collection[Account]) -> None:
+        """Drop what refers to accounts that are gone."""
+        self.ranking.forget()
+        self.learner.forget_shares({account.share for account in accounts})
+
+    def _evict_from(self, accounts: Sequence[Account], cause: str) -> bool:
+        """Evict the block of `accounts` that is worth least; return False if none may be evicted."""
+        if self.frozen:
+            return False
+        least = self.ranking.least_of(accounts)
+        if least is not None:
+            self._pool.give_back(*self._evicted(self.ranking.pop(least), cause))
+            return True
+        for account in accounts:
+            if (block := account.pop_clearing()) is not None:
+                self._pool.give_back(*self._evicted(block, cause))
+                return True
+        return False
 
     def drop(self, leaf: Block) -> None:
-        """Evict `leaf`, whose tick is UNWANTED, before all others, and then the unwanted blocks above it."""
-        leaves = self._dropped.setdefault(leaf.account.group.slot_bytes, {})
+        """Evict `leaf`, whose tick is GOES_FIRST, before all others, and then such blocks above it."""
+        leaves = self._dropped.setdefault(leaf.account.group.slot_bytes, OrderedDict())
         leaves.pop(id(leaf), None)
         leaves[id(leaf)] = leaf
         if len(leaves) > _MOST_DROPPED:
-            del leaves[next(iter(leaves))]
+            leaves.popitem(last=False)
 
     def _take_dropped(self, size: int) -> tuple[Extent[Block], int] | None:
         """Evict a dropped block, if there is one that nobody has used since, and return its slot."""
-        leaves = self._dropped.get(size, {})
-        self._shares.by_excess()  # which notes the accounts' floors
+        leaves = self._dropped.get(size) or OrderedDict()
         while leaves and not self.frozen:
             _, block = leaves.popitem()
             account = block.account
-            if block.tick == UNWANTED and account.bytes > account.floor and account.group.may_go(block):
+            if block.tick == GOES_FIRST and account.share.bytes > account.share.floor and account.group.may_go(block):
                 parent = block.parent
-                self._evicted(block, DROPPED)
-                if parent is not None and parent.tick == UNWANTED:
-                    leaves[id(parent)] = parent
+                self._pool.give_back(*self._evicted(block, DROPPED))
+                if parent is not None and parent.tick == GOES_FIRST:
+                    self.drop(parent)
                 return self._pool.take(size)
         if not leaves:
             self._dropped.pop(size, None)
@@ -166,7 +296,8 @@ class Eviction:
         parent = block.parent
         assert parent is not None
         parent.pins += 1
-        found, _ = self._forget(block)
+        found, _, extent, slot = self._forget(block)
+        self._pool.give_back(extent, slot)
         if found:
             self._effects.gone(block, "cleared")
             self._counters["blocks_cleared"] += 1
@@ -176,54 +307,107 @@ class Eviction:
         parent.account.enter(parent)
         return found, None
 
-    def _evicted(self, block: Block, cause: str) -> None:
-        group = block.account.group
-        found, read = self._forget(block)
+    def _evicted(self, block: Block, cause: str) -> tuple[Extent[Block], int]:
+        """Evict a block, and what is of no use without it; return its slot, which is not in the list of vacant slots
+        yet."""
+        above, group = block.parent, block.account.group
+        place = self._evict(block, cause)
+        if above is not None and group.above.leaf_is_useless and not self.frozen:
+            if group.is_tail:
+                self._evict_rest(group, above, cause)
+            self._evict_useless(above, cause)
+        return place
+
+    def _evict_rest(self, tail: Group, above: Block, cause: str) -> None:
+        """Evict the rest of a window of which the block at `above` has gone, unless it is part of a later one."""
+        rest: list[Block] = []
+        for _ in range(min(tail.spec.reach, STEP)):
+            below = [child for child in islice(above.children(), MAX_GROUPS + 1) if not child.account.group.is_tail]
+            if len(below) != 1 or tail.visible.get(below[0].hash) is None:
+                break
+            above = below[0]
+            rest.append(above)
+        else:
+            return
+        for above in rest:
+            self.evict_tails(above, cause)
+
+    def _evict_useless(self, block: Block, cause: str) -> None:
+        """Evict what hangs on a block, and the block and those above it, as far as no engine can use them any more.
+
+        At most STEP blocks upwards; what is left then goes first.
+        """
+        for _ in range(STEP):
+            above, group = block.parent, block.account.group
+            if above is None:
+                return
+            inner = any(not child.account.group.is_tail for child in islice(block.children(), MAX_GROUPS + 1))
+            if not self._can_continue(block):
+                self.evict_tails(block, cause, inner)
+            if not group.may_go(block):
+                return
+            self._pool.give_back(*self._evict(block, cause))
+            block = above
+
+    @staticmethod
+    def _can_continue(block: Block) -> bool:
+        """Whether an engine could continue after `block`, as far as the last STEP blocks show."""
+        for tail in block.account.group.tails:
+            for above in islice(block.ancestors(), 0 if tail.spec.period else min(tail.spec.reach, STEP)):
+                if above.hash not in tail.visible and above.hash not in tail.pending:
+                    return False
+        return True
+
+    def evict_tails(self, above: Block, cause: str, inner: bool = False) -> None:
+        """Evict the blocks of tails that hang on a block. If it is an `inner` one, windows may still be part of later
+        ones, and stay."""
+        for tail in above.account.group.tails:
+            block = tail.visible.get(above.hash)
+            if block is not None and tail.may_go(block) and not self.frozen and not (inner and tail.spec.reach > 1):
+                self._pool.give_back(*self._evict(block, cause))
+
+    def _evict(self, block: Block, cause: str) -> tuple[Extent[Block], int]:
+        found, read, extent, slot = self._forget(block)
         if found:
-            ghosts = self._ghosts.get(group.tag) or self._ghosts_of(group)
-            lot = ghosts.add(block.hash, block.account)
-            self._effects.changes.append(Gone(block, cause, self._effects.actor, True, lot))
+            self.learner.evicted(block)
+            self._effects.gone(block, cause)
             self.evictions[cause] += 1
+            self.evicted_by_class[block.tick & CLASS_MASK] += 1
             if not read:
                 self.evicted_unread += 1
-            self._shares.evicted(group.slot_bytes)
-
-    def _ghosts_of(self, group: Group) -> Ghosts:
-        geometry = self._pool.geometry
-        slots = geometry.extents * geometry.extent_bytes // group.slot_bytes
-        found = self._ghosts[group.tag] = Ghosts(slots, self._draw)
-        return found
-
-    def missed(self, group: Group, hashes: Sequence[bytes]) -> None:
-        """Note that a lookup asked for `hashes` and found none of them."""
-        ghosts = self._ghosts.get(group.tag)
-        if ghosts is not None:
-            ghosts.missed(hashes)
+        return extent, slot
 
     def forget(self, group: Group) -> None:
-        """Drop the ghosts and leaves of a removed group: they refer to accounts, which refer to the group."""
-        self._ghosts.pop(group.tag, None)
+        """Drop what refers to a removed group, whose accounts are gone already."""
         for size, leaves in list(self._dropped.items()):
-            self._dropped[size] = {key: each for key, each in leaves.items() if each.account.group is not group}
+            left = ((key, each) for key, each in leaves.items() if each.account.group is not group)
+            self._dropped[size] = OrderedDict(left)
             if not self._dropped[size]:
                 del self._dropped[size]
 
-    def _forget(self, block: Block) -> tuple[bool, int]:
-        """Forget a block; return whether lookups could find it, and whether one has."""
+    def _forget(self, block: Block) -> tuple[bool, int, Extent[Block], int]:
+        """Forget a block; return whether lookups could find it, whether one has, and its slot."""
         extent, slot = self._pool.locate(block)
         parent, read = block.parent, extent.read[slot]
+        before = parent.tick if parent is not None else 0
         visible = block.account.group.remove(block)
-        if parent is not None and parent.ref and (read or parent.tick == block.tick):
+        if parent is not None and parent.ref and (read or parent.tick != before):
             self._pool.inherit(parent, read)
-        block.account.bytes -= extent.slot_bytes
-        self._pool.give_back(extent, slot)
-        return visible, read
+        block.account.share.bytes -= extent.slot_bytes
+        self._pool.vacate(extent, slot)
+        return visible, read, extent, slot
 
-    def _below_ceiling(self, account: Account) -> bool:
-        mine = [each for _, each in self._shares.by_excess() if each.group.namespace == account.group.namespace]
-        if sum(each.bytes for each in mine) + account.group.slot_bytes <= self._namespace_ceiling:
-            return True
-        return any(self.evict(each, NAMESPACE_CEILING) for each in mine)
+    def _below_ceiling(self, shares: Sequence[Share], size: int, ceiling: int, cause: str) -> bool:
+        """Evict blocks of `shares` until they have room for `size` more bytes below their `ceiling`.
+
+        If it has been lowered, what exceeds it stays, but does not grow.
+        """
+        ceiling = max(ceiling, sum(share.bytes for share in shares))
+        while sum(share.bytes for share in shares) + size > ceiling:
+            mine = [account for account in self.fair_share.accounts if account.share in shares]
+            if not self._evict_from(mine, cause):
+                return False
+        return True
 
     def idle(self) -> Steps[int | None]:
         """Return an empty extent. If all are in use, empty the coldest one first; None if each is being read or
@@ -272,7 +456,7 @@ class Eviction:
                         if each is not None:
                             if each.pins or not each.visible or extent.busy:
                                 return False  # since it was checked
-                            self._evicted(each, cause)
+                            self._pool.give_back(*self._evicted(each, cause))
                             done += 1
                         if each is None or done % STEP == 0:
                             yield

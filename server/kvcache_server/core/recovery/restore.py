@@ -10,7 +10,22 @@ import numpy.typing as npt
 from kvcache_proto.region import READY
 from kvcache_proto.types import MIN_HASH_BYTES, REF_BYTES, GroupSpec, Verdict
 from kvcache_server.core.extent import Extent
-from kvcache_server.core.index import GONE, HIDDEN, UNQUEUED, Account, Block, Grant, Group, Reservation
+from kvcache_server.core.index import (
+    CLASS_MASK,
+    FIRST_TICK,
+    GOES_FIRST,
+    GONE,
+    HIDDEN,
+    NEXT_TICK,
+    OFTEN,
+    TICKS_PER_SECOND,
+    UNQUEUED,
+    Account,
+    Block,
+    Grant,
+    Group,
+    Reservation,
+)
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.recovery.snapshot import Snapshot
 from kvcache_server.core.registry import Registry
@@ -18,6 +33,7 @@ from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.sessions import Engine, Namespace
 
 Ints = npt.NDArray[np.int64]
+AHEAD = 60  # seconds by which ticks may be ahead of the clock, after bursts of lookups
 
 
 class Restoration:
@@ -35,6 +51,7 @@ class Restoration:
     ) -> None:
         """`quarantine` is for how many seconds the slots of dead writers are not used."""
         self.old = snapshot  # of the previous daemon
+        snapshot.tick = _continued(snapshot.tick, now)
         self._pool, self._registry, self._reservations, self._counters = pool, registry, reservations, counters
         self.now, self.until = now, now + quarantine
         self.groups: list[Group] = []
@@ -80,9 +97,10 @@ class Restoration:
         self.extents: list[Extent[Block]] = []
         for cut, top in zip(self.old.cuts, tops, strict=True):
             extent = pool.adopt(cut.number, cut.slot_bytes, cut.generation, cut.slots, cut.cleared)
-            extent.newest = top
+            extent.newest = top & ~CLASS_MASK
             self.extents.append(extent)
-        pool.tick = max(tops, default=0)
+        pool.set_time(self.now)
+        pool.tick = max([pool.tick, *(top & ~CLASS_MASK for top in tops)])
         self.refs = self._refs()
 
     def _ref(self, position: int) -> bytes:
@@ -101,7 +119,7 @@ class Restoration:
 
     def _account(self, code: int, engine: int) -> Account:
         account = self._registry.account(self.engines[engine], self.groups[code])
-        account.live = False  # until its engine attaches
+        account.share.live = False  # until its engine attaches
         return account
 
     def _show(self) -> None:
@@ -139,10 +157,10 @@ class Restoration:
             parent.child = block
         for block in blocks:  # ordered by last use: a sorted list is a heap
             account = block.account
-            account.bytes += account.group.slot_bytes
+            account.share.bytes += account.group.slot_bytes
             if block.child is None:
-                block.queued = block.tick
-                account.order.append(block)
+                block.queued = tick = block.tick
+                account.orders[tick & CLASS_MASK].heap.append(block)
         self._counters["blocks_recovered"] += len(blocks)
 
     # Blocks that were being written.
@@ -183,7 +201,7 @@ class Restoration:
     def _block(self, position: int) -> Block:
         row = self.old.row[position]
         account = self._account(int(self.old.code[position]), int(row["engine"]))
-        account.bytes += account.group.slot_bytes
+        account.share.bytes += account.group.slot_bytes
         block = Block(HIDDEN, int(self.old.tick[position]), self.old.hash(position), self._ref(position), account)
         self.blocks[position] = block
         self.extents[self.old.extent[position]].blocks[self.old.slot[position]] = block
@@ -191,15 +209,15 @@ class Restoration:
 
     def _grant(self, position: int, block: Block) -> Grant:
         row = self.old.row[position]
-        number, group = int(row["reservation"]), self.groups[self.old.code[position]]
+        number, namespace = int(row["reservation"]), self.groups[self.old.code[position]].namespace
         reservation = self.reservations.get(number)
         engine = int(row["engine"])
-        if reservation is not None and (reservation.group is not group or self.reservers[number] != engine):
+        if reservation is not None and (reservation.namespace != namespace or self.reservers[number] != engine):
             # Such rows only exist if a process wrote where it must not. The slot waits until its writers end.
             number = self._reservations.last = self._reservations.last + 1
             reservation = None
         if reservation is None:
-            reservation = Reservation(number, group, int(row["owner"]), self.old.writers(position), self.now)
+            reservation = Reservation(number, namespace, int(row["owner"]), self.old.writers(position), self.now)
             reservation.writers_number = int(row["writers"])
             self.reservations[number] = reservation
             self.reservers[number] = engine
@@ -237,8 +255,24 @@ class Restoration:
                 reservation.grants = grants
                 engine = self._registry.engines[some.block.account.engine]
                 engine.reservations[number] = reservation
-                engine.writing += reservation.unsettled * reservation.group.slot_bytes
+                engine.writing += sum(grant.extent.slot_bytes for grant in grants if not grant.whole)
                 self._counters["reservations_recovered"] += 1
+
+
+def _continued(ticks: Ints, now: float) -> Ints:
+    """Return ticks of the previous daemon as this one continues them at `now`.
+
+    Those of older releases are only an order, and those from the future are of an engine that wrote where it must not,
+    or of a clock that has started again. Such blocks count as just used, in their order.
+    """
+    end = FIRST_TICK + int(now * TICKS_PER_SECOND)
+    found: Ints = (ticks & ~CLASS_MASK) | np.minimum(ticks & CLASS_MASK, OFTEN)
+    odd = np.flatnonzero(((ticks < FIRST_TICK) & (ticks != GOES_FIRST)) | (ticks > end + AHEAD * TICKS_PER_SECOND))
+    order = odd[np.argsort(ticks[odd], kind="stable")]
+    end = end & ~CLASS_MASK
+    cls = np.where(ticks[order] < FIRST_TICK, 0, found[order] & CLASS_MASK)
+    found[order] = (end + NEXT_TICK * np.arange(1, len(order) + 1)) | cls
+    return found
 
 
 def _unknown_group() -> Group:

@@ -30,7 +30,7 @@ from kvcache_proto.region import (
     slot_size,
     slots_per_extent,
 )
-from kvcache_proto.types import MAX_HASHES
+from kvcache_proto.types import FULL, MAX_HASHES, TAIL
 from kvcache_server.core.journal import Manifest
 
 _ROW = np.dtype(
@@ -204,7 +204,10 @@ class Snapshot:
         parent: Ints = np.full(count, count + 1, np.int64)
         if len(order):
             found = candidates[order[nearest]]
-            matches = (self.row["generation"][found] == wanted) & (self.code[found] == self.code)
+            above, tail = self._above()
+            matches = (self.row["generation"][found] == wanted) & (self.code[found] == above[self.code])
+            alike = (self._words(found) == self._words(np.arange(count))).all(axis=1)
+            matches &= alike | ~tail[self.code]
             parent[matches] = found[matches]
         parent[wanted == 0] = count
         parent[~alive] = count + 1
@@ -215,10 +218,27 @@ class Snapshot:
             self._set(early, DOOMED)
         self.parent = parent
 
+    def _above(self) -> tuple[Ints, Bools]:
+        """Return, by code, that of the group with the parents of its blocks, and whether that is another one.
+
+        The block of a tail has the same hash as its parent."""
+        above, tail = np.arange(len(self.groups)), np.zeros(len(self.groups), np.bool_)
+        for code, key in enumerate(self.groups):
+            groups = self.manifest.namespaces[key[0]].groups if key else ()
+            if key and groups[key[1]].kind == TAIL and groups[0].kind == FULL:
+                tail[code] = True
+                above[code] = self.groups.index((key[0], 0)) if (key[0], 0) in self.groups else -1
+        return above, tail
+
+    def _words(self, positions: Ints) -> npt.NDArray[np.uint64]:
+        """Return the hashes of rows as four words each."""
+        words: npt.NDArray[np.uint64] = self.row["hash"][positions].view("<u8").reshape(-1, 4).astype(np.uint64)
+        return words
+
     def _free_twins(self) -> None:
         """Free READY rows whose hash another row has. They only exist if a process wrote where it must not."""
         ready = np.flatnonzero(self.state == READY)
-        words = self.row["hash"][ready].view("<u8").reshape(-1, 4).astype(np.uint64)
+        words = self._words(ready)
         mixed = self.code[ready].astype(np.uint64)
         for word in range(4):  # a hash of the hashes; equal values are compared in full below
             mixed = (mixed ^ words[:, word]) * _MIX

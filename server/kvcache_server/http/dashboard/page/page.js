@@ -119,6 +119,7 @@ function show({ status, now, host }) {
     ["blocks", `${count(pool.blocks)} found, ${count(pool.blocks_writing)} being written, ${count(pool.blocks_hidden)} waiting for a parent`],
     ["returned to the host", size(pool.given_back_bytes) + (pool.wanted_bytes < pool.bytes ? `, shrinking to ${size(pool.wanted_bytes)}` : "")],
   ]);
+  showCompared(status.eviction);
   const evicted = { ...status.evictions };
   const total = Object.values(evicted).reduce((one, other) => one + other, 0);
   bars("evictions", [...named(evicted, total, "e"), ...(total ? [{ name: "never read", share: status.evicted_unread / total, value: `${count(status.evicted_unread)} (${ratio(status.evicted_unread, total)})`, style: "f" }] : [])], "Nothing has been evicted.");
@@ -143,6 +144,19 @@ function drawCharts() {
   if (!data?.status) return;
   const now = buckets(points, data.now, span);
   CHARTS.forEach((chart) => chart.draw(now, chart === CHARTS[3] ? data.status.pool.bytes : chart.most));
+}
+
+function showCompared({ compared, by_age, declined_blocks }) {
+  const caches = [["hits", "pool", "a"], ["eviction by age would have had", "age", "b"], ["the best possible", "optimum", "d"]];
+  bars("compared", compared.blocks ? caches.map(([name, key, style]) => (
+    { name, share: compared[key] / compared.blocks, value: ratio(compared[key], compared.blocks), style }
+  )) : [], "Nothing has been asked for.");
+  const way = by_age ? "The least recently used blocks are evicted: in the sample, that finds more than eviction by worth."
+    : "The blocks that are worth least are evicted.";
+  tell(id("compared-more"), [
+    ...(compared.blocks ? [`Of the latest ${count(compared.blocks)} requested blocks in a sample. The best possible cache of this size knows the future.`] : []),
+    way, ...(declined_blocks ? [`Blocks not stored, because they were worth less than each cached one: ${count(declined_blocks)}.`] : []),
+  ].join(" "));
 }
 
 const counts = (table, none) => Object.entries(table).map(([name, number]) => `${words(name)} ${count(number)}`).join(", ") || none;

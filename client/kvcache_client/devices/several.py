@@ -1,0 +1,74 @@
+"""Blocks of several layouts in the memory of one device: a device for each layout, and one that stands for them all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from kvcache_client.devices import Device, Job, Memory
+
+
+class SeveralLayouts:
+    """Passes each job to the device of its layout. `devices` are those, by the number of the layout."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.devices = devices
+        self.share(devices[0])
+
+    def share(self, owner: Any) -> None:
+        for device in self.devices:
+            if device is not owner:
+                device.share(owner)
+
+    def register(self, region: Memory) -> None:
+        for device in self.devices:
+            device.register(region)
+
+    def adopt(self, registration: Any) -> None:
+        self.devices[0].adopt(registration)
+        self.share(self.devices[0])
+
+    def registered(self) -> tuple[bool, int]:
+        return self.devices[0].registered()
+
+    def save(self, job: Job) -> None:
+        self.devices[job.layout].save(job)
+
+    def load(self, job: Job) -> None:
+        self.devices[job.layout].load(job)
+
+    def fence(self, blocks: Collection[int]) -> None:
+        for device in self.devices:
+            device.fence(blocks)
+
+    def enter_step(self) -> None:
+        for device in self.devices:
+            device.enter_step()
+
+    def leave_step(self) -> None:
+        for device in self.devices:
+            device.leave_step()
+
+    def poll(self) -> None:
+        for device in self.devices:
+            device.poll()
+
+    def linger(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for device in self.devices:
+            device.linger(max(0.0, until - time.monotonic()))
+
+    def peek(self, address: int, size: int) -> bytes:
+        return self.devices[0].peek(address, size)
+
+    def poke(self, address: int, data: bytes) -> None:
+        self.devices[0].poke(address, data)
+
+    def drain(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        return all(device.drain(max(0.0, until - time.monotonic())) for device in self.devices)
+
+    def close(self) -> None:
+        for device in reversed(self.devices):  # the first one's page-locked memory is that of all
+            device.close()

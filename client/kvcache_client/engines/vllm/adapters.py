@@ -1,0 +1,254 @@
+"""Which weights a LoRA adapter has that an engine's ranks have loaded: a digest of its files.
+
+vLLM's hashes name an adapter, from 0.32 on with its path. The ranks load its files when they need them: with
+`add_lora`, in the first step of a request, and again after others took its place. No hook of a connector says so. A
+digest of the files is therefore one of what ranks have only while the files are as they were before vLLM first loaded
+them. `Adapters` looks at them (inodes, sizes, times) when vLLM first names an adapter, and again for each new request.
+
+An adapter is left alone for as long as the engine lives once that is in doubt:
+
+- Its files have changed. The ranks may have the old ones or the new ones, and the engine's own prefix cache has blocks
+  of both under the same hashes.
+- It was to be loaded in place (`load_inplace`): from then on, ranks load it again and again.
+- What stands for it in vLLM, its number or what is in the hashes, has stood for another one.
+- Its path is no folder of this host, such as the name of a repository: each load may bring another commit.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from kvcache_client.engines.vllm import compat
+
+logger = logging.getLogger("vllm.kvcache")
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # vLLM loads the first that is there
+ADAPTERS = 1 << 16  # of one engine; with more, all are left alone
+FIRST_LOOK = 1.0  # seconds that the engine waits for it; vLLM is about to read these files in the same place
+PATIENCE = 0.05  # seconds that it waits for a later look, as for the daemon
+LOOK_AGAIN = 0.002  # seconds between two looks: requests that wait are asked about in each step
+READING = 0.05  # seconds that the first request waits for the digest; vLLM loads these files in the same step
+_CHUNK = 1 << 20
+# What else of vLLM's configuration decides what an adapter's weights do.
+_FACTS = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
+
+_watched: weakref.WeakSet[Adapters] = weakref.WeakSet()  # those that learn of `add_lora`
+
+
+class Adapters:
+    """Of one engine. Called by its scheduler's thread, which waits for a file no longer than the constants say."""
+
+    def __init__(self, config: Any, doubt: Callable[[set[int]], None]) -> None:
+        """`config` is the engine's `lora_config`: the very object, by which it is recognized.
+
+        `doubt` is called with the numbers of an adapter when its digest may no longer be that of what the ranks have:
+        what its running requests compute from now on is of unknown content.
+        """
+        self.config = config
+        self._facts = repr([(name, str(getattr(config, name, None))) for name in _FACTS])
+        self._doubt = doubt
+        self._files: dict[tuple[str, bool], _Files] = {}
+        self._claims: dict[object, _Files] = {}  # what stands for an adapter in vLLM
+        self._looks, self._reads = _Reader("looks"), _Reader("reads")
+        self._hears = _hear_of_loads(self)
+
+    def digest(self, lora: Any) -> tuple[bytes, str]:
+        """Return the digest of an adapter, or b"" and why the blocks of its requests are left alone."""
+        files = self._claim(lora)
+        if files is None or files.doubtful:
+            return b"", "lora"
+        now = time.monotonic()
+        if now - files.looked_at > LOOK_AGAIN:
+            files.current, files.looked_at = self._look(files, PATIENCE), now
+        if files.changed:
+            self._distrust(files, "its files have changed, or are not in a folder of this host")
+            return b"", "lora"
+        if not files.awaited:
+            files.awaited = True
+            files.read.wait(READING)
+        return (files.digest, "") if files.current and files.digest else (b"", "lora_unread")
+
+    def loading(self, lora: Any) -> None:
+        """Note that the ranks are about to load an adapter."""
+        self._claim(lora)
+
+    def _claim(self, lora: Any) -> _Files | None:
+        """Return the files of an adapter. Where vLLM has named others in the same way, both are in doubt from now."""
+        if not self._hears:
+            return None
+        source = (os.path.abspath(os.path.expanduser(lora.lora_path)), bool(getattr(lora, "is_3d_lora_weight", False)))
+        files = self._files.get(source)
+        if files is None:
+            if len(self._files) >= ADAPTERS:
+                self._hears = False
+                return None
+            files = self._files[source] = _Files(source[0], f"{self._facts}{source[1]}")
+            if not self._look(files, FIRST_LOOK):
+                files.changed = True  # for all that is known: it may be loaded before they are looked at
+            self._reads.do(files.take_digest)
+        files.numbers.add(lora.lora_int_id)
+        for claim in (lora.lora_int_id, compat.lora_in_hashes(lora)):
+            holder = self._claims.setdefault(claim, files)
+            if holder is not files:
+                self._distrust(holder, "its number or name has stood for another one")
+                self._distrust(files, "its number or name has stood for another one")
+        if lora.load_inplace:
+            self._distrust(files, "it was to be loaded in place")
+        elif getattr(lora, "tensorizer_config_dict", None):
+            self._distrust(files, "vLLM loads it with tensorizer")
+        return files
+
+    def _look(self, files: _Files, patience: float) -> bool:
+        """Return whether its files were looked at within so many seconds."""
+        done = threading.Event()
+
+        def look() -> None:
+            files.look()
+            done.set()
+
+        self._looks.do(look)
+        return done.wait(patience)
+
+    def _distrust(self, files: _Files, why: str) -> None:
+        if not files.doubtful:
+            files.doubtful = True
+            logger.warning("blocks of the LoRA adapter %s are neither saved nor loaded: %s", files.folder, why)
+            self._doubt(files.numbers)
+
+
+class _Files:
+    """The files of one adapter.
+
+    Attributes:
+        numbers: what vLLM calls the adapter.
+        digest: b"" while it is not known.
+        read: set once it is known, or never will be.
+        changed: whether they are not, or are not known to be, what they were when they were first looked at.
+        doubtful: whether the ranks may have others.
+        looked_at: when they were looked at last, for a request.
+        current: whether that look came in time.
+        awaited: whether a request has waited for the digest.
+    """
+
+    def __init__(self, folder: str, facts: str) -> None:
+        self.folder = folder
+        self._facts = facts
+        self._first: object = None
+        self.numbers: set[int] = set()
+        self.digest = b""
+        self.read = threading.Event()
+        self.changed = self.doubtful = self.current = self.awaited = False
+        self.looked_at = 0.0
+
+    def look(self) -> None:
+        """Compare them with what they were first."""
+        try:
+            now = _signature(self.folder)
+        except OSError as error:
+            logger.debug("the LoRA adapter in %s cannot be looked at: %s", self.folder, error)
+            now = None
+        if now is None or (self._first is not None and now != self._first):
+            self.changed = True
+        elif self._first is None:
+            self._first = now
+
+    def take_digest(self) -> None:
+        """Read them."""
+        if not self.changed:
+            try:
+                found = _digest(self.folder, self._facts)
+                self.look()
+                self.digest = b"" if self.changed else found
+            except OSError as error:
+                logger.debug("the LoRA adapter in %s cannot be read: %s", self.folder, error)
+                self.changed = True
+        self.read.set()
+
+
+class _Reader:
+    """Does what touches files, in a thread that may hang where their file system does."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"kvcache-adapters-{name}"
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._jobs.put, None)
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Have `job` done after those before it. It must not raise."""
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
+            self._thread.start()
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+
+
+def _signature(folder: str) -> tuple[Any, ...] | None:
+    """Return what changes whenever the files that vLLM would load do; None where there is no adapter."""
+    found: list[tuple[int, ...] | None] = []
+    for name in (CONFIG, *WEIGHTS):
+        try:
+            facts = os.stat(os.path.join(folder, name))
+        except (FileNotFoundError, NotADirectoryError):
+            found.append(None)
+            continue
+        found.append((facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns))
+    return tuple(found) if found[0] is not None and any(found[1:]) else None
+
+
+def _digest(folder: str, facts: str) -> bytes:
+    """Return a digest of the whole files. Fine-tuning may change a few values, which samples would miss."""
+    digest = hashlib.blake2b(facts.encode(), digest_size=32)
+    weights = [path for name in WEIGHTS if (path := Path(folder, name)).is_file()]
+    for path in (Path(folder, CONFIG), *weights[:1]):
+        digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb", buffering=0) as data:
+            while chunk := data.read(_CHUNK):
+                digest.update(chunk)
+    return digest.digest()
+
+
+def _hear_of_loads(adapters: Adapters) -> bool:
+    """Have `loading` called before ranks load an adapter because of `add_lora`; return whether that can be done."""
+    try:
+        from vllm.v1.engine.core import EngineCore
+
+        if not hasattr(EngineCore.add_lora, "_kvcache_hears"):
+            EngineCore.add_lora = _heard(EngineCore.add_lora)
+    except (ImportError, AttributeError) as error:
+        logger.warning("requests with LoRA adapters are left alone: %s", error)
+        return False
+    _watched.add(adapters)
+    return True
+
+
+def _heard(add_lora: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(add_lora)
+    def wrapped(core: Any, lora_request: Any) -> Any:
+        every = list(_watched)
+        # The instance's id does not tell: it may change once the engine has started.
+        for adapters in [each for each in every if each.config is core.vllm_config.lora_config] or every:
+            try:
+                adapters.loading(lora_request)
+            except Exception:  # vLLM loads it in any case
+                logger.exception("requests with LoRA adapters are left alone")
+                adapters._hears = False
+        return add_lora(core, lora_request)
+
+    wrapped._kvcache_hears = True  # type: ignore[attr-defined]
+    return wrapped

@@ -1,0 +1,218 @@
+"""Pure: vLLM's KV cache groups, as the groups that the daemon knows.
+
+vLLM splits layers of one kind into several groups, so that all groups have pages of one size. A namespace has one group
+of each kind instead: layers with attention to all tokens, layers with windows of one size, states, and attention to
+chunks. A slot contains, for the same tokens, the blocks of all groups of vLLM that are merged in it. All groups have
+slots of the same number of tokens: a multiple of every block size, because prefix hits of vLLM end there, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kvcache_client.engines.vllm import compat
+from kvcache_client.scheduler.groups import Group, Table
+from kvcache_proto.errors import ConfigError
+from kvcache_proto.types import FULL, MAX_GROUPS, MAX_REACH, TAIL, GroupSpec
+
+# Subclasses of what is served that need something else, and kinds that have no blocks for all tokens.
+_NOT_SERVED = {"RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec"}
+_KINDS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
+_STATE = "MambaSpec"
+
+
+class Member(NamedTuple):
+    """A group of vLLM.
+
+    Attributes:
+        number: its position among vLLM's groups.
+        kind: name of the class in `_KINDS` that its specification is, or comes from.
+        spec: of its first layer: the scheduler sees no other.
+        block_tokens: tokens of its blocks.
+        block_bytes: what one rank stores for one of its blocks, without padding.
+        layers: their names.
+    """
+
+    number: int
+    kind: str
+    spec: Any
+    block_tokens: int
+    block_bytes: int
+    layers: tuple[str, ...]
+
+    @property
+    def kept(self) -> int:
+        """Return how many of the tokens before the next one a window reads, or retains; 0 for other kinds."""
+        if self.kind != "SlidingWindowSpec":
+            return 0
+        return int(self.spec.sliding_window) - 1 + int(getattr(self.spec, "extra_retained_tokens", 0))
+
+    @property
+    def chunk(self) -> int:
+        return int(self.spec.attention_chunk_size) if self.kind == "ChunkedLocalAttentionSpec" else 0
+
+
+class Merged(NamedTuple):
+    """A group of the namespace, and the members in its slots, in their order."""
+
+    group: Group
+    members: tuple[Member, ...]
+
+
+def is_plain(kv_cache_config: Any) -> bool:
+    """Return whether there is one group, of attention to all tokens."""
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and kind_of(first_spec(groups[0])) == "FullAttentionSpec"
+
+
+def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return why these groups cannot be cached, "" where they can."""
+    groups = kv_cache_config.kv_cache_groups
+    for group in groups:
+        kind = kind_of(first_spec(group))
+        for spec in layer_specs(group.kv_cache_spec):
+            if not getattr(spec, "prefix_cacheable", True) and not getattr(spec, "prefix_replay_tokens", 0):
+                continue  # scratch memory of a request, which vLLM does not cache either
+            if not kind_of(spec) or kind_of(spec) != kind:
+                return f"{type(spec).__name__}: this version does not cache it"
+            if getattr(spec, "prefix_replay_tokens", 0):
+                return f"{type(spec).__name__} with bounded replay: this version does not cache it"
+        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+            return "KV cache groups in host memory: this version does not cache them"
+    if is_plain(kv_cache_config):
+        return ""
+    if not compat.places_layers(kv_cache_config):
+        return (
+            f"{_names(groups)}: before vLLM 0.32, a load that fails ends an engine with other groups than one of full "
+            "attention"
+        )
+    members = list(_members(kv_cache_config))
+    if not members:
+        return "no KV cache group takes part in vLLM's prefix caching"
+    drafter = vllm_config.speculative_config
+    if drafter is not None and compat.reads_next_token(drafter):
+        return f"a drafter that reads the next token, beside {_names(groups)}: this version does not cache that"
+    hashed = hash_tokens(kv_cache_config)
+    for member in members:
+        if member.kind == _STATE and str(getattr(member.spec, "mamba_cache_mode", "none")) != "align":
+            return "states at block boundaries only exist with --mamba-cache-mode align"
+        if member.block_tokens % hashed:
+            return f"hashes of {hashed} tokens for blocks of {member.block_tokens}"
+        if member.kind == _STATE and member.block_tokens != hashed:
+            return f"states within blocks: hashes of {hashed} tokens for blocks of {member.block_tokens}"
+    return ""
+
+
+def hash_tokens(kv_cache_config: Any) -> int:
+    """Return the tokens of a block hash."""
+    return compat.hash_block_size(kv_cache_config) or math.gcd(*_block_sizes(kv_cache_config))
+
+
+def boundary_tokens(kv_cache_config: Any) -> int:
+    """Return the tokens between two boundaries at which blocks of all groups end."""
+    return math.lcm(*_block_sizes(kv_cache_config))
+
+
+def has_states(kv_cache_config: Any) -> bool:
+    """Return whether there are states: these exist at few boundaries, and each has to be one of ours."""
+    return any(kind_of(first_spec(group)) == _STATE for group in kv_cache_config.kv_cache_groups)
+
+
+def merged_groups(kv_cache_config: Any, slot_tokens: int) -> list[Merged]:
+    """Return the groups of the namespace: that of full attention first, the tails in the order of vLLM's groups.
+
+    Raises ConfigError for what the protocol does not allow.
+    """
+    found: dict[tuple[str, int, int], list[Member]] = {}
+    for member in sorted(_members(kv_cache_config), key=lambda member: member.kind != _KINDS[0]):
+        found.setdefault((member.kind, member.kept, member.chunk), []).append(member)
+    if len(found) > MAX_GROUPS:
+        raise ConfigError(f"{len(found)} kinds of KV cache groups: at most {MAX_GROUPS}")
+    return [_merge(kind, kept, chunk, tuple(members), slot_tokens) for (kind, kept, chunk), members in found.items()]
+
+
+def group_spec(merged: Merged, slot_tokens: int, shards: int) -> GroupSpec:
+    """Return the group with the bytes of its slots."""
+    group = merged.group
+    size = sum(table.blocks * member.block_bytes for table, member in zip(group.tables, merged.members, strict=True))
+    kind = TAIL if group.reach else FULL
+    return GroupSpec(slot_tokens, size if shards == 1 else (size,) * shards, kind, group.reach, group.period)
+
+
+def kind_of(spec: Any) -> str:
+    """Return which of the kinds that are served a layer's specification is, "" where it is none."""
+    names = {cls.__name__ for cls in type(spec).__mro__}
+    return "" if names & _NOT_SERVED else next((kind for kind in _KINDS if kind in names), "")
+
+
+def layer_specs(spec: Any) -> Iterator[Any]:
+    """Yield the specifications of a group's layers that are known here."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    if inner is None:
+        yield spec
+    else:
+        yield from inner.values()
+
+
+def first_spec(group: Any) -> Any:
+    return next(layer_specs(group.kv_cache_spec))
+
+
+def _merge(kind: str, kept: int, chunk: int, members: tuple[Member, ...], slot_tokens: int) -> Merged:
+    reach = period = 0
+    if kind == "SlidingWindowSpec":
+        reach = max(1, -(-kept // slot_tokens))
+    elif kind == _STATE:
+        reach = 1
+    elif chunk:
+        if chunk % slot_tokens:
+            raise ConfigError(
+                f"attention to chunks of {chunk} tokens, which is no multiple of block_size {slot_tokens}"
+            )
+        reach = period = chunk // slot_tokens
+    if reach > MAX_REACH:
+        raise ConfigError(f"a window of {reach} cached blocks: at most {MAX_REACH}; a larger block_size has fewer")
+    tables = []
+    for member in members:
+        blocks = slot_tokens // member.block_tokens
+        if kind == _STATE:
+            blocks = 1
+        elif kept and reach == 1:  # only the end of a slot is ever read
+            blocks = min(blocks, -(-kept // member.block_tokens))
+        tables.append(Table(member.number, member.block_tokens, blocks))
+    return Merged(Group(tuple(tables), reach, period, kept, chunk, kind == _STATE), members)
+
+
+def _members(kv_cache_config: Any) -> Iterator[Member]:
+    """Yield the groups that take part in vLLM's prefix caching."""
+    pages = compat.page_bytes(kv_cache_config)
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not getattr(group.kv_cache_spec, "prefix_cacheable", True) or not group.layer_names:
+            continue
+        spec = first_spec(group)
+        layers = tuple(group.layer_names)
+        yield Member(number, kind_of(spec), spec, int(spec.block_size), _block_bytes(spec, layers, pages), layers)
+
+
+def _block_bytes(spec: Any, layers: tuple[str, ...], pages: dict[str, int]) -> int:
+    """Return the bytes of all layers in one block. Pages may be padded, if the layers are alike; that is left out."""
+    if hasattr(spec, "shapes"):
+        states = zip(spec.shapes, spec.dtypes, strict=True)
+        return len(layers) * sum(int(math.prod(shape)) * int(dtype.itemsize) for shape, dtype in states)
+    sizes = [pages[name] for name in layers]
+    if set(sizes) == {int(spec.page_size_bytes)}:
+        return len(layers) * int(spec.real_page_size_bytes)
+    return sum(sizes)
+
+
+def _block_sizes(kv_cache_config: Any) -> list[int]:
+    groups = kv_cache_config.kv_cache_groups
+    some = [each for each in groups if getattr(each.kv_cache_spec, "prefix_cacheable", True)]
+    return [int(first_spec(group).block_size) for group in some or groups]
+
+
+def _names(groups: Any) -> str:
+    names = ", ".join(dict.fromkeys(type(first_spec(group)).__name__ for group in groups))
+    return f"{len(groups)} KV cache groups ({names})" if len(groups) > 1 else names

@@ -1,0 +1,74 @@
+"""Where a rank's device blocks lie in the slots of a group. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+
+class RankTable(NamedTuple):
+    """A KV cache group of the engine, in the slots of a cached group.
+
+    Attributes:
+        layers: names of its layers.
+        block_bytes: what the rank stores for one of its blocks.
+        blocks: how many of its blocks are in a slot.
+    """
+
+    layers: tuple[str, ...]
+    block_bytes: int
+    blocks: int
+
+
+class Piece(NamedTuple):
+    """What one job copies: device blocks of one layout, and the offset of each in the region."""
+
+    layout: int
+    blocks: Numbers
+    offsets: Numbers
+
+
+class Places:
+    """Of one group: a slot contains the blocks of each table in turn, `columns` in all, of `bytes` bytes."""
+
+    def __init__(self, begin: int, tables: Sequence[tuple[int, int, int]]) -> None:
+        """The rank's shard begins at `begin` of a slot. A table is (layout, bytes of a block, blocks in a slot)."""
+        inside: list[int] = []
+        layouts: list[int] = []
+        at = begin
+        for layout, size, count in tables:
+            inside += range(at, at + size * count, size)
+            layouts += [layout] * count
+            at += size * count
+        self.begin, self.bytes, self.columns = begin, at - begin, len(inside)
+        self._inside: Numbers = np.array(inside, np.int64)
+        self._layouts = {layout: np.flatnonzero(np.array(layouts) == layout) for layout in dict.fromkeys(layouts)}
+
+    def cut(self, slots: npt.NDArray[np.integer], blocks: Sequence[int], skip: int = 0) -> list[Piece]:
+        """Return the copies between `slots`, by their offsets, and `blocks`, in the order of the slots.
+
+        The first `skip` blocks of the slots are not among `blocks`.
+        """
+        offsets = slots.astype(np.int64)[:, None] + self._inside
+        numbers = np.array(blocks, np.int64)
+        if len(self._layouts) == 1:
+            (layout,) = self._layouts
+            return [Piece(layout, numbers, offsets.ravel()[skip : skip + len(numbers)])]
+        numbers = numbers.reshape(-1, self.columns)
+        cuts = ((layout, numbers[:, some].ravel(), offsets[:, some].ravel()) for layout, some in self._layouts.items())
+        return [Piece(*each) for each in cuts if len(each[1])]
+
+
+def without_nulls(pieces: Sequence[Piece]) -> list[Piece]:
+    """Leave out copies of block 0, which stands for none in an engine with several groups."""
+    found = []
+    for layout, blocks, offsets in pieces:
+        there = blocks != 0
+        if there.any():
+            found.append(Piece(layout, blocks[there], offsets[there]))
+    return found

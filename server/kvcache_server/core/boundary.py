@@ -1,0 +1,78 @@
+"""Where an engine may continue: the longest prefix of which each group has what that takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvcache_proto.types import GroupSpec
+from kvcache_server.core.index import Block, Group
+from kvcache_server.core.slices import LOOK, STEP, Steps
+
+
+def boundary(tails: Sequence[Group], hashes: Sequence[bytes], most: int, start: int) -> Steps[tuple[int, list[Block]]]:
+    """Return the largest number of blocks, at most `most`, after which an engine may continue, and the tails' blocks
+    that it needs for that, tail after tail in prompt order.
+
+    It has the first `start` blocks itself. If there is no number above that, returns 0 and no blocks.
+    """
+    while most > start:
+        found = _blocks(tails, hashes, most, start)
+        if found is not None:
+            return most, found
+        most = yield from last_end([(tail.spec, tail.visible.__contains__) for tail in tails], hashes, most, start)
+    return 0, []
+
+
+def _blocks(tails: Sequence[Group], hashes: Sequence[bytes], end: int, start: int) -> list[Block] | None:
+    """Return the blocks of `tails` that an engine needs to continue after `end` blocks, None if one is missing."""
+    found: list[Block] = []
+    try:
+        for tail in tails:
+            first = max(start, end - tail.spec.needed(end))
+            found += map(tail.visible.__getitem__, hashes[first:end])
+    except KeyError:
+        return None
+    return found
+
+
+def last_end(
+    tails: Sequence[tuple[GroupSpec, Callable[[bytes], bool]]], hashes: Sequence[bytes], most: int, start: int
+) -> Steps[int]:
+    """Return the largest number of blocks, at most `most`, for which `tails` have what it takes; at least `start`.
+
+    The tails are given by what they need, and what they have. In slices: what they have may change in between.
+    """
+    have = []
+    for _, has in tails:
+        flags = b""
+        for at in range(start, most, LOOK):
+            if at > start:
+                yield
+            flags += bytes(map(has, hashes[at : min(at + LOOK, most)]))
+        have.append(flags)
+    end, before, looks = most, most + 1, 0
+    while end < before:
+        before = end
+        for (spec, _), flags in zip(tails, have, strict=True):
+            while (lower := _lower(spec, flags, end, start)) < end:
+                end = lower
+                looks += 1
+                if looks % STEP == 0:
+                    yield
+    return end
+
+
+def _lower(spec: GroupSpec, flags: bytes, end: int, start: int) -> int:
+    """Return `end` if one tail has what it takes to continue after `end` blocks, else a lower number to try next.
+
+    `flags[at]` is whether the tail has block `start + at`. No number between that and `end` would do.
+    """
+    inside = end - start
+    missing = flags.rfind(0, 0, inside)
+    if missing < inside - min(spec.needed(end), inside):
+        return end
+    lower = start + missing
+    if missing and spec.needed(lower) and not flags[missing - 1]:
+        last = flags.rfind(1, 0, missing)  # passes over all that is missing before it
+        lower = max(start + last + 1, lower - lower % spec.period if spec.period else start)
+    return lower

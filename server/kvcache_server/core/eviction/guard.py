@@ -1,0 +1,125 @@
+"""Two small caches of a sample of the blocks: one evicts by worth, one by age. Pure.
+
+They show which is better for what engines ask now. As long as that is age, the pool evicts by age: what was learned may
+be about requests that have changed since, or about too few of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection
+
+from kvcache_server.core.eviction.window import Comparison, Window
+from kvcache_server.core.eviction.worth import BINS, Worths, bin_of, one_off
+from kvcache_server.core.index import CLASS_MASK, CLASSES, Share
+from kvcache_server.core.slices import Steps
+
+PROMPTS = 4  # by which one must lead before the pool changes over to it: most prompts hit, or miss, as a whole
+_SMOOTH = 256  # lookups over which the mean size of prompts is taken
+
+
+class Guard:
+    """Attributes: `by_age` is whether age is better. `asked_blocks` counts the sampled blocks that were asked for,
+    `pool_hits`, `age_hits` and `worth_hits` those that the pool and each cache have found.
+
+    The `lead` is by how many hits age is ahead, but never below 0 or above PROMPTS prompts. `by_age` changes where it
+    gets to the other end. So what one has gained long ago does not excuse what it loses now.
+    """
+
+    def __init__(self, worths: Worths, slots: int) -> None:
+        self._worths = worths
+        self._by_age: OrderedDict[bytes, Share] = OrderedDict()
+        self._once: dict[Share, OrderedDict[bytes, None]] = {}  # blocks in it that were asked for once
+        self._by_worth: dict[bytes, tuple[int, Share]] = {}
+        self._orders: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(CLASSES)]
+        self.by_age = False
+        self.lead = 0.0
+        self._prompt = 1.0  # sampled blocks per lookup
+        self.asked_blocks = self.pool_hits = self.age_hits = self.worth_hits = self.switches = 0
+        self._window = Window()
+        self.resize(slots)
+
+    def resize(self, slots: int) -> None:
+        """Let each cache have `slots` slots; the sample may be another one from now on."""
+        self._slots = slots
+        self._window.clear()
+
+    def note_prompt(self, blocks: float) -> None:
+        """Note that a lookup asked for so many blocks of the sample, on average."""
+        self._prompt += (blocks - self._prompt) / _SMOOTH
+
+    def asked(self, name: bytes, tick: int, now: int, share: Share, in_pool: bool) -> None:
+        """Look a block up in both caches, and store it if it is not there; see Monitor.asked."""
+        self.asked_blocks += 1
+        cls = tick & CLASS_MASK
+        old = self._drop_by_age(name)
+        self._by_age[name] = share
+        if not cls:
+            self._once.setdefault(share, OrderedDict())[name] = None
+        while len(self._by_age) > self._slots:
+            self._drop_by_age(self._oldest())
+        entry = self._by_worth.pop(name, None)
+        if entry is not None:
+            del self._orders[entry[0] & CLASS_MASK][name]
+        if entry is not None or self._make_room(cls, now, share):
+            self._by_worth[name] = tick, share
+            self._orders[cls][name] = None
+        self.pool_hits += in_pool
+        self.age_hits += old
+        self.worth_hits += entry is not None
+        self._window.add(name, in_pool, old, entry is not None)
+        most = PROMPTS * self._prompt
+        self.lead = min(max(self.lead + old - (entry is not None), 0.0), most)
+        if self.lead == (0.0 if self.by_age else most):
+            self.by_age = not self.by_age
+            self.switches += 1
+
+    def _drop_by_age(self, name: bytes) -> bool:
+        """Remove the block from the cache by age; return whether it was there."""
+        share = self._by_age.pop(name, None)
+        if share is not None and share in self._once:
+            self._once[share].pop(name, None)
+            if not self._once[share]:
+                del self._once[share]
+        return share is not None
+
+    def _oldest(self) -> bytes:
+        """Return the block that goes next in the cache by age."""
+        for share, names in self._once.items():
+            if one_off(share, 0):
+                return next(iter(names))
+        return next(iter(self._by_age))
+
+    def _make_room(self, cls: int, now: int, share: Share) -> bool:
+        """Evict what is worth least; return False if that is the new block."""
+        table, entries = self._worths.table, self._by_worth
+        while len(entries) >= self._slots:
+            least, victim, of = math.inf, b"", 0
+            for order_cls, order in enumerate(self._orders):
+                if order:
+                    name = next(iter(order))
+                    tick, owner = entries[name]
+                    worth = table[order_cls * BINS + bin_of(now - tick)]
+                    if order_cls == 0:
+                        worth *= owner.factor
+                    if worth < least:
+                        least, victim, of = worth, name, order_cls
+            new = table[cls * BINS]
+            if (new if cls else new * share.factor) < least:
+                return False
+            del self._orders[of][victim], entries[victim]
+        return True
+
+    def comparing(self, one_in: int, now: float) -> Steps[Comparison]:
+        """Compare the pool with both caches and the best possible one, over the latest blocks of the sample, which has
+        one in `one_in` blocks; `now` is in seconds."""
+        return self._window.compare(self._slots, one_in, now)
+
+    def forget(self, shares: Collection[Share]) -> None:
+        """Drop the blocks of shares that are gone."""
+        for name in [name for name, share in self._by_age.items() if share in shares]:
+            self._drop_by_age(name)
+        for name in [name for name, (_, share) in self._by_worth.items() if share in shares]:
+            tick, _ = self._by_worth.pop(name)
+            del self._orders[tick & CLASS_MASK][name]

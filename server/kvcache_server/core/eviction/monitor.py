@@ -1,0 +1,78 @@
+"""Watches a sample of the blocks that are asked for, cached or not: when they are asked for again, and what two small
+caches would have found. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from kvcache_server.core.eviction.guard import Guard
+from kvcache_server.core.eviction.worth import Worths
+from kvcache_server.core.index import Share
+
+WATCHED, FEWEST = 8192, 1024  # blocks, at most and if possible at least
+STRIDE = 128  # tokens of a prompt between two blocks that may be watched
+SPACING = 2048  # tokens, if possible, that each watched block stands for
+REACH = 4  # capacities of the pool that the watched blocks stand for
+
+
+class Monitor:
+    """`every` is a power of two: one block in so many is watched, by its depth and keyed hash."""
+
+    def __init__(self, worths: Worths) -> None:
+        self._worths = worths
+        self._watched: OrderedDict[bytes, tuple[int, Share]] = OrderedDict()
+        self.guard = Guard(worths, 1)
+        self.resize(1, 1)
+
+    def resize(self, slots: int, block_tokens: int) -> None:
+        """Watch blocks of a pool with `slots` slots, most of them with `block_tokens` tokens."""
+        self.every = 1
+        while self._next_is_enough(slots, block_tokens):
+            self.every *= 2
+        self._room = max(REACH * slots // self.every, 1)
+        self.guard.resize(max(slots // self.every, 1))
+
+    def _next_is_enough(self, slots: int, block_tokens: int) -> bool:
+        """Whether twice as many blocks per watched one are still few enough."""
+        watched = REACH * slots // (2 * self.every)
+        return watched >= WATCHED // 2 or (watched >= FEWEST and 2 * self.every * block_tokens <= SPACING)
+
+    def steps(self, block_tokens: int) -> tuple[int, int]:
+        """Return how many blocks of a prompt apart those are of which some are watched, and one in how many of these
+        is; both are powers of two."""
+        step = 1
+        while step < self.every and step * block_tokens * 2 <= STRIDE:
+            step *= 2
+        return step, self.every // step
+
+    def asked(self, name: bytes, tick: int, now: int, share: Share, in_pool: bool) -> None:
+        """Note that a block of the sample was asked for. `tick` has the time and its class from now on; `share` is
+        that of the block, or if it is not cached (`in_pool`), of the engine that asks.
+
+        A hash that was asked for in another namespace as well is the other namespace's: it is not asked for again.
+        """
+        watched = self._watched
+        last = watched.get(name)
+        if last is not None:
+            if last[1].namespace != share.namespace:
+                return
+            self._worths.returned(last[0], now, last[1])
+            watched.move_to_end(name)
+        while len(watched) > self._room - (last is None) and watched:
+            _, (before, owner) = watched.popitem(last=False)
+            self._worths.given_up(before, now, owner)
+        watched[name] = (tick, share)
+        self.guard.asked(name, tick, now, share, in_pool)
+
+    def watched(self) -> list[tuple[int, Share]]:
+        return list(self._watched.values())
+
+    def forget(self, shares: Collection[Share]) -> None:
+        """Stop watching the blocks of shares that are gone."""
+        for name in [name for name, (_, share) in self._watched.items() if share in shares]:
+            del self._watched[name]
+        self.guard.forget(shares)
+
+    def __len__(self) -> int:
+        return len(self._watched)

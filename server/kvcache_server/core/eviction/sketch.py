@@ -1,0 +1,74 @@
+"""How often blocks were asked for that are not cached. Pure.
+
+A lookup's misses are counted together, by numpy: some 0.05 us per block, and 20 us per lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache_server.core.index import OFTEN
+from kvcache_server.core.sampling import LotArray
+
+MOST = 3  # asks that are counted
+_MARK_BITS = 14  # of a lot, stored with the count
+_MARK = np.uint64((1 << _MARK_BITS) - 1)
+_HALF = np.uint64(32)
+
+
+class Sketch:
+    """The counts, 0 to MOST, in a table with two bytes per cell.
+
+    It is direct-mapped and overwritten. With each count it stores 14 bits of the block's lot: wrong answers are rare.
+    """
+
+    __slots__ = ("_cells", "_size")
+
+    def __init__(self, cells: int) -> None:
+        self._size = np.uint64(max(cells, 1))
+        self._cells = np.zeros(int(self._size), np.uint16)
+
+    def __len__(self) -> int:
+        return int(self._size)
+
+    def ask(self, lots: LotArray, begins: Sequence[int]) -> list[int]:
+        """Count requests for prompts, which begin at the positions `begins`, and return the class of each block: how
+        often it was asked for before, up to OFTEN.
+
+        Who asks for a block asks for those above it: each was asked for at least as often as those below it.
+        """
+        cells, at, marks = self._cells, self._at(lots), self._marks(lots)
+        found = cells[at]
+        counts = np.where(found >> 2 == marks, found & MOST, 0)
+        if len(begins) == 1:
+            counts = np.maximum.accumulate(counts[::-1])[::-1]
+        else:
+            lengths = np.diff([*begins, len(lots)])
+            others = np.repeat(np.arange(len(begins), 0, -1) * (MOST + 1), lengths)  # more for each earlier prompt
+            counts = np.maximum.accumulate((counts + others)[::-1])[::-1] - others
+        cells[at] = marks << 2 | np.minimum(counts + 1, MOST).astype(np.uint16)
+        classes: list[int] = np.minimum(counts, OFTEN).tolist()
+        return classes
+
+    def put(self, lots: LotArray, counts: Sequence[int]) -> None:
+        """Store how often each block was asked for: 0 to MOST."""
+        self._cells[self._at(lots)] = self._marks(lots) << 2 | np.array(counts, np.uint16)
+
+    def _at(self, lots: LotArray) -> NDArray[np.uint64]:
+        return (lots >> _HALF) * self._size >> _HALF
+
+    @staticmethod
+    def _marks(lots: LotArray) -> NDArray[np.uint16]:
+        return (lots & _MARK).astype(np.uint16)
+
+
+def sampled(lots: LotArray, every: int) -> list[int]:
+    """Return the positions of the lots that are in a sample of one in `every`, a power of two.
+
+    It uses other bits than a sketch does for its marks.
+    """
+    chosen: list[int] = np.flatnonzero(lots >> np.uint64(_MARK_BITS) & np.uint64(every - 1) == 0).tolist()
+    return chosen

@@ -1,0 +1,123 @@
+"""How well models with windows or states are cached: replay a trace, and look at what is in the full pool.
+
+    python tests/bench/hybrids.py TRACE [--capacities 0.02,0.05,0.1] [--requests 12000] [--engines 8]
+
+Each row is one kind of model and capacity: hit ratios of the pool, and of one of the same size in which tails take no
+room and are never evicted; the part of the pool that tails have; and the part that no lookup could ever use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvcache_proto.types import TAIL, GroupSpec
+from kvcache_server.core.cache import Cache
+from kvcache_server.replay.bounds import distinct
+from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
+from kvcache_server.replay.simulation import Setup, make_rooms, routes, size_for
+from kvcache_server.replay.trace import TraceRequest, read_trace
+
+BYTES = 1 << 20  # of a block of full attention
+
+
+class Kind(NamedTuple):
+    """A kind of model: what a block of its tail has, in blocks of full attention, and how many are needed."""
+
+    name: str
+    size: float
+    reach: int
+    checkpoint: int  # blocks between two
+
+
+KINDS = (
+    Kind("full attention alone", 0, 0, 1 << 30),
+    Kind("window of 2 blocks", 5, 2, 1 << 30),  # five layers with a window for each with full attention
+    Kind("window of 2, checkpoints", 5, 2, 8),
+    Kind("small state", 1, 1, 1 << 30),
+    Kind("small state, checkpoints", 1, 1, 8),
+    Kind("large state", 6, 1, 1 << 30),
+    Kind("large state, checkpoints", 6, 1, 8),
+)
+
+
+def useless(cache: Cache) -> tuple[float, float]:
+    """Return which part of the used bytes tails have, and which part no lookup could use."""
+    (namespace,) = cache.namespaces.values()
+    full, *tails = namespace.groups
+    used: set[int] = set()
+    for block in full.visible.values():
+        chain = list(block.ancestors())
+        needed = [tail.visible.get(each.hash) for tail in tails for each in chain[: tail.spec.needed(len(chain))]]
+        if all(needed):
+            used |= {id(each) for each in (*chain, *needed)}
+    blocks = [block for group in namespace.groups for block in group.visible.values()]
+    total = sum(block.account.group.slot_bytes for block in blocks)
+    tail_bytes = sum(block.account.group.slot_bytes for block in blocks if block.account.group.is_tail)
+    wasted = sum(block.account.group.slot_bytes for block in blocks if id(block) not in used)
+    return tail_bytes / total, wasted / total
+
+
+def play(requests: list[TraceRequest], blocks: int, kind: Kind, engines: int) -> tuple[float, float, float]:
+    daemon, setup = make(blocks, kind, engines, True)
+    hits = 0
+    for request, engine in zip(requests, routes(requests, setup), strict=True):
+        names = [block_hash(each) for each in full_blocks(request, kind)]
+        hits += daemon.ask(engine, names, request.at, time.perf_counter)[0]
+    return hits, *useless(daemon.cache)
+
+
+def play_unlimited(requests: list[TraceRequest], blocks: int, kind: Kind, engines: int) -> float:
+    """Return the hits if tails took no room, and stayed for ever."""
+    daemon, setup = make(blocks, kind, engines, False)
+    hits, saved = 0, set()
+    for request, engine in zip(requests, routes(requests, setup), strict=True):
+        names = full_blocks(request, kind)
+        found = daemon.ask(engine, [block_hash(each) for each in names], request.at, time.perf_counter)[0]
+        for tail in tails_of(kind):
+            while found and not saved.issuperset(names[found - tail.needed(found) : found]):
+                found -= 1
+            saved |= {names[at] for at in daemon.saved(tail, len(names), 0, len(names))}
+        hits += found
+    return hits
+
+
+def full_blocks(request: TraceRequest, kind: Kind) -> Sequence[int | str]:
+    """Return a prompt's blocks; with tails without the last one, which is rarely full and so no boundary."""
+    return request.blocks[:-1] if kind.reach and len(request.blocks) > 1 else request.blocks
+
+
+def tails_of(kind: Kind) -> list[GroupSpec]:
+    return [GroupSpec(512, int(kind.size * BYTES), TAIL, kind.reach)] if kind.reach else []
+
+
+def make(blocks: int, kind: Kind, engines: int, with_tails: bool) -> tuple[SimulatedDaemon, Setup]:
+    setup = Setup(engines=engines, block_bytes=BYTES, extent=64 * BYTES)
+    room, _ = make_rooms(size_for(blocks, setup), setup)
+    tails = tails_of(kind) if with_tails else []
+    return SimulatedDaemon(room, 512, engines, tails=tails, checkpoint=kind.checkpoint), setup
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace")
+    parser.add_argument("--capacities", default="0.02,0.05,0.1")
+    parser.add_argument("--requests", type=int, default=12_000)
+    parser.add_argument("--engines", type=int, default=8)
+    options = parser.parse_args()
+    requests = read_trace(options.trace)[: options.requests]
+    asked, different = sum(len(each.blocks) for each in requests), distinct(requests)
+    print(f"{'model':26} {'blocks':>7} {'hits':>7} {'tails free':>10} {'of tails':>9} {'useless':>8}")
+    for part in map(float, options.capacities.split(",")):
+        for kind in KINDS:
+            blocks = int(part * different)
+            hits, of_tails, wasted = play(requests, blocks, kind, options.engines)
+            free = play_unlimited(requests, blocks, kind, options.engines)
+            row = f"{kind.name:26} {blocks:7} {hits / asked:7.1%} {free / asked:10.1%} {of_tails:9.1%} {wasted:8.1%}"
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

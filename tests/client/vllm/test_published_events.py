@@ -1,0 +1,90 @@
+"""KV events: what vLLM publishes of its own blocks, and what it publishes of those that it could load from the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+BLOCK = 32
+
+
+@pytest.fixture
+def publishing(engines: Any) -> Any:
+    """`publishing(name, **options)` makes an engine that publishes KV events."""
+    from vllm.config.kv_events import KVEventsConfig
+
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return lambda name, **options: engines(name, kv_events_config=config, **options)
+
+
+def of(events: list[Any], medium: str) -> list[Any]:
+    return [event for event in events if getattr(event, "medium", None) == medium]
+
+
+def follow(engine: Any, medium: str = "CPU") -> dict[Any, list[int]]:
+    """Return what a router that follows the events knows: by block, all tokens up to its end."""
+    known: dict[Any, list[int]] = {}
+    for event in of(engine.published, medium):
+        if type(event).__name__ == "BlockRemoved":
+            for name in event.block_hashes:
+                del known[name]
+            continue
+        assert event.block_size == BLOCK and len(event.token_ids) == BLOCK * len(event.block_hashes)
+        above = known[event.parent_block_hash] if event.parent_block_hash is not None else []
+        for at, name in enumerate(event.block_hashes):
+            assert name not in known, "stored twice"
+            above = known[name] = above + list(event.token_ids[at * BLOCK : (at + 1) * BLOCK])
+    return known
+
+
+def prefixes(tokens: list[int]) -> list[list[int]]:
+    return [tokens[: end + BLOCK] for end in range(0, len(tokens) // BLOCK * BLOCK, BLOCK)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_saved_and_found_is_published(publishing: Any, sim: Any, prompt: Any, idle: Any, ranks: int) -> None:
+    """While several requests run, in chunks, and generate."""
+    prompts = {f"{at}": prompt(2 * BLOCK + 31 * at) for at in range(5)}
+    options = {"tensor_parallel_size": ranks, "max_num_batched_tokens": 70}
+    one, two = publishing("one", **options), publishing("two", **options)
+    for name, tokens in prompts.items():
+        one.add(name, tokens, 50)
+    one.run()
+    one.step()
+    idle()
+    for at in range(2):  # verdicts come with a step, and events with the one after
+        one.generate(prompt(9), name=f"later {at}")
+    whole = [tokens + sim.expected(tokens, 49) for tokens in prompts.values()]
+    assert sorted(follow(one).values()) == sorted(prefix for tokens in whole for prefix in prefixes(tokens))
+    longest = whole[-1]
+    two.generate(longest, 2)
+    found = sorted(follow(two).values())
+    assert found == sorted(prefixes(longest[: (len(longest) - 1) // BLOCK * BLOCK])), "what the lookup has found"
+
+
+def test_what_vllm_publishes_of_the_device_is_as_without_us(publishing: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """Loaded blocks are published as computed ones are, once they have come."""
+    prompts = {f"{at}": prompt(2 * BLOCK + 31 * at) for at in range(5)}
+    engines = publishing("none", endpoint=None), publishing("one"), publishing("two")
+    published = []
+    for engine in engines:
+        for name, tokens in prompts.items():
+            engine.generate(tokens, 40, name)
+            if engine is not engines[0]:
+                idle()
+        published.append(follow(engine, "GPU"))
+    assert engines[2].received
+    assert published[0] == published[1] == published[2]
+
+
+def test_a_reset_of_the_connector_removes_all(publishing: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    tokens = prompt(4 * BLOCK)
+    one = publishing("one")
+    for name in ("first", "again"):
+        one.generate(tokens, 3, name)
+        idle()
+    assert len(follow(one)) == 4
+    assert one.reset(connector=True)
+    one.generate(prompt(5), name="last")
+    assert not follow(one)

@@ -1,0 +1,308 @@
+"""Models with several KV cache groups, or windows alone: what is needed at a boundary is saved, found and loaded."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+
+BLOCK = 32
+WINDOWS = ("Gemma 3", "gpt-oss", "two windows", "a small window", "windows alone")
+STATES = ("Granite 4", "windows and states", "states alone")
+MODELS = WINDOWS + STATES
+
+
+@pytest.fixture
+def model(sim: Any) -> Any:
+    """`model(name)` returns the layers of a model like that one. vLLM makes three groups of Gemma 3's."""
+    if not sim.HAS_GROUPS:
+        pytest.skip("before vLLM 0.32, engines with several groups are declined")
+    return lambda name: {
+        "Gemma 3": lambda: sim.full(1) | sim.windows(2, 2 * BLOCK, 1),
+        "gpt-oss": lambda: sim.full(2) | sim.windows(2, BLOCK, 2),
+        "two windows": lambda: sim.full(1) | sim.windows(1, 2 * BLOCK + 1, 1) | sim.windows(1, 4 * BLOCK, 2),
+        "a small window": lambda: sim.full(1, BLOCK) | sim.windows(1, 20, 1),
+        "windows alone": lambda: sim.windows(3, 3 * BLOCK),
+        "Granite 4": lambda: sim.full(1) | sim.states(2, 1, "align"),
+        "windows and states": lambda: sim.full(1) | sim.windows(1, 2 * BLOCK, 1) | sim.states(1, 2, "align"),
+        "states alone": lambda: sim.states(3, 0, "align"),
+    }[name]()
+
+
+@pytest.fixture
+def pair(engines: Any, model: Any, monkeypatch: Any) -> Any:
+    """`pair(name, **options)` makes two engines with that model."""
+
+    def make(name: str, **options: Any) -> Any:
+        options = {"blocks": 96} | options
+        if name in STATES:
+            from vllm.v1.kv_cache_interface import KVCacheConfig
+
+            # Engines that zero blocks are declined.
+            monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", property(lambda config: False))
+            options |= {"mamba_cache_mode": "align"}
+        return tuple(engines(each, specs=model(name), **options) for each in ("one", "two"))
+
+    return make
+
+
+def slowly(engine: Any, tokens: list[int], max_tokens: int) -> Any:
+    """Generate in steps that are as long as a model's, so that the daemon answers before the next one.
+
+    vLLM gives the blocks behind a window away at once.
+    """
+    engine.add("slow", tokens, max_tokens)
+    while engine.step():
+        time.sleep(0.005)
+    engine.step()
+    return engine.outputs["slow"]
+
+
+@pytest.mark.parametrize(
+    ("name", "slot"), [*((name, BLOCK) for name in MODELS), *((name, 2 * BLOCK) for name in WINDOWS)]
+)
+def test_a_second_engine_continues_where_a_prompt_ends(
+    pair: Any, sim: Any, prompt: Any, idle: Any, name: str, slot: int
+) -> None:
+    one, two = pair(name, extra={"block_size": slot, "verify": "all"})
+    tokens = prompt(9 * BLOCK + 5)
+    hit = len(tokens) // slot * slot
+    for engine, loaded in ((one, 0), (two, hit)):
+        assert engine.generate(tokens, 3) == sim.expected(tokens, 3)
+        assert engine.prefills["r0"] == (len(tokens) - loaded, 0, loaded)
+        idle()
+    assert two.received == ["r0"]
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "windows alone"])
+def test_a_prompt_that_ends_with_a_block_is_found_again(pair: Any, sim: Any, prompt: Any, idle: Any, name: str) -> None:
+    """Its last token is computed again, so that its last block is not loaded; for a longer prompt it is."""
+    one, two = pair(name)
+    tokens = prompt(6 * BLOCK)
+    one.generate(tokens)
+    idle()
+    assert two.generate(tokens, 2) == sim.expected(tokens, 2)
+    assert two.prefills["r0"] == (BLOCK, 0, 5 * BLOCK)
+    longer = prompt(8 * BLOCK, tokens)
+    assert two.reset()
+    assert two.generate(longer, 2) == sim.expected(longer, 2)
+    assert two.prefills["r1"] == (2 * BLOCK, 0, 6 * BLOCK)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_what_is_generated_is_found(pair: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool) -> None:
+    """At each block of it: vLLM does not keep the window until it is known where the request ends."""
+    one, two = pair(name, async_scheduling=is_async)
+    tokens = prompt(2 * BLOCK + 9)
+    assert slowly(one, tokens, 5 * BLOCK) == sim.expected(tokens, 5 * BLOCK)
+    idle()
+    whole = [*tokens, *sim.expected(tokens, 5 * BLOCK)]
+    for at, shared in enumerate((len(whole), 5 * BLOCK + 3)):
+        assert two.reset()
+        follow_up = prompt(9 * BLOCK + 1, whole[:shared])
+        assert two.generate(follow_up, 3) == sim.expected(follow_up, 3)
+        hit = shared // BLOCK * BLOCK
+        assert two.prefills[f"r{at}"] == (len(follow_up) - hit, 0, hit)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "windows alone"])
+def test_prompts_that_begin_alike_continue_at_a_checkpoint(
+    pair: Any, sim: Any, prompt: Any, idle: Any, name: str
+) -> None:
+    """In the middle of a prompt, a window is only saved there."""
+    one, two = pair(name, extra={"checkpoint_tokens": 6 * BLOCK})
+    tokens = prompt(20 * BLOCK)
+    one.generate(tokens)
+    idle()
+    for at, (shared, hit) in enumerate(((5 * BLOCK, 0), (8 * BLOCK, 6 * BLOCK), (13 * BLOCK + 7, 12 * BLOCK))):
+        assert two.reset()
+        other = prompt(20 * BLOCK, tokens[:shared])
+        assert two.generate(other) == sim.expected(other, 1)
+        assert two.prefills[f"r{at}"] == (len(other) - hit, 0, hit)
+        idle()
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "windows alone", *STATES])
+def test_what_the_engine_has_of_its_own_is_not_loaded(pair: Any, sim: Any, prompt: Any, idle: Any, name: str) -> None:
+    one, two = pair(name)
+    tokens = prompt(12 * BLOCK + 3)
+    one.generate(tokens)
+    idle()
+    begin = tokens[: 9 * BLOCK + 1]
+    assert two.generate(begin) == sim.expected(begin, 1)
+    before = two.counters.get("loaded_bytes", 0)
+    assert two.generate(tokens, 3) == sim.expected(tokens, 3)
+    assert two.prefills["r1"] == (3, 9 * BLOCK, 3 * BLOCK)
+    assert two.counters["loaded_bytes"] > before
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_windows_given_away_and_preemption(
+    pair: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool
+) -> None:
+    """Blocks behind a window go to other requests while the request runs, and all of them where memory is short."""
+    options = {"blocks": 40, "max_model_len": 480, "max_num_batched_tokens": 96, "async_scheduling": is_async}
+    one, two = pair(name, **options, extra={"checkpoint_tokens": 4 * BLOCK})
+    shared = prompt(4 * BLOCK + 1)
+    prompts = {str(at): prompt(5 * BLOCK + 23 * at, shared if at % 2 else ()) for at in range(6)}
+    for engine in (one, two, one):
+        engine.outputs.clear()
+        engine.generate_all(prompts, 70)
+        assert engine.outputs == {name: sim.expected(tokens, 70) for name, tokens in prompts.items()}
+        idle()
+        assert engine.reset()
+    assert two.received
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_are_given_to_others_while_they_are_saved(
+    pair: Any, sim: Any, prompt: Any, idle: Any, name: str
+) -> None:
+    """Each prompt takes blocks of the one before it, whose save has just begun, or is not yet answered."""
+    prompts = [prompt(20 * BLOCK + at) for at in range(20)]
+    one, two = pair(name, blocks=60, max_model_len=800, max_num_seqs=1)
+    for engine in (one, two):
+        engine.delay(0.01)
+        for at, tokens in enumerate(prompts):
+            engine.add(f"r{at}", tokens, 1 + at % 3)
+        engine.run()
+        engine.step()
+        for at, tokens in enumerate(prompts):
+            assert engine.outputs[f"r{at}"] == sim.expected(tokens, 1 + at % 3)
+        idle()
+    assert two.received
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_blocks_are_given_to_others_before_the_daemon_answers(
+    pair: Any, daemon: Any, sim: Any, prompt: Any, idle: Any, name: str
+) -> None:
+    """What is answered too late is not saved: another request has the blocks behind the window by then."""
+    first, second = prompt(9 * BLOCK + 1), prompt(9 * BLOCK)
+    options = {"blocks": 60, "max_model_len": 800, "max_num_batched_tokens": 10 * BLOCK}
+    one, two = pair(name, **options, extra={"checkpoint_tokens": BLOCK})
+    one.add("first", first, 12 * BLOCK)
+    one.step()
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(2):
+            one.step()
+        one.add("second", second, 3 * BLOCK)
+        one.run(lambda: "second" in one.finished)
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    assert "first" not in one.finished
+    one.run()
+    one.step()
+    assert one.outputs["first"] == sim.expected(first, 12 * BLOCK)
+    idle()
+    for blocks in range(1, 10):
+        assert two.reset()
+        other = prompt(14 * BLOCK, first[: blocks * BLOCK])
+        assert two.generate(other) == sim.expected(other, 1)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("name", ["Gemma 3", "windows alone"])
+def test_a_load_that_fails(pair: Any, sim: Any, prompt: Any, idle: Any, spoil: Any, name: str, policy: str) -> None:
+    """It fails as a whole: before a wrong block there is none of the window that attention would read."""
+    one, two = pair(name, extra={"verify": "all", "kv_load_failure_policy": policy})
+    tokens = prompt(9 * BLOCK + 5)
+    one.generate(tokens)
+    idle()
+    spoil(one, tokens, block=8)
+    two.add("r", tokens, 3)
+    two.run()
+    two.step()
+    assert two.received == ["r"] and two.counters["loads_failed"] == two.counters["blocks_corrupt"] == 1
+    if policy == "fail":
+        assert two.finished == {"r": "error"} and not two.outputs["r"]
+        return
+    assert two.outputs["r"] == sim.expected(tokens, 3)
+    assert two.prefills["r"] == (len(tokens), 0, 0)
+    idle()
+    assert two.reset()
+    assert two.generate(tokens, 3, "again") == sim.expected(tokens, 3)
+    assert two.prefills["again"] == (5, 0, 9 * BLOCK), "the wrong block was forgotten, and has come again"
+
+
+@pytest.mark.parametrize("blocks", range(6))
+@pytest.mark.parametrize("name", ["Gemma 3", "a small window", "windows alone", *STATES])
+def test_vllm_takes_fewer_tokens_than_it_is_offered(
+    pair: Any, unleased: Any, sim: Any, prompt: Any, idle: Any, name: str, blocks: int
+) -> None:
+    """It then continues at another boundary, for which nothing was leased, perhaps: such a load fails."""
+    one, two = pair(name)
+    tokens = prompt(5 * BLOCK + 3)
+    one.generate(tokens)
+    idle()
+    connector, offers = two.scheduler.connector, []
+    ask = connector.get_num_new_matched_tokens
+
+    def cut(request: Any, computed: int) -> tuple[int, bool]:
+        offers.append(ask(request, computed))
+        return blocks * BLOCK, blocks > 0
+
+    connector.get_num_new_matched_tokens = cut
+    two.add("r", tokens, 2)
+    two.step()
+    assert offers == [(5 * BLOCK, True)]
+    connector.get_num_new_matched_tokens = ask
+    two.run()
+    assert two.outputs["r"] == sim.expected(tokens, 2)
+    unleased()
+    failed = 0 < blocks < 5
+    assert two.counters.get("loads_of_another_boundary", 0) == int(failed)
+    if not failed:
+        assert two.prefills["r"] == (len(tokens) - blocks * BLOCK, 0, blocks * BLOCK)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "windows alone", *STATES])
+def test_a_request_is_aborted_while_it_loads(pair: Any, sim: Any, prompt: Any, idle: Any, name: str) -> None:
+    one, two = pair(name)
+    tokens = prompt(12 * BLOCK)
+    one.generate(tokens)
+    idle()
+    two.delay(0.05)
+    two.add("r", tokens, 4)
+    two.step()
+    two.abort("r")
+    two.run()
+    assert two.received == ["r"]
+    assert two.generate(tokens, 2, "again") == sim.expected(tokens, 2)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "windows alone", *STATES])
+def test_two_ranks(pair: Any, sim: Any, prompt: Any, idle: Any, name: str) -> None:
+    one, two = pair(name, tensor_parallel_size=2, distributed_executor_backend="mp")
+    tokens = prompt(9 * BLOCK + 5)
+    for engine, loaded in ((one, 0), (two, 9 * BLOCK)):
+        assert engine.generate(tokens, 3) == sim.expected(tokens, 3)
+        assert engine.prefills["r0"] == (len(tokens) - loaded, 0, loaded)
+        idle()
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_that_vllm_retains_are_found(pair: Any, sim: Any, prompt: Any, idle: Any, name: str) -> None:
+    """At the ends of chunks, and of blocks that are generated, where vLLM is told to retain them."""
+    one, two = pair(
+        name,
+        prefix_cache_retention_interval=2 * BLOCK,
+        max_num_batched_tokens=4 * BLOCK,
+        extra={"checkpoint_tokens": 2 * BLOCK},
+    )
+    tokens = prompt(9 * BLOCK + 5)
+    assert slowly(one, tokens, 4 * BLOCK) == sim.expected(tokens, 4 * BLOCK)
+    idle()
+    whole = [*tokens, *sim.expected(tokens, 4 * BLOCK)]
+    for at, (shared, hit) in enumerate(
+        ((6 * BLOCK, 4 * BLOCK), (10 * BLOCK + 5, 10 * BLOCK), (len(whole), 12 * BLOCK))
+    ):
+        assert two.reset()
+        other = prompt(15 * BLOCK, whole[:shared])
+        assert two.generate(other, 3) == sim.expected(other, 3)
+        assert two.prefills[f"r{at}"] == (len(other) - hit, 0, hit)

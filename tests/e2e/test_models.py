@@ -1,0 +1,102 @@
+"""Models of several kinds, each in two real engines with one daemon: the second one loads what the first one has
+computed, and no token differs from those of an engine without the connector."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+BLOCK = 32
+WINDOW = 100
+COMMON = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+LAYERS = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
+HYBRID = {"layer_types": LAYERS, "num_hidden_layers": len(LAYERS), "sliding_window": WINDOW, **HEADS}
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma": {"model_type": "gemma3_text", **HYBRID},
+    "gpt-oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **HYBRID},
+    "mla": {
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
+}
+GROUPS = 2  # full attention, and windows
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def daemon(start_module_daemon: Any) -> Any:
+    return start_module_daemon(size="128MiB")
+
+
+@pytest.fixture(scope="module")
+def start(name: str, processes: Any, daemon: Any, write_model: Any) -> Any:
+    """`start(engine)` starts an engine in the place of the last one, without the connector if it has no name."""
+    folder = write_model(name, {**COMMON, **MODELS[name]})
+    process = processes()  # of its own: what vLLM sets up for experts stays
+    options = {"model": folder, "kv_cache_memory_bytes": 64 << 20}
+    return lambda engine="": process(engine, daemon.endpoint if engine else None, **options)
+
+
+def hits(daemon: Any, engine: Any) -> int:
+    """Return the hits so far, once all is saved."""
+    status = daemon.status()
+    while any(status["pool"][each] for each in ("leases", "reservations", "blocks_writing")):
+        engine.generate([3, 4, 5])  # saves that were granted after the last step begin with the next one
+        status = daemon.status()
+    return sum(space["hit_blocks"] for space in status["namespaces"])
+
+
+def test_the_second_engine_continues_and_no_token_differs(name: str, start: Any, daemon: Any) -> None:
+    """MLA is declined: on a CPU, vLLM could not continue."""
+    draw = random.Random(name)
+    prompts = [[draw.randrange(3, 512) for _ in range(length)] for length in (BLOCK - 1, 4 * BLOCK, 9 * BLOCK + 7, 700)]
+    alone = start()
+    expected = [alone.generate(prompt)[0] for prompt in prompts]
+    longer = [prompt + answer + [5, 6, 7] for prompt, answer in zip(prompts, expected, strict=True)]
+    continued = [alone.generate(prompt)[0] for prompt in longer]
+    assert len({tuple(answer) for answer in expected}) == len(prompts), "every prompt has the same answer"
+
+    found = [hits(daemon, alone)]
+    for engine, asked, answers in (
+        ("first", prompts, expected),
+        ("second", prompts, expected),
+        ("third", longer, continued),
+    ):
+        running = start(engine)
+        for number, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
+            assert running.generate(prompt) == [answer], (engine, number)
+        found.append(hits(daemon, running))
+    if name == "mla":
+        assert "runs without the KV cache server: vLLM computes a prompt of this model without" in running.log
+        assert name not in [space["model"] for space in daemon.status()["namespaces"]]
+        return
+    one, two, three = (after - before for before, after in pairwise(found))
+    assert one == 0
+    assert two == sum((len(prompt) - 1) // BLOCK for prompt in prompts)
+    assert three == sum(
+        (len(prompt) + len(answer) - 1) // BLOCK for prompt, answer in zip(prompts, expected, strict=True)
+    )
+    assert len(daemon.status()["namespaces"][-1]["block_bytes"]) == GROUPS

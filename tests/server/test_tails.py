@@ -1,0 +1,527 @@
+"""Windows, states and chunks beside full attention: what one lookup finds, what is kept, and what goes. On the real
+state machine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from insights import answer, figures, insight
+from small_cache import KIB, make_cache
+
+from kvcache_proto import messages as m
+from kvcache_proto.errors import BadArgument
+from kvcache_proto.types import FULL, REF_BYTES, TAIL, GroupSpec, NamespaceSpec, Outcome, Refusal
+from kvcache_server.commands.why import describe as explain
+from kvcache_server.core.boundary import last_end
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.integrity import audit, check_integrity
+from kvcache_server.core.slices import finish
+
+BYTES = 100 * KIB
+WINDOW, STATE, CHUNK = (GroupSpec(16, BYTES, TAIL, *reach) for reach in ((2,), (1,), (4, 4)))
+HYBRID = (GroupSpec(16, BYTES), WINDOW, STATE)
+
+
+def digest(path: str) -> bytes:
+    return path.encode().ljust(16, b".")
+
+
+def digests(path: str) -> list[bytes]:
+    """Return the hashes of the blocks of a prompt, one per letter."""
+    return [digest(path[:end]) for end in range(1, len(path) + 1)]
+
+
+class Engine:
+    """One session that writes every shard. A prompt is a word: each letter is a block."""
+
+    def __init__(self, cache: Cache, groups: tuple[GroupSpec, ...] = HYBRID, ceiling: int = 0) -> None:
+        self.cache, self.groups = cache, groups
+        self.session = cache.open_session("one", "", 0.0)
+        spec = NamespaceSpec("hybrid", groups, hash_bytes=16)
+        self.namespace = self.ask(m.Attach(1, b"", spec, (0,), ceiling)).namespace
+
+    def ask(self, request):
+        return answer(self.cache, self.session, request, 0.0)
+
+    def runs(self, path: str, tails: bool | list[int] = True) -> list[m.Run]:
+        """Return the runs of a prompt, with what each tail needs at its end."""
+        names = digests(path)
+        runs = [m.Run(names)] if self.groups[0].kind == FULL else []
+        for number, group in enumerate(self.groups):
+            needed = group.needed(len(path))
+            if group.kind == TAIL and needed and (tails is True or (tails and number in tails)):
+                runs.append(m.Run(names[len(path) - needed :], None, number))
+        return runs
+
+    def reserve(self, runs: list[m.Run]) -> m.Reserved:
+        return self.ask(m.Reserve(1, b"", self.namespace, runs))
+
+    def settle(self, reserved: m.Reserved, outcome: Outcome = Outcome.COMMITTED, at: tuple[int, ...] = ()) -> bytes:
+        region = self.cache.geometry.region_id
+        request = m.Settle(1, b"", region, reserved.reservation, (0,), outcome, list(at))
+        return self.ask(request).verdicts if reserved.reservation else b""
+
+    def store(self, path: str, tails: bool | list[int] = True) -> list[Refusal]:
+        reserved = self.reserve(self.runs(path, tails))
+        self.settle(reserved)
+        return [Refusal(each) for each in reserved.answers]
+
+    def acquire(self, path: str, start: int = 0, pin: bool = True) -> m.Acquired:
+        return self.ask(m.Acquire(1, b"", self.namespace, digests(path), pin=pin, start=start))
+
+    def hits(self, path: str, start: int = 0) -> int:
+        return self.acquire(path, start, pin=False).hits
+
+    def cached(self, group: int) -> set[bytes]:
+        return set(self.cache.namespaces[self.namespace].groups[group].visible)
+
+
+# Where an engine may continue.
+
+
+def test_the_boundary_is_the_largest_that_a_naive_search_finds() -> None:
+    draw = random.Random(5)
+    for _ in range(20_000):
+        count = draw.randrange(14)
+        start = draw.randrange(count + 1)
+        most = draw.randrange(start, count + 1)
+        hashes = digests("x" * count)
+        tails = []
+        for _ in range(draw.randrange(1, 4)):
+            spec, density = GroupSpec(16, 1, TAIL, draw.randrange(1, 6), draw.choice([0, 0, 1, 2, 3, 5])), draw.random()
+            tails.append((spec, {each for each in hashes if draw.random() < density}))
+        possible = [start]
+        for end in range(start + 1, most + 1):
+            needed = [(have, hashes[max(start, end - spec.needed(end)) : end]) for spec, have in tails]
+            if all(have.issuperset(names) for have, names in needed):
+                possible.append(end)
+        found = finish(last_end([(spec, have.__contains__) for spec, have in tails], hashes, most, start))
+        assert found == max(possible)
+
+
+def test_a_hit_ends_where_every_group_has_what_the_engine_needs() -> None:
+    engine = Engine(make_cache())
+    engine.store("abcd")
+    engine.store("abcdefgh", tails=[1])  # without the state
+    assert engine.hits("abcdefgh") == engine.hits("abcdx") == 4
+    assert engine.hits("abc") == 0, "no window and no state there"
+    engine.store("abcdefgh")
+    assert engine.hits("abcdefgh") == 8
+    check_integrity(engine.cache)
+
+
+def test_one_reply_has_the_slots_of_all_groups() -> None:
+    engine = Engine(make_cache())
+    engine.store("abcd")
+    found = engine.acquire("abcdef")
+    groups = engine.cache.namespaces[engine.namespace].groups
+    refs = [groups[0].visible[each].ref for each in digests("abcd")]
+    refs += [groups[1].visible[each].ref for each in digests("abcd")[2:]]
+    refs += [groups[2].visible[digest("abcd")].ref]
+    assert (found.hits, found.slots) == (4, b"".join(refs))
+
+
+def test_an_engine_needs_nothing_of_a_tail_that_it_has_itself() -> None:
+    engine = Engine(make_cache(), (GroupSpec(16, BYTES), WINDOW))
+    engine.store("abcdef", tails=False)
+    reserved = engine.reserve([m.Run([digest("abcdef")], None, 1)])  # the last block of the window, not the one before
+    engine.settle(reserved)
+    assert engine.hits("abcdef") == 0
+    found = engine.acquire("abcdef", start=5)
+    assert (found.hits, len(found.slots) // REF_BYTES) == (6, 6 + 1)
+    assert engine.hits("abcdef", start=6) == 0, "nothing beyond what it has"
+
+
+def test_a_chunk_needs_nothing_from_before_its_beginning() -> None:
+    engine = Engine(make_cache(), (GroupSpec(16, BYTES), CHUNK))
+    engine.store("abcdefgh", tails=False)
+    assert engine.hits("abcdefgh") == 8 and engine.hits("abcdefgx") == 4
+    engine.store("abcdef")
+    found = engine.acquire("abcdefx")
+    assert (found.hits, len(found.slots) // REF_BYTES) == (6, 6 + 2)
+
+
+@pytest.mark.parametrize("group", [WINDOW, STATE])
+def test_models_without_full_attention_have_tails_only(group: GroupSpec) -> None:
+    engine = Engine(make_cache(), (group,))
+    engine.store("abcd")
+    found = engine.acquire("abcde")
+    assert (found.hits, len(found.slots) // REF_BYTES) == (4, group.reach)
+    assert engine.hits("abc") == 0
+    check_integrity(engine.cache)
+    engine.ask(m.Release(1, b"", [found.lease]))
+    engine.ask(m.Clear(1, b""))
+    assert engine.hits("abcd") == 0 and not engine.cache.eviction.fair_share.used
+    check_integrity(engine.cache)
+
+
+def test_pending_is_what_a_wait_would_add() -> None:
+    engine = Engine(make_cache())
+    engine.store("ab")
+    reserved = engine.reserve(engine.runs("abcd"))
+    engine.reserve([m.Run(digests("abcde")[4:], digest("abcd"))])
+    assert engine.acquire("abcdef").pending == 2, "nothing can continue after the fifth"
+    engine.settle(reserved)
+    assert (engine.acquire("abcdef").hits, engine.acquire("abcdef").pending) == (4, 0)
+
+
+# How tails are stored.
+
+
+def test_a_block_of_a_tail_needs_that_of_the_full_group() -> None:
+    engine = Engine(make_cache())
+    assert engine.store("ab", tails=[1])[:2] == [Refusal.GRANTED] * 2
+    names = digests("abxy")
+    reserved = engine.reserve([m.Run(names[1:], None, 1), m.Run(names[3:], None, 2)])
+    assert list(reserved.answers) == [Refusal.PRESENT, *[Refusal.NO_PARENT] * 3]
+    for group in (1, 2):
+        with pytest.raises(BadArgument, match="a tail with a parent"):
+            engine.reserve([m.Run([digest("ab")], digest("a"), group)])
+    with pytest.raises(BadArgument, match="group 3"):
+        engine.reserve([m.Run([digest("ab")], None, 3)])
+    with pytest.raises(BadArgument, match="group 1 is a tail"):
+        engine.ask(m.Acquire(1, b"", engine.namespace, digests("ab"), 1))
+
+
+def test_a_failed_block_takes_its_tails_with_it() -> None:
+    engine = Engine(make_cache())
+    reserved = engine.reserve(engine.runs("abc"))
+    engine.settle(reserved, at=(3, 4, 5))
+    assert engine.cached(1) == engine.cached(2) == set(), "complete, but what they hang on is not"
+    engine.settle(reserved, Outcome.FAILED, at=(1,))
+    engine.settle(reserved, at=(0, 2))
+    assert [engine.cached(number) for number in range(3)] == [{digest("a")}, set(), set()]
+    check_integrity(engine.cache)
+
+
+def test_a_distrusted_block_takes_its_tails_with_it() -> None:
+    engine = Engine(make_cache())
+    engine.store("abcd")
+    found = engine.acquire("abcd", pin=False)
+    region = engine.cache.geometry.region_id
+    state = found.slots[-REF_BYTES:]
+    engine.ask(m.Distrust(1, b"", region, state, 0, 0))
+    assert engine.hits("abcd") == 0 and len(engine.cached(0)) == 4
+    engine.ask(m.Distrust(1, b"", region, found.slots[3 * REF_BYTES : 4 * REF_BYTES], 0, 0))
+    assert [len(engine.cached(number)) for number in range(3)] == [3, 1, 0]
+    check_integrity(engine.cache)
+    finish(audit(engine.cache))
+
+
+# What holds them, and what lets them go.
+
+
+def test_a_lease_holds_the_tails() -> None:
+    engine = Engine(make_cache(extents=1))
+    engine.store("abcd")
+    lease = engine.acquire("abcd").lease
+    for number in range(40):
+        engine.store(f"{number:02}")
+    assert engine.hits("abcd") == 4
+    check_integrity(engine.cache)
+    engine.ask(m.Release(1, b"", [lease]))
+    for number in range(40):
+        engine.store(f"-{number:02}")
+    assert [engine.cached(number) & set(digests("abcd")) for number in range(3)] == [set(), set(), set()]
+    check_integrity(engine.cache)
+
+
+def test_the_quota_of_leases_counts_tails() -> None:
+    cache = make_cache(pin_quota=8.5 * BYTES / (8 << 20))
+    engine = Engine(cache)
+    engine.store("abc")  # three, two of the window, one state
+    engine.store("abcdef")
+    found = engine.acquire("abcdef")
+    assert (found.hits, found.withheld, len(found.slots) // REF_BYTES) == (3, 3, 6)
+    assert cache.engines["one"].pins.bytes == 6 * cache.namespaces[1].groups[0].slot_bytes
+    check_integrity(cache)
+
+
+def test_blocks_after_which_nobody_can_continue_go_with_the_state() -> None:
+    engine = Engine(make_cache(extents=1, policy="lru"), (GroupSpec(16, BYTES), STATE))
+    engine.store("xyz")
+    engine.store("ab")
+    engine.store("xyz", tails=False)  # its blocks were used after those of ab, its state was not
+    for letter in "ABCDEFGHIJKLM":
+        engine.store(letter, tails=False)
+    assert len(engine.cached(0)) + len(engine.cached(1)) == engine.cache.pool.slots_of(BYTES) == 20
+    engine.store("N", tails=False)
+    assert [engine.cached(number) & set(digests("xyz")) for number in (0, 1)] == [set(), set()]
+    assert engine.cache.pool.slots_of(BYTES) - len(engine.cached(0)) - len(engine.cached(1)) == 3
+    assert engine.hits("ab") == 2
+    check_integrity(engine.cache)
+
+
+def test_groups_of_two_sizes_share_the_pool_without_cutting_it_again_and_again() -> None:
+    state = GroupSpec(16, 3 * BYTES, TAIL, 1)
+    cache = make_cache(extents=8, policy="lru")
+    engine = Engine(cache, (GroupSpec(16, BYTES), state))
+    for number in range(300):
+        engine.store(f"{chr(1000 + number)}abcd")
+        assert engine.hits(f"{chr(1000 + number)}abcd") == 5
+    assert cache.eviction.evictions["room"] > 1000 and cache.eviction.evictions["recut"] < 100
+    states = len(engine.cached(1))
+    assert states > 15 and len(engine.cached(0)) == 5 * states, "a state each, and no block without one"
+    check_integrity(cache)
+
+
+def test_an_engine_s_ceiling_is_for_all_groups_together() -> None:
+    cache = make_cache()
+    engine = Engine(cache, ceiling=10 * BYTES + 10 * 64)
+    for path in ("abc", "xyz", "uvw"):
+        engine.store(path)
+        assert cache.eviction.fair_share.used <= 10 * BYTES + 10 * 64
+    assert engine.hits("uvw") == 3
+    check_integrity(cache)
+
+
+def test_a_dropped_prompt_s_tails_go() -> None:
+    engine = Engine(make_cache())
+    engine.store("abc")
+    engine.store("abcdef")
+    assert engine.ask(m.Drop(1, b"", engine.namespace, digests("abcdef"), 3)).blocks == 3
+    assert engine.hits("abcdef") == 3
+    check_integrity(engine.cache)
+
+
+def test_a_retained_prompt_keeps_its_tails() -> None:
+    cache = make_cache(extents=1, policy="lru", retain_quota=0.5)
+    engine = Engine(cache)
+    engine.store("abcd", tails=False)
+    assert engine.ask(m.Retain(1, b"", engine.namespace, digests("abcd"), 60.0)).blocks == 0, (
+        "nothing can continue there"
+    )
+    engine.store("abcd")
+    cache.tick(1.0)
+    while cache.chores.go_on():
+        pass
+    for number in range(40):
+        engine.store(f"{number:02}")
+    assert engine.hits("abcd") == 4
+    check_integrity(cache)
+    cache.tick(100.0)
+    while cache.chores.go_on():
+        pass
+    for number in range(40):
+        engine.store(f"-{number:02}")
+    assert engine.hits("abcd") == 0
+    check_integrity(cache)
+
+
+# What people are told.
+
+
+def test_a_hit_counts_its_blocks_once_and_the_bytes_of_all_groups() -> None:
+    engine = Engine(make_cache())
+    engine.store("abcd")
+    engine.acquire("abcdef")
+    (space,) = figures(engine.cache, 0.0)["namespaces"]
+    assert (space["requested_blocks"], space["hit_blocks"], space["hit_bytes"]) == (6, 4, (4 + 2 + 1) * BYTES)
+
+
+def test_why_says_that_a_state_is_missing() -> None:
+    engine = Engine(make_cache())
+    insight(engine.cache)
+    engine.store("abc")
+    engine.store("abcde", tails=[1])
+    engine.ask(m.Acquire(1, b"", engine.namespace, digests("abcdef"), request="r"))
+    told = explain(engine.ask(m.Why(1, b"", "r")).answer)
+    assert "blocks 3-4  cached, but of no use: what layers with a window or a state need to continue there" in told
+
+
+# Against a naive model.
+
+SLOTS = 14
+FIRST = 0
+
+
+@dataclass
+class Node:
+    tick: int
+    pins: int = 0
+    visible: bool = False
+
+
+@dataclass
+class Model:
+    """Blocks by group and prompt. Everything is looked for in all of them."""
+
+    nodes: dict[tuple[int, str], Node] = field(default_factory=dict)
+    leases: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+    tick: int = 0
+    kept: tuple[int, str] = (0, "")  # what a block is about to be stored below
+
+    def next_tick(self) -> int:
+        self.tick += 1
+        return self.tick
+
+    def has(self, group: int, path: str) -> bool:
+        return (group, path) in self.nodes and self.nodes[group, path].visible
+
+    def children(self, path: str) -> list[tuple[int, str]]:
+        return [key for key in self.nodes if (key[1] == path if key[0] else key[1][:-1] == path and key[1])]
+
+    def boundary(self, path: str, start: int) -> int:
+        def would_do(end: int) -> bool:
+            full = all(self.has(0, path[:at]) for at in range(1, end + 1))
+            return full and all(
+                self.has(group, path[: at + 1])
+                for group, spec in enumerate(HYBRID)
+                if group
+                for at in range(max(start, end - spec.needed(end)), end)
+            )
+
+        return max((end for end in range(start + 1, len(path) + 1) if would_do(end)), default=0)
+
+    def used(self, path: str, end: int, start: int) -> list[tuple[int, str]]:
+        """Return what a hit uses, in the order of its use."""
+        return [(0, path[:end])] + [
+            (group, path[: at + 1])
+            for group, spec in enumerate(HYBRID)
+            if group
+            for at in range(max(start, end - spec.needed(end)), end)
+        ]
+
+    def may_go(self, key: tuple[int, str]) -> bool:
+        node = self.nodes.get(key)
+        return bool(node and node.visible and not node.pins and not (key[0] == 0 and self.children(key[1])))
+
+    def evict(self, key: tuple[int, str]) -> None:
+        """Let a block go, with all that is of no use without it."""
+        group, path = key
+        self.remove(key)
+        above = path if group else path[:-1]
+        if group and HYBRID[group].reach > 1:
+            self.evict_rest(group, above)
+        while above:
+            below = self.children(above)
+            inner = any(not each for each, _ in below)
+            needed = self.used(above, len(above), 0)[1:]
+            if not all(each in self.nodes for each in needed):
+                for each in below:
+                    if each[0] and self.may_go(each) and not (inner and HYBRID[each[0]].reach > 1):
+                        self.remove(each)
+            if not self.may_go((0, above)) or (0, above) == self.kept:
+                return
+            self.remove((0, above))
+            above = above[:-1]
+
+    def evict_rest(self, group: int, path: str) -> None:
+        """Without the first block of a window, the others are of no use, unless they are part of a longer run."""
+        rest = []
+        for _ in range(HYBRID[group].reach):
+            below = [each for number, each in self.children(path) if not number]
+            if len(below) != 1 or not self.has(group, below[0]):
+                for each in rest:
+                    for other in range(1, len(HYBRID)):
+                        if self.may_go((other, each)):
+                            self.remove((other, each))
+                return
+            path = below[0]
+            rest.append(path)
+
+    def remove(self, key: tuple[int, str]) -> None:
+        group, path = key
+        node = self.nodes.pop(key)
+        above = (0, path if group else path[:-1])
+        if above[1]:
+            self.nodes[above].tick = max(self.nodes[above].tick, node.tick) if self.children(above[1]) else FIRST
+
+    def make_room(self, keep: tuple[int, str]) -> bool:
+        if len(self.nodes) < SLOTS:
+            return True
+        self.kept = keep
+        going = [key for key in self.nodes if self.may_go(key) and key != keep]
+        if not going:
+            return False
+        self.evict(min(going, key=lambda key: (self.nodes[key].tick, digest(key[1]))))
+        return True
+
+    def store(self, runs: list[list[tuple[int, str]]]) -> list[Refusal]:
+        answers, granted = [], []
+        for run in runs:
+            ended = False
+            for group, path in run:
+                above = (0, path if group else path[:-1])
+                if ended or (above[1] and above not in self.nodes):
+                    answers.append(Refusal.NO_PARENT)
+                    ended = True
+                elif (group, path) in self.nodes:
+                    self.nodes[group, path].tick = self.next_tick()
+                    answers.append(Refusal.PRESENT)
+                elif not self.make_room(above):
+                    answers.append(Refusal.NO_SPACE)
+                    ended = True
+                else:
+                    self.nodes[group, path] = Node(self.next_tick())
+                    granted.append((group, path))
+                    answers.append(Refusal.GRANTED)
+        for key in granted:
+            self.nodes[key].visible = True
+        return answers
+
+
+paths = st.text(alphabet="ab", min_size=1, max_size=4)
+
+
+class TailsMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = make_cache(extents=1, policy="lru", pin_quota=1.0)
+        spec = GroupSpec(16, 144 * KIB)
+        groups = tuple(GroupSpec(16, 144 * KIB, each.kind, each.reach) for each in HYBRID)
+        self.engine = Engine(self.cache, groups)
+        self.model = Model()
+        assert self.cache.pool.slots_of(spec.block_bytes) == SLOTS
+
+    @rule(path=paths, tails=st.sampled_from([[], [1], [2], [1, 2], [1, 2]]))
+    def store(self, path: str, tails: list[int]) -> None:
+        runs = self.engine.runs(path, tails)
+        named = [[(run.group, each.decode().rstrip(".")) for each in run.hashes] for run in runs]
+        assert self.engine.store(path, tails) == self.model.store(named)
+
+    @rule(stored=st.lists(paths, min_size=3, max_size=6))
+    def store_many(self, stored: list[str]) -> None:
+        for path in stored:
+            self.store(path, [1, 2])
+
+    @rule(path=paths, start=st.integers(0, 3), pin=st.booleans())
+    def acquire(self, path: str, start: int, pin: bool) -> None:
+        found = self.engine.acquire(path, start, pin)
+        assert found.hits == self.model.boundary(path, start)
+        assert bool(found.lease) == (pin and found.hits > 0)
+        if found.hits:
+            used = self.model.used(path, found.hits, start)
+            assert len(found.slots) // REF_BYTES == found.hits + len(used) - 1
+            for key in used:
+                self.model.nodes[key].tick = self.model.next_tick()
+            if found.lease:
+                self.model.leases[found.lease] = used
+                for key in used:
+                    self.model.nodes[key].pins += 1
+
+    @precondition(lambda self: self.model.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.model.leases)))
+        self.engine.ask(m.Release(0, b"", [lease]))
+        for key in self.model.leases.pop(lease):
+            self.model.nodes[key].pins -= 1
+
+    @invariant()
+    def holds(self) -> None:
+        check_integrity(self.cache)
+        for number in range(3):
+            assert self.engine.cached(number) == {digest(path) for group, path in self.model.nodes if group == number}
+        pinned = {key for held in self.model.leases.values() for key in held}
+        slot = self.cache.namespaces[1].groups[0].slot_bytes
+        assert self.cache.engines["one"].pins.bytes >= len(pinned) * slot
+
+
+TailsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestTailsAgainstModel = TailsMachine.TestCase
