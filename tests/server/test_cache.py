@@ -13,7 +13,7 @@ from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows
-from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
+from kvcache_proto.types import TAIL, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
 from kvcache_server.core.index import CLASSES, NEXT_TICK, SPARE, Account, Block, Grant, Group, Share
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.registry import OPERATORS
@@ -226,6 +226,36 @@ def test_a_pool_full_of_small_blocks_makes_room_for_large_ones():
     for lease in leased:
         assert all(rows.is_current(ref) for ref in unpack_refs(lease.slots)), "a leased block moved"
     check_integrity(cache)  # no chain is stranded
+
+
+def test_blocks_of_many_engines_that_are_gone_make_room_for_blocks_of_two_sizes():
+    """None of them has as much as an extent."""
+    cache = make_cache(extents=3)
+    for number in range(96):
+        engine = Engine(cache, f"gone{number}", model=f"m{number}")
+        engine.store([f"{number}"])
+        cache.end_session(engine.session, 0.0)
+    tail = GroupSpec(16, 128 * KIB, TAIL, 1)
+    new = Engine(cache, "new", 32 * KIB, tails=(tail,))
+    prompts = [hashes([f"new{number}"]) for number in range(20)]
+    runs = [m.Run(prompt, None, group) for prompt in prompts for group in (0, 1)]
+    answers = new.ask(m.Reserve(1, b"", new.namespace, runs)).answers
+    assert {Refusal(each) for each in answers} == {Refusal.GRANTED}, "tails in two extents"
+    check_integrity(cache)
+
+
+def test_blocks_of_engines_at_their_floors_make_room_for_a_second_size():
+    """As long as there is none of it: an engine without windows would have no hits at all."""
+    cache = make_cache(extents=2)
+    live = [Engine(cache, f"live{number}", model=f"m{number}") for number in range(16)]
+    for number, engine in enumerate(live):
+        engine.store([f"{number}"])
+    new = Engine(cache, "new", 256 * KIB, tails=(GroupSpec(16, 128 * KIB, TAIL, 1),))
+    fill = [m.Run(hashes([f"full{number}"])) for number in range(7)]
+    new.settle(new.ask(m.Reserve(1, b"", new.namespace, fill)))
+    runs = [m.Run(hashes(["full0"])), m.Run(hashes(["full0"]), None, 1)]
+    answers = [Refusal(each) for each in new.ask(m.Reserve(1, b"", new.namespace, runs)).answers]
+    assert answers == [Refusal.PRESENT, Refusal.GRANTED]
 
 
 def test_no_extent_is_reassigned_while_one_of_its_blocks_or_their_descendants_is_leased():

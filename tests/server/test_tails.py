@@ -525,3 +525,11 @@ class TailsMachine(RuleBasedStateMachine):
 
 TailsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestTailsAgainstModel = TailsMachine.TestCase
+
+
+def test_a_block_that_nobody_needs_goes_first_although_a_colder_one_became_busy() -> None:
+    """The end of one prompt is announced as the coldest leaf, and continued before the next eviction."""
+    machine = TailsMachine()
+    for path, tails in (("aaaa", [1]), ("aaa", [1, 2]), ("a", [1]), ("abaa", []), ("baaa", []), ("aab", [1, 2])):
+        machine.store(path, tails)
+        machine.holds()

@@ -10,6 +10,7 @@ from typing import Any, final
 
 import msgspec
 
+from kvcache_proto.region import slots_per_extent
 from kvcache_proto.types import MAX_GROUPS, Refusal
 from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.fair_share import FairShare
@@ -190,11 +191,18 @@ class Eviction:
                 if other is not None and self._has_room(account, other):
                     return other
                 if other is not None and (least is None or self._is_much_less(other, least)):
-                    # A whole extent is reassigned only for more than a few slots, unless the account has none.
+                    # A whole extent is reassigned only for more than a few slots, unless the group has none.
                     excess = other[4].share.bytes - other[4].share.floor
-                    if excess >= self._pool.extent_bytes or (excess > 0 and not account.share.bytes):
+                    none = not account.share.bytes or not (account.group.visible or account.group.pending)
+                    if excess > 0 and (none or self._has_excess(size)):
                         least = best = other
         return best
+
+    def _has_excess(self, size: int) -> bool:
+        """Whether an extent of this slot size holds no more than its shares have above their floors. O(accounts)."""
+        shares = {account.share for account in self.fair_share.accounts if account.group.slot_bytes == size}
+        excess = sum(max(0.0, share.bytes - share.floor) for share in shares)
+        return excess >= slots_per_extent(self._pool.extent_bytes, size) * size
 
     def _has_room(self, account: Account, other: Entry) -> bool:
         """Whether slots of another size, of the same namespace as `account`, are vacant, as many as an extent has."""

@@ -126,6 +126,7 @@ class Ranking:
         if entry is None or entry[1] != head.tick:
             entry = self._entry(account, order, head.tick)
             heapq.heappush(self._heaps.setdefault(account.group.slot_bytes, []), entry)
+        order.coldest = head.tick  # a colder leaf that has become busy since it was announced may have changed it
         return entry
 
     def _entry(self, account: Account, order: Order, tick: int) -> Entry:
