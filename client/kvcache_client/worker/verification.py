@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,6 +28,7 @@ logger = logging.getLogger("vllm.kvcache.worker")
 
 THREADS = 4  # for one load: three reach 100 GB/s, the bandwidth of memory
 _SHARE = 4 << 20  # bytes that are worth a thread
+_PATIENCE = 1.0  # seconds for the daemon to forget a wrong block
 
 _SAID = {
     Finding.CORRUPT: ("blocks_corrupt", "hold other bytes than were stored"),
@@ -111,8 +113,13 @@ class Verifier:
         self._loaded.submit(work)
 
     def alarm(self, namespace: Namespace, region: Region, refs: bytes, finding: Finding, request: str) -> None:
-        """Have the daemon forget the blocks in `refs`; count and log them, with the names of their writers."""
+        """Have the daemon forget the blocks in `refs`; count and log them, with the names of their writers.
+
+        Waits for its answer: the engine computes and saves these blocks again, and as long as the daemon has the wrong
+        ones, it refuses theirs.
+        """
         counter, said = _SAID[finding]
+        answered = threading.Event()
         offsets = region.offsets(refs).tolist()
         self._counts.add(counter, len(offsets))
 
@@ -121,8 +128,10 @@ class Verifier:
                 "request %s: %d cached blocks of namespace %s %s: shard %d, %s of the region; stored by %s",
                 *(request, len(offsets), namespace.id, said, self._shard, _some(offsets), _names(writers)),
             )
+            answered.set()
 
         namespace.distrust(refs, self._shard, finding, region.id, log)
+        answered.wait(_PATIENCE)
 
     def close(self) -> None:
         """Wait for checks that have begun."""
