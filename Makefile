@@ -17,6 +17,7 @@ UNWANTED := torchvision torchaudio torchcodec triton
 # breaks torch where there is no CANN. tests/npu_rig/README.md says what is simulated.
 TORCH_NPU := torch-npu==2.13.0
 TOGETHER := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
+REPEATABLE := --hypothesis-profile=repeatable
 ELSEWHERE := --ignore=tests/client/vllm
 NPU_RUN := env --unset=ASCEND_HOME_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0
 APT = $(SUDO) apt-get --yes --quiet=2
@@ -56,8 +57,9 @@ demo: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server demo $(ARGS)
 
 # `make test` covers every part end to end; `test-all` adds the tests that are marked `long`: more seeds, more variants.
+# It also draws random examples for property tests, and `make test` the same ones each time.
 test: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
-	@$(VENV)/bin/python -m pytest $(or $(ARGS),-m "not long" $(TOGETHER) $(ELSEWHERE))
+	@$(VENV)/bin/python -m pytest $(or $(ARGS),-m "not long" $(REPEATABLE) $(TOGETHER) $(ELSEWHERE))
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-vllm test-vllm-old test-npu)
 
 test-all: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
