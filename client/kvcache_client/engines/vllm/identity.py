@@ -173,6 +173,9 @@ def namespace_spec(
         identity["draft"] = f"{draft.method} {getattr(draft, 'model', None) or ''}".strip()
     if compat.computes_scales(cache):
         identity["kv_scales"] = f"engine {engine_id}"  # computed from the first batch that this engine ran
+    quantized = compat.quantizes_loaded_kv(vllm_config)
+    if quantized is not None:
+        identity["fa_quant"] = str(quantized)
     groups = [group_spec(each, tokens, split.number) for each in merged]
     if not groups:
         block_bytes = rank_block_bytes(kv_cache_config) * blocks_per_slot
