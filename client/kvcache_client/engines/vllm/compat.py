@@ -128,7 +128,7 @@ def computes_scales(cache_config: Any) -> bool:
 
 
 def quantizes_loaded_kv(vllm_config: Any) -> bool | None:
-    """Return whether a vllm-ascend engine quantizes its KV, as it does only where it loads KV; None without the option."""
+    """Return whether a vllm-ascend engine with that option quantizes KV: only where it loads KV. None without it."""
     if not getattr(getattr(vllm_config, "quant_config", None), "enable_fa_quant", False):
         return None
     return bool(vllm_config.kv_transfer_config.is_kv_consumer)
