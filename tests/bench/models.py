@@ -1,0 +1,241 @@
+"""Ask, on a host with a GPU, whether hits change a token: models of several kinds, in real engines with one daemon.
+
+    python tests/bench/models.py [--models gemma,granite,...] [--tp N] [--pp N] [--at-once N] [--memory GIB]
+
+For each model: an engine without the connector, one that saves, one that loads the prompts, and one that loads prompts
+and answers. Random weights in float32, greedy. tests/e2e/test_models.py does the same on a CPU, where vLLM has no
+kernels for states (Mamba, linear attention), and none that continue a prompt of an MLA model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from one_daemon import one_daemon
+
+COMMON = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 8192}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+WINDOWS = {
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2,
+    "num_hidden_layers": 6,
+    "sliding_window": 200,
+    **HEADS,
+}
+MLA = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_expand": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_hidden_layers": 4, **HEADS},
+    "gemma": {"model_type": "gemma3_text", **WINDOWS},
+    "gpt-oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "mla": {"model_type": "deepseek_v2", **MLA},
+    "granite": {
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 512,
+        "mamba_chunk_size": 64,
+        **MAMBA,
+        **HEADS,
+    },
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        **HEADS,
+    },
+    "nemotron": {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M*M-",
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+        "n_groups": 1,
+        "chunk_size": 64,
+        "mlp_hidden_act": "relu2",
+        **HEADS,
+    },
+}
+STATES = ("granite", "qwen3-next", "nemotron")
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+LENGTHS = (31, 700, 1500, 3000)
+
+
+def write_model(name: str, folder: str) -> None:
+    """With the default width of the weights every next token would be the same."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    made = AutoConfig.for_model(**{"initializer_range": 0.1, **COMMON, **MODELS[name]})
+    AutoModelForCausalLM.from_config(made).float().save_pretrained(folder)
+
+
+def run_engine(name: str, folder: str, endpoint: str, tp: int, pp: int, memory: float) -> None:
+    """One engine, for each line of prompts on its standard input: prints a line of answers."""
+    from vllm import LLM, SamplingParams
+
+    more: dict[str, Any] = {"mamba_cache_mode": "align"} if name in STATES else {}
+    if endpoint:
+        more["kv_transfer_config"] = {
+            "kv_connector": "KVCacheServerConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"endpoint": endpoint, "verify": "all"},
+        }
+    llm = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=4096,
+        max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=int(memory * (1 << 30)),
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        enable_prefix_caching=True,
+        disable_hybrid_kv_cache_manager=False,
+        **more,
+    )
+    print("ready", llm.llm_engine.vllm_config.cache_config.block_size, file=sys.stderr, flush=True)
+    parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    answers_to = os.fdopen(int(os.environ["ANSWERS"]), "w")
+    for line in sys.stdin:
+        answers = []
+        for prompt in json.loads(line):
+            (output,) = llm.generate({"prompt_token_ids": prompt}, parameters, use_tqdm=False)
+            answers.append((list(output.outputs[0].token_ids), int(output.num_cached_tokens or 0)))
+        for _ in range(3):  # saves that were granted after the last step begin with the next one
+            llm.generate({"prompt_token_ids": [3, 4, 5]}, parameters, use_tqdm=False)
+            time.sleep(0.2)
+        print(json.dumps(answers), file=answers_to, flush=True)
+
+
+class Engine:
+    def __init__(self, name: str, folder: Path, endpoint: str, options: argparse.Namespace) -> None:
+        self.log = folder.parent / f"{name} {time.monotonic_ns()}.log"
+        reading, writing = os.pipe()
+        arguments = [name, str(folder), endpoint, str(options.tp), str(options.pp), str(options.memory)]
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, "--engine", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+                pass_fds=[writing],
+                env={**os.environ, **ENVIRONMENT, "ANSWERS": str(writing)},
+            )
+        os.close(writing)
+        self._answers = os.fdopen(reading)
+
+    def ask(self, prompts: list[list[int]]) -> list[Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(prompts) + "\n")
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        line = self._answers.readline()
+        self._process.wait()
+        if not line:
+            raise RuntimeError(f"the engine ended:\n{self.log.read_text()[-3000:]}")
+        return list(json.loads(line))
+
+    def said(self) -> list[str]:
+        lines = self.log.read_text().splitlines()
+        return [each for each in lines if "KV cache server" in each or "needed;" in each or each.startswith("ready")]
+
+
+def compare(name: str, endpoint: str, options: argparse.Namespace) -> str:
+    """Return a line of the table."""
+    with tempfile.TemporaryDirectory(prefix="kvm") as parent:
+        folder = Path(parent) / "model"
+        subprocess.run([sys.executable, __file__, "--write", name, str(folder)], check=True, capture_output=True)
+        draw = random.Random(name)
+        prompts = [[draw.randrange(3, 512) for _ in range(length)] for length in LENGTHS]
+        alone = Engine(name, folder, "", options)
+        rows: list[list[Any]] = []
+        expected = [tokens for tokens, _ in alone.ask(prompts)]
+        longer = [[*prompt, *answer, 5, 6, 7] for prompt, answer in zip(prompts, expected, strict=True)]
+        continued = [tokens for tokens, _ in Engine(name, folder, "", options).ask(longer)]
+        for asked, right in ((prompts, expected), (prompts, expected), (longer, continued)):
+            engine = Engine(name, folder, endpoint, options)
+            found = engine.ask(asked)
+            rows.append([sum(tokens == one for (tokens, _), one in zip(found, right, strict=True))])
+            rows[-1].append(sum(cached for _, cached in found))
+        different = len({tuple(answer) for answer in expected})
+        cells = ", ".join(f"{equal}/{len(prompts)} equal, {cached} cached" for equal, cached in rows)
+        return f"{name:12} {different} answers; first: {cells}\n             " + "\n             ".join(engine.said())
+
+
+def main() -> None:
+    if "--write" in sys.argv:
+        write_model(*sys.argv[2:])
+        return
+    if "--engine" in sys.argv:
+        name, folder, endpoint, tp, pp, memory = sys.argv[2:]
+        run_engine(name, folder, endpoint, int(tp), int(pp), float(memory))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=4, help="models that are compared at the same time")
+    parser.add_argument("--memory", type=float, default=1.0, help="GiB of KV cache of each engine")
+    options = parser.parse_args()
+    with one_daemon(size="4GiB") as daemon, ThreadPoolExecutor(options.at_once) as several:
+        work = {name: several.submit(compare, name, daemon.endpoint, options) for name in options.models.split(",")}
+        for name, each in work.items():
+            try:
+                print(each.result(), flush=True)
+            except (RuntimeError, subprocess.CalledProcessError) as error:
+                said = getattr(error, "stderr", b"") or b""
+                print(f"{name:12} {error}\n{said.decode()[-2000:]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
