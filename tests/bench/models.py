@@ -129,7 +129,7 @@ def run_engine(name: str, folder: str, endpoint: str, tp: int, pp: int, memory: 
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype="bfloat16" if name == "mla" else "float32",  # no kernels for MLA in float32
         enforce_eager=True,
         max_model_len=4096,
         max_num_batched_tokens=1024,
