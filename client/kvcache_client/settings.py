@@ -22,6 +22,7 @@ CHECKPOINT_TOKENS = 2048
 SAVE_MODES = ("all", "prompt")
 VERIFY_MODES = ("off", "sample", "all")
 RESETS = ("new", "keep")  # any other value of `on_reset` is a version
+GATES = ("auto", "off")
 FAILURE_POLICIES = ("recompute", "fail")
 
 # Keys of other connectors, and what replaces them here.
@@ -74,6 +75,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         weights_version: names the weights; engines that name the same share, others do not.
         on_reset: which weights the engine has after a reset of its cache: `new` ones, which no other engine shares; the
             present ones, if its checkpoint has not changed (`keep`); or the version that is named.
+        gate: whether hits are loaded only where that is predicted to be faster than computing them (`auto`), or always
+            (`off`).
         verify: for which blocks a checksum is taken on save and compared on load: `all`, none (`off`), or a `sample` of
             one in 16.
         canary_every: one in so many requests with a hit is computed all the same, and the cache compared with the
@@ -92,6 +95,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     drain_ms: float = 5000.0
     weights_version: str = ""
     on_reset: str = "new"
+    gate: str = "auto"
     verify: str = "off"
     canary_every: int = 10_000
     kv_load_failure_policy: str = "recompute"
@@ -138,7 +142,12 @@ def _check(settings: ConnectorSettings) -> None:
             f"kv_connector_extra_config: on_reset {settings.on_reset!r}: new, keep, or the version of other weights "
             "than the engine starts with"
         )
-    choices = (("save", SAVE_MODES), ("verify", VERIFY_MODES), ("kv_load_failure_policy", FAILURE_POLICIES))
+    choices = (
+        ("save", SAVE_MODES),
+        ("gate", GATES),
+        ("verify", VERIFY_MODES),
+        ("kv_load_failure_policy", FAILURE_POLICIES),
+    )
     for name, allowed in choices:
         if getattr(settings, name) not in allowed:
             raise ConfigError(

@@ -80,6 +80,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         finished: requests that ended since the last plan, for the log.
         namespace: where the ranks write from now on; None is no change.
         checks: to be started with the saves.
+        timed: the ranks report the end of the step.
         unguarded: from now on no plan says which blocks are given to others: saves that still run have failed.
     """
 
@@ -90,6 +91,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     finished: list[str] = []
     namespace: NamespaceSpec | None = None
     checks: list[CheckJob] = []
+    timed: bool = False
     unguarded: bool = False
 
 

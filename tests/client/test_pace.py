@@ -1,38 +1,158 @@
-"""Loads that a thread must carry are offered only where they beat computing."""
+"""How long computing and loading take, as learned from steps and loads of a simulated engine."""
 
 from __future__ import annotations
 
-from kvcache_client.scheduler.pace import LEAST_TOKENS, Pace
+import pytest
+
+from kvcache_client.scheduler.pace import LEAST_LOADS, LEAST_STEPS, UNCOUNTED, Pace
+from kvcache_client.scheduler.views import NewTable, StepView
+
+STEP, TOKEN, PAIR = 0.004, 2e-5, 1e-8  # seconds
+LOAD, LOADED = 0.003, 2e-6
 
 
-def paced(tokens: int, seconds: float) -> Pace:
-    """An engine that computes so many tokens in so many seconds."""
+class Paced:
+    """An engine, and what it knows of itself."""
+
+    def __init__(self) -> None:
+        self.pace = Pace(block_tokens=16)
+        self.now, self._steps, self._loads = 100.0, 0, 0
+
+    def compute(self, begin: int, end: int, decoding: int = 0, told: float = 0.0) -> float:
+        """Compute a part of a prompt beside requests that generate; the engine hears of the end `told` later."""
+        seconds = STEP + TOKEN * (end - begin) + PAIR * (end - begin) * (begin + end) / 2 + 1e-6 * decoding
+        self._steps += 1
+        scheduled = {"r": end - begin, **{f"d{number}": 1 for number in range(decoding)}}
+        names = [name for name in scheduled if name != "r"]
+        step = StepView(
+            sum(scheduled.values()),
+            scheduled,
+            [NewTable("r", [[]], begin)],
+            names,
+            [9000] * decoding,
+            [None] * decoding,
+        )
+        timed = self.pace.step(self._steps, step, self.now)
+        self.now += seconds
+        self.pace.ended([self._steps] if timed else [], self.now + told)
+        return seconds
+
+    def load(self, tokens: int, at_once: int = 1, busy: bool = False, failed: bool = False) -> None:
+        """Load as much for several requests at once, one after the other."""
+        began = self.now
+        for number in range(at_once):
+            self.pace.load_began(f"l{number}", tokens, began)
+        if busy:
+            self._steps += 1
+            self.pace.step(self._steps, StepView(1, {"d": 1}, [], ["d"], [9000], [None]), began)
+            self.now += 0.05
+        self.now += LOAD
+        for number in range(at_once):
+            self.now += LOADED * tokens
+            self.pace.load_ended(f"l{number}", failed, self.now)
+
+    def learn(self) -> Paced:
+        for tokens in (100, 700, 2000, 50, 1500, 300, 900, 1200, 400, 250, 1000, 600):
+            self.compute(0, tokens)
+            self.compute(4000, 4000 + tokens)
+            self.load(tokens)
+        return self
+
+
+def test_nothing_is_predicted_from_a_few_samples() -> None:
+    paced = Paced()
+    for number in range(UNCOUNTED + LEAST_STEPS - 1):
+        paced.compute(0, 100 + number)
+    for number in range(UNCOUNTED + LEAST_LOADS - 1):
+        paced.load(100 + number)
+    assert paced.pace.computing(0, 500) is None and paced.pace.loading(500) is None
+    paced.compute(0, 50)
+    paced.load(50)
+    assert paced.pace.computing(0, 500) and paced.pace.loading(500)
+
+
+def test_tokens_cost_what_they_add_to_a_step() -> None:
+    pace = Paced().learn().pace
+    assert pace.computing(0, 1000) == pytest.approx(1000 * TOKEN + 1000 * 500 * PAIR, rel=0.01)
+
+
+def test_tokens_late_in_a_prompt_cost_more() -> None:
+    pace = Paced().learn().pace
+    assert pace.computing(30_000, 31_000) == pytest.approx(1000 * TOKEN + 1000 * 30_500 * PAIR, rel=0.01)
+
+
+def test_what_others_generate_in_the_same_step_is_no_cost_of_a_prompt() -> None:
+    paced = Paced().learn()
+    before = paced.pace.computing(0, 1000)
+    for tokens in (100, 700, 2000):
+        paced.compute(0, tokens, decoding=20)
+    assert paced.pace.computing(0, 1000) == pytest.approx(before, rel=0.01)
+
+
+def test_steps_that_only_generate_are_not_timed() -> None:
     pace = Pace()
-    pace.step(tokens, 100.0)
-    pace.step(0, 100.0 + seconds)
-    return pace
+    decode = StepView(40, {f"d{n}": 1 for n in range(40)}, [], [f"d{n}" for n in range(40)], [9] * 40, [None] * 40)
+    assert not pace.step(1, decode, 1.0)
+    drafts = StepView(160, {f"d{n}": 4 for n in range(40)}, [], [f"d{n}" for n in range(40)], [9] * 40, [None] * 40)
+    assert not pace.step(2, drafts, 2.0)
 
 
-def test_what_goes_straight_is_always_worth_loading() -> None:
-    assert Pace().worth_loading(64, 1024)
-    pace = Pace()
-    pace.carried({0: 1.0})
-    pace.carried({0: 0.0})
-    assert pace.worth_loading(64, 1024)
+def test_a_step_that_begins_while_another_runs() -> None:
+    """With asynchronous scheduling, the device begins it when the other one has ended."""
+    pace, ends = Pace(), [100.0, 100.0]
+    sizes = [100, 700, 2000, 50, 1500, 300, 900, 1200, 400, 250, 1000, 600]
+    for number, tokens in enumerate(sizes):
+        if number > 1:
+            pace.ended([number - 2], ends[-2])
+        pace.step(number, StepView(tokens, {"r": tokens}, [NewTable("r", [[]], 0)]), ends[-2])
+        ends.append(ends[-1] + STEP + TOKEN * tokens)
+    assert pace.computing(0, 1000) == pytest.approx(1000 * TOKEN, rel=0.01)
 
 
-def test_what_a_thread_carries_must_beat_computing() -> None:
-    pace = paced(1000, 0.1)  # 1.6 ms a block of 16 tokens
+def test_a_load_has_a_fixed_cost_and_one_for_each_token() -> None:
+    pace = Paced().learn().pace
+    assert pace.loading(16) == pytest.approx(LOAD + 16 * LOADED, rel=0.02)
+    assert pace.loading(10_000) == pytest.approx(LOAD + 10_000 * LOADED, rel=0.02)
+
+
+def test_loads_wait_for_those_before_them() -> None:
+    paced = Paced().learn()
+    paced.load(1000, at_once=4)
+    assert paced.pace.loading(1000) == pytest.approx(LOAD + 1000 * LOADED, rel=0.02)
+    paced.pace.load_began("other", 5000, paced.now)
+    assert paced.pace.loading(1000) == pytest.approx(LOAD + 6000 * LOADED, rel=0.02)
+
+
+def test_how_long_steps_of_a_busy_engine_are_is_no_cost_of_a_load() -> None:
+    paced = Paced().learn()
+    for tokens in (100, 700, 2000):
+        paced.load(tokens, busy=True)
+    assert paced.pace.loading(1000) == pytest.approx(LOAD + 1000 * LOADED, rel=0.05)
+
+
+def test_loads_that_fail_teach_nothing() -> None:
+    paced = Paced().learn()
+    before = paced.pace.loading(1000)
+    paced.load(1, failed=True)
+    assert paced.pace.loading(1000) == before
+
+
+def test_a_host_that_stalls_is_soon_forgotten() -> None:
+    paced = Paced().learn()
+    paced.now += paced.compute(0, 1000)
+    before = paced.pace.computing(0, 1000)
+    assert before is not None
+    step = StepView(1000, {"r": 1000}, [NewTable("r", [[]], 0)])
+    paced.pace.step(999, step, paced.now)
+    paced.pace.ended([999], paced.now + 60.0)
+    after = paced.pace.computing(0, 1000)
+    assert after is not None and after < 2 * before
+
+
+def test_what_a_thread_carries_takes_at_least_as_long_as_the_slowest_rank() -> None:
+    pace = Paced().learn().pace
     pace.carried({0: 0.001})
-    assert pace.worth_loading(64, 1024)
-    pace.carried({1: 0.002})  # the slowest rank decides
-    assert not pace.worth_loading(64, 1024)
-
-
-def test_as_long_as_nothing_is_known_nothing_is_carried() -> None:
-    pace = Pace()
-    pace.carried({0: 1e-9})
-    assert not pace.worth_loading(64, 1024)
-    few = paced(LEAST_TOKENS - 1, 5.0)  # launches take that long, whatever they compute
-    few.carried({0: 1e-9})
-    assert not few.worth_loading(64, 1024)
+    pace.carried({1: 0.002})
+    assert pace.is_carried and pace.loading(64 * 16) == pytest.approx(0.128)
+    pace.carried({0: 0.0, 1: 0.0})
+    assert not pace.is_carried and pace.loading(64 * 16) is None  # measured anew

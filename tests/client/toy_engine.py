@@ -228,7 +228,7 @@ class Engine:
 
     def __init__(self, cache: Cache, works: bool = True, **settings: Any) -> None:
         self.cache, self.works, self.now = cache, works, 1000.0
-        options = {"canary_every": 0, **settings}
+        options = {"canary_every": 0, "gate": "off", **settings}
         self.scheduler = Scheduler(cache, SPEC, ConnectorSettings(**options), BLOCK, 1, clock=lambda: self.now)
         self._blocks = itertools.count()
         self.step()  # the ranks join the namespace

@@ -192,7 +192,7 @@ def engine_options(model: str, blocks: int = 256) -> dict[str, Any]:
 def connector_options(
     name: str, endpoint: str, extra: dict[str, Any] | None = None, module: str = "kvcache_client.connector"
 ) -> dict[str, Any]:
-    settings = {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, **(extra or {})}
+    settings = {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, "gate": "off"} | (extra or {})
     return {"engine_id": name, "kv_connector_module_path": module, "kv_connector_extra_config": settings}
 
 
@@ -318,7 +318,13 @@ def openai_servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             "kv_role": "kv_both",
             "engine_id": name,
             "kv_connector_module_path": "kvcache_client.connector",
-            "kv_connector_extra_config": {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, **extra},
+            "kv_connector_extra_config": {
+                "endpoint": endpoint,
+                "deadline_ms": 5000,
+                "block_size": BLOCK,
+                "gate": "off",
+                **extra,
+            },
         }
         options = [
             *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK)),

@@ -39,7 +39,12 @@ def test_a_second_connector_of_ours_in_one_engine_does_nothing(
         "kv_connector": "KVCacheServerConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": "kvcache_client.connector",
-        "kv_connector_extra_config": {"endpoint": daemon.endpoint, "deadline_ms": 5000, "block_size": BLOCK},
+        "kv_connector_extra_config": {
+            "endpoint": daemon.endpoint,
+            "deadline_ms": 5000,
+            "block_size": BLOCK,
+            "gate": "off",
+        },
     }
     several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours, ours]}}
     engine = engines("several", connector=several)

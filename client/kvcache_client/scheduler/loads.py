@@ -38,6 +38,7 @@ class Loads:
         self._group = group
         self.ended = 0
         self.jobs: list[LoadJob] = []
+        self._begun: list[tuple[str, int]] = []
         self._counters = counters
         self._running: dict[str, Load] = {}
         self._landed: dict[str, Load] = {}  # ended well, and perhaps not yet in the device's own cache
@@ -48,9 +49,10 @@ class Loads:
         """Return how many run."""
         return len(self._running)
 
-    def begin(self, jobs: Sequence[LoadJob], lease: CacheLease | None, hashes: Sequence[bytes]) -> None:
+    def begin(self, jobs: Sequence[LoadJob], lease: CacheLease | None, hashes: Sequence[bytes], tokens: int) -> None:
         """Note the load of a request, for the next plan. Without a lease it is one that fails."""
         self.jobs += jobs
+        self._begun.append((jobs[0].request, tokens))
         blocks = {block for job in jobs for block in job.blocks}
         brings = hashes if lease is not None else ()
         self._running[jobs[0].request] = Load(lease, blocks, frozenset(brings), brings[-1] if brings else b"")
@@ -59,6 +61,11 @@ class Loads:
         """Return the loads that no plan has yet."""
         jobs, self.jobs = self.jobs, []
         return jobs
+
+    def take_begun(self) -> list[tuple[str, int]]:
+        """Return the requests whose loads begin with the next plan, and how many tokens they load."""
+        begun, self._begun = self._begun, []
+        return begun
 
     def fail(self, invalid: set[int], requests: Collection[str] = ()) -> None:
         """Note that the device blocks `invalid`, or the loads of `requests`, did not arrive."""

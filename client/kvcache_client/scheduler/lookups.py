@@ -99,16 +99,24 @@ class Lookups:
         return state.lookup
 
     def worth_waiting(
-        self, state: RequestState, lookup: LookupResult, start: int, running_loads: int, ended_loads: int, now: float
+        self,
+        state: RequestState,
+        lookup: LookupResult,
+        start: int,
+        running_loads: int,
+        ended_loads: int,
+        patience: float,
+        now: float,
     ) -> bool:
         """Return whether a request that computes from device block `start` on is to wait and be looked up again.
 
-        For running loads to give back what the engine may pin, or for blocks that are being written.
+        For running loads to give back what the engine may pin, or for blocks that are being written; for no longer than
+        `patience` seconds from now on.
         """
         lease = lookup.lease
         if lease.withheld and running_loads:
             # What is loading now gives its slots back soon; to compute what is cached takes longer.
-            state.quota_until = state.quota_until or now + QUOTA_WAIT
+            state.quota_until = state.quota_until or now + min(QUOTA_WAIT, patience)
             if now < state.quota_until:
                 state.loads_to_end = ended_loads + 1
                 self._counters.add("lookups_waited_for_quota")
@@ -116,7 +124,9 @@ class Lookups:
         if not lease.pending or (lease.hits + lease.pending) * self._group.blocks_per_slot <= start:
             return False
         if not state.pending_until:
-            state.pending_until = now + PENDING_WAIT
+            state.pending_until = now + min(PENDING_WAIT, patience)
+            if not patience:
+                self._counters.add("waits_declined_slow")
         return now < state.pending_until
 
     def take(self, state: RequestState) -> LookupResult | None:

@@ -67,6 +67,7 @@ class RequestState:
     follows: str = ""  # the request whose load brings what this one would load
     follow_start: int = 0  # device blocks that the engine had itself when it began to follow
     follow_until: float = 0.0  # but not for longer, for all loads together
+    admitted: bool | None = None  # whether the gate lets its hits be loaded; None: not decided yet
     load_failed: bool = False
     loading: bool = False
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.events import EngineEvents
+from kvcache_client.scheduler.gate import Gate
 from kvcache_client.scheduler.groups import FullAttention, Group, SeveralGroups
 from kvcache_client.scheduler.hints import Hints
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
 from kvcache_client.scheduler.notes import Notes
-from kvcache_client.scheduler.pace import Pace
 from kvcache_client.scheduler.request_state import RequestState, follow_blocks
 from kvcache_client.scheduler.saves import Saves
 from kvcache_client.scheduler.summary import Summary
@@ -33,7 +33,7 @@ class Scheduler:
 
     Attributes:
         events: what the engine may load from the cache, where that is to be reported; else None.
-        pace: how fast the engine computes, and how fast its ranks carry bytes.
+        gate: whether hits are worth their loads, and what it knows about that.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Scheduler:
         self._counters = LoggedCounters(logger)
         has_full = self._group.has_full
         self.events = EngineEvents(self._group) if events and has_full else None
-        self.pace = Pace()
+        self.gate = Gate(self._counters, settings.gate == "auto", self._group.block_tokens)
         self._membership = Membership(session, spec, settings, checkpoint, self.events)
         self._notes = Notes(self._counters)
         self._lookups = Lookups(self._group, spec.shards, settings.verify, self._counters, self._notes, self.events)
@@ -119,6 +119,8 @@ class Scheduler:
         if reason:
             self._counters.add(f"lookups_declined_{reason}" if reason != "not_wanted" else "lookups_not_wanted")
             return self._decline(state, reason, now)
+        if state.admitted is False:
+            return 0, False
         limit = self._group.loadable(request)
         start = computed // self._group.block_tokens
         if limit * self._group.blocks_per_slot <= start or self._canaries.again(state, start):
@@ -135,7 +137,12 @@ class Scheduler:
                 return self._decline(state, "over_budget", now)
             lookup = self._lookups.ask(state, self._membership.namespace, limit, start, now)
             self._lookups.spent += self._clock() - now
-        if self._lookups.worth_waiting(state, lookup, start, len(self._loads), self._loads.ended, now):
+        coming = lookup.lease.pending + lookup.lease.withheld
+        wanted = min(lookup.lease.hits + coming, limit) * self._group.slot_tokens
+        patience = self.gate.patience(computed, wanted, now) if coming and wanted > computed else 0.0
+        if coming and self._lookups.worth_waiting(
+            state, lookup, start, len(self._loads), self._loads.ended, patience, now
+        ):
             state.waited = True
             self._lookups.forget(state)
             return None, False
@@ -145,8 +152,7 @@ class Scheduler:
         if tokens <= 0:
             self._lookups.release(state)
             return 0, False
-        if not self.pace.worth_loading(tokens // self._group.block_tokens, tokens):
-            self._counters.add("lookups_declined_slow")
+        if not self.gate.admits(state, computed, computed + tokens, now):
             return self._decline(state, "slow", now)
         if self._loads.follow(state, start, hits, now):
             self._counters.add("lookups_waited_for_load")
@@ -224,7 +230,7 @@ class Scheduler:
                 lease.release()
             lease, jobs = None, [LoadJob(request.id, b"", b"", state.blocks[state.start : state.start + count])]
         begin, end = state.start // group.blocks_per_slot, (state.start + count) // group.blocks_per_slot
-        self._loads.begin(jobs, lease, group.keys(request.hashes)[begin:end])
+        self._loads.begin(jobs, lease, group.keys(request.hashes)[begin:end], external)
         state.loading = True
 
     def ended(self, received: Sequence[str], invalid: set[int], failed: Collection[str] = ()) -> None:
@@ -237,6 +243,8 @@ class Scheduler:
             self._loads.fail(invalid, failed)
         for request_id in received:
             load = self._loads.end(request_id, now)
+            if load is not None:
+                self.gate.load_ended(request_id, load.failed, now)
             state = self._requests.get(request_id) if load is not None else None
             if load is not None and state is not None:
                 state.loading = False
@@ -247,6 +255,10 @@ class Scheduler:
     def copied(self, counts: Mapping[str, int]) -> None:
         """Note what ranks have copied since the last time, for the summary in the log."""
         self._summary.copied(counts)
+
+    def step_ended(self, timed: Sequence[int]) -> None:
+        """Note that a step has ended on all ranks, and the numbers of the plans in it that say that it is timed."""
+        self.gate.ended(timed, self._clock())
 
     def given_away(self, jobs: Sequence[tuple[int, int]]) -> None:
         """Note saves, by reservation and first position, that a rank has not begun before others got their blocks."""
@@ -261,16 +273,18 @@ class Scheduler:
         """
         self._step += 1
         self._lookups.spent = 0.0
-        if step.tokens or self.pace.computing:
-            self.pace.step(step.tokens, self._clock())
         self._loads.scheduled()
+        now = self._clock()
+        for request_id, tokens in self._loads.take_begun():
+            self.gate.load_began(request_id, tokens, now)
+        timed = self.gate.step(self._step, step, now)
         membership = self._membership
         if membership.unsettled:
             membership.settle()
         if self._notes.entries:
             self._send_notes()
         if not (self._requests or self._saves.waiting or self._canaries.due or self._finished or membership.announced):
-            return NOTHING
+            return StepPlan(self._step, timed=True) if timed else NOTHING
         given = follow_blocks(self._requests, step, self._table_tokens, self._other_tokens)
         loads = self._loads.take_jobs() if self._loads.jobs else []
         for load in loads:
@@ -293,9 +307,9 @@ class Scheduler:
             self._lookups.give_back_idle(self._step)
         guarded = self._guarded(given, [*saves, *checks])
         finished = self._take_finished() if self._finished else []
-        if not (saves or loads or guarded or finished or checks or membership.announced):
+        if not (saves or loads or guarded or finished or checks or membership.announced or timed):
             return NOTHING
-        plan = StepPlan(self._step, saves, guarded, loads, finished, membership.announced, checks)
+        plan = StepPlan(self._step, saves, guarded, loads, finished, membership.announced, checks, timed=timed)
         membership.announced = None
         return plan
 
@@ -341,6 +355,7 @@ class Scheduler:
         if state is None:
             return
         self._lookups.forget(state)
+        self.gate.finished(request_id)
         self._finished.append(request_id)
         self._canaries.computed(state, computed)
         may_save = self._may_save

@@ -72,7 +72,7 @@ NOTES = {
     "down": "the engine did not ask: the daemon was away or had been too slow (breaker open)",
     "deadline": "the daemon did not answer within deadline_ms; its late answer was discarded",
     "over_budget": "other lookups in the same step had used up the deadline",
-    "slow": "its hits were in memory that is not page-locked: computing them was faster than loading them",
+    "slow": "its hits were not loaded: by what this engine has measured, computing them was faster (gate)",
     "load_failed": "loading its hits failed and it was computed instead; it is offered no hits again",
     "loads_fail": "three loads in a row had failed, so no hits were offered for a while",
     "lora": "which weights its LoRA adapter has is not known (see the engine's log): neither saved nor loaded",

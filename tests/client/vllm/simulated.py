@@ -694,7 +694,8 @@ class Engine:
         """
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        settings = {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, "canary_every": 0} | (extra or {})
+        settings = {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, "canary_every": 0, "gate": "off"}
+        settings |= extra or {}
         ours = {
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": "kvcache_client.connector",

@@ -89,6 +89,7 @@ class RankReport(KVConnectorWorkerMetadata):
         verdicts: the daemon's verdicts on the blocks that ranks saved; only where events are wanted.
         declined: why a rank takes no part in the cache, by rank; "" for one that takes part again.
         carried: seconds that a rank's thread takes to carry one of the engine's blocks, by rank; 0 where it need not.
+        timed: numbers of plans that say that their step is timed, which has ended.
         given_away: saves, by reservation and first position, that had not begun when their blocks were given away.
     """
 
@@ -96,13 +97,18 @@ class RankReport(KVConnectorWorkerMetadata):
     declined: dict[int, str] = field(default_factory=dict)
     given_away: list[tuple[int, int]] = field(default_factory=list)
     carried: dict[int, float] = field(default_factory=dict)
+    timed: list[int] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         if not isinstance(other, RankReport):
             return self
-        given_away = self.given_away + other.given_away
-        carried = self.carried | other.carried
-        return RankReport(self.verdicts + other.verdicts, self.declined | other.declined, given_away, carried)
+        return RankReport(
+            self.verdicts + other.verdicts,
+            self.declined | other.declined,
+            self.given_away + other.given_away,
+            self.carried | other.carried,
+            self.timed + other.timed,
+        )
 
 
 _EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
@@ -348,11 +354,12 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(copies, CacheStats):  # beside other connectors they come wrapped, and are left out of the log
             self._scheduler.copied(copies.data)
         report = connector_output.kv_connector_worker_meta
+        self._scheduler.step_ended(report.timed if isinstance(report, RankReport) else ())
         if not isinstance(report, RankReport):
             return
         if report.declined:
             self._scheduler.ranks_declined(report.declined)
-        self._scheduler.pace.carried(report.carried)
+        self._scheduler.gate.pace.carried(report.carried)
         if report.given_away:
             self._scheduler.given_away(report.given_away)
         if self._scheduler.events is not None:
@@ -463,12 +470,11 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             return RankReport(declined={self._rank: fault}) if fault else None
         worker = self._worker
         verdicts, declined, given_away = worker.take_verdicts(), worker.take_declined(), worker.take_given_away()
-        carried = worker.take_carried()
-        return (
-            RankReport(verdicts, declined, given_away, carried)
-            if verdicts or declined or given_away or carried
-            else None
-        )
+        carried, metadata = worker.take_carried(), self._connector_metadata
+        timed = [metadata.plan.number] if isinstance(metadata, StepMetadata) and metadata.plan.timed else []
+        if not (verdicts or declined or given_away or carried or timed):
+            return None
+        return RankReport(verdicts, declined, given_away, carried, timed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         blocks, self._not_loaded = self._not_loaded, set()

@@ -1,0 +1,107 @@
+"""Small vLLM engines on CPU, each in a process of its own behind a pipe, for benchmarks that ask them by turns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+TOY = {
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+BLOCK = 64
+
+
+def _serve(pipe: Connection, model: str, extra: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ |= {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+
+    ours = {"kv_connector": "KVCacheServerConnector", "kv_connector_module_path": "kvcache_client.connector"}
+    transfer = None if extra is None else {**ours, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=BLOCK,
+        max_model_len=4096,
+        max_num_seqs=4,
+        kv_transfer_config=transfer,
+        **options,
+    )
+    engine, throttle = llm.llm_engine, [0.0]
+    connector = None if extra is None else engine.engine_core.engine_core.scheduler.connector._scheduler
+    if connector is not None:
+        worker = get_kv_transfer_group()._worker
+        copy = worker._device._loader._copy
+
+        def throttled(job: Any) -> None:
+            time.sleep(throttle[0])
+            copy(job)
+
+        worker._device._loader._copy = throttled
+    pipe.send(True)
+    number = 0
+    while (order := pipe.recv()) is not None:
+        throttle[0] = order["throttle"]
+        while order["reset"] and not engine.reset_prefix_cache():
+            time.sleep(0.01)
+        number += 1
+        greedy = SamplingParams(temperature=0.0, max_tokens=order["tokens"], ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        engine.add_request(f"r{number}", {"prompt_token_ids": order["prompt"]}, greedy)
+        first, outputs = 0.0, []
+        while not (outputs and outputs[-1].finished):
+            outputs += engine.step()
+            if outputs and not first:
+                first = time.perf_counter() - begin
+        for _ in range(3):  # its blocks are saved in the steps after it
+            engine.step()
+        counts = {**connector.counters, **worker.counters} if connector is not None else {}
+        answer = list(outputs[-1].outputs[0].token_ids)
+        pipe.send({"seconds": first, "counts": counts, "cached": outputs[0].num_cached_tokens or 0, "answer": answer})
+    engine.engine_core.shutdown()
+
+
+class Engines:
+    """Engines by name, with the settings of their connector; None: without a connector."""
+
+    def __init__(self, model: str, variants: dict[str, dict[str, Any] | None], **options: Any) -> None:
+        """`options` are vLLM's engine arguments."""
+        spawn = multiprocessing.get_context("spawn")
+        self.pipes: dict[str, Connection] = {}
+        self._processes = []
+        for name, extra in variants.items():
+            self.pipes[name], theirs = spawn.Pipe()
+            self._processes.append(spawn.Process(target=_serve, args=(theirs, model, extra, options), daemon=True))
+            self._processes[-1].start()
+            theirs.close()  # so that an engine that dies is an end of file here
+            self.pipes[name].recv()
+
+    def ask(
+        self, name: str, prompt: list[int], tokens: int = 1, reset: bool = False, throttle: float = 0.0
+    ) -> dict[str, Any]:
+        """Answer a prompt: `seconds` to the first token, the connector's `counts`, `cached` tokens, the `answer`.
+
+        With `reset`, the engine's own prefix cache is emptied first. Each load takes `throttle` seconds longer.
+        """
+        self.pipes[name].send({"prompt": prompt, "tokens": tokens, "reset": reset, "throttle": throttle})
+        answer: dict[str, Any] = self.pipes[name].recv()
+        return answer
+
+    def close(self) -> None:
+        for pipe in self.pipes.values():
+            pipe.send(None)
+        for process in self._processes:
+            process.join(20)
+            process.kill()

@@ -1,0 +1,236 @@
+"""The break-even gate: hits are loaded only where that is faster than computing them, as the engine itself measures."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+from toy_engine import BLOCK, SPEC, Cache, Engine, chain
+
+from kvcache_client.scheduler.gate import EXPLORES, OFF, Gate
+from kvcache_client.scheduler.request_state import RequestState
+from kvcache_client.scheduler.views import NewTable, RequestView, StepView
+from kvcache_client.session.counters import Counters
+
+
+class Host:
+    """An engine that answers one request after the other; hits are loaded where the gate admits it."""
+
+    def __init__(self, is_on: bool = True) -> None:
+        self.counters = Counters()
+        self.counters.warn = lambda name, line: self.counters.add(name)  # type: ignore[attr-defined]
+        self.gate = Gate(self.counters, is_on)  # type: ignore[arg-type]
+        self.now = 100.0
+        self.step, self.token = 0.004, 2e-5
+        self.load, self.loaded = 0.003, 2e-6
+        self.computes: Callable[[int], float] = lambda tokens: self.step + self.token * tokens
+        self._numbers = itertools.count(1)
+
+    def state(self) -> RequestState:
+        return RequestState(RequestView(f"r{next(self._numbers)}", 0, 0, ()))
+
+    def compute(self, state: RequestState, begin: int, end: int) -> None:
+        number = next(self._numbers)
+        view = StepView(end - begin, {state.id: end - begin}, [NewTable(state.id, [[]], begin)])
+        timed = self.gate.step(number, view, self.now)
+        self.now += self.computes(end - begin)
+        self.gate.ended([number] if timed else [], self.now)
+
+    def answer(self, tokens: int, hit: int = 0) -> bool:
+        """Answer a prompt of which `hit` tokens are cached; return whether they were loaded."""
+        state = self.state()
+        loads = hit > 0 and self.gate.admits(state, 0, hit, self.now)
+        if loads:
+            self.gate.load_began(state.id, hit, self.now)
+            self.now += self.load + self.loaded * hit
+            self.gate.load_ended(state.id, False, self.now)
+        self.compute(state, hit if loads else 0, tokens)
+        self.gate.finished(state.id)
+        return loads
+
+    def learn(self) -> Host:
+        """See new prompts, and hits while everything is loaded."""
+        for tokens in (100, 700, 2000, 50, 1500, 300, 900, 1200):
+            self.answer(tokens)
+            self.answer(tokens, tokens - 20)
+        return self
+
+    def throttle(self, times: float) -> Host:
+        """Let loads take so many times as long as computing."""
+        self.load, self.loaded = 0.0, times * self.token
+        return self
+
+
+def test_hits_are_loaded_while_little_is_known() -> None:
+    host = Host().throttle(50)
+    assert all(host.answer(1000, 900) for _ in range(5))
+
+
+def test_hits_whose_loads_are_faster_are_loaded() -> None:
+    host = Host().learn()
+    assert all(host.answer(1000, 900) for _ in range(100))
+    assert host.counters.snapshot() == {}
+
+
+def test_hits_whose_loads_are_slower_are_computed() -> None:
+    host = Host().throttle(3).learn()
+    assert not any(host.answer(1000, 900) for _ in range(50))
+
+
+def test_short_hits_are_computed_where_a_load_alone_takes_longer() -> None:
+    host = Host().learn()  # a load of 3 ms, a token of 20 us: 166 tokens
+    assert not host.answer(120, 100) and host.answer(320, 300)
+
+
+def test_differences_that_do_not_matter_are_not_acted_on() -> None:
+    host = Host().throttle(1.05).learn()
+    assert all(host.answer(1000, 900) for _ in range(20))
+
+
+def test_a_gate_that_is_off_admits_everything() -> None:
+    host = Host(is_on=False).throttle(50).learn()
+    assert all(host.answer(1000, 900) for _ in range(20))
+    assert host.gate.patience(0, 10, host.now) == math.inf
+
+
+def test_a_request_is_judged_once() -> None:
+    host = Host().throttle(3).learn()
+    state = host.state()
+    assert not host.gate.admits(state, 0, 900, host.now)
+    host.throttle(0.001)
+    assert not any(host.gate.admits(state, 0, 900, host.now) for _ in range(100))
+
+
+def test_bytes_that_a_thread_must_carry_are_not_loaded_before_it_is_known_how_fast_the_engine_computes() -> None:
+    host = Host()
+    host.gate.pace.carried({0: 1e-9})
+    assert not host.answer(1000, 900)
+    for tokens in (100, 700, 2000, 50, 1500, 300, 900, 1200, 400, 250):
+        host.answer(tokens)
+    assert host.answer(1000, 900)
+
+
+@pytest.mark.parametrize("times", [2.0, 20.0])
+def test_loads_that_are_let_through_cost_a_fixed_share_of_the_time(times: float) -> None:
+    host = Host().throttle(times).learn()
+    began = host.now
+    count, loaded = 2000, 0
+    for _ in range(count):
+        loaded += host.answer(1000, 900)
+    computed = count * host.computes(1000)
+    assert loaded == host.counters.snapshot()["gate_explored"] > 0
+    assert host.now - began < (1 + EXPLORES) * computed
+
+
+def test_loads_that_have_become_fast_are_found_out() -> None:
+    host = Host().throttle(3).learn()
+    assert not host.answer(1000, 900)
+    host.throttle(0.1)
+    answers = [host.answer(1000, 900) for _ in range(150)]
+    assert not any(answers[:50]) and all(answers[-30:])
+
+
+def test_loads_that_have_become_slow_are_found_out() -> None:
+    host = Host().learn()
+    host.throttle(5)
+    assert sum(host.answer(1000, 900) for _ in range(100)) < 15
+
+
+def test_the_gate_turns_itself_off_where_its_predictions_are_wrong() -> None:
+    host = Host().throttle(2).learn()
+    answers = []
+    for _ in range(20):
+        for tokens in (200, 900, 100, 500, 1200, 300) * 3:
+            host.answer(tokens)
+        host.token *= 5  # what has hits is computed more slowly than what has none, and there is little of it
+        host.loaded = 2 / 5 * host.token
+        answers.append(host.answer(1000, 900))
+        host.token /= 5
+    assert host.counters.snapshot()["gate_disabled"] == 1
+    assert not any(answers[:5]) and all(answers[8:])
+    host.now += OFF
+    host.throttle(3).learn()
+    assert not any(host.answer(1000, 900) for _ in range(20)), "it decides again"
+
+
+def test_loads_are_let_through_although_tokens_cost_nothing() -> None:
+    host = Host()
+    host.token = -1e-7  # by the noise of small samples
+    host.learn()
+    assert 0 < sum(host.answer(tokens, tokens - 100) for tokens in (500, 1000, 1500) * 500) < 100
+
+
+def test_right_predictions_do_not_turn_it_off() -> None:
+    host = Host().throttle(1.3).learn()
+    for _ in range(500):
+        host.answer(1000, 900)
+    assert "gate_disabled" not in host.counters.snapshot()
+
+
+def test_nobody_waits_longer_than_a_load_can_gain() -> None:
+    host = Host().learn()
+    assert host.gate.patience(0, 1000, host.now) == pytest.approx(
+        1000 * host.token - 0.003 - 1000 * host.loaded, rel=0.1
+    )
+    assert host.gate.patience(0, 50, host.now) == 0.0
+    assert Host().gate.patience(0, 50, 1.0) == math.inf  # nothing is known
+
+
+# In an engine.
+
+
+def learned(engine: Engine) -> None:
+    """Let the engine find that it computes a token in 20 us, and that a load takes 3 ms."""
+    for number, blocks in enumerate((4, 40, 9, 80, 20, 60, 33, 6, 50, 70, 11, 2)):
+        request = engine.request(f"learn {number}", chain(f"learn {number}", blocks))
+        engine.ask(request)
+        engine.admit(request)
+        engine.step((request, request.tokens))
+        engine.now += 0.001 + 2e-5 * request.tokens
+        engine.scheduler.step_ended([engine.scheduler._step])
+        engine.finish(request)
+        engine.cache.answer()
+        engine.step()
+        again = engine.request(f"again {number}", chain(f"learn {number}", blocks))
+        tokens, _ = engine.ask(again)
+        if tokens:
+            engine.admit(again, load=tokens)
+            engine.step()
+            engine.now += 0.003
+            engine.scheduler.ended([again.id], set())
+        engine.finish(again)
+        engine.step()
+
+
+def test_a_hit_that_is_not_worth_its_load_is_declined_counted_and_said() -> None:
+    cache = Cache()
+    engine = Engine(cache, gate="auto")
+    learned(engine)
+    cache.store(chain("short", 5))
+    cache.store(chain("long", 40))
+    before = engine.scheduler.counters.get("lookups_declined_slow", 0)
+    short, long = engine.request("short", chain("short", 5)), engine.request("long", chain("long", 40))
+    assert engine.ask(short) == (0, False) and engine.ask(long) == (40 * BLOCK, True)
+    assert engine.ask(short) == (0, False)
+    assert engine.scheduler.counters["lookups_declined_slow"] == before + 1
+    assert len(cache.leases) == 1, "what is not loaded is not pinned"
+    engine.finish(short)
+    engine.finish(long)
+    engine.step()
+    assert ("short", "slow") in cache.notes
+
+
+def test_a_request_does_not_wait_for_what_it_computes_faster() -> None:
+    cache = Cache()
+    engine = Engine(cache, gate="auto")
+    learned(engine)
+    space = cache.attach(SPEC, (), 0)
+    space.writing.update({each: 900 + at for at, each in enumerate([*chain("short", 5), *chain("long", 40)])})
+    assert engine.ask(engine.request("short", chain("short", 5))) == (0, False)
+    assert engine.scheduler.counters["waits_declined_slow"] == 1
+    long = engine.request("long", chain("long", 40))
+    assert engine.ask(long) == (None, False)
+    engine.now += 0.0128 - 0.003  # as long as a load may gain
+    assert engine.ask(long) == (0, False)
