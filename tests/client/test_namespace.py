@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvcache_client.engines.vllm.identity import (
+    Share,
     Surroundings,
     directory_digest,
     has_experts,
@@ -19,7 +20,9 @@ from kvcache_client.engines.vllm.identity import (
     rank_block_bytes,
     shards,
     why_not,
+    with_stages,
 )
+from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import NamespaceSpec
 
 HERE = Surroundings("0.32.0", "cpu cpu", 32, "vllm-none-hash")
@@ -276,15 +279,29 @@ def test_a_rank_s_bytes_before_and_after_one_allocation() -> None:
     assert rank_block_bytes(packed) == 8192
 
 
+def test_shards_of_stages_have_the_sizes_of_their_ranks() -> None:
+    """Two stages of two ranks, in which two ranks have one KV head: the first one of each writes it."""
+    vllm = vllm_config()
+    vllm.parallel_config.tensor_parallel_size, vllm.parallel_config.pipeline_parallel_size = 2, 2
+    vllm.model_config.get_total_num_kv_heads = lambda: 1
+    spec, split = spec_of(vllm), shards(vllm, kv_cache_config())
+    first, second = Share(2, "two layers", (8192,), ()), Share(1, "a layer", (4096,), ())
+    assert [split.of_rank(rank) for rank in range(4)] == [(0, True), (0, False), (1, True), (1, False)]
+    staged = with_stages(spec, split, [[first] * 2, [second] * 2])
+    assert [group.shards for group in staged.groups] == [(8192, 4096)]
+    assert staged.identity["stages"] == "2 + 1 layers"
+    others = [spec, with_stages(spec, split, [[second] * 2, [first] * 2]), spec_of(vllm_config())]
+    assert staged.id not in {other.id for other in others}
+    with pytest.raises(ConfigError, match="a pipeline stage has no layer"):
+        with_stages(spec, split, [[first] * 2, [second._replace(tables=((0, 1),))] * 2])
+
+
 def test_what_cannot_be_cached_is_named() -> None:
     assert why_not(vllm_config(), kv_cache_config()) == ""
     assert why_not(vllm_config(), kv_cache_config(MLAAttentionSpec())) == ""
     assert why_not(vllm_config(), kv_cache_config(RSWASpec())).startswith("RSWASpec")
     mixed = SimpleNamespace(block_size=16, kv_cache_specs={"a": FullAttentionSpec(), "b": SlidingWindowSpec()})
     assert why_not(vllm_config(), kv_cache_config(mixed)).startswith("SlidingWindowSpec")
-    staged = copy.deepcopy(vllm_config())
-    staged.parallel_config.pipeline_parallel_size = 2
-    assert why_not(staged, kv_cache_config()).startswith("pipeline parallelism")
     spread = copy.deepcopy(vllm_config())
     spread.parallel_config.decode_context_parallel_size = 2
     assert "decode_context_parallel_size 2" in why_not(spread, kv_cache_config())

@@ -435,3 +435,28 @@ def test_whatever_happens_nothing_is_left_behind(seed: int) -> None:
     engine.scheduler.close()
     assert not cache.leases
     assert cache.writing == 0
+
+
+def test_requests_wait_a_second_for_ranks_to_join(cache: Cache) -> None:
+    """The daemon has neither hits nor slots for an engine that does not have all its ranks."""
+    hashes = chain("a", 4)
+    cache.store(hashes)
+    late, engine = Engine(cache, joining=(0, 1)), Engine(cache, joining=(0, 1))
+    for one in (late, engine):
+        assert one.ask(one.request("first", hashes)) == ASK_AGAIN
+        one.scheduler.ranks_declined({0: ""})
+        assert one.ask(one.request("first", hashes)) == ASK_AGAIN
+    late.now += 1.0
+    request = late.request("second", chain("b", 3))
+    assert late.ask(request) == NO_HIT
+    late.run(request)
+    assert not cache.lookups and not cache.asked
+    assert late.scheduler.counters["lookups_declined_rank"] == 1
+    engine.scheduler.ranks_declined({1: ""})
+    assert engine.ask(engine.request("second", hashes)) == hit(4)
+
+
+def test_nobody_waits_for_a_rank_that_takes_no_part(cache: Cache) -> None:
+    engine = Engine(cache, joining=(0, 1))
+    engine.scheduler.ranks_declined({0: "", 1: "its copies do not work"})
+    assert engine.ask(engine.request("first", chain("a", 4))) == NO_HIT

@@ -226,10 +226,12 @@ class Request:
 class Engine:
     """Admits and schedules requests as an engine does; its ranks copy at once where `works` is true."""
 
-    def __init__(self, cache: Cache, works: bool = True, **settings: Any) -> None:
+    def __init__(self, cache: Cache, works: bool = True, joining: Sequence[int] = (), **settings: Any) -> None:
         self.cache, self.works, self.now = cache, works, 1000.0
         options = {"canary_every": 0, "gate": "off", **settings}
-        self.scheduler = Scheduler(cache, SPEC, ConnectorSettings(**options), BLOCK, 1, clock=lambda: self.now)
+        self.scheduler = Scheduler(
+            cache, SPEC, ConnectorSettings(**options), BLOCK, 1, clock=lambda: self.now, joining=joining
+        )
         self._blocks = itertools.count()
         self.step()  # the ranks join the namespace
 

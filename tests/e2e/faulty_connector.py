@@ -18,7 +18,7 @@ from kvcache_client.worker.worker import Worker
 __all__ = ["KVCacheServerConnector"]
 
 POINTS = {
-    connector: ["namespace_spec", "parse_settings", "why_not", "open_session", "tensor_parallel_rank"],
+    connector: ["namespace_spec", "parse_settings", "why_not", "open_session", "rank_in_engine"],
     Scheduler: ["__init__", "matched_tokens", "allocated", "plan", "ended", "finished", "reset", "close"],
     Worker: ["__init__", "register", "begin", "load", "received", "take_errors", "close", "_settle_end", "_not_filled"],
     Daemon: ["missed", "call", "post"],

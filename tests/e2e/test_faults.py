@@ -16,7 +16,7 @@ FAULTS = {
     "connector.why_not": 1,
     "connector.namespace_spec": 1,
     "connector.open_session": 1,
-    "connector.tensor_parallel_rank": 1,
+    "connector.rank_in_engine": 1,
     "Scheduler.__init__": 1,
     "Scheduler.matched_tokens": 1,
     "Scheduler.allocated": 1,

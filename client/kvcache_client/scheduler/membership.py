@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvcache_client.scheduler.cache import CacheNamespace, CacheSession
-from kvcache_client.scheduler.checkpoint import CheckpointReading
+from kvcache_client.scheduler.checkpoint import PATIENCE, CheckpointReading
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.settings import ConnectorSettings
 from kvcache_proto.errors import KVCacheError
@@ -25,6 +25,7 @@ class Membership:
     Attributes:
         namespace: the present one.
         announced: what the ranks are to join with the next plan; None where they know it.
+        joining: ranks that cannot have joined it before a plan names it, until they have.
         unsettled: whether it is open, after a reset, which weights the engine has.
         lost: whether the engine could not join a namespace after a reset, and shares nothing any more.
     """
@@ -36,6 +37,7 @@ class Membership:
         settings: ConnectorSettings,
         checkpoint: Callable[[], str],
         events: EngineEvents | None,
+        joining: Collection[int] = (),
     ) -> None:
         """`checkpoint` returns what `spec` calls so, as it is now; "" where that is not known."""
         self._session, self._on_reset, self._events = session, settings.on_reset, events
@@ -43,12 +45,16 @@ class Membership:
         self.namespace: CacheNamespace = session.attach(spec, (), self._ceiling)
         self.announced: NamespaceSpec | None = spec
         self.unsettled = self.lost = False
+        self.joining, self._joined_by = set(joining), 0.0
         self._read_checkpoint, self._weights_of = checkpoint, spec.identity.get("checkpoint", "")
         self._reading: CheckpointReading | None = None
         self._resets = 0
 
     def waits(self, now: float) -> bool:
-        """Return whether requests are to wait a little until it is known which weights the engine has."""
+        """Return whether requests are to wait a little: for ranks to join, or until the engine's weights are known."""
+        if self.joining and self._session.up:
+            self._joined_by = self._joined_by or now + PATIENCE
+            return now < self._joined_by
         return self._reading is not None and self._reading.waits(now) and not self.settle()
 
     def settle(self) -> bool:

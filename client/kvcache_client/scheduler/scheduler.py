@@ -51,6 +51,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         groups: Sequence[Group] = (),
         table_tokens: Sequence[int] = (),
+        joining: Collection[int] = (),
     ) -> None:
         """Decide for an engine whose blocks have `block_tokens` tokens.
 
@@ -64,6 +65,7 @@ class Scheduler:
             groups: those of `spec`, of an engine that has not just one of full attention; `block_tokens` are then those
                 of its block hashes, and `blocks_per_slot` of them belong to a cached block.
             table_tokens: of such an engine, tokens of a block of each of its groups.
+            joining: ranks that do not know `spec` before they get a plan.
         """
         group = spec.groups[0]
         self._session, self._clock = session, clock
@@ -80,7 +82,7 @@ class Scheduler:
         has_full = self._group.has_full
         self.events = EngineEvents(self._group) if events and has_full else None
         self.gate = Gate(self._counters, settings.gate == "auto", self._group.block_tokens)
-        self._membership = Membership(session, spec, settings, checkpoint, self.events)
+        self._membership = Membership(session, spec, settings, checkpoint, self.events, joining)
         self._notes = Notes(self._counters)
         self._lookups = Lookups(self._group, spec.shards, settings.verify, self._counters, self._notes, self.events)
         self._loads = Loads(self._group, self._counters)
@@ -167,7 +169,7 @@ class Scheduler:
         """Return why a request is not looked up, "" where it is."""
         if not self._wants_loads or self._membership.lost:
             return "not_wanted"
-        if self._declined:
+        if self._declined or self._membership.joining:
             return "rank"
         if state.request.uncacheable:
             return state.request.uncacheable
@@ -379,6 +381,7 @@ class Scheduler:
         A block is whole with the shards of all ranks: while one takes no part, the engine looks nothing up and saves
         nothing.
         """
+        self._membership.joining.difference_update(changed)
         before = bool(self._declined)
         self._declined |= changed
         self._declined = {rank: why for rank, why in self._declined.items() if why}
@@ -428,8 +431,9 @@ class Scheduler:
     def _may_save(self) -> bool:
         """Whether a Reserve that is sent now can be answered; right after a reset the namespace is not joined yet."""
         membership = self._membership
-        ready = self._wants_saves and not membership.lost and not self._declined and not membership.unsettled
-        return ready and self._session.up and membership.namespace.attached
+        if self._declined or membership.lost or membership.unsettled or membership.joining:
+            return False
+        return self._wants_saves and self._session.up and membership.namespace.attached
 
     def _send_notes(self) -> None:
         if self._session.up and self._membership.namespace.attached:

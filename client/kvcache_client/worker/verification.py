@@ -39,13 +39,18 @@ _SAID = {
 class Verifier:
     """Checks one shard of blocks."""
 
-    def __init__(self, spec: NamespaceSpec, shard: int, counts: Counters) -> None:
-        self._shard, self._shards = shard, spec.shards
-        self._parts = [(group.shard_offset(shard), group.shards[shard]) for group in spec.groups]
-        self._counts = counts
+    def __init__(self, shard: int, counts: Counters) -> None:
+        self._shard, self._counts = shard, counts
+        self._shards = 0
+        self._parts: list[tuple[int, int]] = []  # of each group, where the shard begins in a slot, and its bytes
         self._saved = ThreadPoolExecutor(1, "kvcache-sum-saves")
         self._loaded = ThreadPoolExecutor(1, "kvcache-sum-loads")
         self._helpers = ThreadPoolExecutor(THREADS - 1, "kvcache-sum-helper")
+
+    def follow(self, spec: NamespaceSpec) -> None:
+        """From now on, check slots of this namespace."""
+        self._shards = spec.shards
+        self._parts = [(group.shard_offset(self._shard), group.shards[self._shard]) for group in spec.groups]
 
     def after_save(self, region: Region, job: SaveJob, then: Callable[[bytes], None]) -> None:
         """Pass the checksums of what `job` has written, one per position, to `then` on another thread."""

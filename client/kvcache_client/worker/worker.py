@@ -39,6 +39,7 @@ logger = logging.getLogger("vllm.kvcache.worker")
 CARRIES = 5e9  # bytes per second that a thread is taken to carry, until one has been measured
 CHANGE = 0.1  # smallest relative change of that rate that is reported to the scheduler's side
 DRAIN = 60.0  # seconds between two log lines about copies that do not end
+_JOINING = "it has not joined the namespace yet"
 LINGER = 0.001  # seconds that a step without work waits for a load that is about to end
 
 
@@ -68,6 +69,7 @@ class Worker:
         events: bool = False,
         registration: Registration | None = None,
         groups: Sequence[Sequence[RankTable]] = (),
+        joins_later: bool = False,
     ) -> None:
         """Serve one rank of an engine.
 
@@ -79,14 +81,16 @@ class Worker:
             registration: has page-locked the session's region already, if given.
             groups: of an engine that has not just one group of full attention, what is in the slots of each group of
                 `spec`; then `block_bytes` is what is stored for the tokens of a block hash in the first one.
+            joins_later: whether the namespace comes with a plan. Of `spec`, then only the sizes of this rank's shard
+                are right.
         """
         self._session, self._spec, self._settings = session, spec, settings
         self._rank, self._experts = rank, experts
         self._shard, self._writes = shards.of_rank(rank)
         self._block_bytes, self._per_slot = block_bytes, blocks_per_slot
         self._groups = groups
-        begin = spec.groups[0].shard_offset(self._shard)
-        self._places = [Places(begin, [(0, block_bytes, blocks_per_slot)])]
+        self._columns = [] if groups else [[(0, block_bytes, blocks_per_slot)]]  # of each group, as `Places` takes them
+        self._places: list[Places] = []
         self._device: Device | None = None
         self._registration = registration
         self._straight: Region | None = None  # a region that copies reach without a thread
@@ -94,7 +98,8 @@ class Worker:
         self._carried = 0.0  # what was reported to the scheduler's side last
         self._namespace: Namespace | None = None
         self._declined = ""  # why this rank takes no part, whatever the daemon says
-        self._reported = ""  # why it takes no part, as the scheduler's side knows
+        self._joining = joins_later
+        self._reported = _JOINING if joins_later else ""  # why it takes no part, as the scheduler's side knows
         self._begun = self._loaded = 0  # numbers of the last plans carried out
         self._epoch = 0  # counts changes of the weights
         self._abandoned = False
@@ -108,7 +113,8 @@ class Worker:
         self._given_away: deque[tuple[int, int]] = deque(maxlen=SHIPPED)
         self._stored_lock = threading.Lock()
         self._counts = Counters()
-        self._verifier = Verifier(spec, self._shard, self._counts)
+        self._verifier = Verifier(self._shard, self._counts)
+        self._follow(spec)
         session.add_counts(self._counts.snapshot)
         self._format: Format | None = None  # of the values in a block
 
@@ -147,11 +153,12 @@ class Worker:
         if self._format is None and self._settings.canary_every:
             logger.warning("no canaries: the numerical noise in KV of %s is not known", ", ".join(sorted(dtypes)))
         self._session.on_region(self._device.register)
-        self._attach(self._spec, wait=True)
+        if not self._joining:
+            self._attach(self._spec, wait=True)
         logger.info(
             "rank %d: %d fragments per block, %s bytes, shard %d of %d, namespace %s; %s bytes are page-locked",
             *(self._rank, max(map(len, layouts)), f"{self._block_bytes:,}", self._shard, self._spec.shards),
-            *(self._spec.id, f"{device.registered()[1]:,}"),
+            *("to come" if self._joining else self._spec.id, f"{device.registered()[1]:,}"),
         )
 
     def _find_layouts(self, kv_caches: dict[str, Any], num_blocks: int) -> list[list[Fragment]]:
@@ -159,8 +166,8 @@ class Worker:
         if not self._groups:
             return [block_fragments(map(_describe, _flatten(kv_caches.values())), num_blocks, self._block_bytes)]
         layouts: list[list[Fragment]] = []
-        self._places = []
-        for tables, group in zip(self._groups, self._spec.groups, strict=True):
+        self._columns = []
+        for tables in self._groups:
             columns = []
             for table in tables:
                 tensors = _flatten(kv_caches[name] for name in table.layers)
@@ -168,11 +175,19 @@ class Worker:
                 if fragments not in layouts:
                     layouts.append(fragments)
                 columns.append((layouts.index(fragments), table.block_bytes, table.blocks))
-            self._places.append(Places(group.shard_offset(self._shard), columns))
+            self._columns.append(columns)
+        self._follow(self._spec)
         return layouts
 
-    def _attach(self, spec: NamespaceSpec, wait: bool) -> None:
+    def _follow(self, spec: NamespaceSpec) -> None:
+        """Note where this rank's shard lies in the slots of `spec`."""
         self._spec = spec
+        places = zip(spec.groups, self._columns, strict=False)
+        self._places = [Places(group.shard_offset(self._shard), columns) for group, columns in places]
+        self._verifier.follow(spec)
+
+    def _attach(self, spec: NamespaceSpec, wait: bool) -> None:
+        self._follow(spec)
         if self._namespace is not None:
             self._session.detach(self._namespace)
         try:
@@ -275,7 +290,12 @@ class Worker:
 
         "" where it takes part again: the daemon that refused it has been replaced.
         """
-        why = self._declined or (self._namespace.refused if self._namespace is not None else "")
+        namespace = self._namespace
+        why = self._declined or (namespace.refused if namespace is not None else "")
+        if not why and self._joining:
+            if namespace is None or not namespace.attached:
+                return {}
+            self._joining = False
         if why == self._reported:
             return {}
         self._reported = why

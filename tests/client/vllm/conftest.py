@@ -102,7 +102,7 @@ def spoil(sim: Any) -> Callable[..., None]:
 
     def change(engine: Any, tokens: list[int], block: int, rank: int = 0) -> None:
         region = engine.workers[rank]._session.region.buffer
-        layer = engine.runners[rank].layers["model.layers.1.attn"]
+        *_, layer = engine.runners[rank].layers.values()
         _, parts, _, size = layer.cells.shape
         digest = sim.chain(tokens)[block * BLOCK]
         at = bytes(region).find(

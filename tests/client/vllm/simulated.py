@@ -290,17 +290,20 @@ class Runner:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Be the process's rank: what vLLM and the connector keep once per process is this one's."""
-        before = kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP, running._connectors
+        before = kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP, parallel_state._PP, running._connectors
         kv_transfer_state._KV_CONNECTOR_AGENT, running._connectors = self.connector, self._connectors
         parallel = self.config.parallel_config
-        parallel_state._TP = SimpleNamespace(rank_in_group=self.rank, world_size=parallel.tensor_parallel_size)
+        ranks = parallel.tensor_parallel_size
+        parallel_state._TP = SimpleNamespace(rank_in_group=self.rank % ranks, world_size=ranks)
+        stages = parallel.pipeline_parallel_size
+        parallel_state._PP = SimpleNamespace(rank_in_group=self.rank // ranks, world_size=stages)
         apart = parallel.distributed_executor_backend == "mp" and hasattr(layouts, "set_kv_cache_layout")
         if apart:  # before 0.32, the CPU's attention backend sets it where the model is made: in a rank's own process
             layouts.set_kv_cache_layout("HND")
         try:
             yield
         finally:
-            kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP, running._connectors = before
+            kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP, parallel_state._PP, running._connectors = before
             if apart:
                 layouts.set_kv_cache_layout(None)
 
@@ -508,13 +511,16 @@ class SimulatedWorker:
 class SimulatedExecutor(Executor):
     """Runs the ranks of one engine one after the other, in this process."""
 
-    def __init__(self, config: VllmConfig, specs: dict[str, Any], blocks: int, v2: bool) -> None:
+    def __init__(self, config: VllmConfig, specs: Sequence[dict[str, Any]], blocks: int, v2: bool) -> None:
+        """`specs` are those of the layers of each pipeline stage."""
         self._specs, self._blocks, self._v2 = specs, blocks, v2
         super().__init__(config)
 
     def _init_executor(self) -> None:
-        ranks = self.parallel_config.tensor_parallel_size
-        self.runners = [Runner(self.vllm_config, rank, self._v2) for rank in range(ranks)]
+        self._ranks = self.parallel_config.tensor_parallel_size  # of a stage
+        assert len(self._specs) == self.parallel_config.pipeline_parallel_size
+        ranks = range(self._ranks * len(self._specs))
+        self.runners = [Runner(self.vllm_config, rank, self._v2) for rank in ranks]
         self._sampled: deque[ModelRunnerOutput] = deque()  # of steps that are computed
 
     def collective_rpc(self, method: Any, *arguments: Any, **named: Any) -> Any:
@@ -532,15 +538,14 @@ class SimulatedExecutor(Executor):
         pass
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
-        return [dict(self._specs) for _ in self.runners]
+        return [dict(self._specs[runner.rank // self._ranks]) for runner in self.runners]
 
     def determine_available_memory(self) -> list[int]:
-        # Groups overlay each other: the largest one's layers are what a block costs.
-        pages = max(sum(1 for spec in self._specs.values() if type(spec) is kind) for kind in self._kinds())
+        # Groups overlay each other: the largest one's layers are what a block costs. A stage with fewer layers than
+        # another one has room for more blocks.
+        kinds = {type(spec) for specs in self._specs for spec in specs.values()}
+        pages = max(sum(1 for spec in specs.values() if type(spec) is kind) for specs in self._specs for kind in kinds)
         return [self._blocks * pages * PAGE + PAGE // 2] * len(self.runners)
-
-    def _kinds(self) -> set[type]:
-        return {type(spec) for spec in self._specs.values()}
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         return [["LBHNC"] for _ in self.runners]
@@ -556,18 +561,25 @@ class SimulatedExecutor(Executor):
         pass
 
     def get_kv_connector_handshake_metadata(self) -> list[Any]:
-        found = [runner.connector.get_handshake_metadata() for runner in self.runners if runner.connector]
-        return [{(0, rank): metadata} for rank, metadata in enumerate(found) if metadata is not None]
+        found = []
+        for runner in self.runners:
+            with runner.current():
+                metadata = runner.connector.get_handshake_metadata() if runner.connector is not None else None
+            found.append({divmod(runner.rank, self._ranks): metadata} if metadata is not None else None)
+        return found
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("generate", "embed", "token_embed")
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        outputs = [runner.execute(scheduler_output) for runner in self.runners]
-        output = outputs[0]
+        outputs = [copy.copy(runner.execute(scheduler_output)) for runner in self.runners]
+        samples = len(outputs) - self._ranks  # the first rank of the last stage
+        for rank, stage in enumerate(outputs[:samples]):
+            outputs[rank] = ModelRunnerOutput.with_kv_conn_output_only(stage.kv_connector_output)
+        output = outputs[samples]
         if len(outputs) > 1 and self.kv_output_aggregator is not None:
-            output = self.kv_output_aggregator.aggregate([copy.copy(each) for each in outputs])
+            output = self.kv_output_aggregator.aggregate(outputs, output_rank=samples)
         if scheduler_output.total_num_scheduled_tokens and not self.runners[0].pools:
             self._sampled.append(output)
             output = None
@@ -682,6 +694,7 @@ class Engine:
         extra: dict[str, Any] | None = None,
         beside: Sequence[dict[str, Any]] = (),
         transfer: dict[str, Any] | None = None,
+        stages: Sequence[int] = (),
         **options: Any,
     ) -> None:
         """Make an engine with `blocks` device blocks, without our connector where there is no `endpoint`.
@@ -690,6 +703,7 @@ class Engine:
             extra: settings of our connector.
             beside: other connectors, of which vLLM's MultiConnector has ours as the last one.
             transfer: further fields of vLLM's configuration of connectors.
+            stages: how many of the layers each pipeline stage has; one has them all if not given.
             options: vLLM's engine arguments.
         """
         folder.mkdir(exist_ok=True)
@@ -716,18 +730,22 @@ class Engine:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 1024,
             "async_scheduling": False,
+            "pipeline_parallel_size": len(stages) or 1,
             "kv_transfer_config": KVTransferConfig(engine_id=name, **ours, **(transfer or {})) if endpoint else None,
             **options,
         }
-        config = EngineArgs(**arguments).create_engine_config()
+        asynchronous = arguments.pop("async_scheduling")
+        # vLLM refuses it for stages with the runner that it takes on CPUs.
+        config = EngineArgs(**arguments, async_scheduling=asynchronous and not stages).create_engine_config()
         config.parallel_config.worker_cls = f"{__name__}.SimulatedWorker"
-        # vLLM turns it off for CPUs.
-        config.scheduler_config.async_scheduling = arguments["async_scheduling"]
+        config.scheduler_config.async_scheduling = asynchronous  # vLLM turns it off for CPUs
         specs = specs if specs is not None else full()
         if any(getattr(spec, "mamba_cache_mode", "none") == "align" for spec in specs.values()):
             config.cache_config.mamba_cache_mode = "align"  # 0.33 turns it off for a model that is not known to need it
-        self.core = EngineCore(config, lambda config: SimulatedExecutor(config, specs, blocks, v2), log_stats=True)
-        assert (self.core.batch_queue is not None) == arguments["async_scheduling"]
+        layers = iter(specs.items())
+        staged = [dict(itertools.islice(layers, count)) for count in stages or (len(specs),)]
+        self.core = EngineCore(config, lambda config: SimulatedExecutor(config, staged, blocks, v2), log_stats=True)
+        assert (self.core.batch_queue is not None) == (asynchronous or len(staged) > 1)
         self.scheduler = self.core.scheduler
         self.runners: list[Runner] = self.core.model_executor.runners
         self.blocks = config.cache_config.num_gpu_blocks

@@ -1,4 +1,5 @@
-"""Two ranks of one engine: each has its own part of every block, and only both together make it whole."""
+"""Two ranks of one engine, with the same layers or with some each: each has its own part of every block, and only both
+together make it whole."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ BLOCK = 32
 SECOND = slice(1, 2)
 
 
-@pytest.fixture
-def pairs(engines: Any) -> Any:
-    return lambda name, **options: engines(name, tensor_parallel_size=2, **options)
+@pytest.fixture(params=[{"tensor_parallel_size": 2}, {"stages": (2, 1)}], ids=["tensor parallel", "pipeline parallel"])
+def pairs(engines: Any, request: pytest.FixtureRequest) -> Any:
+    return lambda name, **options: engines(name, **request.param, **options)
 
 
 def test_ranks_load_what_ranks_have_saved(pairs: Any, sim: Any, prompt: Any, idle: Any) -> None:
@@ -87,8 +88,8 @@ def test_the_session_of_one_rank_dies(pairs: Any, daemon: Any, sim: Any, prompt:
     idle()
     session = two.workers[1]._session
     with two.held_copies():
-        two.add("r", tokens, 2)
-        two.step()
+        request = two.add("r", tokens, 2)
+        two.run(lambda: request.status.name == "WAITING_FOR_REMOTE_KVS")
         with socket.socket(fileno=os.dup(session.daemon.connection.door.connection)) as door:
             door.shutdown(socket.SHUT_RDWR)
         until(lambda: session.counters.get("links_lost"), "the end of the session")

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -29,6 +31,7 @@ from kvcache_client.engines.vllm.early_start import claim, discard, open_session
 from kvcache_client.engines.vllm.groups import Merged, first_spec, has_states, hash_tokens
 from kvcache_client.engines.vllm.guard import guard, report
 from kvcache_client.engines.vllm.identity import (
+    Share,
     checkpoint_id,
     engine_block_size,
     groups_of,
@@ -37,15 +40,17 @@ from kvcache_client.engines.vllm.identity import (
     namespace_spec,
     rank_block_bytes,
     shards,
+    share_of_rank,
     why_not,
+    with_stages,
 )
 from kvcache_client.engines.vllm.running import (
     engine_name,
     has_another,
     join_logs,
+    rank_in_engine,
     retire,
     surroundings,
-    tensor_parallel_rank,
     warn_of_random_seed,
 )
 from kvcache_client.engines.vllm.sleep import before_sleep
@@ -67,6 +72,10 @@ _BESIDE = (
     "--kv-offloading-size and {} exclude each other: vLLM replaces the connector with its own offloading. "
     "Leave --kv-offloading-size out; the daemon owns the memory: `kvcache-server serve --size`"
 )
+_NO_SHARES = (
+    "with pipeline parallelism, each rank has to tell the scheduler what it stores of a block, and vLLM brings no such "
+    "word from rank %d; beside another connector of a MultiConnector, it never does"
+)
 _TWICE = (
     "this engine has a second %s for the daemon at %s, which does nothing because the first one does everything; "
     "leave it out of `connectors`"
@@ -79,6 +88,13 @@ class StepMetadata(KVConnectorMetadata):
 
     plan: StepPlan = field(default=NOTHING)
     idle: bool = False  # the step computes nothing
+
+
+@dataclass
+class RankShare(KVConnectorHandshakeMetadata):
+    """What a rank stores of a slot, where the scheduler's side cannot know."""
+
+    share: Share
 
 
 @dataclass
@@ -128,6 +144,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._contents = Contents()
         self._wants_events = False
         self._role, self._rank = role, 0
+        self._share: RankShare | None = None  # of a rank, where the scheduler's side needs it
+        self._open_with: Callable[[list[Share]], None] | None = None  # opens the scheduler's side once it has them all
         self._fault = ""  # of a side that was given up, until the other side knows it
         self._step = 0  # the last plan's number
         # Loads that the engine waits for, by request, with their device blocks: on the scheduler's side those that no
@@ -175,11 +193,17 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         found = surroundings(vllm_config, layer_spec(kv_cache_config) if apart else None)
         engine = engine_name(vllm_config)
         spec = namespace_spec(vllm_config, kv_cache_config, found, per_slot, engine, settings.weights_version)
+        staged = vllm_config.parallel_config.pipeline_parallel_size > 1
         if in_scheduler:
             warn_of_random_seed(found)
-            self._scheduler = self._open_scheduler(settings, spec, engine, per_slot)
+            if not staged:
+                self._scheduler = self._open_scheduler(settings, spec, engine, per_slot)
+            else:
+                self._open_with = lambda shares: self._open_staged(settings, spec, engine, per_slot, shares)
         else:
-            self._worker = self._open_worker(settings, spec, engine, per_slot)
+            self._worker = self._open_worker(settings, spec, engine, per_slot, staged)
+            if staged:
+                self._share = RankShare(share_of_rank(spec, self._groups, kv_cache_config))
 
     def give_up(self, where: str, error: Exception) -> None:
         """Let the engine go on without the cache.
@@ -197,8 +221,21 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             target=_leave, args=(scheduler, worker, self._session, self._quiet), name="kvcache-give-up", daemon=True
         ).start()
 
+    def _open_staged(
+        self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int, shares: list[Share]
+    ) -> None:
+        """Open the scheduler's side of an engine with pipeline stages: it knows only what the first one stores."""
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        stages = [shares[at : at + ranks] for at in range(0, len(shares), ranks)]
+        try:
+            spec = with_stages(spec, shards(self._vllm_config, self._kv_cache_config), stages)
+        except ConfigError as error:
+            logger.warning("this engine runs without the KV cache server: %s", error)
+            return
+        self._scheduler = self._open_scheduler(settings, spec, engine, per_slot, range(len(shares)))
+
     def _open_scheduler(
-        self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int
+        self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int, joining: Iterable[int] = ()
     ) -> Scheduler | None:
         transfer, drafter = self._vllm_config.kv_transfer_config, self._vllm_config.speculative_config
         tokens, config = engine_block_size(self._kv_cache_config), self._kv_cache_config
@@ -219,6 +256,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 checkpoint=lambda: checkpoint_id(self._vllm_config),
                 groups=[merged.group for merged in self._groups],
                 table_tokens=[int(first_spec(group).block_size) for group in config.kv_cache_groups],
+                joining=list(joining),
             )
         except KVCacheError as error:
             logger.error("this engine runs without the KV cache server: %s", error)
@@ -242,8 +280,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 )
         return scheduler
 
-    def _open_worker(self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int) -> Worker:
-        self._rank = rank = tensor_parallel_rank()
+    def _open_worker(
+        self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int, joins_later: bool
+    ) -> Worker:
+        self._rank = rank = rank_in_engine(self._vllm_config.parallel_config)
         block_bytes, groups = 0, []
         if self._groups:
             block_bytes = spec.groups[0].shards[0] // (per_slot * engine_block_size(self._kv_cache_config))
@@ -265,6 +305,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             self._wants_events,
             registration,
             groups,
+            joins_later,
         )
         before_sleep(self._vllm_config.parallel_config.worker_cls, worker.drain)
         self._feed = Feed(lambda: session.counters, lambda: worker.counters)
@@ -298,6 +339,25 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         retire(self)
 
     # The scheduler's side.
+
+    @guard()
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take what the ranks store, by stage and rank. Beside other connectors, this may be theirs."""
+        open_with, self._open_with = self._open_with, None
+        if open_with is None:  # it is not needed, or not news
+            return
+        parallel = self._vllm_config.parallel_config
+        shares: list[Share] = []
+        for stage in range(parallel.pipeline_parallel_size):
+            for rank in range(parallel.tensor_parallel_size):
+                said = metadata.get((stage, rank))
+                if not isinstance(said, RankShare):
+                    logger.warning("this engine runs without the KV cache server: " + _NO_SHARES, len(shares))
+                    return
+                shares.append(said.share)
+        open_with(shares)
 
     @guard(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -391,6 +451,11 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         return True if self._scheduler is None else self._scheduler.reset()
 
     # A rank's side.
+
+    @guard()
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Of several connectors, vLLM asks for that of one and gives it to all, of which most raise for stages."""
+        return self._share if self._share is not None and get_kv_transfer_group() is self else None
 
     @guard()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

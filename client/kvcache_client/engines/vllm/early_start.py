@@ -182,7 +182,7 @@ def _begin(wrapper: Any) -> Preparation | None:
         extra, engine_id = found[0]
         settings, _ = parse_settings(extra)
         engine = engine_name(config, engine_id)
-        label = f"rank {int(wrapper.worker.rank) % config.parallel_config.tensor_parallel_size}"
+        label = f"rank {int(wrapper.worker.rank) % config.parallel_config.world_size}"
         _begun[(engine, label)] = prepared = Preparation(settings, engine, label)
         return prepared
     except Exception as error:  # noqa: BLE001 - as in Preparation

@@ -32,7 +32,7 @@ _ORDINARY_FORMATS = {"auto", "hf", "safetensors", "pt", "fastsafetensors", "runa
 _NOT_CONTENT = {"_name_or_path", "_commit_hash", "transformers_version", "name_or_path"}
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _OF_STATES = ("shapes", "dtypes", "mamba_type")
-_LONGEST = 1024  # characters of the description of several groups; longer ones are represented by their digest
+_LONGEST = 1024  # characters of the description of layers; longer ones are represented by their digest
 
 
 class Surroundings(NamedTuple):
@@ -56,8 +56,6 @@ class Surroundings(NamedTuple):
 def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return why this engine's blocks cannot be cached, "" where they can."""
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        return "pipeline parallelism: this version caches models on one stage"
     for name, ranks in compat.context_parallel(parallel):
         if ranks > 1:
             return f"{name} {ranks}: a block's tokens are spread over ranks"
@@ -115,8 +113,9 @@ def rank_block_bytes(kv_cache_config: Any) -> int:
 
 
 def shards(vllm_config: Any, kv_cache_config: Any) -> Shards:
-    """Return the shards of a block. Raises ConfigError for more than the protocol allows."""
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+    """Return the shards of a block: those of each pipeline stage. Raises ConfigError if the protocol allows fewer."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
     replicas = compat.kv_replicas(kv_cache_config)
     if replicas is None:
         model = vllm_config.model_config
@@ -124,9 +123,10 @@ def shards(vllm_config: Any, kv_cache_config: Any) -> Shards:
             replicas = ranks
         else:
             replicas = max(1, ranks // max(1, int(model.get_total_num_kv_heads())))
-    if ranks // replicas > MAX_SHARDS:
-        raise ConfigError(f"{ranks // replicas} shards: at most {MAX_SHARDS}")
-    return Shards(ranks // replicas, replicas)
+    number = ranks // replicas * int(parallel.pipeline_parallel_size)
+    if number > MAX_SHARDS:
+        raise ConfigError(f"{number} shards: at most {MAX_SHARDS}")
+    return Shards(number, replicas)
 
 
 def namespace_spec(
@@ -137,7 +137,7 @@ def namespace_spec(
     engine_id: str,
     weights: str = "",
 ) -> NamespaceSpec:
-    """Return the namespace of an engine's blocks.
+    """Return the namespace of an engine's blocks, whose shards have all the size of this rank's: see `with_stages`.
 
     Args:
         weights: an id of the weights; empty means those of the checkpoint.
@@ -182,6 +182,48 @@ def namespace_spec(
         shard_bytes = block_bytes if split.number == 1 else (block_bytes,) * split.number
         groups = [GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)]
     return NamespaceSpec(_name(model.model), groups, identity, surroundings.hash_bytes)
+
+
+class Share(NamedTuple):
+    """What a rank stores of a slot. With pipeline parallelism, no other process of the engine knows it.
+
+    Attributes:
+        layers: how many layers its stage has KV of.
+        described: these layers, as in the identity of a namespace.
+        sizes: bytes in a slot of each group of the namespace.
+        tables: of an engine that has not just one group of full attention, vLLM's groups in these slots, by number.
+    """
+
+    layers: int
+    described: str
+    sizes: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+
+
+def share_of_rank(spec: NamespaceSpec, merged: Sequence[Merged], kv_cache_config: Any) -> Share:
+    """Return the share of this rank, for which `spec` was made."""
+    layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    tables = tuple(tuple(table.number for table in each.group.tables) for each in merged)
+    return Share(layers, spec.identity["group"], tuple(group.shards[0] for group in spec.groups), tables)
+
+
+def with_stages(spec: NamespaceSpec, split: Shards, stages: Sequence[Sequence[Share]]) -> NamespaceSpec:
+    """Return the namespace of an engine with several pipeline stages: its shards are those of the stages, in turn.
+
+    `spec` was made for the first stage. `stages` are the shares of the ranks of each. Raises ConfigError unless all
+    have the same kinds of layers.
+    """
+    if len({share.tables for stage in stages for share in stage}) > 1:
+        raise ConfigError("a pipeline stage has no layer of a KV cache group that another stage has layers of")
+    writers = [share.sizes for stage in stages for share in stage[:: split.replicas]]
+    groups = [
+        GroupSpec(group.block_tokens, sizes, group.kind, group.reach, group.period)
+        for group, sizes in zip(spec.groups, zip(*writers, strict=True), strict=True)
+    ]
+    described = "; ".join(dict.fromkeys(stage[0].described for stage in stages))
+    layers = " + ".join(str(stage[0].layers) for stage in stages)
+    identity = spec.identity | {"group": _shortened(described), "stages": f"{layers} layers"}
+    return NamespaceSpec(spec.model, groups, identity, spec.hash_bytes)
 
 
 def checkpoint_id(vllm_config: Any) -> str:
@@ -271,7 +313,10 @@ def _describe_all(merged: Sequence[Merged]) -> str:
             line = f"{len(member.layers)} x {_describe(member.spec)} {size}"
             tables[line] = tables.get(line, 0) + 1
         said.append(f"window {group.kept} " * bool(group.kept) + ", ".join(f"{n} of {x}" for x, n in tables.items()))
-    text = "; ".join(said)
+    return _shortened("; ".join(said))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 

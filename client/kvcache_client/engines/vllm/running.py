@@ -91,10 +91,12 @@ def warn_of_random_seed(found: Surroundings) -> None:
         )
 
 
-def tensor_parallel_rank() -> int:
-    from vllm.distributed.parallel_state import get_tp_group
+def rank_in_engine(parallel_config: Any) -> int:
+    """Return the number of this process's rank: those of the first stage come first."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    return int(get_tp_group().rank_in_group)
+    stage = get_pp_group().rank_in_group if parallel_config.pipeline_parallel_size > 1 else 0
+    return int(stage * parallel_config.tensor_parallel_size + get_tp_group().rank_in_group)
 
 
 def _hash_seed(hash_function: Any) -> str:
