@@ -13,8 +13,10 @@ from kvcache_proto.types import MAX_NAME
 ENDPOINT, OTHER = "ipc:///run/one/kvcache.sock", "ipc:///run/other/kvcache.sock"
 
 
-def config(engine_id: str, instance: str | None) -> Any:
-    return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine_id), instance_id=instance)
+def config(engine_id: str, instance: str | None, rank: int = 0) -> Any:
+    parallel = SimpleNamespace(data_parallel_index=rank)
+    transfer = SimpleNamespace(engine_id=engine_id)
+    return SimpleNamespace(kv_transfer_config=transfer, instance_id=instance, parallel_config=parallel)
 
 
 def test_engines_that_repeat_an_id_have_names_of_their_own_that_begin_with_it() -> None:
@@ -24,6 +26,12 @@ def test_engines_that_repeat_an_id_have_names_of_their_own_that_begin_with_it() 
     assert engine_name(config("prefill", "1763798400123456789")) == names[0], "ranks and scheduler agree"
     assert engine_name(config("prefill", ""), "decode") == "decode", "an older vLLM has no instance id"
     assert len(engine_name(config("p" * 1000, "x"))) == MAX_NAME
+
+
+def test_data_parallel_ranks_have_names_of_their_own() -> None:
+    """Also in a MultiConnector, to whose connectors an operator may give an id, which all ranks have then."""
+    names = {engine_name(config(f"prefill_dp{rank}", "one", rank), "decode") for rank in range(3)}
+    assert len(names) == 3
 
 
 class Connector:

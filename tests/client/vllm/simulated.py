@@ -695,6 +695,7 @@ class Engine:
         beside: Sequence[dict[str, Any]] = (),
         transfer: dict[str, Any] | None = None,
         stages: Sequence[int] = (),
+        data_parallel_rank: int | None = None,
         **options: Any,
     ) -> None:
         """Make an engine with `blocks` device blocks, without our connector where there is no `endpoint`.
@@ -704,6 +705,8 @@ class Engine:
             beside: other connectors, of which vLLM's MultiConnector has ours as the last one.
             transfer: further fields of vLLM's configuration of connectors.
             stages: how many of the layers each pipeline stage has; one has them all if not given.
+            data_parallel_rank: of an engine that has several. They have one configuration, which `run_engine_core`
+                changes a little for each.
             options: vLLM's engine arguments.
         """
         folder.mkdir(exist_ok=True)
@@ -739,6 +742,10 @@ class Engine:
         config = EngineArgs(**arguments, async_scheduling=asynchronous and not stages).create_engine_config()
         config.parallel_config.worker_cls = f"{__name__}.SimulatedWorker"
         config.scheduler_config.async_scheduling = asynchronous  # vLLM turns it off for CPUs
+        if data_parallel_rank is not None:
+            config.instance_id = f"instance of {name}"
+            config.parallel_config.data_parallel_index = data_parallel_rank
+            config.kv_transfer_config.engine_id += f"_dp{data_parallel_rank}"
         specs = specs if specs is not None else full()
         if any(getattr(spec, "mamba_cache_mode", "none") == "align" for spec in specs.values()):
             config.cache_config.mamba_cache_mode = "align"  # 0.33 turns it off for a model that is not known to need it

@@ -107,3 +107,23 @@ def test_the_session_of_one_rank_dies(pairs: Any, daemon: Any, sim: Any, prompt:
         return one.prefills[name] == (1, 0, 3 * BLOCK)
 
     until(found, "a block that the engine has saved again")
+
+
+def test_data_parallel_ranks_share_blocks(engines: Any, daemon: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """Each is an engine of its own, with sessions of its own."""
+    tokens = prompt(5 * BLOCK + 7)
+    ranks = [engines("one", data_parallel_rank=rank, tensor_parallel_size=2) for rank in range(2)]
+    for engine, loaded in zip(ranks, (0, 5 * BLOCK), strict=True):
+        assert engine.generate(tokens, 3) == sim.expected(tokens, 3)
+        assert engine.prefills["r0"] == (len(tokens) - loaded, 0, loaded)
+        idle()
+    sessions = [session["engine"] for session in daemon.status()["sessions"]]
+    assert len(sessions) == 6 and sorted(map(sessions.count, set(sessions))) == [3, 3]
+    others = [prompt(3 * BLOCK) for _ in ranks]
+    for engine, own in zip(ranks, others, strict=True):
+        engine.add("own", own)
+        engine.add("same", tokens)
+    while sum(engine.step() for engine in ranks):
+        pass
+    for engine, own in zip(ranks, others, strict=True):
+        assert (engine.outputs["own"], engine.outputs["same"]) == (sim.expected(own, 1), sim.expected(tokens, 1))

@@ -66,7 +66,10 @@ def retire(connector: object) -> None:
 
 
 def _instance(vllm_config: Any) -> str:
-    return str(getattr(vllm_config, "instance_id", None) or "")
+    """Return what no other engine has. Data-parallel ranks are engines of one configuration."""
+    instance = str(getattr(vllm_config, "instance_id", None) or "")
+    rank = vllm_config.parallel_config.data_parallel_index
+    return f"{instance} {rank}" if instance and rank else instance
 
 
 def join_logs(quiet: bool) -> None:
