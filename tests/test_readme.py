@@ -83,7 +83,8 @@ def test_the_settings_of_the_connector(key: str) -> None:
     if key == "block_size":
         value = connector.BLOCK_TOKENS  # what 0 stands for
     if value != "":
-        assert default.replace("`", "").split(" ")[0].rstrip(":") == (value if isinstance(value, str) else f"{value:g}")
+        said = str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
+        assert default.replace("`", "").split(" ")[0].rstrip(":") == said
     choices = {"save": connector.SAVE_MODES, "verify": connector.VERIFY_MODES}
     choices["kv_load_failure_policy"] = connector.FAILURE_POLICIES
     assert all(f"`{choice}`" in what for choice in choices.get(key, ()))

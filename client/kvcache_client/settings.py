@@ -72,6 +72,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         checkpoint_tokens: of a model with windows, tokens between two places in a prompt where others can continue; 0:
             only at the end of the prompt.
         drain_ms: how long a shutdown waits for running saves.
+        share_tp: whether engines share blocks with others that have another number of tensor-parallel ranks.
         weights_version: names the weights; engines that name the same share, others do not.
         on_reset: which weights the engine has after a reset of its cache: `new` ones, which no other engine shares; the
             present ones, if its checkpoint has not changed (`keep`); or the version that is named.
@@ -93,6 +94,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     save: str = "all"
     checkpoint_tokens: int = CHECKPOINT_TOKENS
     drain_ms: float = 5000.0
+    share_tp: bool = False
     weights_version: str = ""
     on_reset: str = "new"
     gate: str = "auto"

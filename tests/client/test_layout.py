@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_client.devices.layout import Fragment, FragmentRun, Tensor, block_fragments, runs
+from kvcache_client.devices.layout import Fragment, FragmentRun, Tensor, block_fragments, part_fragments, runs
 from kvcache_proto.errors import ConfigError
 
 
@@ -112,3 +112,55 @@ def test_runs_break_where_spacing_size_or_direction_change() -> None:
         FragmentRun(8000, 64, 64, 1, 0, 352),
     ]
     assert sum(run.bytes * run.number for run in found) == sum(fragment.bytes for fragment in fragments)
+
+
+HEADS, TOKENS, VALUES = 4, 16, 32  # bytes are counted in items of two
+PIECE = TOKENS * VALUES * 2
+
+
+def heads_of(tensors: list[Tensor], part_bytes: int, block: int) -> list[list[int]]:
+    """Every address of each head of `block`, in the order in which a slot holds them."""
+    fragments, parts = part_fragments(tensors, 10, part_bytes, HEADS)
+    return [bytes_of(fragments, block * parts.apart + head) for head in range(parts.number)]
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC", "HND", "HND within a block", "kernel blocks"])
+def test_heads_in_the_layouts_that_have_them_apart(layout: str) -> None:
+    """As many bytes for each head, of all layers, in the same order whatever the layout; together all of the block."""
+    layers, item = 3, 2
+    token, head = VALUES * item, PIECE
+    shape, strides, kinds, step = (10, HEADS, TOKENS, VALUES), (HEADS * head, head, token, item), 1, 10 * HEADS * head
+    if layout == "BLHNC":
+        strides, step = (layers * HEADS * head, head, token, item), HEADS * head
+    elif layout == "BHLNC":
+        strides, step = (HEADS * layers * head, layers * head, token, item), head
+    elif layout == "HND":  # a view with tokens before heads, keys and values apart
+        kinds, step = 2, 2 * 10 * HEADS * head
+        shape, strides = (2, 10, TOKENS, HEADS, VALUES), (10 * HEADS * head, HEADS * head, token, head, item)
+    elif layout == "HND within a block":
+        kinds, step = 2, 2 * 10 * HEADS * head
+        shape, strides = (10, 2, TOKENS, HEADS, VALUES), (2 * HEADS * head, HEADS * head, token, head, item)
+    elif layout == "kernel blocks":
+        kinds, step = 2, 2 * 10 * HEADS * head
+        shape, strides = (20, HEADS, TOKENS, VALUES), (HEADS * head, head, token, item)
+    tensors = [Tensor(1 << 20 | layer * step, shape, strides, item) for layer in range(layers)]
+    for block in (0, 7):
+        found = heads_of(tensors, layers * kinds * PIECE, block)
+        whole = bytes_of(block_fragments(tensors, 10, layers * kinds * HEADS * PIECE), block)
+        assert sorted(at for each in found for at in each) == sorted(whole)
+        for each in found:
+            pieces = [each[at : at + PIECE] for at in range(0, len(each), PIECE)]
+            assert all(piece == list(range(piece[0], piece[0] + PIECE)) for piece in pieces)
+            apart = layers if layout in ("BLHNC", "BHLNC") else 1000  # layers of a block, which precede its neighbours
+            owners = [(piece[0] - tensors[0].pointer) // step % apart for piece in pieces]
+            assert owners == [layer for layer in range(layers) for _ in range(kinds)]
+
+
+def test_heads_that_are_not_apart_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="no axis of 4 heads"):
+        part_fragments([tensor(0, (10, 2, TOKENS, HEADS, VALUES))], 10, 2 * PIECE, HEADS)
+    outer = Tensor(0, (10, HEADS, TOKENS, VALUES), (PIECE, 10 * PIECE, VALUES * 2, 2), 2)
+    with pytest.raises(ConfigError, match="not evenly spaced"):
+        part_fragments([outer], 10, PIECE, HEADS)
+    with pytest.raises(ConfigError, match="1024 bytes per block, the KV cache specification says 1"):
+        part_fragments([tensor(0, (10, HEADS, TOKENS, VALUES))], 10, 1, HEADS)

@@ -23,6 +23,7 @@ def test_every_field_can_be_given() -> None:
         "save": "prompt",
         "checkpoint_tokens": 0,
         "drain_ms": 0,
+        "share_tp": True,
         "weights_version": "step-12",
         "on_reset": "step-13",
         "gate": "off",

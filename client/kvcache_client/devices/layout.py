@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvcache_proto.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class Tensor(NamedTuple):
@@ -49,20 +51,58 @@ def block_fragments(tensors: Iterable[Tensor], num_blocks: int, block_bytes: int
 
     Raises ConfigError unless the fragments hold `block_bytes` bytes.
     """
-    seen = set()
-    found: list[Fragment] = []
-    for tensor in tensors:
-        for fragment in _tensor_fragments(tensor, num_blocks):
-            if fragment not in seen:
-                seen.add(fragment)
-                found.append(fragment)
-    total = sum(fragment.bytes for fragment in found)
-    if total != block_bytes:
-        raise ConfigError(f"the KV tensors hold {total} bytes per block, the KV cache specification says {block_bytes}")
+    found = _once(fragment for tensor in tensors for fragment in _tensor_fragments(tensor, num_blocks))
+    _check_sum(found, block_bytes)
     return _merge(found)
 
 
-def _tensor_fragments(tensor: Tensor, num_blocks: int) -> list[Fragment]:
+class Parts(NamedTuple):
+    """Blocks that are divided into `number` parts of equal size, each of which is copied as a block of its own.
+
+    Part p of block b is block `b * apart + p` for who copies.
+    """
+
+    number: int
+    apart: int
+
+    def blocks(self, num_blocks: int) -> int:
+        """Return how many blocks there are for who copies."""
+        return (num_blocks - 1) * self.apart + self.number
+
+    def all(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Return all parts of these blocks."""
+        if self.number == 1:
+            return blocks
+        return [block * self.apart + part for block in blocks for part in range(self.number)]
+
+
+def part_fragments(
+    tensors: Iterable[Tensor], num_blocks: int, part_bytes: int, heads: int
+) -> tuple[list[Fragment], Parts]:
+    """Return the fragments of a part of a block, which is one of `heads` KV heads, in the order of `block_fragments`.
+
+    Raises ConfigError unless they hold `part_bytes` bytes, and each head of a block lies apart from the others.
+    """
+    found = _once(fragment for tensor in tensors for fragment in _head_fragments(tensor, num_blocks, heads))
+    _check_sum([part for part, _ in found], part_bytes)
+    apart = {stride / part.stride for part, stride in found}
+    if len(apart) > 1 or not min(apart).is_integer():
+        raise ConfigError(f"the heads of KV tensors are not evenly spaced over blocks: {apart}")
+    return [part for part, _ in found], Parts(heads, int(apart.pop()))
+
+
+def _once(found: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(found))
+
+
+def _check_sum(fragments: Sequence[Fragment], expected: int) -> None:
+    total = sum(fragment.bytes for fragment in fragments)
+    if total != expected:
+        raise ConfigError(f"the KV tensors hold {total} bytes per block, the KV cache specification says {expected}")
+
+
+def _tensor_fragments(tensor: Tensor, num_blocks: int, without: int | None = None) -> list[Fragment]:
+    """Return the fragments of a block, or those at index 0 of the axis `without`."""
     axis = _block_axis(tensor, num_blocks)
     # A block of the engine may be several kernel blocks in a row.
     size = tensor.shape[axis]
@@ -70,7 +110,7 @@ def _tensor_fragments(tensor: Tensor, num_blocks: int) -> list[Fragment]:
     inner = [
         (stride, size)
         for number, (stride, size) in enumerate(zip(tensor.strides, tensor.shape, strict=True))
-        if number != axis and size > 1
+        if number not in (axis, without) and size > 1
     ]
     if kernel_blocks > 1:
         inner.append((tensor.strides[axis], kernel_blocks))
@@ -81,6 +121,21 @@ def _tensor_fragments(tensor: Tensor, num_blocks: int) -> list[Fragment]:
     steps = [[stride * i for i in range(size)] for stride, size in reversed(inner)]
     stride = tensor.strides[axis] * kernel_blocks
     return [Fragment(tensor.pointer + sum(at), stride, run) for at in itertools.product(*steps)]
+
+
+def _head_fragments(tensor: Tensor, num_blocks: int, heads: int) -> list[tuple[Fragment, int]]:
+    """Return the fragments of a block's first head, with the distance of heads as their stride; and that of blocks.
+
+    The axes are those of blocks and, in five dimensions, of keys and values; then those of heads and tokens, in any
+    order; then that of values. In memory, heads come before tokens.
+    """
+    block = _block_axis(tensor, num_blocks)
+    axes = [axis for axis in range(len(tensor.shape)) if axis != block and (axis > 1 or len(tensor.shape) < 5)]
+    axis = max(axes[:-1], key=lambda axis: tensor.strides[axis], default=block)
+    if len(axes) != 3 or tensor.shape[axis] != heads:
+        raise ConfigError(f"KV tensor of shape {tensor.shape} and strides {tensor.strides}: no axis of {heads} heads")
+    fragments = _tensor_fragments(tensor, num_blocks, without=axis)
+    return [(fragment._replace(stride=tensor.strides[axis]), fragment.stride) for fragment in fragments]
 
 
 def _block_axis(tensor: Tensor, num_blocks: int) -> int:

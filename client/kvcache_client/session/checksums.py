@@ -64,9 +64,12 @@ def sum_up(buffer: memoryview, begins: Iterable[int], size: int) -> npt.NDArray[
 
 
 def pack_sums(positions: int, summed: Sequence[int], sums: npt.NDArray[np.uint64]) -> bytes:
-    """Return the checksums of `positions` blocks, of which those at `summed` have the checksums `sums`, in order."""
+    """Return the checksums of `positions` blocks, of which those at `summed` have the checksums `sums`, in order.
+
+    `sums` has one per block, or a row of those of its shards.
+    """
     if len(summed) == positions:
         return sums.astype("<u8").tobytes()
-    packed = np.zeros(positions, "<u8")
+    packed = np.zeros((positions, *sums.shape[1:]), "<u8")
     packed[list(summed)] = sums
     return packed.tobytes()

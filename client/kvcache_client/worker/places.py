@@ -8,7 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache_client.devices.layout import Parts
+
 Numbers = npt.NDArray[np.int64]
+
+
+WHOLE = Parts(1, 1)  # blocks that are not divided
 
 
 class RankTable(NamedTuple):
@@ -34,10 +39,13 @@ class Piece(NamedTuple):
 
 
 class Places:
-    """Of one group: a slot contains the blocks of each table in turn, `columns` in all, of `bytes` bytes."""
+    """Of one group: a slot contains the blocks of each table in turn, `columns` in all, of `bytes` bytes.
 
-    def __init__(self, begin: int, tables: Sequence[tuple[int, int, int]]) -> None:
-        """The rank's shard begins at `begin` of a slot. A table is (layout, bytes of a block, blocks in a slot)."""
+    Where blocks are divided into parts, the rank has a shard for each, which contains that part of the blocks.
+    """
+
+    def __init__(self, begin: int, tables: Sequence[tuple[int, int, int]], parts: Parts = WHOLE) -> None:
+        """The rank's shards begin at `begin` of a slot. A table is (layout, bytes of a part, blocks in a slot)."""
         inside: list[int] = []
         layouts: list[int] = []
         at = begin
@@ -45,15 +53,36 @@ class Places:
             inside += range(at, at + size * count, size)
             layouts += [layout] * count
             at += size * count
-        self.begin, self.bytes, self.columns = begin, at - begin, len(inside)
+        self._parts, self._part_bytes = parts, at - begin
+        self.begin, self.bytes, self.columns = begin, parts.number * self._part_bytes, len(inside)
         self._inside: Numbers = np.array(inside, np.int64)
         self._layouts = {layout: np.flatnonzero(np.array(layouts) == layout) for layout in dict.fromkeys(layouts)}
 
-    def cut(self, slots: npt.NDArray[np.integer], blocks: Sequence[int], skip: int = 0) -> list[Piece]:
+    def cut(
+        self,
+        slots: npt.NDArray[np.integer],
+        blocks: Sequence[int],
+        skip: int = 0,
+        parts: Sequence[int] | None = None,
+    ) -> list[Piece]:
         """Return the copies between `slots`, by their offsets, and `blocks`, in the order of the slots.
 
-        The first `skip` blocks of the slots are not among `blocks`.
+        The first `skip` blocks of the slots are not among `blocks`. `parts` are those to be copied, all if not given.
         """
+        pieces = self._cut(slots, blocks, skip)
+        if self._parts.number == 1:
+            return pieces
+        some = np.arange(self._parts.number) if parts is None else np.array(parts, np.int64)
+        return [self._divided(piece, some[:, None]) for piece in pieces]
+
+    def _divided(self, piece: Piece, parts: Numbers) -> Piece:
+        """Return the copies of the parts of a piece's blocks, as they follow each other in the region."""
+        blocks = (piece.blocks * self._parts.apart + parts).ravel()
+        offsets = (piece.offsets + parts * self._part_bytes).ravel()
+        order = np.argsort(offsets, kind="stable")
+        return Piece(piece.layout, blocks[order], offsets[order])
+
+    def _cut(self, slots: npt.NDArray[np.integer], blocks: Sequence[int], skip: int) -> list[Piece]:
         offsets = slots.astype(np.int64)[:, None] + self._inside
         numbers = np.array(blocks, np.int64)
         if len(self._layouts) == 1:

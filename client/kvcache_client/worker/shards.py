@@ -6,11 +6,17 @@ from typing import NamedTuple
 
 
 class Shards(NamedTuple):
-    """How the ranks of an engine hold a block: `number` shards, each held by `replicas` consecutive ranks."""
+    """How the ranks of an engine hold a block: `number` shards.
+
+    Each rank holds `parts` consecutive ones, and `replicas` consecutive ranks hold the same.
+    """
 
     number: int
     replicas: int
+    parts: int = 1
 
-    def of_rank(self, rank: int) -> tuple[int, bool]:
-        """Return the shard that `rank` reads, and whether it is the one that writes it."""
-        return rank // self.replicas, rank % self.replicas == 0
+    def of_rank(self, rank: int) -> tuple[range, tuple[int, ...]]:
+        """Return the shards that `rank` reads, and which of them it writes: its replicas share the work."""
+        first = rank // self.replicas * self.parts
+        writes = range(rank % self.replicas, self.parts, self.replicas)
+        return range(first, first + self.parts), tuple(first + part for part in writes)

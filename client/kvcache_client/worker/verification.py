@@ -22,7 +22,7 @@ from kvcache_client.session.region import Region
 from kvcache_client.step_plan import CheckJob, LoadJob, SaveJob, pick_refs
 from kvcache_client.worker.tolerance import Format, difference
 from kvcache_proto.text import escaped
-from kvcache_proto.types import Finding, NamespaceSpec
+from kvcache_proto.types import REF_BYTES, Finding, NamespaceSpec
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
@@ -37,12 +37,12 @@ _SAID = {
 
 
 class Verifier:
-    """Checks one shard of blocks."""
+    """Checks the shards of blocks that a rank `reads`, which follow each other, and sums up those that it `writes`."""
 
-    def __init__(self, shard: int, counts: Counters) -> None:
-        self._shard, self._counts = shard, counts
+    def __init__(self, reads: Sequence[int], writes: Sequence[int], counts: Counters) -> None:
+        self._reads, self._writes, self._counts = reads, writes, counts
         self._shards = 0
-        self._parts: list[tuple[int, int]] = []  # of each group, where the shard begins in a slot, and its bytes
+        self._parts: list[dict[int, tuple[int, int]]] = []  # of each group, begin in a slot and bytes of each shard
         self._saved = ThreadPoolExecutor(1, "kvcache-sum-saves")
         self._loaded = ThreadPoolExecutor(1, "kvcache-sum-loads")
         self._helpers = ThreadPoolExecutor(THREADS - 1, "kvcache-sum-helper")
@@ -50,16 +50,19 @@ class Verifier:
     def follow(self, spec: NamespaceSpec) -> None:
         """From now on, check slots of this namespace."""
         self._shards = spec.shards
-        self._parts = [(group.shard_offset(self._shard), group.shards[self._shard]) for group in spec.groups]
+        self._parts = [
+            {shard: (group.shard_offset(shard), group.shards[shard]) for shard in self._reads} for group in spec.groups
+        ]
 
     def after_save(self, region: Region, job: SaveJob, then: Callable[[bytes], None]) -> None:
-        """Pass the checksums of what `job` has written, one per position, to `then` on another thread."""
+        """Pass the checksums of what `job` has written, one per position and shard, to `then` on another thread."""
 
         def work() -> None:
-            packed, (begin, size) = b"", self._parts[job.group]
+            packed, parts, refs = b"", self._parts[job.group], pick_refs(job.refs, job.summed)
             try:
-                sums = sum_up(region.buffer, _begins(region, pick_refs(job.refs, job.summed), begin), size)
-                packed = pack_sums(len(job.positions), job.summed, sums)
+                places = [(_begins(region, refs, parts[shard][0]), parts[shard][1]) for shard in self._writes]
+                sums = [sum_up(region.buffer, begins, size) for begins, size in places]
+                packed = pack_sums(len(job.positions), job.summed, np.stack(sums, axis=1))
             except Exception:  # the settlement must not wait for ever; it is as good without checksums
                 logger.exception("no checksums of request %s", job.request)
                 self._counts.add("sums_failed")
@@ -74,13 +77,15 @@ class Verifier:
         """
 
         def work() -> None:
-            sound, (begin, size) = None, self._parts[job.group]
+            sound, some = None, np.empty(0, np.int64)
             try:
-                expected = sums_of_shard(job.sums, self._shard, self._shards)
-                (some,) = expected.nonzero()
-                sums = self._sum_up(region, _begins(region, pick_refs(job.refs, some.tolist()), begin), size)
-                sound = np.ones(len(expected), np.bool_)
-                sound[some] = sums == expected[some]
+                good = np.ones(len(job.refs) // REF_BYTES, np.bool_)
+                for shard, (begin, size) in self._parts[job.group].items():
+                    expected = sums_of_shard(job.sums, shard, self._shards)
+                    (some,) = expected.nonzero()
+                    sums = self._sum_up(region, _begins(region, pick_refs(job.refs, some.tolist()), begin), size)
+                    good[some] &= sums == expected[some]
+                sound = good
                 self._counts.add("blocks_verified", len(some))
             except Exception:  # as above: the load has failed then
                 logger.exception("the load of request %s cannot be verified", job.request)
@@ -93,7 +98,8 @@ class Verifier:
         """Compare the slots of `job` with what the engine has `computed`, in their order, on another thread."""
 
         def work() -> None:
-            inside, size = self._parts[0]
+            inside = self._parts[0][self._reads[0]][0]
+            size = sum(size for _, size in self._parts[0].values())
             try:
                 found = {}
                 for number, begin in enumerate(_begins(region, job.refs, inside)):
@@ -131,11 +137,11 @@ class Verifier:
         def log(writers: list[tuple[str, int]]) -> None:
             logger.error(
                 "request %s: %d cached blocks of namespace %s %s: shard %d, %s of the region; stored by %s",
-                *(request, len(offsets), namespace.id, said, self._shard, _some(offsets), _names(writers)),
+                *(request, len(offsets), namespace.id, said, self._reads[0], _some(offsets), _names(writers)),
             )
             answered.set()
 
-        namespace.distrust(refs, self._shard, finding, region.id, log)
+        namespace.distrust(refs, self._reads[0], finding, region.id, log)
         answered.wait(_PATIENCE)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.devices import CopyError, Device, Job, Memory, Scratch, open_device
-from kvcache_client.devices.layout import Fragment, Tensor, block_fragments, runs
+from kvcache_client.devices.layout import Fragment, Tensor, block_fragments, part_fragments, runs
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.self_test import check_copies
 from kvcache_client.devices.several import SeveralLayouts
@@ -27,7 +27,7 @@ from kvcache_client.session.region import Region
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import SHIPPED, CheckJob, LoadJob, RankVerdicts, SaveJob, StepPlan, pick_refs
-from kvcache_client.worker.places import Piece, Places, RankTable, without_nulls
+from kvcache_client.worker.places import WHOLE, Piece, Places, RankTable, without_nulls
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.tolerance import Format, find_format
 from kvcache_client.worker.verification import Verifier
@@ -86,10 +86,12 @@ class Worker:
         """
         self._session, self._spec, self._settings = session, spec, settings
         self._rank, self._experts = rank, experts
-        self._shard, self._writes = shards.of_rank(rank)
+        self._reads, self._writes = shards.of_rank(rank)
+        self._parts = WHOLE  # how its shards divide a block
         self._block_bytes, self._per_slot = block_bytes, blocks_per_slot
         self._groups = groups
-        self._columns = [] if groups else [[(0, block_bytes, blocks_per_slot)]]  # of each group, as `Places` takes them
+        part_bytes = block_bytes // len(self._reads)
+        self._columns = [] if groups else [[(0, part_bytes, blocks_per_slot)]]  # of each group, as `Places` takes them
         self._places: list[Places] = []
         self._device: Device | None = None
         self._registration = registration
@@ -113,7 +115,7 @@ class Worker:
         self._given_away: deque[tuple[int, int]] = deque(maxlen=SHIPPED)
         self._stored_lock = threading.Lock()
         self._counts = Counters()
-        self._verifier = Verifier(self._shard, self._counts)
+        self._verifier = Verifier(self._reads, self._writes, self._counts)
         self._follow(spec)
         session.add_counts(self._counts.snapshot)
         self._format: Format | None = None  # of the values in a block
@@ -133,11 +135,12 @@ class Worker:
         layouts = self._find_layouts(kv_caches, num_blocks)
         devices: list[Device] = []
         try:
+            count = self._parts.blocks(num_blocks)
             for fragments in layouts:
-                devices.append(open_device(tensors[0].device.type, runs(fragments), num_blocks, keep=tensors))
+                devices.append(open_device(tensors[0].device.type, runs(fragments), count, keep=tensors))
             device = devices[0] if len(devices) == 1 else SeveralLayouts(devices)
             for each, fragments in zip(devices, layouts, strict=True):
-                check_copies(each, runs(fragments), num_blocks)
+                check_copies(each, runs(fragments), count)
         except CopyError:
             for each in reversed(devices):
                 each.close()
@@ -156,15 +159,21 @@ class Worker:
         if not self._joining:
             self._attach(self._spec, wait=True)
         logger.info(
-            "rank %d: %d fragments per block, %s bytes, shard %d of %d, namespace %s; %s bytes are page-locked",
-            *(self._rank, max(map(len, layouts)), f"{self._block_bytes:,}", self._shard, self._spec.shards),
-            *("to come" if self._joining else self._spec.id, f"{device.registered()[1]:,}"),
+            "rank %d: %d fragments per block, %s bytes, %s of %d, namespace %s; %s bytes are page-locked",
+            *(self._rank, max(map(len, layouts)) * self._parts.number, f"{self._block_bytes:,}"),
+            *(_named(self._reads), self._spec.shards, "to come" if self._joining else self._spec.id),
+            f"{device.registered()[1]:,}",
         )
 
     def _find_layouts(self, kv_caches: dict[str, Any], num_blocks: int) -> list[list[Fragment]]:
         """Return the fragments of a block in each layout; groups that overlay each other have the same one."""
         if not self._groups:
-            return [block_fragments(map(_describe, _flatten(kv_caches.values())), num_blocks, self._block_bytes)]
+            described, heads = map(_describe, _flatten(kv_caches.values())), len(self._reads)
+            if heads == 1:
+                return [block_fragments(described, num_blocks, self._block_bytes)]
+            fragments, self._parts = part_fragments(described, num_blocks, self._block_bytes // heads, heads)
+            self._follow(self._spec)
+            return [fragments]
         layouts: list[list[Fragment]] = []
         self._columns = []
         for tables in self._groups:
@@ -183,7 +192,8 @@ class Worker:
         """Note where this rank's shard lies in the slots of `spec`."""
         self._spec = spec
         places = zip(spec.groups, self._columns, strict=False)
-        self._places = [Places(group.shard_offset(self._shard), columns) for group, columns in places]
+        begin = self._reads[0]
+        self._places = [Places(group.shard_offset(begin), columns, self._parts) for group, columns in places]
         self._verifier.follow(spec)
 
     def _attach(self, spec: NamespaceSpec, wait: bool) -> None:
@@ -191,7 +201,7 @@ class Worker:
         if self._namespace is not None:
             self._session.detach(self._namespace)
         try:
-            self._namespace = self._session.attach(spec, (self._shard,) if self._writes else (), wait=wait, insist=True)
+            self._namespace = self._session.attach(spec, self._writes, wait=wait, insist=True)
         except KVCacheError as error:
             self._namespace = None
             self.decline(str(error))
@@ -227,7 +237,7 @@ class Worker:
         for request in plan.finished:
             self._finish(request)
         if plan.given:
-            self._device.fence(plan.given)
+            self._device.fence(self._parts.all(plan.given))
 
     def load(self, plan: StepPlan) -> None:
         """Start the loads of `plan`."""
@@ -327,7 +337,8 @@ class Worker:
             return
         with self._stored_lock:
             self._stored.setdefault(job.request, _Stored()).jobs += 1
-        pieces = self._places[job.group].cut(region.offsets(job.refs), job.blocks)
+        parts = [shard - self._reads[0] for shard in self._writes]
+        pieces = self._places[job.group].cut(region.offsets(job.refs), job.blocks, parts=parts)
         _start(device.save, region, pieces, lambda done: self._saved(namespace, region, job, done))
 
     def _saved(self, namespace: Namespace, region: Region, job: SaveJob, done: Job) -> None:
@@ -359,7 +370,8 @@ class Worker:
             self._counts.add("saves_failed", len(job.positions))
             logger.warning("request %s: %d blocks were not stored: %s", job.request, len(job.positions), done.error)
         else:
-            self._count_copy("saved_bytes", "save_us", len(job.positions) * self._places[job.group].bytes, done)
+            written = self._places[job.group].bytes * len(self._writes) // len(self._reads)
+            self._count_copy("saved_bytes", "save_us", len(job.positions) * written, done)
         kept = self._verdicts
         then = None if kept is None else lambda verdicts: kept.append(_rank_verdicts(job, verdicts))
         namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, then=then, sums=sums)
@@ -405,7 +417,7 @@ class Worker:
 
     def _check(self, device: Device, job: CheckJob) -> None:
         """Copy the blocks out, as a save does, and compare them with the cache."""
-        if not self._writes:  # another rank compares the same bytes
+        if self._reads[0] not in self._writes:  # another rank compares the same bytes
             return
         region, namespace, form = self._session.region, self._namespace, self._format
         if region is None or region.id != job.region or namespace is None or form is None:
@@ -568,6 +580,10 @@ def _start(copy: Callable[[Job], None], region: Memory, pieces: Sequence[Piece],
 
     for piece in pieces:
         copy(Job(region, piece.blocks, piece.offsets, ended_one, layout=piece.layout))
+
+
+def _named(shards: Sequence[int]) -> str:
+    return f"shard {shards[0]}" if len(shards) == 1 else f"shards {shards[0]} to {shards[-1]}"
 
 
 def _rank_verdicts(job: SaveJob, verdicts: Sequence[int]) -> RankVerdicts:

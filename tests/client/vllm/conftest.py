@@ -103,11 +103,8 @@ def spoil(sim: Any) -> Callable[..., None]:
     def change(engine: Any, tokens: list[int], block: int, rank: int = 0) -> None:
         region = engine.workers[rank]._session.region.buffer
         *_, layer = engine.runners[rank].layers.values()
-        _, parts, _, size = layer.cells.shape
         digest = sim.chain(tokens)[block * BLOCK]
-        at = bytes(region).find(
-            sim.kv(sim.np.array([digest], sim.np.uint64), layer.number, parts, size)[0, 0].tobytes()
-        )
+        at = bytes(region).find(layer.content(sim.np.array([digest], sim.np.uint64))[0, 0].tobytes())
         assert at >= 0
         region[at] ^= 1
 

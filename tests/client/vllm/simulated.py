@@ -71,9 +71,11 @@ HAS_GROUPS = hasattr(KVCacheTensor, "__dataclass_fields__") and "layers" in KVCa
 # Specifications of the layers.
 
 
-def full(layers: int = 3, block: int = BLOCK) -> dict[str, Any]:
-    """Return layers of full attention."""
-    return {f"model.layers.{n}.attn": FullAttentionSpec(**_attention(block)) for n in range(layers)}
+def full(layers: int = 3, block: int = BLOCK, heads: int = HEADS, total: int = 0) -> dict[str, Any]:
+    """Return layers of full attention. A rank has `heads`, of `total` that the model has."""
+    some = {"max_tp_shards": total} if total and hasattr(FullAttentionSpec, "max_tp_shards") else {}
+    spec = FullAttentionSpec(**_attention(block) | {"num_kv_heads": heads} | some)
+    return {f"model.layers.{n}.attn": spec for n in range(layers)}
 
 
 def windows(layers: int, window: int, first: int = 0, block: int = BLOCK) -> dict[str, Any]:
@@ -150,12 +152,23 @@ class Layer(NamedTuple):
     is_draft: bool
     registered: Any
     cells: np.ndarray
+    heads: Sequence[int] = ()  # of an engine that is asked for them, those of the rank, among all of the model
+
+    def content(self, digests: np.ndarray, weights: int = 0) -> np.ndarray:
+        """Return what the layer has for tokens with these digests: [token, part, byte]. That of a head is its own."""
+        _, parts, _, size = self.cells.shape
+        if not self.heads:
+            return kv(digests, self.number + weights, parts, size)
+        numbers = [
+            self.number + 1000 * (2 * head + at) for at in range(parts // len(self.heads)) for head in self.heads
+        ]
+        return np.concatenate([kv(digests, number + weights, 1, size) for number in numbers], axis=1)
 
 
-def allocate(config: KVCacheConfig, rank: int) -> dict[str, Layer]:
+def allocate(config: KVCacheConfig, rank: int, heads: Sequence[int] = (), head_major: bool = True) -> dict[str, Layer]:
     """Return the memory that the runner of this version allocates, in the layout that its CPU or GPU backend has.
 
-    A layer's number differs between ranks, because their KV does.
+    A layer's number differs between ranks, because their KV does, but for those with given `heads`.
     """
     pages = dict(_pages(config))
     layers: dict[str, Layer] = {}
@@ -165,12 +178,12 @@ def allocate(config: KVCacheConfig, rank: int) -> dict[str, Layer]:
         )
         for name in held.layer_names:
             spec, memory = specs[name], pages[name]
-            registered, cells = _views(spec, memory)
+            registered, cells = _views(spec, memory, head_major)
             window = getattr(spec, "sliding_window", None) or 0
             is_state = isinstance(spec, MambaSpec)
             is_aligned = is_state and spec.mamba_cache_mode == "align"
-            number, is_draft = 1000 * rank + int(name.split(".")[2]), name.endswith(".draft")
-            layers[name] = Layer(number, group, window, is_state, is_aligned, is_draft, registered, cells)
+            number, is_draft = int(name.split(".")[2]) + (0 if heads else 1000 * rank), name.endswith(".draft")
+            layers[name] = Layer(number, group, window, is_state, is_aligned, is_draft, registered, cells, heads)
     return layers
 
 
@@ -201,7 +214,7 @@ def _page_bytes(config: KVCacheConfig, name: str) -> int:
     return int(getattr(spec, "kv_cache_specs", {name: spec})[name].page_size_bytes)
 
 
-def _views(spec: Any, pages: Any) -> tuple[Any, np.ndarray]:
+def _views(spec: Any, pages: Any, head_major: bool) -> tuple[Any, np.ndarray]:
     values = pages.view(torch.float32)
     if isinstance(spec, MambaSpec):
         tensors, begin = [], 0
@@ -210,11 +223,16 @@ def _views(spec: Any, pages: Any) -> tuple[Any, np.ndarray]:
             tensors.append(values[:, begin:end].unflatten(1, shape))
             begin = end
         return tensors, pages.numpy()[:, None, None, : begin * ITEM]
-    if BY_HEAD:
-        shape = (HEADS, spec.block_size, 2 * HEAD)
+    heads = spec.num_kv_heads
+    if BY_HEAD and head_major:
+        shape = (heads, spec.block_size, 2 * HEAD)
         return values.unflatten(1, shape), _numpy(pages.unflatten(1, (*shape[:2], 2 * HEAD * ITEM)))
-    inner = (2, spec.block_size, HEADS, HEAD)
-    return values.unflatten(1, inner), _numpy(pages.unflatten(1, (*inner[:2], HEADS * HEAD * ITEM)))
+    if head_major:
+        inner = (2, heads, spec.block_size, HEAD)
+        cells = pages.unflatten(1, (2 * heads, spec.block_size, HEAD * ITEM))
+        return values.unflatten(1, inner).transpose(2, 3), _numpy(cells)
+    inner = (2, spec.block_size, heads, HEAD)
+    return values.unflatten(1, inner), _numpy(pages.unflatten(1, (*inner[:2], heads * HEAD * ITEM)))
 
 
 def _numpy(tensor: Any) -> np.ndarray:
@@ -256,8 +274,8 @@ class Runner:
     With `v2`, in the order of Model Runner V2: it updates its requests, and zeroes blocks, before the connector hears.
     """
 
-    def __init__(self, config: VllmConfig, rank: int, v2: bool) -> None:
-        self.config, self.rank, self.v2 = config, rank, v2
+    def __init__(self, config: VllmConfig, rank: int, v2: bool, heads: Sequence[int] = ()) -> None:
+        self.config, self.rank, self.v2, self.heads = config, rank, v2, heads
         self.layers: dict[str, Layer] = {}
         self.held: dict[str, Held] = {}
         self.connector: Any = None
@@ -276,7 +294,7 @@ class Runner:
         with self.current():
             if self.config.kv_transfer_config is not None:
                 self.connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, config)
-        self.layers = allocate(config, self.rank)
+        self.layers = allocate(config, self.rank, self.heads, BY_HEAD or bool(self.heads))
         if self.connector is not None:
             caches = {name: layer.registered for name, layer in self.layers.items()}
             context = self.config.compilation_config.static_forward_context
@@ -455,8 +473,7 @@ class Runner:
     def _check(self, name: str, layer: Layer, table: list[int], digests: np.ndarray, first: int, end: int) -> None:
         if first < end:
             blocks, offsets = self._places(layer, table, first, end)
-            _, parts, _, size = layer.cells.shape
-            content = kv(digests[first:end], layer.number + self.weights, parts, size)
+            content = layer.content(digests[first:end], self.weights)
             wrong = (layer.cells[blocks, :, offsets] != content).any((1, 2))
             assert not wrong.any(), (
                 f"request {name}, layer {layer.number}: wrong KV at {np.flatnonzero(wrong)[:9] + first} of {end} tokens"
@@ -465,8 +482,7 @@ class Runner:
 
     def _write(self, layer: Layer, table: list[int], digests: np.ndarray, begin: int, end: int) -> None:
         blocks, offsets = self._places(layer, table, begin, end)
-        _, parts, _, size = layer.cells.shape
-        layer.cells[blocks, :, offsets] = kv(digests[begin:end], layer.number + self.weights, parts, size)
+        layer.cells[blocks, :, offsets] = layer.content(digests[begin:end], self.weights)
 
     def _places(self, layer: Layer, table: list[int], begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         block = layer.cells.shape[2]
@@ -477,14 +493,13 @@ class Runner:
         self, name: str, layer: Layer, table: list[int], digests: np.ndarray, begin: int, end: int
     ) -> None:
         """Read the state before token `begin`, and write that before token `end`, as `mamba_utils` does."""
-        _, parts, _, size = layer.cells.shape
         before, after = ((begin - 1) // BLOCK, (end - 1) // BLOCK) if layer.is_aligned else (0, 0)
         if begin:
-            expected = kv(digests[begin - 1 : begin], layer.number, parts, size)[0]
+            expected = layer.content(digests[begin - 1 : begin])[0]
             found = layer.cells[table[before], :, 0]
             assert (found == expected).all(), f"request {name}, layer {layer.number}: wrong state before token {begin}"
         assert table[after] or not layer.is_aligned, f"request {name}: no block for the state before token {end}"
-        layer.cells[table[after], :, 0] = kv(digests[end - 1 : end], layer.number, parts, size)[0]
+        layer.cells[table[after], :, 0] = layer.content(digests[end - 1 : end])[0]
 
 
 class SimulatedWorker:
@@ -511,17 +526,31 @@ class SimulatedWorker:
 class SimulatedExecutor(Executor):
     """Runs the ranks of one engine one after the other, in this process."""
 
-    def __init__(self, config: VllmConfig, specs: Sequence[dict[str, Any]], blocks: int, v2: bool) -> None:
-        """`specs` are those of the layers of each pipeline stage."""
-        self._specs, self._blocks, self._v2 = specs, blocks, v2
+    def __init__(
+        self,
+        config: VllmConfig,
+        specs: Sequence[dict[str, Any]],
+        blocks: int,
+        v2: bool,
+        heads: int,
+        layout: str,
+    ) -> None:
+        """`specs` are those of the layers of each pipeline stage; `layout` is the one that the backend supports."""
+        self._specs, self._blocks, self._v2, self._heads, self._layout = specs, blocks, v2, heads, layout
         super().__init__(config)
 
     def _init_executor(self) -> None:
         self._ranks = self.parallel_config.tensor_parallel_size  # of a stage
         assert len(self._specs) == self.parallel_config.pipeline_parallel_size
         ranks = range(self._ranks * len(self._specs))
-        self.runners = [Runner(self.vllm_config, rank, self._v2) for rank in ranks]
+        self.runners = [Runner(self.vllm_config, rank, self._v2, self._heads_of(rank)) for rank in ranks]
         self._sampled: deque[ModelRunnerOutput] = deque()  # of steps that are computed
+
+    def _heads_of(self, rank: int) -> Sequence[int]:
+        """Return which heads a rank has: fewer heads than ranks are those of several."""
+        held = -(-self._heads // self._ranks)
+        first = rank % self._ranks * self._heads // self._ranks
+        return range(first, first + held)
 
     def collective_rpc(self, method: Any, *arguments: Any, **named: Any) -> Any:
         given = dict(zip(("timeout", "args", "kwargs"), arguments, strict=False)) | named
@@ -545,10 +574,11 @@ class SimulatedExecutor(Executor):
         # another one has room for more blocks.
         kinds = {type(spec) for specs in self._specs for spec in specs.values()}
         pages = max(sum(1 for spec in specs.values() if type(spec) is kind) for specs in self._specs for kind in kinds)
-        return [self._blocks * pages * PAGE + PAGE // 2] * len(self.runners)
+        page = max(spec.page_size_bytes for specs in self._specs for spec in specs.values())
+        return [self._blocks * pages * page + page // 2] * len(self.runners)
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
-        return [["LBHNC"] for _ in self.runners]
+        return [[self._layout] for _ in self.runners]
 
     def set_kv_cache_layout(self, layout_name: str, *more: Any) -> None:
         pass
@@ -696,6 +726,8 @@ class Engine:
         transfer: dict[str, Any] | None = None,
         stages: Sequence[int] = (),
         data_parallel_rank: int | None = None,
+        heads: int = 0,
+        layout: str = "LBHNC",
         **options: Any,
     ) -> None:
         """Make an engine with `blocks` device blocks, without our connector where there is no `endpoint`.
@@ -707,10 +739,16 @@ class Engine:
             stages: how many of the layers each pipeline stage has; one has them all if not given.
             data_parallel_rank: of an engine that has several. They have one configuration, which `run_engine_core`
                 changes a little for each.
+            heads: of the model, for which vLLM's part of a rank has its share; then the same tokens have the same KV in
+                engines with any number of ranks, and else other KV in each rank.
+            layout: of KV, from vLLM 0.32 on.
             options: vLLM's engine arguments.
         """
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(MODEL))
+        counted = {"num_attention_heads": 8, "num_key_value_heads": heads} if heads else {}
+        (folder / "config.json").write_text(json.dumps(MODEL | counted))
+        if hasattr(layouts, "set_kv_cache_layout"):
+            layouts.set_kv_cache_layout(None)  # forget that of the last engine
         settings = {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, "canary_every": 0, "gate": "off"}
         settings |= extra or {}
         ours = {
@@ -746,12 +784,15 @@ class Engine:
             config.instance_id = f"instance of {name}"
             config.parallel_config.data_parallel_index = data_parallel_rank
             config.kv_transfer_config.engine_id += f"_dp{data_parallel_rank}"
-        specs = specs if specs is not None else full()
+        if specs is None:
+            ranks = config.parallel_config.tensor_parallel_size
+            specs = full(heads=-(-heads // ranks), total=heads) if heads else full()
         if any(getattr(spec, "mamba_cache_mode", "none") == "align" for spec in specs.values()):
             config.cache_config.mamba_cache_mode = "align"  # 0.33 turns it off for a model that is not known to need it
         layers = iter(specs.items())
         staged = [dict(itertools.islice(layers, count)) for count in stages or (len(specs),)]
-        self.core = EngineCore(config, lambda config: SimulatedExecutor(config, staged, blocks, v2), log_stats=True)
+        facts = (staged, blocks, v2, heads, layout)
+        self.core = EngineCore(config, lambda config: SimulatedExecutor(config, *facts), log_stats=True)
         assert (self.core.batch_queue is not None) == (asynchronous or len(staged) > 1)
         self.scheduler = self.core.scheduler
         self.runners: list[Runner] = self.core.model_executor.runners

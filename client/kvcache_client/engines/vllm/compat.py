@@ -68,6 +68,15 @@ def kv_layout(kv_cache_config: Any) -> str:
     return str(getattr(kv_cache_config, "kv_cache_layout", None) or "")
 
 
+def head_major_layout() -> str:
+    """Return the name of the layout in which a layer's block has its heads one after the other."""
+    try:
+        from vllm.v1 import kv_cache_layout  # noqa: F401
+    except ImportError:
+        return "HND"
+    return "LBHNC"  # "HND" is understood, too, but other connectors of a MultiConnector ask for this name
+
+
 def allocated_bytes(tensors: Sequence[Any]) -> int:
     """Return the bytes of all KV tensors of a rank.
 

@@ -36,12 +36,14 @@ from kvcache_client.engines.vllm.identity import (
     engine_block_size,
     groups_of,
     has_experts,
+    kv_layout,
     layer_spec,
     namespace_spec,
     rank_block_bytes,
     shards,
     share_of_rank,
     why_not,
+    why_not_by_head,
     with_stages,
 )
 from kvcache_client.engines.vllm.running import (
@@ -62,6 +64,7 @@ from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings, blocks_per_slot, parse_settings
 from kvcache_client.step_plan import NOTHING, LoadJob, RankVerdicts, StepPlan
 from kvcache_client.worker.places import RankTable
+from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 from kvcache_proto.errors import ConfigError, KVCacheError
 from kvcache_proto.types import TAIL, NamespaceSpec
@@ -189,19 +192,26 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = engine_block_size(kv_cache_config)
         per_slot = blocks_per_slot(settings, tokens, *([tokens] if has_states(kv_cache_config) else []))
         self._groups = groups_of(kv_cache_config, per_slot)
-        apart = in_scheduler and vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
-        found = surroundings(vllm_config, layer_spec(kv_cache_config) if apart else None)
+        processes = in_scheduler and vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
+        found = surroundings(vllm_config, layer_spec(kv_cache_config) if processes else None)
         engine = engine_name(vllm_config)
-        spec = namespace_spec(vllm_config, kv_cache_config, found, per_slot, engine, settings.weights_version)
+        by_head = settings.share_tp and not getattr(vllm_config.model_config, "use_mla", False)
+        if by_head and (reason := why_not_by_head(vllm_config, kv_cache_config, kv_layout(kv_cache_config, found))):
+            by_head = False
+            if in_scheduler:
+                logger.warning("share_tp has no effect, engines share with the same number of ranks only: %s", reason)
+        weights = settings.weights_version
+        spec = namespace_spec(vllm_config, kv_cache_config, found, per_slot, engine, weights, by_head)
+        split = shards(vllm_config, kv_cache_config, by_head)
         staged = vllm_config.parallel_config.pipeline_parallel_size > 1
         if in_scheduler:
             warn_of_random_seed(found)
             if not staged:
                 self._scheduler = self._open_scheduler(settings, spec, engine, per_slot)
             else:
-                self._open_with = lambda shares: self._open_staged(settings, spec, engine, per_slot, shares)
+                self._open_with = lambda shares: self._open_staged(settings, spec, split, engine, per_slot, shares)
         else:
-            self._worker = self._open_worker(settings, spec, engine, per_slot, staged)
+            self._worker = self._open_worker(settings, spec, split, engine, per_slot, staged)
             if staged:
                 self._share = RankShare(share_of_rank(spec, self._groups, kv_cache_config))
 
@@ -222,13 +232,19 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         ).start()
 
     def _open_staged(
-        self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int, shares: list[Share]
+        self,
+        settings: ConnectorSettings,
+        spec: NamespaceSpec,
+        split: Shards,
+        engine: str,
+        per_slot: int,
+        shares: list[Share],
     ) -> None:
         """Open the scheduler's side of an engine with pipeline stages: it knows only what the first one stores."""
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         stages = [shares[at : at + ranks] for at in range(0, len(shares), ranks)]
         try:
-            spec = with_stages(spec, shards(self._vllm_config, self._kv_cache_config), stages)
+            spec = with_stages(spec, split, stages)
         except ConfigError as error:
             logger.warning("this engine runs without the KV cache server: %s", error)
             return
@@ -281,7 +297,13 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         return scheduler
 
     def _open_worker(
-        self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int, joins_later: bool
+        self,
+        settings: ConnectorSettings,
+        spec: NamespaceSpec,
+        split: Shards,
+        engine: str,
+        per_slot: int,
+        joins_later: bool,
     ) -> Worker:
         self._rank = rank = rank_in_engine(self._vllm_config.parallel_config)
         block_bytes, groups = 0, []
@@ -297,7 +319,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             session,
             spec,
             settings,
-            shards(self._vllm_config, self._kv_cache_config),
+            split,
             rank,
             block_bytes or rank_block_bytes(self._kv_cache_config),
             per_slot,
@@ -312,6 +334,13 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         return worker
 
     # Both sides.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Ask for heads before tokens where each head is to be a shard. vLLM drops this where its backend cannot."""
+        model, wanted = vllm_config.model_config, vllm_config.kv_transfer_config.kv_connector_extra_config
+        by_head = wanted.get("share_tp") is True and model is not None and not getattr(model, "use_mla", False)
+        return compat.head_major_layout() if by_head else None
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -112,21 +112,58 @@ def rank_block_bytes(kv_cache_config: Any) -> int:
     return compat.allocated_bytes(tensors) // int(kv_cache_config.num_blocks)
 
 
-def shards(vllm_config: Any, kv_cache_config: Any) -> Shards:
-    """Return the shards of a block: those of each pipeline stage. Raises ConfigError if the protocol allows fewer."""
+def kv_layout(kv_cache_config: Any, surroundings: Surroundings) -> str:
+    return compat.kv_layout(kv_cache_config) or surroundings.layout
+
+
+def why_not_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
+    """Return why heads cannot be shards, "" where they can. Not for MLA, which has one head."""
+    spec, parallel = layer_spec(kv_cache_config), vllm_config.parallel_config
+    if not is_plain(kv_cache_config):
+        return "the model has other KV cache groups than one of full attention"
+    if not is_head_major(layout):
+        return f"the KV layout is {layout or 'not known'}, in which the heads of a token are together"
+    heads = int(spec.num_kv_heads)
+    page = int(spec.page_size_bytes)
+    if page % heads or page != int(getattr(spec, "real_page_size_bytes", page)):
+        return "blocks hold more than the KV of each head"
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    held = heads * int(parallel.tensor_parallel_size) // _replicas(vllm_config, kv_cache_config)
+    if held != total:
+        return f"the ranks hold {held} different heads, and the model has {total}"
+    if (shards := total * int(parallel.pipeline_parallel_size)) > MAX_SHARDS:
+        return f"{shards} shards: at most {MAX_SHARDS}"
+    return ""
+
+
+def is_head_major(layout: str) -> bool:
+    """Return whether a block of a layer has its heads one after the other, as "HND" before vLLM 0.32, "LBHNC" since."""
+    return layout in ("HND", "LBHNC", "BLHNC", "BHLNC")
+
+
+def shards(vllm_config: Any, kv_cache_config: Any, by_head: bool = False) -> Shards:
+    """Return the shards of a block: those of each pipeline stage; one for each KV head where blocks are cut `by_head`.
+
+    Raises ConfigError if the protocol allows fewer.
+    """
     parallel = vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size
-    replicas = compat.kv_replicas(kv_cache_config)
-    if replicas is None:
-        model = vllm_config.model_config
-        if getattr(model, "use_mla", False):
-            replicas = ranks
-        else:
-            replicas = max(1, ranks // max(1, int(model.get_total_num_kv_heads())))
-    number = ranks // replicas * int(parallel.pipeline_parallel_size)
+    replicas = _replicas(vllm_config, kv_cache_config)
+    parts = int(layer_spec(kv_cache_config).num_kv_heads) if by_head else 1
+    number = parallel.tensor_parallel_size // replicas * int(parallel.pipeline_parallel_size) * parts
     if number > MAX_SHARDS:
         raise ConfigError(f"{number} shards: at most {MAX_SHARDS}")
-    return Shards(number, replicas)
+    return Shards(number, replicas, parts)
+
+
+def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return how many consecutive ranks hold the same KV."""
+    replicas = compat.kv_replicas(kv_cache_config)
+    if replicas is not None:
+        return replicas
+    model, ranks = vllm_config.model_config, int(vllm_config.parallel_config.tensor_parallel_size)
+    if getattr(model, "use_mla", False):
+        return ranks
+    return max(1, ranks // max(1, int(model.get_total_num_kv_heads())))
 
 
 def namespace_spec(
@@ -136,15 +173,17 @@ def namespace_spec(
     blocks_per_slot: int,
     engine_id: str,
     weights: str = "",
+    by_head: bool = False,
 ) -> NamespaceSpec:
     """Return the namespace of an engine's blocks, whose shards have all the size of this rank's: see `with_stages`.
 
     Args:
         weights: an id of the weights; empty means those of the checkpoint.
+        by_head: whether each KV head is a shard, so that engines with other numbers of ranks share blocks.
     Reads the checkpoint's files where the model is a directory. Raises ConfigError.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    split = shards(vllm_config, kv_cache_config)
+    split = shards(vllm_config, kv_cache_config, by_head)
     merged = groups_of(kv_cache_config, blocks_per_slot)
     tokens = engine_block_size(kv_cache_config) * blocks_per_slot
     cache_dtype = str(cache.cache_dtype)
@@ -156,10 +195,10 @@ def namespace_spec(
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": cache_dtype,
-        "layout": compat.kv_layout(kv_cache_config) or surroundings.layout,
-        "group": _describe_all(merged) or _describe(layer_spec(kv_cache_config)),
+        "layout": kv_layout(kv_cache_config, surroundings),
+        "group": _describe_all(merged) or _describe(layer_spec(kv_cache_config), by_head),
         "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}",
-        "shards": str(split.number),
+        "shards": "heads" if by_head else str(split.number),
         "hash": str(cache.prefix_caching_hash_algo),
         # A random seed is shared with no other engine; the engine's ranks still agree on this.
         "seed": surroundings.seed or f"engine {engine_id}",
@@ -179,7 +218,7 @@ def namespace_spec(
     groups = [group_spec(each, tokens, split.number) for each in merged]
     if not groups:
         block_bytes = rank_block_bytes(kv_cache_config) * blocks_per_slot
-        shard_bytes = block_bytes if split.number == 1 else (block_bytes,) * split.number
+        shard_bytes = block_bytes if split.number == 1 else (block_bytes // split.parts,) * split.number
         groups = [GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)]
     return NamespaceSpec(_name(model.model), groups, identity, surroundings.hash_bytes)
 
@@ -215,7 +254,7 @@ def with_stages(spec: NamespaceSpec, split: Shards, stages: Sequence[Sequence[Sh
     """
     if len({share.tables for stage in stages for share in stage}) > 1:
         raise ConfigError("a pipeline stage has no layer of a KV cache group that another stage has layers of")
-    writers = [share.sizes for stage in stages for share in stage[:: split.replicas]]
+    writers = [share.sizes for stage in stages for share in stage[:: split.replicas] for _ in range(split.parts)]
     groups = [
         GroupSpec(group.block_tokens, sizes, group.kind, group.reach, group.period)
         for group, sizes in zip(spec.groups, zip(*writers, strict=True), strict=True)
@@ -293,11 +332,18 @@ def _content(value: Any) -> Any:
     return value
 
 
-def _describe(first: Any) -> str:
+def _describe(first: Any, by_head: bool = False) -> str:
     """Describe the first layer, for all: the scheduler sees no other, and the block's size covers the rest."""
     facts = {
         name: str(getattr(first, name))
-        for name in ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", *_OF_STATES)
+        for name in (
+            *(() if by_head else ("num_kv_heads",)),
+            "head_size",
+            "head_size_v",
+            "dtype",
+            "kv_quant_mode",
+            *_OF_STATES,
+        )
         if hasattr(first, name)
     }
     return f"{type(first).__name__} {' '.join(f'{key}={value}' for key, value in facts.items())}"
