@@ -120,7 +120,7 @@ PIECE = TOKENS * VALUES * 2
 
 def heads_of(tensors: list[Tensor], part_bytes: int, block: int) -> list[list[int]]:
     """Every address of each head of `block`, in the order in which a slot holds them."""
-    fragments, parts = part_fragments(tensors, 10, part_bytes, HEADS)
+    fragments, parts = part_fragments(tensors, 10, part_bytes, HEADS, by_head=True)
     return [bytes_of(fragments, block * parts.apart + head) for head in range(parts.number)]
 
 
@@ -158,9 +158,22 @@ def test_heads_in_the_layouts_that_have_them_apart(layout: str) -> None:
 
 def test_heads_that_are_not_apart_are_an_error() -> None:
     with pytest.raises(ConfigError, match="no axis of 4 heads"):
-        part_fragments([tensor(0, (10, 2, TOKENS, HEADS, VALUES))], 10, 2 * PIECE, HEADS)
+        part_fragments([tensor(0, (10, 2, TOKENS, HEADS, VALUES))], 10, 2 * PIECE, HEADS, by_head=True)
     outer = Tensor(0, (10, HEADS, TOKENS, VALUES), (PIECE, 10 * PIECE, VALUES * 2, 2), 2)
     with pytest.raises(ConfigError, match="not evenly spaced"):
-        part_fragments([outer], 10, PIECE, HEADS)
+        part_fragments([outer], 10, PIECE, HEADS, by_head=True)
     with pytest.raises(ConfigError, match="1024 bytes per block, the KV cache specification says 1"):
-        part_fragments([tensor(0, (10, HEADS, TOKENS, VALUES))], 10, 1, HEADS)
+        part_fragments([tensor(0, (10, HEADS, TOKENS, VALUES))], 10, 1, HEADS, by_head=True)
+
+
+def test_stripes_divide_each_piece_of_a_block() -> None:
+    """As of two layers with MLA, of which one has an indexer beside it."""
+    layers = [tensor(0, (10, 64, 36)), tensor(1 << 20, (10, 64, 36)), tensor(2 << 20, (10, 64, 132), item=1)]
+    size = 2 * 64 * 36 * 2 + 64 * 132
+    fragments, parts = part_fragments(layers, 10, size // 8, 8, by_head=False)
+    assert (parts.number, parts.blocks(10)) == (8, 80)
+    for block in (0, 9):
+        found = [at for part in range(8) for at in bytes_of(fragments, block * parts.apart + part)]
+        assert sorted(found) == sorted(bytes_of(block_fragments(layers, 10, size), block))
+    with pytest.raises(ConfigError, match="pieces of 36 bytes cannot be divided into 8"):
+        part_fragments([tensor(0, (10, 3, 6))], 10, 4, 8, by_head=False)

@@ -20,6 +20,7 @@ from kvcache_client.engines.vllm.identity import (
     rank_block_bytes,
     shards,
     why_not,
+    why_not_by_head,
     with_stages,
 )
 from kvcache_proto.errors import ConfigError
@@ -76,7 +77,9 @@ def kv_cache_config(spec: Any = None, groups: int = 1, **facts: Any) -> Any:
     group = SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec(), layer_names=["a", "b"])
     return SimpleNamespace(
         num_blocks=100,
-        kv_cache_tensors=[SimpleNamespace(size=100 * 8192, layers=["a", "b"])],
+        kv_cache_tensors=[
+            SimpleNamespace(size=100 * 8192, layers=["a", "b"], layer_stride=100 * 4096, block_stride=4096)
+        ],
         kv_cache_groups=[group] * groups,
         kv_cache_layout="LBHNC",
         **facts,
@@ -244,13 +247,12 @@ def test_a_torn_weight_file_is_read_all_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "heads", "mla", "count", "replicas"),
-    [(1, 4, False, 1, 1), (2, 4, False, 2, 1), (4, 4, False, 4, 1), (8, 4, False, 4, 2), (4, 1, True, 1, 4)],
+    ("ranks", "heads", "count", "replicas"),
+    [(1, 4, 1, 1), (2, 4, 2, 1), (4, 4, 4, 1), (8, 4, 4, 2)],
 )
-def test_shards_follow_the_kv_not_the_ranks(ranks: int, heads: int, mla: bool, count: int, replicas: int) -> None:
+def test_shards_follow_the_kv_not_the_ranks(ranks: int, heads: int, count: int, replicas: int) -> None:
     config = vllm_config()
     config.parallel_config.tensor_parallel_size = ranks
-    config.model_config.use_mla = mla
     config.model_config.get_total_num_kv_heads = lambda: heads
     split = shards(config, kv_cache_config())
     assert (split.number, split.replicas) == (count, replicas)
@@ -258,6 +260,54 @@ def test_shards_follow_the_kv_not_the_ranks(ranks: int, heads: int, mla: bool, c
         shard = rank // replicas
         assert split.of_rank(rank) == (range(shard, shard + 1), (shard,) if rank % replicas == 0 else ())
     assert len(spec_of(config).groups[0].shards) == count
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
+def test_stripes_of_mla_are_written_once_each_and_read_by_all(ranks: int) -> None:
+    config = vllm_config()
+    config.parallel_config.tensor_parallel_size, config.model_config.use_mla = ranks, True
+    split = shards(config, kv_cache_config(MLAAttentionSpec()))
+    assert {split.of_rank(rank)[0] for rank in range(ranks)} == {range(8)}
+    written = [split.of_rank(rank)[1] for rank in range(ranks)]
+    assert sorted(shard for each in written for shard in each) == list(range(8))
+    assert max(map(len, written)) - min(map(len, written)) <= 1
+    alone = vllm_config()
+    alone.model_config.use_mla = True
+    assert spec_of(config, kv_cache_config(MLAAttentionSpec())) == spec_of(alone, kv_cache_config(MLAAttentionSpec()))
+
+
+def test_heads_that_cannot_be_shards_are_named() -> None:
+    def spec(**facts: Any) -> Any:
+        return FullAttentionSpec(**{"num_kv_heads": 4, "page_size_bytes": 4096, **facts})
+
+    def why(layout: str = "LBHNC", heads: int = 4, cache: Any = None, ranks: int = 1, stages: int = 1) -> str:
+        config = vllm_config()
+        config.model_config.get_total_num_kv_heads = lambda: heads
+        config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size = ranks, stages
+        return why_not_by_head(config, kv_cache_config(cache or spec()), layout)
+
+    assert {why(layout) for layout in ("HND", "LBHNC", "BLHNC", "BHLNC")} == {""}
+    assert why(ranks=2, heads=8) == why(ranks=4, heads=16) == why(ranks=8, heads=4, cache=spec(num_kv_heads=1)) == ""
+    for layout in ("NHD", "LBNHC", "BLNHC", "LHBNC", ""):
+        assert "in which the heads of a token are together" in why(layout)
+    assert "more than the KV of each head" in why(cache=spec(real_page_size_bytes=4000))
+    assert "more than the KV of each head" in why(cache=spec(page_size_bytes=4098))
+    assert why(ranks=2) == "the ranks hold 8 different heads, and the model has 4"
+    assert why(ranks=8, heads=32, stages=4) == "128 shards: at most 64"
+    assert "other KV cache groups" in why(cache=SlidingWindowSpec(num_kv_heads=4))
+
+
+def test_mla_that_cannot_be_divided_evenly_is_one_shard() -> None:
+    config = vllm_config()
+    config.model_config.use_mla = True
+    odd = kv_cache_config(MLAAttentionSpec())
+    odd.kv_cache_tensors[0].layer_stride = odd.kv_cache_tensors[0].block_stride = 4100
+    assert shards(config, odd).number == 1
+    mixed = kv_cache_config(MLAAttentionSpec())  # blocks before layers, with pages of two sizes
+    mixed.kv_cache_tensors = [
+        SimpleNamespace(layers=["a"], layer_stride=size, block_stride=8192) for size in (4096, 64)
+    ]
+    assert shards(config, mixed).number == 1
 
 
 def test_what_the_engine_says_of_its_replicas_goes_first() -> None:

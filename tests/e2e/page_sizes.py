@@ -94,6 +94,7 @@ def figures(config: Any, model: Any, case: dict[str, Any]) -> dict[str, Any]:
         needed.append(kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups) // per_block)
     config.model_config.max_model_len = limit
     small, grid = case["memory"] // 64, boundary_tokens(cache)
+    split = shards(config, cache)
     tokens = grid if has_states(cache) else -(-BLOCK // grid) * grid
     return {
         "groups": [
@@ -111,7 +112,7 @@ def figures(config: Any, model: Any, case: dict[str, Any]) -> dict[str, Any]:
         ),
         "weights": sum(each.numel() * each.element_size() for each in model.parameters()),
         "declined": why_not(config, cache),
-        "shards": shards(config, cache).number,
+        "shards": split.number // split.parts,
         "slots": [slot_of(each, tokens) for each in merged_groups(cache, tokens)],
     }
 

@@ -105,7 +105,7 @@ def test_an_extent_size_is_recommended_only_if_it_holds_more() -> None:
         ("llama-3-8b", 1, "auto", 128 * KIB, 1),  # 32 layers x 8 heads x (128 + 128) x 2 bytes
         ("llama-3-8b", 4, "fp8", 64 * KIB, 4),
         ("llama-2-7b", 1, "auto", 512 * KIB, 1),  # every head has KV of its own
-        ("deepseek-v3", 8, "auto", 61 * 576 * 2, 1),  # one latent vector, the same on each rank
+        ("deepseek-v3", 8, "auto", 61 * 576 * 2, 8),  # one latent vector, the same on each rank
         ("gpt-oss-20b", 1, "auto", 24 * KIB, 1),  # half of the layers have a window
         ("jamba-v0.1", 1, "auto", 16 * KIB, 1),  # 4 of 32 layers attend
     ],

@@ -77,18 +77,20 @@ class Parts(NamedTuple):
 
 
 def part_fragments(
-    tensors: Iterable[Tensor], num_blocks: int, part_bytes: int, heads: int
+    tensors: Iterable[Tensor], num_blocks: int, part_bytes: int, parts: int, by_head: bool
 ) -> tuple[list[Fragment], Parts]:
-    """Return the fragments of a part of a block, which is one of `heads` KV heads, in the order of `block_fragments`.
+    """Return the fragments of a part of a block, in the order of `block_fragments`.
 
-    Raises ConfigError unless they hold `part_bytes` bytes, and each head of a block lies apart from the others.
+    A part is one of as many KV heads, or else has an equal share of each contiguous piece of a block. Raises
+    ConfigError unless the fragments hold `part_bytes` bytes, and the parts of a block are evenly spaced.
     """
-    found = _once(fragment for tensor in tensors for fragment in _head_fragments(tensor, num_blocks, heads))
+    of_tensor = _head_fragments if by_head else _stripes
+    found = _once(fragment for tensor in tensors for fragment in of_tensor(tensor, num_blocks, parts))
     _check_sum([part for part, _ in found], part_bytes)
     apart = {stride / part.stride for part, stride in found}
     if len(apart) > 1 or not min(apart).is_integer():
-        raise ConfigError(f"the heads of KV tensors are not evenly spaced over blocks: {apart}")
-    return [part for part, _ in found], Parts(heads, int(apart.pop()))
+        raise ConfigError(f"the parts of KV tensors are not evenly spaced over blocks: {apart}")
+    return [part for part, _ in found], Parts(parts, int(apart.pop()))
 
 
 def _once(found: Iterable[T]) -> list[T]:
@@ -136,6 +138,17 @@ def _head_fragments(tensor: Tensor, num_blocks: int, heads: int) -> list[tuple[F
         raise ConfigError(f"KV tensor of shape {tensor.shape} and strides {tensor.strides}: no axis of {heads} heads")
     fragments = _tensor_fragments(tensor, num_blocks, without=axis)
     return [(fragment._replace(stride=tensor.strides[axis]), fragment.stride) for fragment in fragments]
+
+
+def _stripes(tensor: Tensor, num_blocks: int, stripes: int) -> list[tuple[Fragment, int]]:
+    """Return the fragments of a block's first stripe, with the distance of stripes as their stride; and of blocks."""
+    found = []
+    for fragment in _tensor_fragments(tensor, num_blocks):
+        if fragment.bytes % stripes:
+            raise ConfigError(f"pieces of {fragment.bytes} bytes cannot be divided into {stripes}")
+        size = fragment.bytes // stripes
+        found.append((fragment._replace(stride=size, bytes=size), fragment.stride))
+    return found
 
 
 def _block_axis(tensor: Tensor, num_blocks: int) -> int:

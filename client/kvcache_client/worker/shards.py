@@ -8,12 +8,14 @@ from typing import NamedTuple
 class Shards(NamedTuple):
     """How the ranks of an engine hold a block: `number` shards.
 
-    Each rank holds `parts` consecutive ones, and `replicas` consecutive ranks hold the same.
+    Each rank holds `parts` consecutive ones, and `replicas` consecutive ranks hold the same. A part is a KV head, or
+    else a stripe of the rank's bytes.
     """
 
     number: int
     replicas: int
     parts: int = 1
+    by_head: bool = False
 
     def of_rank(self, rank: int) -> tuple[range, tuple[int, ...]]:
         """Return the shards that `rank` reads, and which of them it writes: its replicas share the work."""

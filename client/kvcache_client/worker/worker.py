@@ -86,6 +86,7 @@ class Worker:
         """
         self._session, self._spec, self._settings = session, spec, settings
         self._rank, self._experts = rank, experts
+        self._shards = shards
         self._reads, self._writes = shards.of_rank(rank)
         self._parts = WHOLE  # how its shards divide a block
         self._block_bytes, self._per_slot = block_bytes, blocks_per_slot
@@ -168,10 +169,11 @@ class Worker:
     def _find_layouts(self, kv_caches: dict[str, Any], num_blocks: int) -> list[list[Fragment]]:
         """Return the fragments of a block in each layout; groups that overlay each other have the same one."""
         if not self._groups:
-            described, heads = map(_describe, _flatten(kv_caches.values())), len(self._reads)
-            if heads == 1:
+            described, parts = map(_describe, _flatten(kv_caches.values())), len(self._reads)
+            if parts == 1:
                 return [block_fragments(described, num_blocks, self._block_bytes)]
-            fragments, self._parts = part_fragments(described, num_blocks, self._block_bytes // heads, heads)
+            size, by_head = self._block_bytes // parts, self._shards.by_head
+            fragments, self._parts = part_fragments(described, num_blocks, size, parts, by_head)
             self._follow(self._spec)
             return [fragments]
         layouts: list[list[Fragment]] = []

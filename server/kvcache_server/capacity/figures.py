@@ -21,7 +21,7 @@ from kvcache_server.capacity.host import (
     left_for_host,
 )
 from kvcache_server.capacity.models import MOST, Attention, Latent, Model, State, read_model
-from kvcache_server.capacity.pages import Pages, Slot, page, pages, shards, slots
+from kvcache_server.capacity.pages import Pages, Slot, page, pages, shards, slots, stripes
 from kvcache_server.capacity.weights import weight_bytes
 from kvcache_server.core.extent_sizing import room, slots_by_default
 
@@ -91,6 +91,7 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
     conversation = sum(tail["conversation_bytes"] for tail in tails)
     if not first.reach:  # only full blocks are kept
         conversation += length // block_tokens * number * shard_bytes
+    cuts = stripes(model, laid_out)
     devices = {kind: _device(model, options, engine_block, each, weights, length) for kind, each in KV_ITEMS.items()}
     return {
         "model": {
@@ -105,8 +106,8 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
         "kv": {
             "token_bytes": _token_bytes(model, 1, item),
             "block_tokens": block_tokens,
-            "shards": number,
-            "shard_bytes": shard_bytes,
+            "shards": number * cuts,
+            "shard_bytes": shard_bytes // cuts,
             "block_bytes": number * shard_bytes,
             "slot_bytes": slot_size(number * shard_bytes),
             "copies": number * _token_bytes(model, options.tp, 1) / max(_token_bytes(model, 1, 1), 1),

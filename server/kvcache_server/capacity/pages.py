@@ -17,6 +17,7 @@ from kvcache_server.capacity.models import Attention, Latent, Layer, Model, Stat
 # Per sequence, with prefix caching: the current state and the one at the last block boundary. Mamba 2, the only kind
 # with groups, also keeps the one at the end of the prompt.
 STATE_BLOCKS, STATE_BLOCKS_MAMBA2 = 2, 3
+STRIPES = 8  # as the client's `engines.vllm.identity`
 
 
 class LayerGroup(NamedTuple):
@@ -96,7 +97,7 @@ def slots(model: Model, found: Pages, tp: int, kv_item: int, block_tokens: int) 
 
 
 def shards(model: Model, tp: int) -> int:
-    """Return the number of shards per block: one per rank, or one if every rank has all of the KV.
+    """Return how many different parts of a block the ranks hold: one each, or one if every rank has all of the KV.
 
     If there are fewer KV heads than ranks, several ranks have a copy. vLLM 0.32 does not report which, so all are kept.
     Raises ConfigError if `tp` does not divide the heads.
@@ -109,6 +110,12 @@ def shards(model: Model, tp: int) -> int:
         if isinstance(layer, State):
             _check_state(model, layer, tp)
     return 1 if all(isinstance(layer, Latent) for layer in model.layers) else tp
+
+
+def stripes(model: Model, found: Pages) -> int:
+    """Return into how many shards such a part is cut: with MLA, each rank writes some of them."""
+    latent = all(isinstance(layer, Latent) for layer in model.layers)
+    return STRIPES if latent and not any(group.page % STRIPES for group in found.groups) else 1
 
 
 def _check_state(model: Model, layer: State, tp: int) -> None:

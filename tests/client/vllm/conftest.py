@@ -98,13 +98,16 @@ def unleased(daemon: Any) -> Callable[[], None]:
 
 @pytest.fixture
 def spoil(sim: Any) -> Callable[..., None]:
-    """`spoil(engine, tokens, block, rank)` changes a byte in the region of a block, as a fault of memory would."""
+    """`spoil(engine, tokens, block, rank, token)` changes a byte in the region, as a fault of memory would.
 
-    def change(engine: Any, tokens: list[int], block: int, rank: int = 0) -> None:
+    It is of that token of a block, and of the last part of its KV: a head, or the value.
+    """
+
+    def change(engine: Any, tokens: list[int], block: int, rank: int = 0, token: int = 0) -> None:
         region = engine.workers[rank]._session.region.buffer
         *_, layer = engine.runners[rank].layers.values()
-        digest = sim.chain(tokens)[block * BLOCK]
-        at = bytes(region).find(layer.content(sim.np.array([digest], sim.np.uint64))[0, 0].tobytes())
+        digest = sim.chain(tokens)[block * BLOCK + token]
+        at = bytes(region).find(layer.content(sim.np.array([digest], sim.np.uint64))[0, -1].tobytes())
         assert at >= 0
         region[at] ^= 1
 

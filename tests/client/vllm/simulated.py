@@ -46,7 +46,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
@@ -75,6 +82,13 @@ def full(layers: int = 3, block: int = BLOCK, heads: int = HEADS, total: int = 0
     """Return layers of full attention. A rank has `heads`, of `total` that the model has."""
     some = {"max_tp_shards": total} if total and hasattr(FullAttentionSpec, "max_tp_shards") else {}
     spec = FullAttentionSpec(**_attention(block) | {"num_kv_heads": heads} | some)
+    return {f"model.layers.{n}.attn": spec for n in range(layers)}
+
+
+def latent(layers: int = 3) -> dict[str, Any]:
+    """Return layers of MLA, of which each rank has all."""
+    some = {"max_tp_shards": 1} if hasattr(MLAAttentionSpec, "max_tp_shards") else {}
+    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=HEADS * HEAD, dtype=torch.float32, **some)
     return {f"model.layers.{n}.attn": spec for n in range(layers)}
 
 
@@ -224,6 +238,9 @@ def _views(spec: Any, pages: Any, head_major: bool) -> tuple[Any, np.ndarray]:
             begin = end
         return tensors, pages.numpy()[:, None, None, : begin * ITEM]
     heads = spec.num_kv_heads
+    if isinstance(spec, MLAAttentionSpec):
+        shape = (spec.block_size, spec.head_size)
+        return values.unflatten(1, shape), _numpy(pages.unflatten(1, (1, shape[0], shape[1] * ITEM)))
     if BY_HEAD and head_major:
         shape = (heads, spec.block_size, 2 * HEAD)
         return values.unflatten(1, shape), _numpy(pages.unflatten(1, (*shape[:2], 2 * HEAD * ITEM)))
@@ -316,6 +333,7 @@ class Runner:
         stages = parallel.pipeline_parallel_size
         parallel_state._PP = SimpleNamespace(rank_in_group=self.rank // ranks, world_size=stages)
         apart = parallel.distributed_executor_backend == "mp" and hasattr(layouts, "set_kv_cache_layout")
+        apart = apart and not self.config.model_config.use_mla
         if apart:  # before 0.32, the CPU's attention backend sets it where the model is made: in a rank's own process
             layouts.set_kv_cache_layout("HND")
         try:
@@ -550,7 +568,8 @@ class SimulatedExecutor(Executor):
         """Return which heads a rank has: fewer heads than ranks are those of several."""
         held = -(-self._heads // self._ranks)
         first = rank % self._ranks * self._heads // self._ranks
-        return range(first, first + held)
+        latent = all(isinstance(spec, MLAAttentionSpec) for specs in self._specs for spec in specs.values())
+        return (0,) if latent else range(first, first + held)
 
     def collective_rpc(self, method: Any, *arguments: Any, **named: Any) -> Any:
         given = dict(zip(("timeout", "args", "kwargs"), arguments, strict=False)) | named
@@ -710,6 +729,16 @@ MODEL = {
 }
 
 
+MLA = {
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+}
+
+
 class Engine:
     """One engine, stepped by the test."""
 
@@ -746,6 +775,8 @@ class Engine:
         """
         folder.mkdir(exist_ok=True)
         counted = {"num_attention_heads": 8, "num_key_value_heads": heads} if heads else {}
+        if mla := any(isinstance(spec, MLAAttentionSpec) for spec in (specs or {}).values()):
+            counted |= MLA
         (folder / "config.json").write_text(json.dumps(MODEL | counted))
         if hasattr(layouts, "set_kv_cache_layout"):
             layouts.set_kv_cache_layout(None)  # forget that of the last engine
@@ -780,6 +811,8 @@ class Engine:
         config = EngineArgs(**arguments, async_scheduling=asynchronous and not stages).create_engine_config()
         config.parallel_config.worker_cls = f"{__name__}.SimulatedWorker"
         config.scheduler_config.async_scheduling = asynchronous  # vLLM turns it off for CPUs
+        if mla:  # the same
+            config.cache_config.enable_prefix_caching = config.scheduler_config.enable_chunked_prefill = True
         if data_parallel_rank is not None:
             config.instance_id = f"instance of {name}"
             config.parallel_config.data_parallel_index = data_parallel_rank

@@ -1,4 +1,5 @@
-"""`share_tp`: each KV head is a shard, so that engines with any number of tensor-parallel ranks share blocks."""
+"""Engines with any number of tensor-parallel ranks share blocks: with `share_tp`, where each KV head is a shard, and
+with MLA, where each rank has all KV and saves some stripes of it."""
 
 from __future__ import annotations
 
@@ -70,15 +71,20 @@ def test_canaries_compare_all_heads(by_head: Any, prompt: Any, idle: Any) -> Non
 
 
 def test_blocks_are_given_to_others_while_heads_are_saved(by_head: Any, sim: Any, prompt: Any, idle: Any) -> None:
-    """Each rank saves its heads on its own."""
-    prompts = {f"r{number}": prompt(9 * BLOCK + number) for number in range(8)}
-    one, two = by_head("one", 2, blocks=36), by_head("two", 4, blocks=36)
-    one.delay(0.003)
-    one.generate_all(prompts, 40)
-    idle()
-    two.generate_all(prompts, 40)
+    """Each prompt takes blocks of the one before it, whose save has just begun."""
+    prompts = [prompt(20 * BLOCK + at) for at in range(10)]
+    small = {"blocks": 30, "max_model_len": 800, "max_num_seqs": 1}
+    one, two = by_head("one", 2, **small), by_head("two", 1, **small)
     for engine in (one, two):
-        assert engine.outputs == {name: sim.expected(tokens, 40) for name, tokens in prompts.items()}
+        engine.delay(0.01)
+        for at, tokens in enumerate(prompts):
+            engine.add(f"r{at}", tokens, 1 + at % 3)
+        engine.run()
+        engine.step()
+        for at, tokens in enumerate(prompts):
+            assert engine.outputs[f"r{at}"] == sim.expected(tokens, 1 + at % 3)
+        idle()
+    assert two.received
 
 
 def test_stages_of_heads(by_head: Any, sim: Any, prompt: Any, idle: Any) -> None:
@@ -90,18 +96,63 @@ def test_stages_of_heads(by_head: Any, sim: Any, prompt: Any, idle: Any) -> None
         idle()
 
 
-def test_without_it_or_with_tokens_before_heads_nothing_is_shared(
-    by_head: Any, sim: Any, prompt: Any, idle: Any, lines: list[str], monkeypatch: Any
-) -> None:
+def test_without_it_nothing_is_shared(by_head: Any, sim: Any, prompt: Any, idle: Any) -> None:
     tokens = prompt(6 * BLOCK + 7)
-    options: dict[str, Any] = {"layout": "LBNHC"} if sim.HAS_GROUPS else {}
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
-    engines = [by_head("one", 1, **options), by_head("two", 2, **options), by_head("three", 2, **options)]
-    said = [line for line in lines if line.startswith("share_tp has no effect")]
-    assert len(said) == 3 and "in which the heads of a token are together" in said[0]
-    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT")
-    engines += [by_head(name, ranks, extra={"share_tp": False}) for name, ranks in (("four", 1), ("five", 4))]
-    for engine, loaded in zip(engines, (0, 0, 6 * BLOCK, 0, 0), strict=True):
+    for name, ranks, share in (("one", 1, False), ("two", 4, False), ("three", 1, True), ("four", 4, False)):
+        engine = by_head(name, ranks, extra={"share_tp": share})
+        loaded = 6 * BLOCK if name == "four" else 0
         assert engine.generate(tokens, 3) == sim.expected(tokens, 3)
         assert engine.prefills["r0"] == (len(tokens) - loaded, 0, loaded)
         idle()
+
+
+def test_with_tokens_before_heads_ranks_share_with_their_like(
+    by_head: Any, sim: Any, prompt: Any, idle: Any, lines: list[str]
+) -> None:
+    if not sim.HAS_GROUPS:
+        pytest.skip("before vLLM 0.32, a CPU has one layout, that of heads before tokens")
+    tokens = prompt(6 * BLOCK + 7)
+    for name, ranks, loaded in (("one", 1, 0), ("two", 2, 0), ("three", 1, 6 * BLOCK)):
+        engine = by_head(name, ranks, layout="LBNHC")
+        assert engine.generate(tokens, 3) == sim.expected(tokens, 3)
+        assert engine.prefills["r0"] == (len(tokens) - loaded, 0, loaded)
+        idle()
+    said = [line for line in lines if line.startswith("share_tp has no effect")]
+    assert len(said) == 3 and "in which the heads of a token are together" in said[0]
+
+
+@pytest.fixture
+def latent(engines: Any, sim: Any) -> Any:
+    """`latent(name, ranks)` makes an engine with MLA."""
+    return lambda name, ranks, **options: engines(
+        name, specs=sim.latent(), heads=8, tensor_parallel_size=ranks, **options
+    )
+
+
+def test_engines_with_mla_load_what_others_have_saved(
+    latent: Any, daemon: Any, sim: Any, prompt: Any, idle: Any
+) -> None:
+    """Each continues what the ones before it have saved; its ranks save as much each."""
+    tokens = prompt(6 * BLOCK + 7)
+    for ranks, loaded in ((1, 0), (2, 6), (4, 8), (1, 10), (8, 12)):
+        engine = latent(f"e{ranks}-{loaded}", ranks)
+        assert engine.generate(tokens, 3) == sim.expected(tokens, 3)
+        assert engine.prefills["r0"] == (len(tokens) - loaded * BLOCK, 0, loaded * BLOCK)
+        idle()
+        (size,) = daemon.status()["namespaces"][-1]["block_bytes"]
+        saved = [worker.counters["saved_bytes"] for worker in engine.workers]
+        assert saved == [(len(tokens) // BLOCK - loaded) * size // ranks] * ranks
+        tokens = prompt(len(tokens) + 2 * BLOCK, tokens)
+
+
+def test_a_stripe_is_spoilt(latent: Any, sim: Any, prompt: Any, idle: Any, spoil: Any) -> None:
+    """Each stripe has its own checksum, and every rank compares all."""
+    tokens = prompt(12 * BLOCK + 7)
+    extra = {"verify": "all", "block_size": 6 * BLOCK}
+    one, two = latent("one", 2, extra=extra), latent("two", 4, extra=extra)
+    one.generate(tokens)
+    idle()
+    spoil(two, tokens, block=7, token=9)
+    assert two.generate(tokens, 3) == sim.expected(tokens, 3)
+    assert [worker.counters["blocks_corrupt"] for worker in two.workers] == [1] * 4
+    assert two.computed == len(tokens) - 6 * BLOCK + 2, "the slot before it is kept"

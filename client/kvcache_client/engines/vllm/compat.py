@@ -57,7 +57,7 @@ def process_layout(vllm_config: Any, spec: Any = None) -> str:
         try:
             backend = get_attn_backend(spec.head_size, model.dtype, cache.cache_dtype, use_mla=model.use_mla)
             required = backend.get_required_kv_cache_layout()
-        except (AssertionError, AttributeError, ImportError, ValueError):  # it wants to know more of the layer
+        except (AssertionError, AttributeError, ImportError, NotImplementedError, ValueError):  # it wants to know more
             required = None
         set_kv_cache_layout(None)  # what the backend requires is returned, and this process stays as it was
         return str(required or get_kv_cache_layout())
@@ -105,6 +105,18 @@ def page_bytes(kv_cache_config: Any) -> dict[str, int]:
         for tensor in kv_cache_config.kv_cache_tensors
         for name in getattr(tensor, "layers", ())
     }
+
+
+def page_strides(kv_cache_config: Any) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of a layer's page, and those from one page of it to the next."""
+    for tensor in kv_cache_config.kv_cache_tensors:
+        if hasattr(tensor, "layers"):
+            yield int(min(tensor.layer_stride, tensor.block_stride)), int(tensor.block_stride)
+        elif getattr(tensor, "block_stride", 0) == 0:
+            size = int(tensor.size) // int(kv_cache_config.num_blocks)
+            yield size, size
+        else:  # packed, where a page's size is not said
+            yield 1, int(tensor.block_stride)
 
 
 def boundary_states(scheduler_output: Any) -> dict[str, list[tuple[int, int, int]]]:

@@ -30,6 +30,7 @@ from kvcache_proto.types import MAX_NAME, MAX_SHARDS, GroupSpec, NamespaceSpec
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _ORDINARY_FORMATS = {"auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer", "mistral"}
 _NOT_CONTENT = {"_name_or_path", "_commit_hash", "transformers_version", "name_or_path"}
+STRIPES = 8
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _OF_STATES = ("shapes", "dtypes", "mamba_type")
 _LONGEST = 1024  # characters of the description of layers; longer ones are represented by their digest
@@ -147,12 +148,28 @@ def shards(vllm_config: Any, kv_cache_config: Any, by_head: bool = False) -> Sha
     Raises ConfigError if the protocol allows fewer.
     """
     parallel = vllm_config.parallel_config
-    replicas = _replicas(vllm_config, kv_cache_config)
-    parts = int(layer_spec(kv_cache_config).num_kv_heads) if by_head else 1
-    number = parallel.tensor_parallel_size // replicas * int(parallel.pipeline_parallel_size) * parts
+    replicas, stages = _replicas(vllm_config, kv_cache_config), int(parallel.pipeline_parallel_size)
+    parts = 1
+    if by_head:
+        parts = int(layer_spec(kv_cache_config).num_kv_heads)
+    elif getattr(vllm_config.model_config, "use_mla", False) and replicas == parallel.tensor_parallel_size:
+        parts = _stripes(kv_cache_config) if stages == 1 else 1
+    number = parallel.tensor_parallel_size // replicas * stages * parts
     if number > MAX_SHARDS:
         raise ConfigError(f"{number} shards: at most {MAX_SHARDS}")
-    return Shards(number, replicas, parts)
+    return Shards(number, replicas, parts, by_head)
+
+
+def _stripes(kv_cache_config: Any) -> int:
+    """Return into how many parts MLA's KV is cut, which all ranks hold: each rank saves some of them.
+
+    The number does not depend on that of the ranks, so that engines with any number of them share blocks.
+    """
+    if not is_plain(kv_cache_config):
+        return 1
+    found = {(page % STRIPES, stride * STRIPES / page) for page, stride in compat.page_strides(kv_cache_config)}
+    even = len(found) == 1 and all(not rest and apart.is_integer() for rest, apart in found)
+    return STRIPES if even else 1
 
 
 def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
