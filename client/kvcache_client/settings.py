@@ -35,7 +35,7 @@ FOREIGN = {
     "spec_module_path": _NOT_HERE,
     "kv_connector_module_path": "it belongs beside kv_connector_extra_config, not inside it",
     "kv_offload_backend": _NOT_HERE,
-    "canonical_layout": _NOT_HERE,
+    "canonical_layout": "`share_tp`",
     "backpressure": _NOT_HERE,
     "enable_telemetry": _NOT_HERE,
     "max_tracker_size": _NOT_HERE,
