@@ -19,7 +19,8 @@ BLOCK_TOKENS = 128
 # Of Gemma 3, whose windows have 1,024 tokens and five times the layers, this saves half as much as without windows. A
 # prompt that shares only its beginning with others has half of these tokens to compute again, on average.
 CHECKPOINT_TOKENS = 2048
-SAVE_MODES = ("all", "prompt")
+SAVES = ("all", "prompt")
+SAVE_MODES = ("eager", "lazy")
 VERIFY_MODES = ("off", "sample", "all")
 RESETS = ("new", "keep")  # any other value of `on_reset` is a version
 GATES = ("auto", "off")
@@ -43,11 +44,11 @@ FOREIGN = {
     "self_describing_kv_events": "the daemon's `events`, or vLLM's --kv-events-config",
     "use_layerwise": "whole blocks are copied, beside the forward pass",
     "eviction_policy": "the daemon evicts what is worth least; there is nothing to choose",
-    "store_threshold": "every full block is saved; `save: prompt` leaves out what is generated",
+    "store_threshold": "`min_hits`",
     "offload_prompt_only": "`save: prompt`",
     "save_decode_cache": "`save: all`",
     "blocks_per_chunk": "`block_size`, in tokens",
-    "lazy_offload": "saves are eager and beside the forward pass",
+    "lazy_offload": "`save_mode: lazy`",
     "load_async": "loads are always asynchronous",
     "lookup_async": "`deadline_ms` bounds every lookup",
     **dict.fromkeys(
@@ -69,6 +70,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         num_cpu_blocks: cached blocks that this engine's saves may occupy; 0 is no bound.
         deadline_ms: how long the scheduler waits for the daemon's answer.
         save: `all` full blocks, or only those of the `prompt`.
+        save_mode: blocks are saved as soon as they are full (`eager`), or when the device is about to evict them
+            (`lazy`).
+        min_hits: a block is saved only once so many requests of this engine have asked for it; 0 is no limit.
         checkpoint_tokens: of a model with windows, tokens between two places in a prompt where others can continue; 0:
             only at the end of the prompt.
         drain_ms: how long a shutdown waits for running saves.
@@ -92,6 +96,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     num_cpu_blocks: int = 0
     deadline_ms: float = 50.0
     save: str = "all"
+    save_mode: str = "eager"
+    min_hits: int = 0
     checkpoint_tokens: int = CHECKPOINT_TOKENS
     drain_ms: float = 5000.0
     share_tp: bool = False
@@ -133,7 +139,7 @@ def parse_settings(extra: Mapping[str, Any]) -> tuple[ConnectorSettings, list[st
 
 
 def _check(settings: ConnectorSettings) -> None:
-    for name in ("block_size", "num_cpu_blocks", "drain_ms", "canary_every", "checkpoint_tokens"):
+    for name in ("block_size", "num_cpu_blocks", "drain_ms", "canary_every", "checkpoint_tokens", "min_hits"):
         if getattr(settings, name) < 0:
             raise ConfigError(f"kv_connector_extra_config: {name} {getattr(settings, name)} is negative")
     if not 1 <= settings.deadline_ms <= 10_000:
@@ -145,7 +151,8 @@ def _check(settings: ConnectorSettings) -> None:
             "than the engine starts with"
         )
     choices = (
-        ("save", SAVE_MODES),
+        ("save", SAVES),
+        ("save_mode", SAVE_MODES),
         ("gate", GATES),
         ("verify", VERIFY_MODES),
         ("kv_load_failure_policy", FAILURE_POLICIES),

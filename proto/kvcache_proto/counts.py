@@ -28,7 +28,7 @@ _LOOKUPS = """
     notes_dropped notes_unsaid stale_releases waits_declined_slow
 """
 _SAVES = """
-    reserves_down reserves_refused reserves_unanswered saves_dropped saves_failed saves_of_another_region
+    reserves_down reserves_refused reserves_unanswered saves_dropped saves_failed saves_missed saves_of_another_region
     saves_of_odd_places saves_refused saves_unavailable settles_of_another_region settles_refused settles_sent_again
     settles_unanswered stale_attaches stale_detaches stale_settles stale_tells refused_unavailable
 """

@@ -132,6 +132,16 @@ def test_what_is_used_once_is_not_saved_and_why_learns_it(cache: Cache) -> None:
     assert ("once", "drop") in cache.notes
 
 
+def test_what_too_few_have_asked_for_is_not_saved_and_why_learns_it(cache: Cache) -> None:
+    engine, head = Engine(cache, min_hits=3), chain("system", 3)
+    for name in ("a", "b", "c", "d"):
+        engine.run(engine.request(name, head + chain(name, 2)))
+        assert saved(cache) == (set() if name in "ab" else set(head))
+        assert (name, "min_hits") in cache.notes
+    engine.run(engine.request("kept", own := chain("kept", 2), hint=Hint(Retain())))
+    assert saved(cache) == {*head, *own}, "what is to be retained is saved in any case"
+
+
 def test_what_several_dropped_prompts_begin_with_is_saved(cache: Cache) -> None:
     engine, head = Engine(cache), chain("system", 3)
     for name in ("a", "b", "c"):

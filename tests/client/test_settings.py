@@ -21,6 +21,8 @@ def test_every_field_can_be_given() -> None:
         "num_cpu_blocks": 1000,
         "deadline_ms": 20,
         "save": "prompt",
+        "save_mode": "lazy",
+        "min_hits": 2,
         "checkpoint_tokens": 0,
         "drain_ms": 0,
         "share_tp": True,

@@ -77,6 +77,8 @@ class RequestState:
     pause: float = PAUSE
     barred: bool = False  # it has KV of other weights
     save_limit: int | None = None  # cached blocks from the root on that may be saved; None: all
+    limited_by: str = "drop"  # why no more of them
+    counted: bool = False  # whether it was counted among the requests that ask for its blocks
     retained: bool = False  # whether the daemon was asked to retain its prompt
 
     # Canaries.

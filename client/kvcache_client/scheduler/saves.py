@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvcache_client.scheduler.cache import CacheNamespace, CacheReservation, CacheTicket, Counts
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention, SeveralGroups
+from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.notes import Notes
 from kvcache_client.scheduler.request_state import PAUSE, RequestState
 from kvcache_client.session.breaker import Backoff
@@ -103,12 +104,17 @@ class Saves:
         notes: Notes,
         events: EngineEvents | None,
         clock: Callable[[], float],
+        lazy: Lazy | None = None,
     ) -> None:
-        """`verify` says of which blocks the ranks take a checksum; `events` learns what they are to save."""
+        """`verify` says of which blocks the ranks take a checksum; `events` learns what they are to save.
+
+        With `lazy`, blocks that are full wait there until they are due.
+        """
         self.waiting: list[_Sent] = []
         self._group, self._verify = group, verify
         self._counters, self._notes, self._events, self._clock = counters, notes, events, clock
         self._next: list[_Asked] = []
+        self._lazy = lazy
         self._shipped: dict[tuple[int, int], tuple[str, list[bytes]]] = {}  # by reservation and first position
         self._refusals = _Refusals()
 
@@ -124,6 +130,10 @@ class Saves:
         if full <= first or request.uncacheable or state.barred or state.loading:
             return
         if state.retry_at and self._clock() < state.retry_at:
+            return
+        if self._lazy is not None:
+            self._lazy.hold(state, first, full)
+            state.saved = full
             return
         keys = group.keys(request.hashes)
         if group.has_full:
@@ -173,8 +183,15 @@ class Saves:
         if not up:
             return "down", hashes
         if state.save_limit is not None:
-            return "drop", hashes
+            return state.limited_by, hashes
         return ("save_prompt" if self._group.prompt_only else ""), hashes
+
+    def ask_due(self) -> None:
+        """Note the blocks that are due, for the next `send`."""
+        for due in self._lazy.due() if self._lazy is not None else ():
+            above = self._group.keys(due.state.request.hashes)[due.first - 1] if due.first else None
+            run = Run(due.hashes, above)
+            self._next.append(_Asked(due.state, due.first, run, due.blocks, len(due.hashes)))
 
     def send(self, namespace: CacheNamespace) -> None:
         """Send one `Reserve` for all that was noted: a batch that fills its blocks in one step asks once."""

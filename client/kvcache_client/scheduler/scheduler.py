@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
+from kvcache_client.scheduler.demand import Demand
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.gate import Gate
 from kvcache_client.scheduler.groups import FullAttention, Group, SeveralGroups
 from kvcache_client.scheduler.hints import Hints
+from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
@@ -52,6 +54,8 @@ class Scheduler:
         groups: Sequence[Group] = (),
         table_tokens: Sequence[int] = (),
         joining: Collection[int] = (),
+        evicted_next: Callable[[int], Iterable[int]] | None = None,
+        step_tokens: int = 0,
     ) -> None:
         """Decide for an engine whose blocks have `block_tokens` tokens.
 
@@ -66,6 +70,9 @@ class Scheduler:
                 of its block hashes, and `blocks_per_slot` of them belong to a cached block.
             table_tokens: of such an engine, tokens of a block of each of its groups.
             joining: ranks that do not know `spec` before they get a plan.
+            evicted_next: returns so many device blocks that the engine gives away next, in order. Without it, saves are
+                eager; so they are of an engine that has not just one group of full attention.
+            step_tokens: most tokens that a step schedules.
         """
         group = spec.groups[0]
         self._session, self._clock = session, clock
@@ -86,7 +93,12 @@ class Scheduler:
         self._notes = Notes(self._counters)
         self._lookups = Lookups(self._group, spec.shards, settings.verify, self._counters, self._notes, self.events)
         self._loads = Loads(self._group, self._counters)
-        self._saves = Saves(self._group, settings.verify, self._counters, self._notes, self.events, clock)
+        self._lazy: Lazy | None = None
+        if settings.save_mode == "lazy" and evicted_next is not None:
+            # What the next step may give away, and as much again: a save takes a step.
+            self._lazy = Lazy(self._group, 2 * step_tokens // block_tokens, evicted_next, self._counters)
+        self._saves = Saves(self._group, settings.verify, self._counters, self._notes, self.events, clock, self._lazy)
+        self._demand = Demand(self._group, settings.min_hits)
         self._hints = Hints(self._group, self._counters)
         self._canaries = Canaries(self._group, settings.canary_every if has_full else 0, group.block_bytes)
         self._summary = Summary(
@@ -204,6 +216,7 @@ class Scheduler:
         state.blocks, state.others = list(blocks), [list(more) for more in others]
         if request.hint is not None and self._may_hint:
             self._hints.retain(state, self._membership.namespace)
+        self._demand.ask(state)
         if state.lookup is not None and not state.logged:
             state.logged = True
             found = state.lookup.hits * self._group.slot_tokens
@@ -291,6 +304,8 @@ class Scheduler:
         loads = self._loads.take_jobs() if self._loads.jobs else []
         for load in loads:
             given.extend(load.blocks)
+        if self._lazy is not None:
+            self._lazy.given(given)
         # An idle step may be the last one before the engine sleeps: it waits a little for a healthy daemon, and leaves
         # no answer that no step would take.
         wait = None if step.tokens else self._session.deadline if self._session.up else 0.0
@@ -304,6 +319,8 @@ class Scheduler:
                 if (state := self._requests.get(request_id)) is not None:
                     self._saves.ask_states(state, offers)
         if saving:
+            if step.tokens:
+                self._saves.ask_due()
             self._saves.send(membership.namespace)
         if self._lookups.holding:
             self._lookups.give_back_idle(self._step)
@@ -329,6 +346,8 @@ class Scheduler:
         for new in step.started:
             state = requests.get(new.request)
             if state is not None:
+                if self._lazy is not None:
+                    self._lazy.found(state, new.computed)
                 computed = new.computed + scheduled[new.request]
                 self._canaries.computed(state, computed)
                 if saving:
@@ -363,6 +382,9 @@ class Scheduler:
         may_save = self._may_save
         if may_save:
             self._saves.ask(state, computed, computed)
+            if self._lazy is not None:
+                self._lazy.ending(state)
+                self._saves.ask_due()
             self._saves.send(self._membership.namespace)
         if state.request.hint is not None and self._may_hint:
             self._hints.finished(state, self._membership.namespace)
@@ -403,6 +425,8 @@ class Scheduler:
             self._bar(state)
         self._canaries.forget()
         self._loads.forget()
+        if self._lazy is not None:
+            self._lazy.forget()
         return self._membership.reset()
 
     def doubt(self, adapters: Set[int]) -> None:

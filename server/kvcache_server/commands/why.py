@@ -55,6 +55,7 @@ CAUSES = {
     "save_prompt": "never saved: generated tokens, and engine {engine} saves only those of prompts (save: prompt)",
     "given_away": "not saved: {ages} earlier engine {engine} reused their device memory before the daemon answered",
     "paused": "not saved: {ages} earlier engine {engine} had just been refused, and had stopped asking for a while",
+    "min_hits": "not saved: too few requests of engine {engine} had asked for them (min_hits)",
     "drop": "not saved: the request said that they are used once (drop, or done)",
     "retain_quota": "not retained, although the request asked for it: engine {engine} had used up its retain_quota",
     "retain_count": "not retained, although the request asked for it: engine {engine} retains too many prompts",

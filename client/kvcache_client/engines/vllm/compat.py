@@ -125,6 +125,14 @@ def boundary_states(scheduler_output: Any) -> dict[str, list[tuple[int, int, int
     return state.boundary_state_offloads if state is not None else {}
 
 
+def evicted_next(block_pool: Any, count: int) -> Iterator[int]:
+    """Yield `count` device blocks, fewer where no more are free, in the order in which vLLM gives them away."""
+    block = block_pool.free_block_queue.fake_free_list_head.next_free_block if block_pool is not None else None
+    while count and block is not None and block.next_free_block is not None:  # the last one is no block
+        yield block.block_id
+        block, count = block.next_free_block, count - 1
+
+
 def kv_replicas(kv_cache_config: Any) -> int | None:
     """Return how many consecutive ranks have the same KV, None before 0.32, which does not say."""
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)

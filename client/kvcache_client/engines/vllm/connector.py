@@ -145,6 +145,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._session: Session | None = None
         self._feed: Feed | None = None  # for vLLM's metrics
         self._contents = Contents()
+        self._block_pool: Any = None
         self._wants_events = False
         self._role, self._rank = role, 0
         self._share: RankShare | None = None  # of a rank, where the scheduler's side needs it
@@ -257,6 +258,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         tokens, config = engine_block_size(self._kv_cache_config), self._kv_cache_config
         if self._groups:
             tokens, per_slot = hash_tokens(config), per_slot * tokens // hash_tokens(config)
+            if settings.save_mode == "lazy":
+                logger.warning("save_mode: lazy needs one KV cache group of full attention; this engine saves eagerly")
         self._session = session = open_session(settings, engine, "scheduler")
         try:
             scheduler = Scheduler(
@@ -271,6 +274,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 events=self._wants_events,
                 checkpoint=lambda: checkpoint_id(self._vllm_config),
                 groups=[merged.group for merged in self._groups],
+                evicted_next=None if self._groups else lambda count: compat.evicted_next(self._block_pool, count),
+                step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
                 table_tokens=[int(first_spec(group).block_size) for group in config.kv_cache_groups],
                 joining=list(joining),
             )
@@ -387,6 +392,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                     return
                 shares.append(said.share)
         open_with(shares)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """From 0.32 on, vLLM calls `bind_kv_cache_manager`, which calls this."""
+        self._block_pool = gpu_block_pool
 
     @guard(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -1,0 +1,132 @@
+"""What lazy saving knows: which cached blocks the device holds, and which of them it is about to evict. Pure.
+
+A block is saved when the engine is about to give its device memory away, together with all blocks above it, without
+which it would be of no use. A block that was found on the device twice is saved at once: a prefix that is in use all
+the time is never evicted, and other engines would never see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvcache_client.scheduler.cache import Counts
+from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.request_state import RequestState
+
+HITS = 2  # on the device, and a block is saved although it is not about to be evicted
+
+
+@dataclass(slots=True)
+class _Held:
+    """Cached block `slot` of a request, in device `blocks`; `saved`: the daemon has it, or was asked to take it."""
+
+    state: RequestState
+    slot: int
+    blocks: Sequence[int]
+    saved: bool
+    hits: int = 0
+
+
+@dataclass(slots=True)
+class Due:
+    """Cached blocks of a request from `first` on that are to be saved, one after the other, in device `blocks`."""
+
+    state: RequestState
+    first: int
+    hashes: list[bytes]
+    blocks: list[int]
+
+
+class Lazy:
+    """Of one engine with full attention."""
+
+    def __init__(
+        self, group: FullAttention, ahead: int, evicted_next: Callable[[int], Iterable[int]], counters: Counts
+    ) -> None:
+        """`evicted_next` returns so many device blocks that the engine gives away next, in order; `ahead` are asked."""
+        self._group, self._ahead, self._evicted_next = group, ahead, evicted_next
+        self._counters = counters
+        self._held: dict[bytes, _Held] = {}
+        self._keys: dict[int, bytes] = {}  # by device block
+        self._hot: list[bytes] = []
+        self._given = 0  # device blocks since the last look at what is evicted next
+
+    def hold(self, state: RequestState, first: int, end: int, saved: bool = False) -> None:
+        """Note that the device has the cached blocks of a request from `first` to `end`."""
+        keys, width = self._group.keys(state.request.hashes), self._group.columns(0)
+        for slot in range(first, end):
+            key, held = keys[slot], self._held.get(keys[slot])
+            if held is not None:
+                if held.saved:
+                    continue
+                saved_before, hits = saved, held.hits
+                self._drop(key)
+            else:
+                saved_before, hits = saved, 0
+            blocks = self._group.slot_blocks(state.tables, slot, slot + 1)
+            if len(blocks) < width:
+                return
+            self._held[key] = _Held(state, slot, blocks, saved_before, hits)
+            self._keys.update(dict.fromkeys(blocks, key))
+
+    def found(self, state: RequestState, tokens: int) -> None:
+        """Note that a request begins with so many tokens on the device, the daemon having had its `saved` blocks."""
+        end = tokens // self._group.slot_tokens
+        self.hold(state, 0, min(end, state.saved), saved=True)
+        for key in self._group.keys(state.request.hashes)[:end]:
+            if (held := self._held.get(key)) is not None:
+                held.hits += 1
+                if held.hits >= HITS and not held.saved:
+                    self._hot.append(key)
+
+    def given(self, blocks: Iterable[int]) -> None:
+        """Note that device blocks have other content from the step on that is being planned."""
+        for block in blocks:
+            self._given += 1
+            if (key := self._keys.get(block)) is not None:
+                self._counters.add("saves_missed", int(not self._held[key].saved))
+                self._drop(key)
+
+    def due(self) -> list[Due]:
+        """Return what is to be saved now; it counts as saved from now on."""
+        wanted, self._hot = self._hot, []
+        if 4 * self._given >= self._ahead:
+            self._given = 0
+            wanted += [key for block in self._evicted_next(self._ahead) if (key := self._keys.get(block)) is not None]
+        found = []
+        for key in wanted:
+            held = self._held.get(key)
+            if held is not None and not held.saved:
+                found.append(self._chain(held))
+        return found
+
+    def ending(self, state: RequestState) -> None:
+        """Note that a request gives its device blocks back. Where few are free, they go to the next one at once."""
+        if state.saved and sum(1 for _ in self._evicted_next(self._ahead)) < self._ahead:
+            self._hot.append(self._group.keys(state.request.hashes)[state.saved - 1])
+
+    def forget(self) -> None:
+        """The weights have changed."""
+        self._held.clear()
+        self._keys.clear()
+        self._hot.clear()
+
+    def _chain(self, last: _Held) -> Due:
+        """Return a block and all above it, as far as they are on the device: the daemon says what it has of them."""
+        keys = self._group.keys(last.state.request.hashes)
+        above: list[_Held] = []
+        for slot in range(last.slot, -1, -1):
+            held = self._held.get(keys[slot])
+            if held is None:
+                break
+            held.saved = True
+            above.append(held)
+        above.reverse()
+        first = last.slot + 1 - len(above)
+        blocks = [block for held in above for block in held.blocks]
+        return Due(last.state, first, list(keys[first : last.slot + 1]), blocks)
+
+    def _drop(self, key: bytes) -> None:
+        for block in self._held.pop(key).blocks:
+            self._keys.pop(block, None)
