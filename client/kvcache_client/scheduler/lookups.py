@@ -15,6 +15,7 @@ from kvcache_client.session.checksums import pick_sums
 from kvcache_proto.errors import KVCacheError
 
 PENDING_WAIT = 0.05  # seconds that a request waits, once, for blocks that are being written
+PRODUCER_WAIT = 1.0  # the same in an engine that leaves prompts to others: what is being written is being handed over
 QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give back what the engine may pin
 MAX_AGE = 0.1  # seconds after which a lookup that found less than all is repeated
 NAME_EVERY = 1.0  # seconds between two lookups of a request that bear its name
@@ -37,9 +38,11 @@ class Lookups:
         counters: Counts,
         notes: Notes,
         events: EngineEvents | None = None,
+        saves: bool = True,
     ) -> None:
-        """`verify` says which blocks of a hit are to be verified, each of `shards` shards."""
+        """`verify` says which blocks of a hit are to be verified, each of `shards` shards; `saves`: it saves, too."""
         self.spent = 0.0
+        self._saves = saves
         self._group, self._shards, self._verify = group, shards, verify
         self._counters, self._notes, self._events = counters, notes, events
         self.holding: dict[str, RequestState] = {}
@@ -124,7 +127,7 @@ class Lookups:
         if not lease.pending or (lease.hits + lease.pending) * self._group.blocks_per_slot <= start:
             return False
         if not state.pending_until:
-            state.pending_until = now + min(PENDING_WAIT, patience)
+            state.pending_until = now + min(PENDING_WAIT if self._saves else PRODUCER_WAIT, patience)
             if not patience:
                 self._counters.add("waits_declined_slow")
         return now < state.pending_until

@@ -91,7 +91,9 @@ class Scheduler:
         self.gate = Gate(self._counters, settings.gate == "auto", self._group.block_tokens)
         self._membership = Membership(session, spec, settings, checkpoint, self.events, joining)
         self._notes = Notes(self._counters)
-        self._lookups = Lookups(self._group, spec.shards, settings.verify, self._counters, self._notes, self.events)
+        self._lookups = Lookups(
+            self._group, spec.shards, settings.verify, self._counters, self._notes, self.events, saves
+        )
         self._loads = Loads(self._group, self._counters)
         self._lazy: Lazy | None = None
         if settings.save_mode == "lazy" and evicted_next is not None:

@@ -803,7 +803,7 @@ class Engine:
             "max_num_batched_tokens": 1024,
             "async_scheduling": False,
             "pipeline_parallel_size": len(stages) or 1,
-            "kv_transfer_config": KVTransferConfig(engine_id=name, **ours, **(transfer or {})) if endpoint else None,
+            "kv_transfer_config": KVTransferConfig(engine_id=name, **(ours | (transfer or {}))) if endpoint else None,
             **options,
         }
         asynchronous = arguments.pop("async_scheduling")

@@ -51,6 +51,36 @@ def test_a_request_waits_for_blocks_that_are_being_written(
     assert two.prefills["r"] == ((len(tokens), 0, 0) if end == "lost" else (3, 0, 5 * BLOCK))
 
 
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_a_consumer_waits_for_its_producer(
+    engines: Any, daemon: Any, sim: Any, prompt: Any, idle: Any, monkeypatch: Any, role: str
+) -> None:
+    """An engine that computes prompts hands them to one that only loads; one that saves, too, waits less long."""
+    monkeypatch.setattr(lookups, "PENDING_WAIT", 0.0)
+    monkeypatch.setattr(lookups, "PRODUCER_WAIT", 1000.0)
+    tokens = prompt(5 * BLOCK + 3)
+    one = engines("one", transfer={"kv_role": "kv_producer"})
+    two = engines("two", transfer={"kv_role": role})
+    with one.held_copies():
+        writing(one, daemon, tokens)
+        two.add("r", tokens, 2)
+        for _ in range(3):
+            two.step()
+        assert bool(two.computed) is (role == "kv_both")
+    idle()
+    two.run()
+    assert two.outputs["r"] == sim.expected(tokens, 2)
+    assert two.prefills["r"] == ((3, 0, 5 * BLOCK) if role == "kv_consumer" else (len(tokens), 0, 0))
+    before = daemon.status()["pool"]["blocks"]
+    two.generate(prompt(5 * BLOCK), name="own")
+    one.generate(tokens, name="again")
+    idle()
+    assert daemon.status()["pool"]["blocks"] == before + (0 if role == "kv_consumer" else 5), "a consumer saves nothing"
+    one.reset()
+    one.generate(tokens, name="computed")
+    assert one.prefills["computed"] == (len(tokens), 0, 0), "a producer loads nothing"
+
+
 @pytest.mark.usefixtures("patient")
 def test_the_daemon_dies_while_a_request_waits(engines: Any, start_daemon: Any, sim: Any, prompt: Any) -> None:
     daemon = start_daemon()
