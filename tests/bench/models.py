@@ -83,7 +83,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron": {
         "model_type": "nemotron_h",
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "mlp"],
+        "hybrid_override_pattern": "M*M-",
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
         "mamba_num_heads": 8,
         "mamba_head_dim": 64,
         "ssm_state_size": 64,
@@ -119,8 +120,6 @@ def run_engine(name: str, folder: str, endpoint: str, tp: int, pp: int, memory: 
     from vllm import LLM, SamplingParams
 
     more: dict[str, Any] = {"mamba_cache_mode": "align"} if name in STATES else {}
-    if name == "qwen3-next":
-        more["gdn_prefill_backend"] = "triton"  # FlashInfer is a package of its own
     if endpoint:
         more["kv_transfer_config"] = {
             "kv_connector": "KVCacheServerConnector",

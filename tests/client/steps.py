@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,8 +52,8 @@ class VllmScheduler(Scheduler):
     def allocated(self, request: Any, blocks: list[int], external: int) -> None:
         super().allocated(request_view(request), blocks, external)
 
-    def plan(self, step: Any) -> StepPlan:
-        return super().plan(step_view(step))
+    def plan(self, step: Any, written: Sequence[int] = ()) -> StepPlan:  # type: ignore[override]
+        return super().plan(step_view(step), written=written)
 
     def finished(self, request: Any) -> None:
         super().finished(request.request_id, request.num_computed_tokens)
@@ -91,8 +92,13 @@ class Rig:
         request.num_computed_tokens = computed + load
         request.table = blocks
 
-    def step(self, scheduled: dict[Request, int] | None = None, given: list[int] | None = None) -> StepPlan:
-        """One step; `given` are blocks that a request nobody follows gets."""
+    def step(
+        self,
+        scheduled: dict[Request, int] | None = None,
+        given: list[int] | None = None,
+        written: Sequence[int] = (),
+    ) -> StepPlan:
+        """One step; `given` are blocks that a request nobody follows gets, `written` those that the step zeroes."""
         fresh, cached = [], SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
         for request in scheduled or {}:
             if request.request_id in self.seen:
@@ -111,7 +117,8 @@ class Rig:
                 scheduled_cached_reqs=cached,
                 num_scheduled_tokens=tokens,
                 total_num_scheduled_tokens=sum(tokens.values()) + (1 if given else 0),
-            )
+            ),
+            written,
         )
         self.worker.begin(plan)
         self.worker.load(plan)

@@ -359,7 +359,6 @@ def test_what_cannot_be_cached_is_named() -> None:
     alone.model_config.use_mla, alone.cache_config.enable_prefix_caching = True, False
     alone.scheduler_config = SimpleNamespace(enable_chunked_prefill=False)
     assert "MLA on a CPU" in why_not(alone, kv_cache_config())
-    assert "zeroes" in why_not(vllm_config(), kv_cache_config(needs_kv_cache_zeroing=True))
     assert why_not(vllm_config(), kv_cache_config(hash_block_size=8)) == "hashes of 8 tokens for blocks of 16"
 
 

@@ -10,7 +10,7 @@ import pytest
 from steps import BLOCK, PATIENCE, Request, idle
 
 from kvcache_client.devices import Job
-from kvcache_client.engines.vllm.sleep import before_sleep
+from kvcache_client.engines.vllm.wrapped import before_sleep
 from kvcache_client.settings import parse_settings
 from kvcache_proto.errors import ConfigError
 

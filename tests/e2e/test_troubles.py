@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_models import COMMON, MODELS
 
-from kvcache_client.engines.vllm.sleep import before_sleep
+from kvcache_client.engines.vllm.wrapped import before_sleep
 
 BLOCK, LONGEST = 32, 2304
 pytestmark = pytest.mark.timeout(900)  # several starts of vLLM in one test, on a busy machine

@@ -283,10 +283,17 @@ class Scheduler:
 
     # One step.
 
-    def plan(self, step: StepView, states: Mapping[str, Sequence[tuple[int, int, int]]] | None = None) -> StepPlan:
+    def plan(
+        self,
+        step: StepView,
+        states: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
+        written: Sequence[int] = (),
+    ) -> StepPlan:
         """Return what the ranks do in `step`. Called once per schedule.
 
-        `states` are those at boundaries that the step makes: by request, (the engine's group, device block, tokens).
+        Args:
+            states: at boundaries, which the step makes: by request, (the engine's group, device block, tokens).
+            written: device blocks that the step writes to before it computes, whether or not they belong to a request.
         """
         self._step += 1
         self._lookups.spent = 0.0
@@ -303,6 +310,7 @@ class Scheduler:
         if not (self._requests or self._saves.waiting or self._canaries.due or self._finished or membership.announced):
             return StepPlan(self._step, timed=True) if timed else NOTHING
         given = follow_blocks(self._requests, step, self._table_tokens, self._other_tokens)
+        given.extend(written)
         loads = self._loads.take_jobs() if self._loads.jobs else []
         for load in loads:
             given.extend(load.blocks)

@@ -41,6 +41,7 @@ CHANGE = 0.1  # smallest relative change of that rate that is reported to the sc
 DRAIN = 60.0  # seconds between two log lines about copies that do not end
 _JOINING = "it has not joined the namespace yet"
 LINGER = 0.001  # seconds that a step without work waits for a load that is about to end
+_LATE = "the executor bypasses Worker.execute_model, so that blocks may be overwritten before they are saved"
 
 
 @dataclass(slots=True)
@@ -219,15 +220,20 @@ class Worker:
 
     # One step.
 
-    def begin(self, plan: StepPlan) -> None:
-        """Start the saves of `plan`, then guard their blocks, before anything of the step touches device memory."""
+    def begin(self, plan: StepPlan, late: bool = False) -> None:
+        """Start the saves of `plan`, then guard their blocks, before anything of the step touches device memory.
+
+        Where that is too `late`, because the step may have overwritten blocks, the rank takes no part from now on.
+        """
         if self._device is None:
             return
         self._device.enter_step()
         if plan.number <= self._begun:
             return
         self._begun = plan.number
-        if plan.unguarded:
+        if late:
+            self.decline(_LATE)
+        if late or plan.unguarded:
             self.abandon()
         if plan.namespace is not None and plan.namespace != self._spec:
             self._epoch += 1

@@ -98,14 +98,15 @@ def unleased(daemon: Any) -> Callable[[], None]:
 
 @pytest.fixture
 def spoil(sim: Any) -> Callable[..., None]:
-    """`spoil(engine, tokens, block, rank, token)` changes a byte in the region, as a fault of memory would.
+    """`spoil(engine, tokens, block, rank, token, name)` changes a byte in the region, as faulty memory would.
 
-    It is of that token of a block, and of the last part of its KV: a head, or the value.
+    It is of that token of a block in a layer, by default the last, and of its last part: a head, or the value.
     """
 
-    def change(engine: Any, tokens: list[int], block: int, rank: int = 0, token: int = 0) -> None:
+    def change(engine: Any, tokens: list[int], block: int, rank: int = 0, token: int = 0, name: str = "") -> None:
         region = engine.workers[rank]._session.region.buffer
-        *_, layer = engine.runners[rank].layers.values()
+        layers = engine.runners[rank].layers
+        layer = layers[name or list(layers)[-1]]
         digest = sim.chain(tokens)[block * BLOCK + token]
         at = bytes(region).find(layer.content(sim.np.array([digest], sim.np.uint64))[0, -1].tobytes())
         assert at >= 0

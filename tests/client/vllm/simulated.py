@@ -73,6 +73,8 @@ PATIENCE = 30.0
 ALL = slice(None)
 # Attention backends lay a block out by head from 0.27 on, with key and value in one; before, keys precede values.
 BY_HEAD = hasattr(KVCacheTensor, "block_stride") or hasattr(KVCacheTensor, "layers")
+# From 0.27 on, blocks are also zeroed where KV has several precisions.
+HAS_PRECISIONS = hasattr(KVCacheConfig, "has_mixed_precision_kv_cache")
 HAS_GROUPS = hasattr(KVCacheTensor, "__dataclass_fields__") and "layers" in KVCacheTensor.__dataclass_fields__
 
 # Specifications of the layers.
@@ -92,9 +94,11 @@ def latent(layers: int = 3) -> dict[str, Any]:
     return {f"model.layers.{n}.attn": spec for n in range(layers)}
 
 
-def windows(layers: int, window: int, first: int = 0, block: int = BLOCK) -> dict[str, Any]:
+def windows(
+    layers: int, window: int, first: int = 0, block: int = BLOCK, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """Return layers of sliding-window attention."""
-    spec = SlidingWindowSpec(**_attention(block), sliding_window=window)
+    spec = SlidingWindowSpec(**_attention(block) | {"dtype": dtype}, sliding_window=window)
     return {f"model.layers.{n}.attn": spec for n in range(first, first + layers)}
 
 
@@ -103,6 +107,16 @@ def states(layers: int, first: int = 0, mode: str = "none") -> dict[str, Any]:
     shapes = ((4, PAGE // ITEM // 8), (PAGE // ITEM // 2,))
     spec = MambaSpec(BLOCK, shapes=shapes, dtypes=(torch.float32, torch.float32), mamba_cache_mode=mode)
     return {f"model.layers.{n}.mixer": spec for n in range(first, first + layers)}
+
+
+def sparse_latent(layers: int) -> dict[str, Any]:
+    """Return layers of sparse MLA: each has a latent vector of 16 bits, and bytes of its indexer."""
+    found: dict[str, Any] = {}
+    for n in range(layers):
+        for at, (kind, dtype, size) in enumerate((("attn", torch.bfloat16, 36), ("indexer", torch.uint8, 24))):
+            spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=size, dtype=dtype)
+            found[f"model.layers.{2 * n + at}.{kind}"] = spec
+    return found
 
 
 def drafter(layer: int, block: int = BLOCK) -> dict[str, Any]:
@@ -165,6 +179,7 @@ class Layer(NamedTuple):
     is_aligned: bool  # there is a state at the end of each chunk, in a block of its own
     is_draft: bool
     registered: Any
+    pages: Any  # all bytes of each block
     cells: np.ndarray
     heads: Sequence[int] = ()  # of an engine that is asked for them, those of the rank, among all of the model
 
@@ -197,7 +212,9 @@ def allocate(config: KVCacheConfig, rank: int, heads: Sequence[int] = (), head_m
             is_state = isinstance(spec, MambaSpec)
             is_aligned = is_state and spec.mamba_cache_mode == "align"
             number, is_draft = int(name.split(".")[2]) + (0 if heads else 1000 * rank), name.endswith(".draft")
-            layers[name] = Layer(number, group, window, is_state, is_aligned, is_draft, registered, cells, heads)
+            layers[name] = Layer(
+                number, group, window, is_state, is_aligned, is_draft, registered, memory, cells, heads
+            )
     return layers
 
 
@@ -229,7 +246,8 @@ def _page_bytes(config: KVCacheConfig, name: str) -> int:
 
 
 def _views(spec: Any, pages: Any, head_major: bool) -> tuple[Any, np.ndarray]:
-    values = pages.view(torch.float32)
+    values = pages.view(getattr(spec, "dtype", torch.float32))
+    item = values.element_size()
     if isinstance(spec, MambaSpec):
         tensors, begin = [], 0
         for shape in spec.shapes:
@@ -240,16 +258,16 @@ def _views(spec: Any, pages: Any, head_major: bool) -> tuple[Any, np.ndarray]:
     heads = spec.num_kv_heads
     if isinstance(spec, MLAAttentionSpec):
         shape = (spec.block_size, spec.head_size)
-        return values.unflatten(1, shape), _numpy(pages.unflatten(1, (1, shape[0], shape[1] * ITEM)))
+        return values.unflatten(1, shape), _numpy(pages.unflatten(1, (1, shape[0], shape[1] * item)))
     if BY_HEAD and head_major:
         shape = (heads, spec.block_size, 2 * HEAD)
-        return values.unflatten(1, shape), _numpy(pages.unflatten(1, (*shape[:2], 2 * HEAD * ITEM)))
+        return values.unflatten(1, shape), _numpy(pages.unflatten(1, (*shape[:2], 2 * HEAD * item)))
     if head_major:
         inner = (2, heads, spec.block_size, HEAD)
-        cells = pages.unflatten(1, (2 * heads, spec.block_size, HEAD * ITEM))
+        cells = pages.unflatten(1, (2 * heads, spec.block_size, HEAD * item))
         return values.unflatten(1, inner).transpose(2, 3), _numpy(cells)
     inner = (2, spec.block_size, heads, HEAD)
-    return values.unflatten(1, inner), _numpy(pages.unflatten(1, (*inner[:2], heads * HEAD * ITEM)))
+    return values.unflatten(1, inner), _numpy(pages.unflatten(1, (*inner[:2], heads * HEAD * item)))
 
 
 def _numpy(tensor: Any) -> np.ndarray:
@@ -285,10 +303,47 @@ class Held:
         return digests ^ np.array(self._adapters, np.uint64)
 
 
+class Jobs:
+    """Follows the copies of devices, from their submission to their end."""
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self._running: list[tuple[str, Any]] = []
+        self.fenced = 0  # blocks that were given away while they were saved
+        for device in devices:
+            device.save, device.load = self._noted("save", device.save), self._noted("load", device.load)
+            device.fence = self._counted(device.fence)
+
+    def blocks(self, kind: str) -> set[int]:
+        """Return the device blocks of copies that run."""
+        return {block for each, job in list(self._running) if each == kind for block in job.blocks.tolist()}
+
+    def _noted(self, kind: str, start: Callable[[Any], None]) -> Callable[[Any], None]:
+        def begin(job: Any) -> None:
+            entry, ended = (kind, job), job.ended
+
+            def end(job: Any) -> None:
+                self._running.remove(entry)
+                ended(job)
+
+            job.ended = end
+            self._running.append(entry)
+            start(job)
+
+        return begin
+
+    def _counted(self, fence: Callable[[Any], None]) -> Callable[[Any], None]:
+        def count(blocks: Any) -> None:
+            self.fenced += len({*blocks} & self.blocks("save"))
+            fence(blocks)
+
+        return count
+
+
 class Runner:
     """One rank: vLLM's own calls of the connector around a simulated forward pass.
 
-    With `v2`, in the order of Model Runner V2: it updates its requests, and zeroes blocks, before the connector hears.
+    With `v2`, in the order of Model Runner V2: before it first calls the connector, it updates its requests, zeroes
+    blocks, and moves states.
     """
 
     def __init__(self, config: VllmConfig, rank: int, v2: bool, heads: Sequence[int] = ()) -> None:
@@ -305,6 +360,7 @@ class Runner:
         drafter = config.speculative_config
         self.drafts = drafter.num_speculative_tokens if drafter is not None else 0
         self.weights = 0  # KV of other weights is other KV
+        self.zeroed = 0  # blocks, as often as they were
         self.adapters: dict[int, int] = {}  # what their files had when they were loaded; the latest used is the last
 
     def initialize(self, config: KVCacheConfig) -> None:
@@ -321,6 +377,14 @@ class Runner:
                     self.hooks = ActiveKVConnector(self.config, caches)
                 else:
                     self.connector.register_kv_caches(caches)
+        self.jobs = Jobs(self.devices)
+
+    @property
+    def devices(self) -> list[Any]:
+        """The connector's devices, one per layout of a block; none where it takes no part."""
+        found = [getattr(each, "_worker", None) for each in getattr(self.connector, "_connectors", [self.connector])]
+        several = [worker._device for worker in found if worker is not None and worker._device is not None]
+        return [device for each in several for device in getattr(each, "devices", [each])]
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -343,12 +407,11 @@ class Runner:
             if apart:
                 layouts.set_kv_cache_layout(None)
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        with self.current():
-            output = (self._execute_v2 if self.v2 else self._execute_v1)(step)
-            if self.repeats:
-                again = KVConnectorModelRunnerMixin.kv_connector_no_forward(step, self.config)
-                output = KVOutputAggregator(1).aggregate([copy.copy(output), again])  # it may be vLLM's only empty one
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        output = (self._execute_v2 if self.v2 else self._execute_v1)(step)
+        if self.repeats:
+            again = KVConnectorModelRunnerMixin.kv_connector_no_forward(step, self.config)
+            output = KVOutputAggregator(1).aggregate([copy.copy(output), again])  # it may be vLLM's only empty one
         done = output.kv_connector_output
         if done is not None:
             self.received += sorted(done.finished_recving or ())
@@ -362,6 +425,7 @@ class Runner:
             if self.connector is None:
                 return ModelRunnerOutput([], {})
             return KVConnectorModelRunnerMixin.kv_connector_no_forward(step, self.config)
+        self._move_states(step)
         with (
             set_forward_context(dict.fromkeys(self.layers), self.config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step) as done,
@@ -373,9 +437,13 @@ class Runner:
     def _execute_v2(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self._update(step)
         if self.hooks is None:
-            return self._forward(step) if step.total_num_scheduled_tokens else ModelRunnerOutput([], {})
+            if not step.total_num_scheduled_tokens:
+                return ModelRunnerOutput([], {})
+            self._move_states(step)
+            return self._forward(step)
         if not step.total_num_scheduled_tokens:
             return self.hooks.no_forward(step)
+        self._move_states(step)
         with set_forward_context(dict.fromkeys(self.layers), self.config):
             self.hooks.pre_forward(step)
             output = self._forward(step)
@@ -387,12 +455,17 @@ class Runner:
     def _update(self, step: SchedulerOutput) -> None:
         for name in step.finished_req_ids:
             self.held.pop(name, None)
-        for block in step.new_block_ids_to_zero or ():
-            for layer in self.layers.values():
-                layer.cells[block] = 0
-        for source, target in getattr(step, "kv_cache_block_copies", None) or ():
-            for layer in self.layers.values():
-                layer.cells[target] = layer.cells[source]
+        zeroed = step.new_block_ids_to_zero or []
+        copied = [*(getattr(step, "kv_cache_block_copies", None) or ())]
+        self.zeroed += len(zeroed)
+        touched = {*zeroed, *(target for _, target in copied)}
+        assert not touched & self.jobs.blocks("load"), "a block is overwritten after its load has begun"
+        assert not touched & self.jobs.blocks("save"), "a block is overwritten while it is saved"
+        for layer in self.layers.values():
+            if not layer.is_state:  # vLLM zeroes none of states
+                layer.pages[zeroed] = 0
+            for source, target in copied:
+                layer.pages[target] = layer.pages[source]
         for new in step.scheduled_new_reqs:
             if (embeddings := new.prompt_embeds) is not None:
                 tokens = embedded(embeddings)
@@ -410,11 +483,18 @@ class Runner:
                 for table, more in zip(held.tables, added, strict=True):
                     table.extend(more)
 
+    def _move_states(self, step: SchedulerOutput) -> None:
+        """Copy states to the blocks in which this step goes on with them."""
+        aligned = [layer for layer in self.layers.values() if layer.is_aligned]
+        for name, begin in _computed(step).items() if aligned else ():
+            before, after = (begin - 1) // BLOCK, (begin + step.num_scheduled_tokens[name] - 1) // BLOCK
+            for layer in aligned:
+                if begin and before != after:
+                    table = self.held[name].tables[layer.group]
+                    layer.cells[table[after]] = layer.cells[table[before]]
+
     def _forward(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        cached = step.scheduled_cached_reqs
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        names = list(step.num_scheduled_tokens)
+        computed, names = _computed(step), list(step.num_scheduled_tokens)
         for name in names:
             if self.held[name].lora is not None:
                 self.load_adapter(self.held[name].lora)
@@ -510,14 +590,21 @@ class Runner:
     def _advance_state(
         self, name: str, layer: Layer, table: list[int], digests: np.ndarray, begin: int, end: int
     ) -> None:
-        """Read the state before token `begin`, and write that before token `end`, as `mamba_utils` does."""
-        before, after = ((begin - 1) // BLOCK, (end - 1) // BLOCK) if layer.is_aligned else (0, 0)
+        """Read the state before token `begin`, and write that before token `end` in its place."""
+        block = table[(end - 1) // BLOCK if layer.is_aligned else 0]
         if begin:
             expected = layer.content(digests[begin - 1 : begin])[0]
-            found = layer.cells[table[before], :, 0]
+            found = layer.cells[block, :, 0]
             assert (found == expected).all(), f"request {name}, layer {layer.number}: wrong state before token {begin}"
-        assert table[after] or not layer.is_aligned, f"request {name}: no block for the state before token {end}"
-        layer.cells[table[after], :, 0] = layer.content(digests[end - 1 : end])[0]
+        assert block or not layer.is_aligned, f"request {name}: no block for the state before token {end}"
+        layer.cells[block, :, 0] = layer.content(digests[end - 1 : end])[0]
+
+
+def _computed(step: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens of each request were computed before a step."""
+    cached = step.scheduled_cached_reqs
+    computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
 
 class SimulatedWorker:
@@ -525,6 +612,9 @@ class SimulatedWorker:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        return self._runner.execute_model(scheduler_output)
 
     def sleep(self, level: int = 1) -> None:
         """Unmap the device's memory: who reads it all the same finds something else."""
@@ -542,7 +632,12 @@ class SimulatedWorker:
 
 
 class SimulatedExecutor(Executor):
-    """Runs the ranks of one engine one after the other, in this process."""
+    """Runs the ranks of one engine one after the other, in this process.
+
+    With `bypasses`, it calls the ranks' runners by itself, as vLLM's older executor for Ray does.
+    """
+
+    bypasses = False
 
     def __init__(
         self,
@@ -622,7 +717,11 @@ class SimulatedExecutor(Executor):
         return ("generate", "embed", "token_embed")
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        outputs = [copy.copy(runner.execute(scheduler_output)) for runner in self.runners]
+        outputs = []
+        for runner in self.runners:
+            with runner.current():
+                called = runner if self.bypasses else SimulatedWorker(runner)
+                outputs.append(copy.copy(called.execute_model(scheduler_output)))
         samples = len(outputs) - self._ranks  # the first rank of the last stage
         for rank, stage in enumerate(outputs[:samples]):
             outputs[rank] = ModelRunnerOutput.with_kv_conn_output_only(stage.kv_connector_output)
@@ -870,6 +969,11 @@ class Engine:
     def computed(self) -> int:
         """Tokens that the first rank has computed."""
         return self.runners[0].computed
+
+    @property
+    def fenced(self) -> int:
+        """Blocks that were given to others while the first rank saved them."""
+        return self.runners[0].jobs.fenced
 
     @property
     def free_blocks(self) -> int:

@@ -32,16 +32,12 @@ def model(sim: Any) -> Any:
 
 
 @pytest.fixture
-def pair(engines: Any, model: Any, monkeypatch: Any) -> Any:
+def pair(engines: Any, model: Any) -> Any:
     """`pair(name, **options)` makes two engines with that model."""
 
     def make(name: str, **options: Any) -> Any:
         options = {"blocks": 96} | options
         if name in STATES:
-            from vllm.v1.kv_cache_interface import KVCacheConfig
-
-            # Engines that zero blocks are declined.
-            monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", property(lambda config: False))
             options |= {"mamba_cache_mode": "align"}
         return tuple(engines(each, specs=model(name), **options) for each in ("one", "two"))
 

@@ -133,6 +133,15 @@ def evicted_next(block_pool: Any, count: int) -> Iterator[int]:
         block, count = block.next_free_block, count - 1
 
 
+def written_early(scheduler_output: Any) -> list[int]:
+    """Return the blocks that a runner zeroes or copies others to at the beginning of a step.
+
+    A request that got some of them may have been preempted since, so that they belong to none.
+    """
+    copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()  # from 0.27 on
+    return [*(scheduler_output.new_block_ids_to_zero or ()), *(target for _, target in copies)]
+
+
 def kv_replicas(kv_cache_config: Any) -> int | None:
     """Return how many consecutive ranks have the same KV, None before 0.32, which does not say."""
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)

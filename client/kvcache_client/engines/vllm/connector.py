@@ -28,7 +28,7 @@ from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.adapters import Adapters
 from kvcache_client.engines.vllm.contents import Contents
 from kvcache_client.engines.vllm.early_start import claim, discard, open_session
-from kvcache_client.engines.vllm.groups import Merged, first_spec, has_states, hash_tokens
+from kvcache_client.engines.vllm.groups import Merged, first_spec, has_states, hash_tokens, writes_early
 from kvcache_client.engines.vllm.guard import guard, report
 from kvcache_client.engines.vllm.identity import (
     Share,
@@ -55,9 +55,9 @@ from kvcache_client.engines.vllm.running import (
     surroundings,
     warn_of_random_seed,
 )
-from kvcache_client.engines.vllm.sleep import before_sleep
 from kvcache_client.engines.vllm.stats import CacheMetrics, CacheStats, Feed
 from kvcache_client.engines.vllm.views import request_view, step_view
+from kvcache_client.engines.vllm.wrapped import before_sleep, before_step
 from kvcache_client.scheduler.events import Removed, Stored
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.session import Session
@@ -158,6 +158,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._not_loaded: set[int] = set()  # device blocks of such loads that have failed
         self._groups: list[Merged] = []  # of an engine that has not just one of full attention
         self._failed: set[str] = set()  # of such an engine, requests whose loads have failed
+        self._writes_early = False  # whether a step may write to blocks before any hook is called
         self._quiet = threading.Event()  # not set while copies of a worker that was given up may still run
         self._quiet.set()
         self._start(vllm_config, role, kv_cache_config)
@@ -193,6 +194,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = engine_block_size(kv_cache_config)
         per_slot = blocks_per_slot(settings, tokens, *([tokens] if has_states(kv_cache_config) else []))
         self._groups = groups_of(kv_cache_config, per_slot)
+        self._writes_early = writes_early(kv_cache_config)
         processes = in_scheduler and vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
         found = surroundings(vllm_config, layer_spec(kv_cache_config) if processes else None)
         engine = engine_name(vllm_config)
@@ -334,7 +336,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             groups,
             joins_later,
         )
-        before_sleep(self._vllm_config.parallel_config.worker_cls, worker.drain)
+        worker_class = self._vllm_config.parallel_config.worker_cls
+        before_sleep(worker_class, worker.drain)
+        if self._writes_early:
+            before_step(worker_class)
         self._feed = Feed(lambda: session.counters, lambda: worker.counters)
         return worker
 
@@ -425,7 +430,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return self._last_plan()
         states = compat.boundary_states(scheduler_output) if self._groups else None
-        plan = self._scheduler.plan(step_view(scheduler_output), states)
+        written = compat.written_early(scheduler_output) if self._writes_early else ()
+        plan = self._scheduler.plan(step_view(scheduler_output), states, written)
         for load in plan.loads:
             self._awaited.pop(load.request, None)
         return plan
@@ -504,17 +510,23 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         except (ConfigError, CopyError) as error:
             self._worker.decline(str(error))
 
+    def before_step(self, metadata: Any) -> None:
+        """Begin a step before its runner does. vLLM has no such hook: see `wrapped`."""
+        if self._writes_early:
+            self._begin(metadata)
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        self._begin(kv_connector_metadata)
+        self._begin(kv_connector_metadata, late=self._writes_early)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._begin(connector_metadata)  # for a runner that has not called handle_preemptions
+        # For a runner that has not called handle_preemptions.
+        self._begin(connector_metadata, late=self._writes_early)
 
     @guard()
-    def _begin(self, metadata: Any) -> None:
+    def _begin(self, metadata: Any, late: bool = False) -> None:
         if self._worker is not None and isinstance(metadata, StepMetadata):
-            self._worker.begin(metadata.plan)
+            self._worker.begin(metadata.plan, late)
 
     @guard()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

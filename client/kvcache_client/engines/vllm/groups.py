@@ -120,6 +120,15 @@ def has_states(kv_cache_config: Any) -> bool:
     return any(kind_of(first_spec(group)) == _STATE for group in kv_cache_config.kv_cache_groups)
 
 
+def writes_early(kv_cache_config: Any) -> bool:
+    """Return whether a runner may write to blocks that a step gives away before it calls any hook of a connector.
+
+    Model Runner V2 does so where new blocks are zeroed, where hits may end within a block, and where there are states.
+    """
+    zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    return zeroes or any(size != hash_tokens(kv_cache_config) for size in _block_sizes(kv_cache_config))
+
+
 def merged_groups(kv_cache_config: Any, slot_tokens: int) -> list[Merged]:
     """Return the groups of the namespace: that of full attention first, the tails in the order of vLLM's groups.
 

@@ -65,8 +65,6 @@ def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
     reason = why_not_groups(vllm_config, kv_cache_config)
     if reason:
         return reason
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        return "the engine zeroes a block before the connector learns that it was given away"
     hashed = compat.hash_block_size(kv_cache_config)
     if is_plain(kv_cache_config) and hashed and hashed != engine_block_size(kv_cache_config):
         return f"hashes of {hashed} tokens for blocks of {engine_block_size(kv_cache_config)}"

@@ -1,0 +1,100 @@
+"""Methods of vLLM's worker that are wrapped, because no hook of a connector comes early enough.
+
+`sleep`, and from 0.32 on `discard`, unmap the device's memory. `reset_cache` runs in the scheduler's process, and ranks
+learn what is planned there with the next step, after the sleep. Some versions synchronize the device before they unmap
+its memory and others do not, and none knows of copies that a thread of ours has yet to begin. So copies end first.
+
+`execute_model` begins a step. Model Runner V1 calls `handle_preemptions` before it touches device memory. Model Runner
+V2 first zeroes new blocks, copies hits within a block, and moves states, and only then calls any hook: what is being
+saved of blocks that the step gives to others would be overwritten. So the connector is told of the step first.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvcache_client.engines.vllm.compat import SLEEPS
+
+logger = logging.getLogger("vllm.kvcache.worker")
+
+_drains: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+
+def before_sleep(worker_class: str | type, drain: Callable[[], None]) -> None:
+    """Call `drain`, a bound method, before a worker of that class unmaps memory, as long as the method's object lives.
+
+    `worker_class` is a class or the qualified name of one. Never raises: where there is no such class, one log line
+    says that sleep does not wait.
+    """
+    _drains[:] = [each for each in _drains if each() is not None]
+    _drains.append(weakref.WeakMethod(drain))
+    _wrap(worker_class, SLEEPS, _drain, "vLLM's sleep does not wait for copies of the KV cache server")
+
+
+def before_step(worker_class: str | type) -> None:
+    """Have the connector of a rank told of each step by its `before_step`, before the rank's runner begins with it.
+
+    `worker_class` is as above. Never raises. A rank cannot rely on it: an executor may call the runner by itself.
+    """
+    _wrap(worker_class, ("execute_model",), _tell, "the KV cache server is not told of steps before they begin")
+
+
+def _wrap(worker_class: str | type, names: Iterable[str], first: Callable[..., None], otherwise: str) -> None:
+    """Have `first` called with the same arguments before each of these methods; log `otherwise` where it cannot be."""
+    try:
+        found = _resolve(worker_class) if isinstance(worker_class, str) else worker_class
+        for name in names:
+            method = getattr(found, name, None)
+            if method is not None and not hasattr(method, "_kvcache_first"):
+                setattr(found, name, _preceded(first, method))
+    except Exception as error:  # noqa: BLE001  # an unknown version is served all the same
+        logger.warning("%s: %s", otherwise, error)
+
+
+def _resolve(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _preceded(first: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapped(worker: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            first(*arguments, **named)
+        except Exception:  # the engine goes on in any case
+            logger.exception("before %s", method.__name__)
+        return method(worker, *arguments, **named)
+
+    wrapped._kvcache_first = first  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _drain(*arguments: Any, **named: Any) -> None:
+    for reference in list(_drains):
+        drain = reference()
+        if drain is not None:
+            try:
+                drain()
+            except Exception:  # others have copies, too
+                logger.exception("copies were not waited for")
+
+
+def _tell(scheduler_output: Any, *arguments: Any, **named: Any) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if has_kv_transfer_group():
+        _tell_each(get_kv_transfer_group(), scheduler_output.kv_connector_metadata)
+
+
+def _tell_each(connector: Any, metadata: Any) -> None:
+    """Tell `connector`, or ours among those that it consists of."""
+    if hasattr(connector, "before_step"):
+        connector.before_step(metadata)
+        return
+    for each, its in zip(getattr(connector, "_connectors", ()), getattr(metadata, "metadata", ()), strict=False):
+        _tell_each(each, its)
