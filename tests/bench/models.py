@@ -120,6 +120,8 @@ def run_engine(name: str, folder: str, endpoint: str, tp: int, pp: int, memory: 
     from vllm import LLM, SamplingParams
 
     more: dict[str, Any] = {"mamba_cache_mode": "align"} if name in STATES else {}
+    if name == "qwen3-next":
+        more["gdn_prefill_backend"] = "triton"  # FlashInfer is a package of its own
     if endpoint:
         more["kv_transfer_config"] = {
             "kv_connector": "KVCacheServerConnector",
@@ -129,7 +131,7 @@ def run_engine(name: str, folder: str, endpoint: str, tp: int, pp: int, memory: 
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
-        dtype="bfloat16" if name == "mla" else "float32",  # no kernels for MLA in float32
+        dtype="bfloat16" if name in ("mla", "qwen3-next") else "float32",  # no kernels of these in float32
         enforce_eager=True,
         max_model_len=4096,
         max_num_batched_tokens=1024,
