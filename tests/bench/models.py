@@ -83,8 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron": {
         "model_type": "nemotron_h",
         "num_hidden_layers": 4,
-        "hybrid_override_pattern": "M*M-",
-        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "mlp"],
         "mamba_num_heads": 8,
         "mamba_head_dim": 64,
         "ssm_state_size": 64,
