@@ -71,11 +71,12 @@ def test_prompts_only(rigs: Any, daemon: Any) -> None:
     idle(daemon, 2)
 
 
-@pytest.mark.parametrize("what", ["given", "written"])
+@pytest.mark.parametrize("what", ["given", "written", "allocated"])
 def test_a_block_given_away_is_read_first(rigs: Any, daemon: Any, what: str) -> None:
     """The step that gives a block to somebody else is the one that saves it: before, not after.
 
-    A block may also be zeroed for a request that has been preempted in the same schedule: then nobody gets it.
+    A block may also be zeroed for a request that has been preempted in the same schedule: then nobody gets it. Or
+    another connector loads into it for a request that is not computed yet.
     """
     rig = rigs("one")
     request = Request("r", 4 * BLOCK)
@@ -83,7 +84,11 @@ def test_a_block_given_away_is_read_first(rigs: Any, daemon: Any, what: str) -> 
     rig.step({request: 4 * BLOCK})
     rig.session.ping()  # the answer has come
     before = rig.block(2)
-    plan = rig.step(given=[2, 9]) if what == "given" else rig.step(written=[2, 9])
+    if what == "allocated":
+        rig.admit(Request("loaded by another connector", 2 * BLOCK), [2, 9])
+        plan = rig.step()
+    else:
+        plan = rig.step(**{what: [2, 9]})
     assert plan.given == [2]
     for tensor in rig.tensors:
         tensor[2] = 0  # the stranger writes

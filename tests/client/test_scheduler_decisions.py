@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import subprocess
 import sys
@@ -10,7 +11,10 @@ import pytest
 from toy_engine import BLOCK, REGION, SPEC, Cache, Engine, Request, chain
 
 from kvcache_client.scheduler import loads, lookups, saves
-from kvcache_client.scheduler.request_state import PAUSE
+from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.lazy import Lazy
+from kvcache_client.scheduler.request_state import PAUSE, RequestState
+from kvcache_client.session.counters import LoggedCounters
 from kvcache_client.step_plan import NOTHING
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import unpack_refs
@@ -284,6 +288,25 @@ def test_a_block_that_is_given_away_unanswered_is_lost_with_those_after_it(cache
     assert cache.writing == 0, "what was granted for the others is given back"
     engine.step()
     assert cache.notes == [("r", "given_away")]
+
+
+def test_lazy_saves_leave_out_memory_that_another_connector_fills(cache: Cache) -> None:
+    """vLLM says nothing of it before the request is computed, but its own prefix cache has the block no more."""
+    request = Engine(cache).request("r", chain("a", 4))
+    hashes = dict(zip(blocks := [1, 2, 3, 4], request.hashes, strict=True))
+    counts = LoggedCounters(logging.getLogger())
+    lazy = Lazy(FullAttention(BLOCK, 1), 8, lambda count: [4], lambda block: hashes.get(block, b""), counts)
+    state = RequestState(request.view, blocks=blocks)
+    lazy.hold(state, 0, 4)
+    del hashes[2]
+    lazy.given(range(100, 108))
+    (due,) = lazy.due()
+    assert (due.first, due.blocks) == (2, [3, 4])
+    hashes[2] = request.hashes[1]
+    for _ in range(2):
+        lazy.found(state, 2 * BLOCK)
+    hashes[2] = hashes[1]
+    assert [due.blocks for due in lazy.due()] == [[1]], "the other was found twice on the device, and is gone since"
 
 
 def test_a_block_that_is_given_away_answered_is_guarded(cache: Cache) -> None:

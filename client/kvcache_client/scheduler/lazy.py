@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcache_client.scheduler.cache import Counts
+from kvcache_client.scheduler.content import plain
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.request_state import RequestState
 
@@ -42,14 +43,23 @@ class Lazy:
     """Of one engine with full attention."""
 
     def __init__(
-        self, group: FullAttention, ahead: int, evicted_next: Callable[[int], Iterable[int]], counters: Counts
+        self,
+        group: FullAttention,
+        ahead: int,
+        evicted_next: Callable[[int], Iterable[int]],
+        hash_of: Callable[[int], bytes],
+        counters: Counts,
     ) -> None:
-        """`evicted_next` returns so many device blocks that the engine gives away next, in order; `ahead` are asked."""
-        self._group, self._ahead, self._evicted_next = group, ahead, evicted_next
+        """`evicted_next` returns so many device blocks that the engine gives away next, in order; `ahead` are asked.
+
+        `hash_of` returns the hash of a device block in the engine's own prefix cache, b"" if it is not there.
+        """
+        self._group, self._ahead, self._evicted_next, self._hash_of = group, ahead, evicted_next, hash_of
         self._counters = counters
         self._held: dict[bytes, _Held] = {}
         self._keys: dict[int, bytes] = {}  # by device block
         self._hot: list[bytes] = []
+        self._ending: list[bytes] = []  # of requests that have their device blocks still
         self._given = 0  # device blocks since the last look at what is evicted next
 
     def hold(self, state: RequestState, first: int, end: int, saved: bool = False) -> None:
@@ -90,7 +100,10 @@ class Lazy:
 
     def due(self) -> list[Due]:
         """Return what is to be saved now; it counts as saved from now on."""
-        wanted, self._hot = self._hot, []
+        wanted = [key for key in self._hot if key in self._held and self._holds(self._held[key])]
+        self._hot = []
+        wanted += self._ending
+        self._ending = []
         if 4 * self._given >= self._ahead:
             self._given = 0
             wanted += [key for block in self._evicted_next(self._ahead) if (key := self._keys.get(block)) is not None]
@@ -104,13 +117,14 @@ class Lazy:
     def ending(self, state: RequestState) -> None:
         """Note that a request gives its device blocks back. Where few are free, they go to the next one at once."""
         if state.saved and sum(1 for _ in self._evicted_next(self._ahead)) < self._ahead:
-            self._hot.append(self._group.keys(state.request.hashes)[state.saved - 1])
+            self._ending.append(self._group.keys(state.request.hashes)[state.saved - 1])
 
     def forget(self) -> None:
         """The weights have changed."""
         self._held.clear()
         self._keys.clear()
         self._hot.clear()
+        self._ending.clear()
 
     def _chain(self, last: _Held) -> Due:
         """Return a block and all above it, as far as they are on the device: the daemon says what it has of them."""
@@ -118,7 +132,7 @@ class Lazy:
         above: list[_Held] = []
         for slot in range(last.slot, -1, -1):
             held = self._held.get(keys[slot])
-            if held is None:
+            if held is None or (held is not last and not self._holds(held)):
                 break
             held.saved = True
             above.append(held)
@@ -126,6 +140,13 @@ class Lazy:
         first = last.slot + 1 - len(above)
         blocks = [block for held in above for block in held.blocks]
         return Due(last.state, first, list(keys[first : last.slot + 1]), blocks)
+
+    def _holds(self, held: _Held) -> bool:
+        """Whether the engine still has a block that may be in use: another connector may load into its memory, of which
+        vLLM says nothing before the request is computed."""
+        width = self._group.columns(0)
+        hashes = plain(held.state.request.hashes)[held.slot * width : (held.slot + 1) * width]
+        return all(self._hash_of(block) == each for block, each in zip(held.blocks, hashes, strict=True))
 
     def _drop(self, key: bytes) -> None:
         for block in self._held.pop(key).blocks:

@@ -55,6 +55,7 @@ class Scheduler:
         table_tokens: Sequence[int] = (),
         joining: Collection[int] = (),
         evicted_next: Callable[[int], Iterable[int]] | None = None,
+        hash_of: Callable[[int], bytes] = lambda block: b"",
         step_tokens: int = 0,
     ) -> None:
         """Decide for an engine whose blocks have `block_tokens` tokens.
@@ -72,6 +73,7 @@ class Scheduler:
             joining: ranks that do not know `spec` before they get a plan.
             evicted_next: returns so many device blocks that the engine gives away next, in order. Without it, saves are
                 eager; so they are of an engine that has not just one group of full attention.
+            hash_of: returns the hash of a device block in the engine's own prefix cache, b"" if it is not there.
             step_tokens: most tokens that a step schedules.
         """
         group = spec.groups[0]
@@ -98,7 +100,8 @@ class Scheduler:
         self._lazy: Lazy | None = None
         if settings.save_mode == "lazy" and evicted_next is not None:
             # What the next step may give away, and as much again: a save takes a step.
-            self._lazy = Lazy(self._group, 2 * step_tokens // block_tokens, evicted_next, self._counters)
+            ahead = 2 * step_tokens // block_tokens
+            self._lazy = Lazy(self._group, ahead, evicted_next, hash_of, self._counters)
         self._saves = Saves(self._group, settings.verify, self._counters, self._notes, self.events, clock, self._lazy)
         self._demand = Demand(self._group, settings.min_hits)
         self._hints = Hints(self._group, self._counters)
@@ -108,6 +111,7 @@ class Scheduler:
         )
         self._requests: dict[str, RequestState] = {}
         self._finished: list[str] = []  # requests that ended, until the ranks know
+        self._allocated: list[RequestState] = []  # requests that have got device blocks since the last plan
         self._declined: dict[int, str] = {}  # ranks that take no part, and why
         self._being_read: set[int] = set()  # device blocks that ranks read, until they are given away
         self._step = 0
@@ -229,6 +233,7 @@ class Scheduler:
             )
         if external <= 0:
             self._lookups.forget(state)
+            self._allocated.append(state)
             return
         lookup = self._lookups.take(state)
         group, count = self._group, external // self._group.block_tokens
@@ -311,6 +316,8 @@ class Scheduler:
             return StepPlan(self._step, timed=True) if timed else NOTHING
         given = follow_blocks(self._requests, step, self._table_tokens, self._other_tokens)
         given.extend(written)
+        if self._allocated:
+            given.extend(self._filled_by_others(step))
         loads = self._loads.take_jobs() if self._loads.jobs else []
         for load in loads:
             given.extend(load.blocks)
@@ -362,6 +369,14 @@ class Scheduler:
                 self._canaries.computed(state, computed)
                 if saving:
                     self._saves.ask(state, computed, new.computed)
+
+    def _filled_by_others(self, step: StepView) -> list[int]:
+        """Return the device blocks of requests that have got some and are not in the step: another connector loads into
+        them."""
+        computed = {*step.scheduled}
+        waiting = [state for state in self._allocated if state.id not in computed]
+        self._allocated.clear()
+        return [block for state in waiting for table in state.tables for block in table]
 
     def _guarded(self, given: list[int], jobs: Sequence[SaveJob | CheckJob]) -> list[int]:
         """Return which of `given` a rank may still be reading for these `jobs` or for older ones."""

@@ -142,6 +142,14 @@ def written_early(scheduler_output: Any) -> list[int]:
     return [*(scheduler_output.new_block_ids_to_zero or ()), *(target for _, target in copies)]
 
 
+def hash_of(block_pool: Any, block: int) -> bytes:
+    """Return the hash under which vLLM's prefix cache has a device block of its first group, b"" if it has not."""
+    from vllm.v1.core.kv_cache_utils import get_block_hash
+
+    key = block_pool.blocks[block].block_hash
+    return bytes(get_block_hash(key)) if key is not None else b""
+
+
 def kv_replicas(kv_cache_config: Any) -> int | None:
     """Return how many consecutive ranks have the same KV, None before 0.32, which does not say."""
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)

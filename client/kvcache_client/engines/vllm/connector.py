@@ -277,6 +277,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 checkpoint=lambda: checkpoint_id(self._vllm_config),
                 groups=[merged.group for merged in self._groups],
                 evicted_next=None if self._groups else lambda count: compat.evicted_next(self._block_pool, count),
+                hash_of=lambda block: compat.hash_of(self._block_pool, block),
                 step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
                 table_tokens=[int(first_spec(group).block_size) for group in config.kv_cache_groups],
                 joining=list(joining),
