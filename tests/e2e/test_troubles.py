@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_models import COMMON, MODELS
 
-from kvcache_client.engines.vllm.wrapped import before_sleep
+from kvcache_client.engines.vllm.wrapped import before_sleep, before_step
 
 BLOCK, LONGEST = 32, 2304
 pytestmark = pytest.mark.timeout(900)  # several starts of vLLM in one test, on a busy machine
@@ -180,7 +180,7 @@ def test_a_reset_that_keeps_the_weights_keeps_what_is_cached(
     engine.close()
 
 
-def test_vllms_workers_have_the_methods_that_wait_for_copies() -> None:
+def test_vllms_workers_have_the_methods_that_are_wrapped() -> None:
     class Rank:
         def drain(self) -> None: ...
 
@@ -191,7 +191,8 @@ def test_vllms_workers_have_the_methods_that_wait_for_copies() -> None:
             before_sleep(name, rank.drain)
             module, _, cls = name.rpartition(".")
             found = getattr(sys.modules[module], cls)
-            assert found.sleep._kvcache_drains
+            before_step(name)
+            assert hasattr(found.sleep, "_kvcache_first") and hasattr(found.execute_model, "_kvcache_first")
 
 
 def test_vllms_own_offloading_beside_ours_is_explained(engines: Any, daemon: Any) -> None:
