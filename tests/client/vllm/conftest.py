@@ -73,6 +73,12 @@ def engines(sim: Any, daemon: Any, runner: str, tmp_path: Path) -> Iterator[Call
             engine.close()
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: Any) -> None:
+    """Requests wait for the ranks of a pipeline to join as long as a busy host takes."""
+    monkeypatch.setattr("kvcache_client.scheduler.membership.PATIENCE", 30.0)
+
+
 @pytest.fixture
 def prompt(request: Any) -> Callable[..., list[int]]:
     """`prompt(n, begin=())` returns n tokens that no other test has, after those of `begin`."""

@@ -38,7 +38,7 @@ def test_hits_that_are_computed_faster_are_not_loaded(
         idle()
         assert two.generate(found) == sim.expected(found, 1)
     pace = two.connector._scheduler.gate.pace
-    assert pace.computing(0, 100) is not None and pace.loading(100) > 0.09
+    assert pace.loading(100) > pace.computing(0, 100)
     loaded, declined = len(two.received), two.counters.get("lookups_declined_slow", 0)
     assert loaded + declined == len(SIZES) and declined
     one.generate(tokens := prompt(10 * BLOCK))
@@ -52,12 +52,12 @@ def test_hits_that_are_loaded_faster_are_loaded(
     engines: Any, sim: Any, prompt: Any, idle: Any, monkeypatch: Any
 ) -> None:
     one, two = engines("one"), engines("two", extra={"gate": "auto"})
-    slowed(two, monkeypatch, 1e-3)
+    slowed(two, monkeypatch, 2e-3)
     for blocks in SIZES:
         two.generate(prompt(blocks * BLOCK + 3))
         one.generate(found := prompt(blocks * BLOCK + 3))
         idle()
         assert two.generate(found) == sim.expected(found, 1)
     pace = two.connector._scheduler.gate.pace
-    assert pace.computing(0, 100) > 0.05 and pace.loading(100) is not None
+    assert pace.computing(0, 100) > pace.loading(100)
     assert len(two.received) == len(SIZES)
