@@ -12,7 +12,7 @@ import numpy as np
 from steps import BLOCK, LAYERS, PAGE, PATIENCE, Rig
 
 from kvcache_client import Lease, Namespace, Session
-from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.groups import Found, FullAttention
 from kvcache_client.session.checksums import pick_sums
 from kvcache_client.step_plan import SaveJob, StepPlan
 from kvcache_proto.types import unpack_refs
@@ -79,8 +79,9 @@ class Chain:
         """Load what is leased to the device's `blocks`; return those that failed."""
         sums = pick_sums("all", self.hashes, lease.sums, 1, lease.region_id)
         assert sums.count(b"\0" * 8) == 0 and len(sums) == 8 * lease.hits, "a block without a sum"
-        job = FullAttention(BLOCK, 1).cut_load("r", lease.region_id, lease.packed, blocks, 0, lease.hits, sums)
-        self.rig.worker.load(StepPlan(self.number(), loads=[job]))
+        found = Found(lease.region_id, lease.packed, lease.hits, sums=sums)
+        jobs = FullAttention(BLOCK, 1).cut_loads("r", found, [blocks], 0, lease.hits)
+        self.rig.worker.load(StepPlan(self.number(), loads=jobs))
         end = time.monotonic() + PATIENCE
         while not self.rig.worker.received():
             assert time.monotonic() < end, "the load has not ended"

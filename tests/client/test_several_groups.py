@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache_client.scheduler.groups import Group, SeveralGroups, Table
+from kvcache_client.scheduler.groups import Found, Group, SeveralGroups, Table
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.request_state import LookupResult, RequestState, follow_blocks
 from kvcache_client.scheduler.views import NewTable, RequestView, StepView
@@ -52,7 +52,7 @@ TABLES = [
 
 def test_a_load_brings_each_group_what_it_has_blocks_for() -> None:
     group = several(FULL, WINDOW, STATE)
-    jobs = group.cut_loads("r", b"id", packed(3 + 2 + 1), TABLES, 0, 6, b"", hits=3, had=0)
+    jobs = group.cut_loads("r", Found(b"id", packed(3 + 2 + 1), 3), TABLES, 0, 6)
     assert [(job.group, job.jobs, slots(job.refs), job.blocks) for job in jobs] == [
         (0, 3, [0, 1, 2], [1, 2, 21, 22, 3, 4, 23, 24, 5, 6, 25, 26]),
         (1, 3, [3, 4], [12, 13]),
@@ -68,12 +68,12 @@ def test_what_the_engine_has_already_is_left_alone() -> None:
     """It has 8 tokens: of the lookup's references, one is to the window's last slot."""
     group = several(FULL, WINDOW)
     sums = bytes(range(4 * 8))
-    jobs = group.cut_loads("r", b"id", packed(3 + 1), TABLES, 4, 2, sums, hits=3, had=2)
+    jobs = group.cut_loads("r", Found(b"id", packed(3 + 1), 3, 2, sums), TABLES, 4, 2)
     assert [(slots(job.refs), job.blocks, job.sums) for job in jobs] == [
         ([2], [5, 6, 25, 26], sums[16:24]),
         ([3], [13], sums[24:]),
     ]
-    jobs = group.cut_loads("r", b"id", packed(3 + 2), TABLES, 2, 4, b"", hits=3, had=1)
+    jobs = group.cut_loads("r", Found(b"id", packed(3 + 2), 3, 1), TABLES, 2, 4)
     assert [(slots(job.refs), job.blocks) for job in jobs] == [
         ([1, 2], [3, 4, 23, 24, 5, 6, 25, 26]),
         ([3, 4], [12, 13]),
@@ -91,13 +91,13 @@ def test_what_the_engine_has_already_is_left_alone() -> None:
 )
 def test_another_boundary_than_the_one_that_is_leased(groups: Any, tables: list[list[int]], end: int) -> None:
     group = several(*groups)
-    assert group.cut_loads("r", b"id", packed(9), tables, 0, end // 2, b"", hits=3, had=0) == []
+    assert group.cut_loads("r", Found(b"id", packed(9), 3), tables, 0, end // 2) == []
 
 
 def test_fewer_tokens_whose_window_is_leased_all_the_same() -> None:
     """The engine has begun where nothing but the last slots is needed: these are there."""
     group = several(FULL)
-    jobs = group.cut_loads("r", b"id", packed(3), TABLES, 0, 4, b"", hits=3, had=0)
+    jobs = group.cut_loads("r", Found(b"id", packed(3), 3), TABLES, 0, 4)
     assert [(slots(job.refs), job.blocks) for job in jobs] == [([0, 1], [1, 2, 21, 22, 3, 4, 23, 24])]
 
 
@@ -149,7 +149,7 @@ def test_a_state_is_saved_where_all_of_its_groups_have_one() -> None:
 def test_without_full_attention_a_tail_is_the_first_group() -> None:
     group = several(WINDOW)
     assert (group.has_full, group.tails, group.align) == (False, (0,), 4)
-    jobs = group.cut_loads("r", b"id", packed(2), [[], TABLES[1]], 0, 6, b"", hits=3, had=0)
+    jobs = group.cut_loads("r", Found(b"id", packed(2), 3), [[], TABLES[1]], 0, 6)
     assert [(slots(job.refs), job.blocks) for job in jobs] == [([0, 1], [12, 13])]
 
 

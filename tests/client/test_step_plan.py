@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.groups import Found, FullAttention
 from kvcache_client.scheduler.views import RequestView
 from kvcache_client.step_plan import (
     NOTHING,
@@ -70,7 +70,7 @@ def test_a_larger_slot_goes_by_the_hash_of_its_last_block() -> None:
 
 
 def test_a_load_takes_the_blocks_beyond_those_that_the_engine_has() -> None:
-    job = FullAttention(16, 1).cut_load("r", b"id", packed(6), list(range(100, 106)), 2, 4)
+    (job,) = FullAttention(16, 1).cut_loads("r", Found(b"id", packed(6), 6), [list(range(100, 106))], 2, 4)
     assert (job.blocks, job.skip) == ([102, 103, 104, 105], 0)
     assert [ref.generation for ref in unpack_refs(job.refs)] == [2, 3, 4, 5]
 
@@ -80,7 +80,7 @@ def test_a_load_takes_the_blocks_beyond_those_that_the_engine_has() -> None:
     [(0, 6, [0, 1, 2], 0), (1, 5, [0, 1, 2], 1), (2, 2, [1], 0), (3, 1, [1], 1), (3, 2, [1, 2], 1)],
 )
 def test_a_load_may_begin_inside_a_slot(first: int, count: int, slots: list[int], skip: int) -> None:
-    job = FullAttention(16, 2).cut_load("r", b"id", packed(3), list(range(100, 106)), first, count)
+    (job,) = FullAttention(16, 2).cut_loads("r", Found(b"id", packed(3), 3), [list(range(100, 106))], first, count)
     assert job.blocks == list(range(100 + first, 100 + first + count))
     assert [ref.generation for ref in unpack_refs(job.refs)] == slots
     assert job.skip == skip

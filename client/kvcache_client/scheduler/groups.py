@@ -61,6 +61,29 @@ class Group(NamedTuple):
         return max(0, computed - self.kept) if self.reach else 0
 
 
+class Found(NamedTuple):
+    """The slots that a lookup has returned and leased.
+
+    Attributes:
+        region: id of the region that they are in.
+        packed: their references: those of the first group, then those of each tail.
+        hits: how many cached blocks the lookup has found.
+        had: of how many of these, from the first one on, it has returned no tails.
+        sums: their checksums, in the same order; b"" for none.
+    """
+
+    region: bytes
+    packed: bytes
+    hits: int
+    had: int = 0
+    sums: bytes = b""
+
+    def part(self, begin: int, end: int) -> tuple[bytes, bytes]:
+        """Return the references and the checksums of slots `begin` to `end`."""
+        width = len(self.sums) // (len(self.packed) // REF_BYTES) if self.packed else 0
+        return self.packed[begin * REF_BYTES : end * REF_BYTES], self.sums[begin * width : end * width]
+
+
 class FullAttention:
     """Full attention and MLA: a block is of use only below all blocks before it.
 
@@ -125,56 +148,16 @@ class FullAttention:
         """Return the device blocks of the full group's slots from `first` to `end`, fewer where some are missing."""
         return list(tables[0][first * self.blocks_per_slot : end * self.blocks_per_slot])
 
-    def cut_loads(
-        self,
-        request: str,
-        region: bytes,
-        packed: bytes,
-        tables: BlockTables,
-        first: int,
-        count: int,
-        sums: bytes = b"",
-        hits: int = 0,
-        had: int = 0,
-    ) -> list[LoadJob]:
+    def cut_loads(self, request: str, found: Found, tables: BlockTables, first: int, count: int) -> list[LoadJob]:
         """Return the jobs that bring `count` of the engine's blocks from `first` on; [] if the slots do not suffice.
 
-        Args:
-            packed: references of the slots of `hits`, as the lookup has returned them.
-            tables: all device blocks of the request; 0 is none.
-            sums: checksums of the slots, alike; b"" for none.
-            had: cached blocks of whose tails the lookup has returned none.
-        """
-        return [self.cut_load(request, region, packed, tables[0], first, count, sums)]
-
-    def cut_load(
-        self,
-        request: str,
-        region: bytes,
-        packed: bytes,
-        blocks: Sequence[int],
-        first: int,
-        count: int,
-        sums: bytes = b"",
-    ) -> LoadJob:
-        """Return the job that fills `count` of a request's device blocks from `first` on.
-
-        Args:
-            packed: references of the chain's slots, from the chain's root on.
-            blocks: all device blocks of the request.
-            sums: checksums of the chain's slots, alike; b"" for none.
+        `tables` are all device blocks of the request, by group of the engine; 0 is none.
         """
         slot = first // self.blocks_per_slot
         end = -(-(first + count) // self.blocks_per_slot)
-        width = len(sums) // (len(packed) // REF_BYTES) if sums else 0
-        return LoadJob(
-            request,
-            region,
-            packed[slot * REF_BYTES : end * REF_BYTES],
-            list(blocks[first : first + count]),
-            first - slot * self.blocks_per_slot,
-            sums[slot * width : end * width],
-        )
+        refs, sums = found.part(slot, end)
+        blocks = list(tables[0][first : first + count])
+        return [LoadJob(request, found.region, refs, blocks, first - slot * self.blocks_per_slot, sums)]
 
 
 class SeveralGroups(FullAttention):
@@ -265,18 +248,7 @@ class SeveralGroups(FullAttention):
                     found.append((number, tokens // self.slot_tokens - 1, every))
         return found
 
-    def cut_loads(
-        self,
-        request: str,
-        region: bytes,
-        packed: bytes,
-        tables: BlockTables,
-        first: int,
-        count: int,
-        sums: bytes = b"",
-        hits: int = 0,
-        had: int = 0,
-    ) -> list[LoadJob]:
+    def cut_loads(self, request: str, found: Found, tables: BlockTables, first: int, count: int) -> list[LoadJob]:
         """As above. In the jobs, 0 stands for a block that is not to be filled.
 
         The engine has blocks for exactly those positions that it will read. Where one of them is in no slot, it wants
@@ -284,8 +256,8 @@ class SeveralGroups(FullAttention):
         """
         begin, end = first * self.block_tokens, (first + count) * self.block_tokens
         jobs: list[LoadJob] = []
-        at, width = 0, len(sums) // (len(packed) // REF_BYTES) if packed else 0
-        for number, (group, slots) in enumerate(zip(self._groups, self._counts(hits, had), strict=True)):
+        at, hits = 0, found.hits
+        for number, (group, slots) in enumerate(zip(self._groups, self._counts(hits, found.had), strict=True)):
             columns = []
             for table in group.tables:
                 per_slot = self.slot_tokens // table.block_tokens
@@ -303,9 +275,8 @@ class SeveralGroups(FullAttention):
             (used,) = np.count_nonzero(blocks, axis=1).nonzero()
             if len(used):
                 low, high = int(used[0]), int(used[-1]) + 1
-                refs = packed[(at + low) * REF_BYTES : (at + high) * REF_BYTES]
-                some = sums[(at + low) * width : (at + high) * width]
-                jobs.append(LoadJob(request, region, refs, blocks[low:high].ravel().tolist(), 0, some, number))
+                refs, sums = found.part(at + low, at + high)
+                jobs.append(LoadJob(request, found.region, refs, blocks[low:high].ravel().tolist(), 0, sums, number))
             at += slots
         return [msgspec.structs.replace(job, jobs=len(jobs)) for job in jobs]
 

@@ -11,7 +11,7 @@ from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.demand import Demand
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.gate import Gate
-from kvcache_client.scheduler.groups import FullAttention, Group, SeveralGroups
+from kvcache_client.scheduler.groups import Found, FullAttention, Group, SeveralGroups
 from kvcache_client.scheduler.hints import Hints
 from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.loads import Loads
@@ -242,10 +242,8 @@ class Scheduler:
         # The engine waits for this load whatever we think of it: without a lease it is one that fails.
         lease, jobs = lookup.lease if lookup is not None else None, []
         if lookup is not None and lease is not None and not (group.tails and external % group.block_tokens):
-            sums, hits, had = lookup.sums, lease.hits, lookup.had
-            jobs = group.cut_loads(
-                *(request.id, lease.region_id, lease.packed, state.tables, state.start, count, sums, hits, had)
-            )
+            slots = Found(lease.region_id, lease.packed, lease.hits, lookup.had, lookup.sums)
+            jobs = group.cut_loads(request.id, slots, state.tables, state.start, count)
         if not jobs:
             if lease is not None:  # it wants to continue where no boundary was leased
                 self._counters.add("loads_of_another_boundary")
