@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,42 @@ def idle(daemon: Any) -> Callable[[], None]:
 def unleased(daemon: Any) -> Callable[[], None]:
     """`unleased()` waits until no lease is held: a release is not waited for."""
     return lambda: daemon.wait_status(lambda s: not s["pool"]["leases"], "the end of all leases") and None
+
+
+@pytest.fixture
+def one_by_one(sim: Any, idle: Callable[[], None]) -> Callable[..., None]:
+    """`one_by_one(engines, prompts)` has each engine answer the prompts while its copies take long."""
+
+    def run(engines: Sequence[Any], prompts: Sequence[list[int]]) -> None:
+        for engine in engines:
+            engine.delay(0.01)
+            for at, tokens in enumerate(prompts):
+                engine.add(f"r{at}", tokens, 1 + at % 3)
+            engine.run()
+            engine.step()
+            for at, tokens in enumerate(prompts):
+                assert engine.outputs[f"r{at}"] == sim.expected(tokens, 1 + at % 3)
+            idle()
+
+    return run
+
+
+@pytest.fixture
+def take() -> Callable[[Any, int], list[tuple[int, bool]]]:
+    """`take(engine, tokens)` has vLLM take so many tokens of the next offer; returns all offers, as they come."""
+
+    def cut(engine: Any, tokens: int) -> list[tuple[int, bool]]:
+        connector, offers = engine.scheduler.connector, []
+        ask = connector.get_num_new_matched_tokens
+
+        def instead(request: Any, computed: int) -> tuple[int, bool]:
+            offers.append(ask(request, computed))
+            return (tokens, tokens > 0) if len(offers) == 1 else offers[-1]
+
+        connector.get_num_new_matched_tokens = instead
+        return offers
+
+    return cut
 
 
 @pytest.fixture

@@ -70,20 +70,12 @@ def test_canaries_compare_all_heads(by_head: Any, prompt: Any, idle: Any) -> Non
     assert two.counters["canary_requests"] == 1 and not two.counters.get("canary_mismatches")
 
 
-def test_blocks_are_given_to_others_while_heads_are_saved(by_head: Any, sim: Any, prompt: Any, idle: Any) -> None:
+def test_blocks_are_given_to_others_while_heads_are_saved(by_head: Any, prompt: Any, one_by_one: Any) -> None:
     """Each prompt takes blocks of the one before it, whose save has just begun."""
     prompts = [prompt(20 * BLOCK + at) for at in range(10)]
     small = {"blocks": 30, "max_model_len": 800, "max_num_seqs": 1}
     one, two = by_head("one", 2, **small), by_head("two", 1, **small)
-    for engine in (one, two):
-        engine.delay(0.01)
-        for at, tokens in enumerate(prompts):
-            engine.add(f"r{at}", tokens, 1 + at % 3)
-        engine.run()
-        engine.step()
-        for at, tokens in enumerate(prompts):
-            assert engine.outputs[f"r{at}"] == sim.expected(tokens, 1 + at % 3)
-        idle()
+    one_by_one((one, two), prompts)
     assert two.received
 
 

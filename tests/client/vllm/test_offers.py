@@ -131,21 +131,14 @@ def test_requests_of_one_prefix_wait_for_one_load(
 
 @pytest.mark.parametrize("blocks", range(6))
 def test_vllm_takes_fewer_tokens_than_it_is_offered(
-    engines: Any, unleased: Any, sim: Any, prompt: Any, idle: Any, blocks: int
+    engines: Any, unleased: Any, sim: Any, prompt: Any, idle: Any, take: Any, blocks: int
 ) -> None:
     """As where another connector's hit is preferred, or a limit cuts it."""
     tokens = prompt(5 * BLOCK + 3)
     one, two = engines("one"), engines("two")
     one.generate(tokens)
     idle()
-    connector, offers = two.scheduler.connector, []
-    ask = connector.get_num_new_matched_tokens
-
-    def cut(request: Any, computed: int) -> tuple[int, bool]:
-        offers.append(ask(request, computed))
-        return blocks * BLOCK, blocks > 0
-
-    connector.get_num_new_matched_tokens = cut
+    offers = take(two, blocks * BLOCK)
     two.add("r", tokens, 2)
     two.step()
     assert offers == [(5 * BLOCK, True)]

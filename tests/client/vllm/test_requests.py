@@ -236,20 +236,12 @@ def test_a_load_that_fails(engines: Any, sim: Any, prompt: Any, idle: Any, spoil
     assert three.prefills["r0"] == (1, 0, 6 * BLOCK), "the daemon has forgotten the wrong block, and got it again"
 
 
-def test_blocks_are_given_to_others_while_they_are_saved(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+def test_blocks_are_given_to_others_while_they_are_saved(engines: Any, prompt: Any, one_by_one: Any) -> None:
     """Each prompt takes blocks of the one before it, whose save has just begun, or is not yet answered."""
     prompts = [prompt(20 * BLOCK + at) for at in range(20)]
     small = {"blocks": 30, "max_model_len": 800, "max_num_seqs": 1}
     one, two = engines("one", **small), engines("two", **small)
-    for engine in (one, two):
-        engine.delay(0.01)
-        for at, tokens in enumerate(prompts):
-            engine.add(f"r{at}", tokens, 1 + at % 3)
-        engine.run()
-        engine.step()
-        for at, tokens in enumerate(prompts):
-            assert engine.outputs[f"r{at}"] == sim.expected(tokens, 1 + at % 3)
-        idle()
+    one_by_one((one, two), prompts)
     assert two.received
 
 

@@ -155,21 +155,11 @@ def test_chunks_windows_given_away_and_preemption(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_blocks_are_given_to_others_while_they_are_saved(
-    pair: Any, sim: Any, prompt: Any, idle: Any, name: str
-) -> None:
+def test_blocks_are_given_to_others_while_they_are_saved(pair: Any, prompt: Any, one_by_one: Any, name: str) -> None:
     """Each prompt takes blocks of the one before it, whose save has just begun, or is not yet answered."""
     prompts = [prompt(20 * BLOCK + at) for at in range(20)]
     one, two = pair(name, blocks=60, max_model_len=800, max_num_seqs=1)
-    for engine in (one, two):
-        engine.delay(0.01)
-        for at, tokens in enumerate(prompts):
-            engine.add(f"r{at}", tokens, 1 + at % 3)
-        engine.run()
-        engine.step()
-        for at, tokens in enumerate(prompts):
-            assert engine.outputs[f"r{at}"] == sim.expected(tokens, 1 + at % 3)
-        idle()
+    one_by_one((one, two), prompts)
     assert two.received
 
 
@@ -229,25 +219,17 @@ def test_a_load_that_fails(pair: Any, sim: Any, prompt: Any, idle: Any, spoil: A
 @pytest.mark.parametrize("blocks", range(6))
 @pytest.mark.parametrize("name", ["Gemma 3", "a small window", "windows alone", *STATES])
 def test_vllm_takes_fewer_tokens_than_it_is_offered(
-    pair: Any, unleased: Any, sim: Any, prompt: Any, idle: Any, name: str, blocks: int
+    pair: Any, unleased: Any, sim: Any, prompt: Any, idle: Any, take: Any, name: str, blocks: int
 ) -> None:
     """It then continues at another boundary, for which nothing was leased, perhaps: such a load fails."""
     one, two = pair(name)
     tokens = prompt(5 * BLOCK + 3)
     one.generate(tokens)
     idle()
-    connector, offers = two.scheduler.connector, []
-    ask = connector.get_num_new_matched_tokens
-
-    def cut(request: Any, computed: int) -> tuple[int, bool]:
-        offers.append(ask(request, computed))
-        return blocks * BLOCK, blocks > 0
-
-    connector.get_num_new_matched_tokens = cut
+    offers = take(two, blocks * BLOCK)
     two.add("r", tokens, 2)
     two.step()
     assert offers == [(5 * BLOCK, True)]
-    connector.get_num_new_matched_tokens = ask
     two.run()
     assert two.outputs["r"] == sim.expected(tokens, 2)
     unleased()
