@@ -74,5 +74,12 @@ def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, policy: str = WORT
     return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, bounds, seed=11, policy=policy)
 
 
+def pass_time(cache: Cache, now: float) -> None:
+    """Let it be so late, and all that is due be done."""
+    cache.tick(now)
+    while cache.chores.go_on():
+        pass
+
+
 def make_group(block_bytes: int = 64) -> Group:
     return Group(1, 0, GroupSpec(16, block_bytes), 16)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from insights import answer, figures, follow, insight
-from small_cache import KIB, Engine, chain, hashes, make_cache
+from small_cache import KIB, Engine, chain, hashes, make_cache, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
@@ -44,9 +44,7 @@ def flood(engine: Engine, blocks: int = 10 * BLOCKS, name: str = "flood") -> Non
 
 
 def tick(cache: Cache, now: float) -> None:
-    cache.tick(now)
-    while cache.chores.go_on():
-        pass
+    pass_time(cache, now)
     follow(cache)
 
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from insights import answer, figures, insight
-from small_cache import KIB, make_cache
+from small_cache import KIB, make_cache, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
@@ -297,16 +297,12 @@ def test_a_retained_prompt_keeps_its_tails() -> None:
         "nothing can continue there"
     )
     engine.store("abcd")
-    cache.tick(1.0)
-    while cache.chores.go_on():
-        pass
+    pass_time(cache, 1.0)
     for number in range(40):
         engine.store(f"{number:02}")
     assert engine.hits("abcd") == 4
     check_integrity(cache)
-    cache.tick(100.0)
-    while cache.chores.go_on():
-        pass
+    pass_time(cache, 100.0)
     for number in range(40):
         engine.store(f"-{number:02}")
     assert engine.hits("abcd") == 0
