@@ -8,40 +8,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from model_configs import COMMON, MODELS
 
 BLOCK = 32
-WINDOW = 100
-COMMON = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-LAYERS = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
-HYBRID = {"layer_types": LAYERS, "num_hidden_layers": len(LAYERS), "sliding_window": WINDOW, **HEADS}
-MODELS: dict[str, dict[str, Any]] = {
-    "gemma": {"model_type": "gemma3_text", **HYBRID},
-    "gpt-oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **HYBRID},
-    "mla": {
-        "model_type": "deepseek_v2",
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-    },
-}
+KINDS = ("gemma", "gpt-oss", "mla")
 GROUPS = 2  # full attention, and windows
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=KINDS)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -54,7 +29,7 @@ def daemon(start_module_daemon: Any) -> Any:
 @pytest.fixture(scope="module")
 def start(name: str, processes: Any, daemon: Any, write_model: Any) -> Any:
     """`start(engine)` starts an engine in the place of the last one, without the connector if it has no name."""
-    folder = write_model(name, {**COMMON, **MODELS[name]})
+    folder = write_model(name, COMMON | MODELS[name])
     process = processes()  # of its own: what vLLM sets up for experts stays
     options = {"model": folder, "kv_cache_memory_bytes": 64 << 20}
     return lambda engine="": process(engine, daemon.endpoint if engine else None, **options)
