@@ -99,7 +99,9 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
     """One KV cache group: the tokens of a block, and the size of each of its shards.
 
     `shard_bytes` is an int for one shard, or one int per shard. To continue after a prefix, an engine needs all its
-    blocks of a group of the kind FULL, and the last ones of a TAIL: see `needed`. Raises BadArgument.
+    blocks of a group of the kind FULL, and the last ones of a TAIL: see `needed`. If a FULL group is `followed`, the
+    block after the prefix must be cached in it, too: only that shows that the last block of the prefix is right.
+    Raises BadArgument.
     """
 
     block_tokens: int
@@ -107,6 +109,7 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
     kind: str = FULL
     reach: int = 0
     period: int = 0
+    followed: bool = False
 
     def __post_init__(self) -> None:
         shards = self.shard_bytes
@@ -118,6 +121,8 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
             raise BadArgument(f"reach {self.reach!r}: 1 to {MAX_REACH} blocks for {TAIL!r}, 0 for {FULL!r}")
         if not _is_int(self.period) or not 0 <= self.period <= MAX_BLOCK_TOKENS * (self.kind == TAIL):
             raise BadArgument(f"period {self.period!r}: 0 to {MAX_BLOCK_TOKENS} blocks for {TAIL!r}, 0 for {FULL!r}")
+        if self.followed and self.kind != FULL:
+            raise BadArgument(f"a group of the kind {self.kind!r} is not followed, only a {FULL!r} one is")
         if not _is_int(self.block_tokens) or not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
             raise BadArgument(f"block_tokens {self.block_tokens!r}: 1 to {MAX_BLOCK_TOKENS} tokens")
         if not 1 <= len(self.shards) <= MAX_SHARDS:
@@ -179,6 +184,8 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
             raise BadArgument(f"with groups of the kind {TAIL!r}, all groups have the same block_tokens")
         if self.tails and any(group.kind == FULL for group in self.groups[1:]):
             raise BadArgument(f"beside groups of the kind {TAIL!r}, there is at most one {FULL!r}, the first")
+        if not self.tails and any(group.followed for group in self.groups):
+            raise BadArgument(f"a group is followed only beside groups of the kind {TAIL!r}")
         if not MIN_HASH_BYTES <= self.hash_bytes <= MAX_HASH_BYTES:
             raise BadArgument(f"hash_bytes {self.hash_bytes}: {MIN_HASH_BYTES} to {MAX_HASH_BYTES}")
 
@@ -208,7 +215,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
         if len(self.groups) != len(other.groups):
             raise GeometryMismatch(f"{len(other.groups)} groups; registered with {len(self.groups)}")
         for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
-            for field in ("block_tokens", "shards", "kind", "reach", "period"):
+            for field in ("block_tokens", "shards", "kind", "reach", "period", "followed"):
                 if getattr(mine, field) != getattr(theirs, field):
                     raise GeometryMismatch(
                         f"group {number}: {field} {getattr(theirs, field)}; registered with {getattr(mine, field)}: "

@@ -37,7 +37,7 @@ TOKEN = bytes(range(16))
 REGION = b"\xaa" * 16
 LLAMA = NamespaceSpec("llama", (GroupSpec(16, 65536),), {"dtype": "bfloat16"}, 8)
 TWO_SHARDS = NamespaceSpec("m", (GroupSpec(32, (256, 512)),))
-HYBRID = NamespaceSpec("h", (GroupSpec(32, 256), GroupSpec(32, 512, TAIL, 4, 8)))
+HYBRID = NamespaceSpec("h", (GroupSpec(32, 256, followed=True), GroupSpec(32, 512, TAIL, 4, 8)))
 GEOMETRY = PoolGeometry(REGION, 10 << 20, 4 << 20, 2, 2 << 20)
 
 T = "c410 000102030405060708090a0b0c0d0e0f"
@@ -61,16 +61,17 @@ DOOR = [
 REQUESTS = [
     (
         messages.Attach(1, TOKEN, LLAMA, (0,), 1 << 30),
-        f"96 a6617474616368 01 {T} 94 a56c6c616d61 91 95 10 ce00010000 a466756c6c 00 00"
+        f"96 a6617474616368 01 {T} 94 a56c6c616d61 91 96 10 ce00010000 a466756c6c 00 00 c2"
         "81 a56474797065 a862666c6f61743136 08 91 00 ce40000000",
     ),
     (
         messages.Attach(2, TOKEN, TWO_SHARDS),
-        f"96 a6617474616368 02 {T} 94 a16d 91 95 20 92 cd0100 cd0200 a466756c6c 00 00 80 20 90 00",
+        f"96 a6617474616368 02 {T} 94 a16d 91 96 20 92 cd0100 cd0200 a466756c6c 00 00 c2 80 20 90 00",
     ),
     (
         messages.Attach(2, TOKEN, HYBRID),
-        f"96 a6617474616368 02 {T} 94 a168 92 95 20 cd0100 a466756c6c 00 00 95 20 cd0200 a47461696c 04 08 80 20 90 00",
+        f"96 a6617474616368 02 {T} 94 a168 92 96 20 cd0100 a466756c6c 00 00 c3"
+        "96 20 cd0200 a47461696c 04 08 c2 80 20 90 00",
     ),
     (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"9c a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3 c2 a0 00 c2 00"),
     (
@@ -294,6 +295,8 @@ BAD_SPECS = [
     (["m", [[16, 64, "full", 1]], {}, 32], "reach 1"),
     (["m", [[16, 64, "tail", 1, -1]], {}, 32], "period -1"),
     (["m", [[16, 64, "full", 0, 1]], {}, 32], "period 1"),
+    (["m", [[16, 64, "tail", 1, 0, True]], {}, 32], "'tail' is not followed"),
+    (["m", [[16, 64, "full", 0, 0, True]], {}, 32], "followed only beside"),
     (["m", [[16, 64, "tail", 8000], [16, 64, "tail", 193]], {}, 32], "8193 blocks"),
     (["m", [[16, 64, "full"], [32, 64, "tail", 1]], {}, 32], "same block_tokens"),
     (["m", [[16, 64, "tail", 1], [16, 64, "full"]], {}, 32], "the first"),

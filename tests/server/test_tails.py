@@ -25,6 +25,7 @@ from kvcache_server.core.slices import finish
 BYTES = 100 * KIB
 WINDOW, STATE, CHUNK = (GroupSpec(16, BYTES, TAIL, *reach) for reach in ((2,), (1,), (4, 4)))
 HYBRID = (GroupSpec(16, BYTES), WINDOW, STATE)
+FOLLOWED = (GroupSpec(16, BYTES, followed=True), WINDOW, STATE)  # of a model with a drafter that reads the next token
 
 
 def digest(path: str) -> bytes:
@@ -48,14 +49,15 @@ class Engine:
     def ask(self, request):
         return answer(self.cache, self.session, request, 0.0)
 
-    def runs(self, path: str, tails: bool | list[int] = True) -> list[m.Run]:
-        """Return the runs of a prompt, with what each tail needs at its end."""
+    def runs(self, path: str, tails: bool | list[int] = True, end: int | None = None) -> list[m.Run]:
+        """Return the runs of a prompt, with what each tail needs at its end, or after `end` blocks."""
         names = digests(path)
         runs = [m.Run(names)] if self.groups[0].kind == FULL else []
+        end = len(path) if end is None else end
         for number, group in enumerate(self.groups):
-            needed = group.needed(len(path))
+            needed = group.needed(end)
             if group.kind == TAIL and needed and (tails is True or (tails and number in tails)):
-                runs.append(m.Run(names[len(path) - needed :], None, number))
+                runs.append(m.Run(names[end - needed : end], None, number))
         return runs
 
     def reserve(self, runs: list[m.Run]) -> m.Reserved:
@@ -66,8 +68,8 @@ class Engine:
         request = m.Settle(1, b"", region, reserved.reservation, (0,), outcome, list(at))
         return self.ask(request).verdicts if reserved.reservation else b""
 
-    def store(self, path: str, tails: bool | list[int] = True) -> list[Refusal]:
-        reserved = self.reserve(self.runs(path, tails))
+    def store(self, path: str, tails: bool | list[int] = True, end: int | None = None) -> list[Refusal]:
+        reserved = self.reserve(self.runs(path, tails, end))
         self.settle(reserved)
         return [Refusal(each) for each in reserved.answers]
 
@@ -168,6 +170,83 @@ def test_pending_is_what_a_wait_would_add() -> None:
     assert engine.acquire("abcdef").pending == 2, "nothing can continue after the fifth"
     engine.settle(reserved)
     assert (engine.acquire("abcdef").hits, engine.acquire("abcdef").pending) == (4, 0)
+
+
+def test_a_hit_ends_where_the_next_block_is_cached_too() -> None:
+    engine = Engine(make_cache(), FOLLOWED)
+    engine.store("abcd")
+    assert engine.hits("abcdef") == engine.hits("abcd") == 0, "no block follows the fourth"
+    reserved = engine.reserve([m.Run(digests("abcde")[4:], digest("abcd"))])
+    assert (engine.acquire("abcdef").hits, engine.acquire("abcdef").pending) == (0, 4)
+    engine.settle(reserved)
+    found = engine.acquire("abcdef")
+    assert (found.hits, found.pending, len(found.slots) // REF_BYTES) == (4, 0, 4 + 2 + 1)
+    assert engine.hits("abcdx") == engine.hits("abcd") == 0, "not the block that follows in this prompt"
+    assert engine.hits("abcde", start=4) == 0
+    (space,) = figures(engine.cache, 0.0)["namespaces"]
+    assert (space["requested_blocks"], space["hit_blocks"]) == (5 + 3 + 5 * 3 + 4 + 3 + 4, 4)
+
+
+def test_the_block_that_follows_a_hit_is_used_with_it() -> None:
+    """It stays as long as the others, and the state before it is of use."""
+    engine = Engine(make_cache(extents=1, policy="lru"), (FOLLOWED[0], STATE))
+    engine.store("abcd", end=3)
+    for number in range(40):
+        engine.store(f"{number:02}")
+        assert engine.hits("abcd") == 3
+    check_integrity(engine.cache)
+
+
+def test_what_follows_a_hit_goes_no_earlier_because_it_has_become_a_leaf() -> None:
+    engine = Engine(make_cache(extents=1, policy="lru"), (FOLLOWED[0], STATE))
+    engine.store("abcdefgh", end=3)
+    engine.ask(m.Drop(1, b"", engine.namespace, digests("abcdefgh"), 4))
+    for letter in "ABCDEFGHIJKLMNO":
+        engine.store(letter, tails=False)
+    assert engine.cached(0) & set(digests("abcdefgh")) == set(digests("abcd"))
+    assert engine.hits("abcd") == 3
+    check_integrity(engine.cache)
+
+
+def test_without_the_block_that_follows_a_state_is_of_no_use() -> None:
+    engine = Engine(make_cache(extents=1, policy="lru"), (FOLLOWED[0], STATE))
+    engine.store("ab", end=1)
+    engine.store("abcdef", end=5)
+    assert engine.hits("ab") == 1
+    free = engine.cache.pool.slots_of(BYTES) - 8
+    for at in range(free):
+        engine.store(chr(1000 + at), tails=False)
+    engine.store("xy", tails=False)  # in place of the last block: the state before it goes, and three blocks above
+    assert engine.cached(0) & set(digests("abcdef")) == set(digests("ab"))
+    assert engine.cached(1) == {digest("a")} and engine.hits("ab") == 1
+    check_integrity(engine.cache)
+
+
+def test_a_retained_prompt_keeps_the_block_that_follows() -> None:
+    cache = make_cache(extents=1, policy="lru", retain_quota=0.5)
+    engine = Engine(cache, FOLLOWED)
+    engine.store("abc", end=3)
+    retain = m.Retain(1, b"", engine.namespace, digests("abcd"), 60.0)
+    assert engine.ask(retain).blocks == 0
+    engine.store("abcd", tails=False)
+    assert engine.ask(retain).blocks == 4
+    for number in range(40):
+        engine.store(f"{number:02}")
+    assert engine.hits("abcd") == 3
+    check_integrity(cache)
+
+
+def test_a_retention_takes_up_the_block_that_follows_as_the_end_of_a_longer_prefix() -> None:
+    cache = make_cache(extents=1, policy="lru", retain_quota=0.5)
+    engine = Engine(cache, (FOLLOWED[0], STATE))
+    engine.store("abc", end=2)
+    assert engine.ask(m.Retain(1, b"", engine.namespace, digests("abcde"), 60.0)).blocks == 3
+    engine.store("abcd", end=3)
+    pass_time(cache, 1.0)
+    for number in range(40):
+        engine.store(f"{number:02}")
+    assert engine.hits("abcd") == 3
+    check_integrity(cache)
 
 
 # How tails are stored.
@@ -330,6 +409,17 @@ def test_why_says_that_a_state_is_missing() -> None:
     assert "blocks 3-4  cached, but of no use: what layers with a window or a state need to continue there" in told
 
 
+def test_why_says_that_no_block_follows() -> None:
+    engine = Engine(make_cache(), FOLLOWED)
+    insight(engine.cache)
+    engine.store("abc", end=2)
+    engine.ask(m.Acquire(1, b"", engine.namespace, digests("abcd"), request="r"))
+    told = explain(engine.ask(m.Why(1, b"", "r")).answer)
+    assert "block 2     cached, but computed again: what a drafter has of its last token" in told
+    engine.ask(m.Acquire(1, b"", engine.namespace, digests("abc"), request="s"))
+    assert not engine.ask(m.Why(1, b"", "s")).answer["explained"], "all that it could hit"
+
+
 # Against a naive model.
 
 SLOTS = 14
@@ -347,6 +437,7 @@ class Node:
 class Model:
     """Blocks by group and prompt. Everything is looked for in all of them."""
 
+    groups: tuple[GroupSpec, ...]
     nodes: dict[tuple[int, str], Node] = field(default_factory=dict)
     leases: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
     tick: int = 0
@@ -359,26 +450,36 @@ class Model:
     def has(self, group: int, path: str) -> bool:
         return (group, path) in self.nodes and self.nodes[group, path].visible
 
+    @property
+    def followed(self) -> bool:
+        return self.groups[0].followed
+
+    def is_proof(self, path: str) -> bool:
+        """Whether an engine could continue before the last block of `path`, which follows there."""
+        needed = self.used(path[:-1], len(path) - 1, 0)[1:]
+        return self.followed and len(path) > 1 and all(each in self.nodes for each in needed)
+
     def children(self, path: str) -> list[tuple[int, str]]:
         return [key for key in self.nodes if (key[1] == path if key[0] else key[1][:-1] == path and key[1])]
 
     def boundary(self, path: str, start: int) -> int:
         def would_do(end: int) -> bool:
-            full = all(self.has(0, path[:at]) for at in range(1, end + 1))
+            full = all(self.has(0, path[:at]) for at in range(1, end + 1 + self.followed))
             return full and all(
                 self.has(group, path[: at + 1])
-                for group, spec in enumerate(HYBRID)
+                for group, spec in enumerate(self.groups)
                 if group
                 for at in range(max(start, end - spec.needed(end)), end)
             )
 
-        return max((end for end in range(start + 1, len(path) + 1) if would_do(end)), default=0)
+        ends = range(start + 1, len(path) + 1 - self.followed)
+        return max((end for end in ends if would_do(end)), default=0)
 
     def used(self, path: str, end: int, start: int) -> list[tuple[int, str]]:
         """Return what a hit uses, in the order of its use."""
-        return [(0, path[:end])] + [
+        return [(0, path[: end + self.followed])] + [
             (group, path[: at + 1])
-            for group, spec in enumerate(HYBRID)
+            for group, spec in enumerate(self.groups)
             if group
             for at in range(max(start, end - spec.needed(end)), end)
         ]
@@ -392,17 +493,17 @@ class Model:
         group, path = key
         self.remove(key)
         above = path if group else path[:-1]
-        if group and HYBRID[group].reach > 1:
+        if group and self.groups[group].reach > 1:
             self.evict_rest(group, above)
         while above:
             below = self.children(above)
             inner = any(not each for each, _ in below)
             needed = self.used(above, len(above), 0)[1:]
-            if not all(each in self.nodes for each in needed):
+            if not all(each in self.nodes for each in needed) or (self.followed and not inner):
                 for each in below:
-                    if each[0] and self.may_go(each) and not (inner and HYBRID[each[0]].reach > 1):
+                    if each[0] and self.may_go(each) and not (inner and self.groups[each[0]].reach > 1):
                         self.remove(each)
-            if not self.may_go((0, above)) or (0, above) == self.kept:
+            if not self.may_go((0, above)) or (0, above) == self.kept or self.is_proof(above):
                 return
             self.remove((0, above))
             above = above[:-1]
@@ -410,11 +511,11 @@ class Model:
     def evict_rest(self, group: int, path: str) -> None:
         """Without the first block of a window, the others are of no use, unless they are part of a longer run."""
         rest = []
-        for _ in range(HYBRID[group].reach):
+        for _ in range(self.groups[group].reach):
             below = [each for number, each in self.children(path) if not number]
             if len(below) != 1 or not self.has(group, below[0]):
                 for each in rest:
-                    for other in range(1, len(HYBRID)):
+                    for other in range(1, len(self.groups)):
                         if self.may_go((other, each)):
                             self.remove((other, each))
                 return
@@ -426,7 +527,8 @@ class Model:
         node = self.nodes.pop(key)
         above = (0, path if group else path[:-1])
         if above[1]:
-            self.nodes[above].tick = max(self.nodes[above].tick, node.tick) if self.children(above[1]) else FIRST
+            useful = self.children(above[1]) or self.is_proof(above[1])
+            self.nodes[above].tick = max(self.nodes[above].tick, node.tick) if useful else FIRST
 
     def make_room(self, keep: tuple[int, str]) -> bool:
         if len(self.nodes) < SLOTS:
@@ -466,25 +568,28 @@ paths = st.text(alphabet="ab", min_size=1, max_size=4)
 
 
 class TailsMachine(RuleBasedStateMachine):
+    groups = HYBRID
+
     def __init__(self) -> None:
         super().__init__()
         self.cache = make_cache(extents=1, policy="lru", pin_quota=1.0)
         spec = GroupSpec(16, 144 * KIB)
-        groups = tuple(GroupSpec(16, 144 * KIB, each.kind, each.reach) for each in HYBRID)
+        groups = tuple(GroupSpec(16, 144 * KIB, each.kind, each.reach, 0, each.followed) for each in self.groups)
         self.engine = Engine(self.cache, groups)
-        self.model = Model()
+        self.model = Model(groups)
         assert self.cache.pool.slots_of(spec.block_bytes) == SLOTS
 
-    @rule(path=paths, tails=st.sampled_from([[], [1], [2], [1, 2], [1, 2]]))
-    def store(self, path: str, tails: list[int]) -> None:
-        runs = self.engine.runs(path, tails)
+    @rule(path=paths, tails=st.sampled_from([[], [1], [2], [1, 2], [1, 2]]), before=st.integers(0, 1))
+    def store(self, path: str, tails: list[int], before: int = 0) -> None:
+        end = len(path) - before * self.model.followed
+        runs = self.engine.runs(path, tails, end)
         named = [[(run.group, each.decode().rstrip(".")) for each in run.hashes] for run in runs]
-        assert self.engine.store(path, tails) == self.model.store(named)
+        assert self.engine.store(path, tails, end) == self.model.store(named)
 
     @rule(stored=st.lists(paths, min_size=3, max_size=6))
     def store_many(self, stored: list[str]) -> None:
         for path in stored:
-            self.store(path, [1, 2])
+            self.store(path, [1, 2], 1)
 
     @rule(path=paths, start=st.integers(0, 3), pin=st.booleans())
     def acquire(self, path: str, start: int, pin: bool) -> None:
@@ -499,7 +604,7 @@ class TailsMachine(RuleBasedStateMachine):
             for key in used:
                 self.model.nodes[key].tick = self.model.next_tick()
             if found.lease:
-                self.model.leases[found.lease] = used
+                self.model.leases[found.lease] = used = [(0, path[: found.hits]), *used[1:]]
                 for key in used:
                     self.model.nodes[key].pins += 1
 
@@ -523,6 +628,14 @@ class TailsMachine(RuleBasedStateMachine):
 
 TailsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestTailsAgainstModel = TailsMachine.TestCase
+
+
+class FollowedMachine(TailsMachine):
+    groups = FOLLOWED
+
+
+FollowedMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestFollowedAgainstModel = FollowedMachine.TestCase
 
 
 def test_a_block_that_nobody_needs_goes_first_although_a_colder_one_became_busy() -> None:

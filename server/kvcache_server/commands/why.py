@@ -24,6 +24,8 @@ CAUSES = {
     "leases": "cached, but withheld: the session held as many leases as max_leases allows",
     "ranks_missing": "cached, but not offered: a rank of engine {own} was not attached and could not have loaded them",
     "no_tail": "cached, but of no use: what layers with a window or a state need to continue there was not",
+    "followed": "cached, but computed again: what a drafter has of its last token depends on the block after it, which "
+    "was not",
     "unexamined": "not examined: one answer covers a limited number of blocks",
     # They were cached.
     "room": "evicted {ages} earlier, to make room for blocks that engine {engine} saved{where}{worth}",

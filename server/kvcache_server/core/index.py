@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -23,7 +24,7 @@ from kvcache_proto.region import SLOT_ROW, slot_size
 from kvcache_proto.types import GroupSpec, Verdict
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.extent import Extent
-from kvcache_server.core.slices import LOOK
+from kvcache_server.core.slices import LOOK, STEP
 
 HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in the order of its account
@@ -392,10 +393,23 @@ class Group:
         block.unlink()
         block.account.leave(block)
         if parent is not None and parent is not self.root:
-            useless = parent.child is None and self.above.leaf_is_useless
+            useless = parent.child is None and self.above.leaf_is_useless and not self.above.is_proof(parent)
             parent.tick = GOES_FIRST if useless else later(parent.tick, block.tick)
             parent.account.enter(parent)
         return trusted
+
+    def can_continue(self, block: Block) -> bool:
+        """Whether tails have what an engine needs to continue after `block`, as far as the last STEP blocks show."""
+        for tail in self.tails:
+            for above in islice(block.ancestors(), 0 if tail.spec.period else min(tail.spec.reach, STEP)):
+                if above.hash not in tail.visible and above.hash not in tail.pending:
+                    return False
+        return True
+
+    def is_proof(self, block: Block) -> bool:
+        """Whether an engine could continue after the parent of `block`, and needs `block` to follow it for that."""
+        above = block.parent
+        return self.spec.followed and above is not None and above is not self.root and self.can_continue(above)
 
     @staticmethod
     def may_go(block: Block) -> bool:

@@ -26,7 +26,7 @@ class _Match(NamedTuple):
     """What all groups of a namespace with tails have for a lookup.
 
     `chain` are blocks of the full group, `tails` those that the engine needs to continue after `hits` blocks. See
-    Acquired for `pending` and `withheld`.
+    Acquired for `pending` and `withheld`. `proof` is the block that follows the hits, if there must be one.
     """
 
     chain: list[Block]
@@ -34,6 +34,7 @@ class _Match(NamedTuple):
     tails: Sequence[Block]
     pending: int
     withheld: int
+    proof: Block | None
 
 
 class Lookups:
@@ -97,8 +98,8 @@ class Lookups:
         if group is not tails[0]:
             long = len(hashes) > LOOK
             chain = (yield from self._long_prefix(session, group, hashes)) if long else group.prefix(hashes)
-            most = len(chain)
-            most_pending = most + group.pending_after(hashes, most)
+            most = len(chain) - group.spec.followed
+            most_pending = most + group.pending_after(hashes, len(chain))
         soon = 0
         if group.pending or any(tail.pending for tail in tails):
             has = [(tail.spec, partial(_has_soon, tail)) for tail in tails]
@@ -114,7 +115,8 @@ class Lookups:
                 break
             found = yield from self._holding(session, chain, boundary(tails, hashes, affordable, start))
         end, needed = found
-        return _Match(chain[:end], end, needed, max(soon - whole, 0), whole - end)
+        proof = chain[end] if end and group.spec.followed else None
+        return _Match(chain[:end], end, needed, max(soon - whole, 0), whole - end, proof)
 
     def _holding(self, session: Session, chain: Sequence[Block], steps: Steps[Result]) -> Steps[Result]:
         """Do `steps`, between which the blocks of `chain` stay."""
@@ -170,18 +172,24 @@ class Lookups:
         tails: Sequence[Block] = (),
         pending: int = 0,
         withheld: int = 0,
+        proof: Block | None = None,
     ) -> m.Acquired:
-        """Answer with `hits`: the blocks of `chain`, and those of `tails` that the engine needs with them."""
+        """Answer with `hits`: the blocks of `chain`, and those of `tails` that the engine needs with them.
+
+        `proof` follows them: it is of use, although the engine gets no reference to it.
+        """
         hashes = request.hashes
         if hits < len(hashes):
             missed = hashes[hits:]
             if len(hashes) <= LOOK:  # longer ones are checked already
                 check_hashes(missed, group.hash_bytes)
         engine = session.engine
-        self._learner.asked(engine, group, request, chain, hits, tails)
+        used = chain if proof is None else [*chain, proof]
+        self._learner.asked(engine, group, request, used, hits + (proof is not None), tails)
+        requested = max(0, len(hashes) - group.spec.followed)
         namespace.lookups += 1
-        namespace.requested_blocks += len(hashes)
-        self._counters["blocks_requested"] += len(hashes)
+        namespace.requested_blocks += requested
+        self._counters["blocks_requested"] += requested
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler is offered.
             self._counters["ranks_missing"] += 1
@@ -209,7 +217,7 @@ class Lookups:
             session.pin(lease, chain[-1] if chain else None, size, cover, tails)
         namespace.hit_blocks += hits
         if chain:
-            self._pool.read(chain[-1])
+            self._pool.read(proof or chain[-1])
             group.read_blocks += hits
         for block in tails:
             self._pool.read(block)

@@ -531,18 +531,25 @@ def _strength(retention: Retention) -> tuple[int, int]:
 
 
 def _cached(retention: Retention, most: int) -> _Cached:
-    """Return what is cached of the first `most` blocks, up to where an engine could continue."""
+    """Return what is cached of the first `most` blocks, up to where an engine could continue.
+
+    If a block must follow there, it is one of them.
+    """
     group, names = retention.group, retention.names
     chain = group.prefix(names[:most]) if group.spec.kind == FULL else []
     if not group.tails:
         return _Cached(len(chain), chain, [])
-    end, tails = finish(boundary(group.tails, names, len(chain) if group.spec.kind == FULL else most, 0))
+    followed = group.spec.followed
+    end, tails = finish(boundary(group.tails, names, len(chain) - followed if group.spec.kind == FULL else most, 0))
+    end += followed and end > 0
     return _Cached(end, chain[:end], tails)
 
 
 def _may_hold_more(retention: Retention) -> bool:
     """Whether blocks are cached that a retention does not hold yet."""
     group, names = retention.group, retention.names[retention.held : retention.wanted]
+    if retention.held and group.spec.followed:
+        names = retention.names[retention.held - 1 : retention.wanted]
     if not group.tails:
         return names[0] in group.visible
     return not all(tail.visible.keys().isdisjoint(names) for tail in group.tails)

@@ -165,7 +165,7 @@ def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limit
         return "ranks_missing", len(group.prefix(request.hashes))
     if any(tail.is_tail for tail in group.tails):
         beyond = len(group.prefix(request.hashes)) - reply.hits
-        return ("no_tail", beyond) if beyond else ("", 0)
+        return ("no_tail" if beyond > group.spec.followed else "followed", beyond) if beyond else ("", 0)
     return "", 0
 
 

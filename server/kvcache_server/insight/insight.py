@@ -121,7 +121,7 @@ class Insight:
         _, group = asker.group(request.namespace, request.group)
         if self.tap.on:
             self.tap.note(now, asker.engine.name, request, group.spec.block_tokens, reply.hits)
-        if reply.hits == len(request.hashes):
+        if reply.hits >= len(request.hashes) - group.spec.followed:
             return
         cause, blocks = kept_back(asker, request, reply, cache.limits)
         infinite = self._infinite.get(group.tag)

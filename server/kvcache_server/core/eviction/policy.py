@@ -350,21 +350,12 @@ class Eviction:
             if above is None:
                 return
             inner = any(not child.account.group.is_tail for child in islice(block.children(), MAX_GROUPS + 1))
-            if not self._can_continue(block):
+            if not group.can_continue(block) or (group.spec.followed and not inner):
                 self.evict_tails(block, cause, inner)
-            if not group.may_go(block):
+            if not group.may_go(block) or group.is_proof(block):
                 return
             self._pool.give_back(*self._evict(block, cause))
             block = above
-
-    @staticmethod
-    def _can_continue(block: Block) -> bool:
-        """Whether an engine could continue after `block`, as far as the last STEP blocks show."""
-        for tail in block.account.group.tails:
-            for above in islice(block.ancestors(), 0 if tail.spec.period else min(tail.spec.reach, STEP)):
-                if above.hash not in tail.visible and above.hash not in tail.pending:
-                    return False
-        return True
 
     def evict_tails(self, above: Block, cause: str, inner: bool = False) -> None:
         """Evict the blocks of tails that hang on a block. If it is an `inner` one, windows may still be part of later
