@@ -40,6 +40,19 @@ def request(prompt: int, tokens: int = 0) -> RequestView:
     return RequestView("r", tokens, prompt, [bytes([at]) * 32 for at in range(tokens // 2)])
 
 
+def test_what_is_volatile_is_left_out_once() -> None:
+    """By the daemon, if the number of hits depends on tails; then the block that follows the hits is asked for, too."""
+    assert several(FULL, volatile=1).usable(5) == 4
+    assert several(FULL, WINDOW, volatile=1).usable(5) == 5
+
+
+@pytest.mark.parametrize("prompt", [40, 41, 43])
+def test_windows_are_saved_where_a_prompt_is_found_again(prompt: int) -> None:
+    """Its last slot is volatile: a request with the same prompt continues before it, a longer one perhaps after it."""
+    assert several(FULL, WINDOW, volatile=1).tail_slots(1, request(prompt), 0, prompt // 4, None) == [7, 8, 9]
+    assert several(FULL, WINDOW, volatile=1).tail_slots(1, request(prompt), 0, 6, 6) == [3, 4, 5]
+
+
 # 12 tokens: block n of a group is 10 * group + n + 1; windows begin at token 7, states are before token 12.
 TABLES = [
     [1, 2, 3, 4, 5, 6],

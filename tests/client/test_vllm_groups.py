@@ -85,6 +85,8 @@ def test_groups_of_one_kind_are_one() -> None:
     assert [member.layers[0] for member in tail.members] == ["0.0", "2.0"]
     assert group_spec(full, 128, 1) == GroupSpec(128, 5 * PAGE * 8, FULL)
     assert group_spec(tail, 128, 2) == GroupSpec(128, (8 * PAGE * 8,) * 2, TAIL, 8)
+    assert group_spec(full, 128, 1, followed=True) == GroupSpec(128, 5 * PAGE * 8, FULL, followed=True)
+    assert not group_spec(tail, 128, 2, followed=True).followed
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,8 @@ def test_what_is_declined_is_named() -> None:
     two = (full, 1), (window, 1)
     assert not why_not_groups(VLLM, config(*two))
     assert not why_not_groups(drafting(False), config(*two))
-    assert why_not_groups(drafting(True), config(*two)).startswith("a drafter")
+    assert not why_not_groups(drafting(True), config(*two[::-1]))
+    assert why_not_groups(drafting(True), config((window, 1))).startswith("a drafter")
     assert not why_not_groups(drafting(True), config((full, 2)))
     old = config(*two)
     old.kv_cache_tensors = [SimpleNamespace(size=PAGE, shared_by=["0.0", "1.0"])]

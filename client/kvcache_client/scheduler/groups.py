@@ -96,19 +96,20 @@ class FullAttention:
         align: tokens after which a hit in the engine's own cache may end.
         has_full: whether blocks are of use only below all blocks before them.
         tails: the other groups, by number.
+        volatile: cached blocks at the end of those that are looked up which are computed all the same: a drafter's KV
+            in them depends on the token after them.
     """
 
     has_full = True
     tails: tuple[int, ...] = ()
 
     def __init__(self, block_tokens: int, blocks_per_slot: int, volatile: int = 0, prompt_only: bool = False) -> None:
-        """`volatile` cached blocks at the end of a hit are computed all the same: a drafter's KV depends on the next
-        token. With `prompt_only`, nothing that was generated is saved."""
+        """With `prompt_only`, nothing that was generated is saved."""
         self.block_tokens, self.blocks_per_slot = block_tokens, blocks_per_slot
         self.slot_tokens = block_tokens * blocks_per_slot
         self.align = block_tokens
         self.prompt_only = prompt_only
-        self._volatile = volatile
+        self.volatile = volatile
 
     def keys(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """Return the hashes of the cached blocks: the chained hash of the last engine block covers those before it."""
@@ -120,7 +121,7 @@ class FullAttention:
 
     def usable(self, hits: int) -> int:
         """Return how many of `hits` cached blocks may be loaded."""
-        return max(0, hits - self._volatile)
+        return max(0, hits - self.volatile)
 
     def full(self, request: RequestView, computed: int) -> int:
         """Return how many cached blocks are full, hashed and to be saved once `computed` tokens are computed.
@@ -174,6 +175,7 @@ class SeveralGroups(FullAttention):
         hash_tokens: int,
         prompt_only: bool = False,
         checkpoint_tokens: int = 0,
+        volatile: int = 0,
     ) -> None:
         """`checkpoint_tokens` are those between two boundaries in a prompt whose tails are saved; 0: only at its end.
 
@@ -181,12 +183,16 @@ class SeveralGroups(FullAttention):
         ends.
         """
         slot_tokens = specs[0].block_tokens
-        super().__init__(hash_tokens, slot_tokens // hash_tokens, prompt_only=prompt_only)
+        super().__init__(hash_tokens, slot_tokens // hash_tokens, volatile, prompt_only)
         self._groups, self._specs = groups, specs
         self._checkpoint = checkpoint_tokens // slot_tokens
         self.align = math.lcm(*(table.block_tokens for group in groups for table in group.tables))
         self.has_full = specs[0].kind == FULL
         self.tails = tuple(range(int(self.has_full), len(groups)))
+
+    def usable(self, hits: int) -> int:
+        """As above. If there are tails, the daemon has left out what is volatile: see `GroupSpec.followed`."""
+        return hits if self.tails else super().usable(hits)
 
     def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
         return [key for count in self._counts(hits, had) for key in keys[hits - count : hits]]
@@ -214,14 +220,16 @@ class SeveralGroups(FullAttention):
     def tail_slots(self, number: int, request: RequestView, first: int, end: int, limit: int | None) -> list[int]:
         """Return which slots of a tail, from `first` to `end`, are to be saved.
 
-        Those that are needed at the end of the prompt, also by a request that has to compute its last token; at a
-        `limit` of what is saved; at each checkpoint; and all that are generated. States are saved as they are made.
+        Those that are needed at the end of the prompt, also by a request that has to compute its last token, or what is
+        volatile; at a `limit` of what is saved; at each checkpoint; and all that are generated. States are saved as
+        they are made.
         """
         if self._groups[number].is_state:
             return []
         needed, step = self._specs[number].needed, self._checkpoint
         prompt = request.prompt_tokens // self.slot_tokens
-        boundaries = {prompt, (request.prompt_tokens - 1) // self.slot_tokens, prompt if limit is None else limit}
+        ends = {prompt, prompt if limit is None else limit}
+        boundaries = {(request.prompt_tokens - 1) // self.slot_tokens, *ends, *(end - self.volatile for end in ends)}
         if step:
             reach = self._specs[number].reach
             boundaries.update(range(-(-(first + 1) // step) * step, min(end + reach, prompt) + 1, step))

@@ -68,7 +68,7 @@ class Lookups:
         # A request that waits to be scheduled is looked up again and again: the daemon hears its name now and then.
         named = waited or not state.named_at or now - state.named_at > NAME_EVERY
         self.forget(state)
-        keys = self._group.keys(request.hashes)[:limit]
+        keys = self._group.keys(request.hashes)[: limit + self._group.volatile]
         had = start // self._group.blocks_per_slot if self._group.tails else 0
         try:
             lease = namespace.acquire(
@@ -91,8 +91,8 @@ class Lookups:
             state.saved = lease.hits + lease.pending
             if self._events is not None and not lease.withheld:
                 # With tails, what follows the hits may be there: from another boundary on, it can be loaded.
-                self._events.looked_up(request, lease.hits, lease.hits if self._group.tails else limit)
-            if waited and lease.hits == len(keys):
+                self._events.looked_up(request, lease.hits, lease.hits if self._group.tails else len(keys))
+            if waited and self._group.usable(lease.hits) == len(keys) - self._group.volatile:
                 self._notes.note(state, "came", now)
         names = self._group.references(keys, lease.hits, had) if lease.sums else ()
         sums = pick_sums(self._verify, names, lease.sums, self._shards, lease.region_id)

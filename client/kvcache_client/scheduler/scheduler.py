@@ -81,7 +81,7 @@ class Scheduler:
         self._wants_saves, self._wants_loads = saves, loads
         only_prompts = settings.save == "prompt"
         self._group = (
-            SeveralGroups(groups, spec.groups, block_tokens, only_prompts, settings.checkpoint_tokens)
+            SeveralGroups(groups, spec.groups, block_tokens, only_prompts, settings.checkpoint_tokens, volatile)
             if groups
             else FullAttention(block_tokens, blocks_per_slot, volatile, only_prompts)
         )

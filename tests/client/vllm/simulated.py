@@ -102,10 +102,14 @@ def windows(
     return {f"model.layers.{n}.attn": spec for n in range(first, first + layers)}
 
 
-def states(layers: int, first: int = 0, mode: str = "none") -> dict[str, Any]:
-    """Return Mamba layers whose states are as large as a page of attention. `mode` is vLLM's mamba_cache_mode."""
+def states(layers: int, first: int = 0, mode: str = "none", drafts: int = 0) -> dict[str, Any]:
+    """Return Mamba layers whose states are as large as a page of attention. `mode` is vLLM's mamba_cache_mode.
+
+    Of a model with a drafter, which proposes so many `drafts`, there is also a state after each of these.
+    """
     shapes = ((4, PAGE // ITEM // 8), (PAGE // ITEM // 2,))
-    spec = MambaSpec(BLOCK, shapes=shapes, dtypes=(torch.float32, torch.float32), mamba_cache_mode=mode)
+    facts = {"mamba_cache_mode": mode, "num_speculative_blocks": drafts}
+    spec = MambaSpec(BLOCK, shapes=shapes, dtypes=(torch.float32, torch.float32), **facts)
     return {f"model.layers.{n}.mixer": spec for n in range(first, first + layers)}
 
 
@@ -119,9 +123,11 @@ def sparse_latent(layers: int) -> dict[str, Any]:
     return found
 
 
-def drafter(layer: int, block: int = BLOCK) -> dict[str, Any]:
+def drafter(layer: int, block: int = BLOCK, window: int = 0) -> dict[str, Any]:
     """Return the layer of a drafter as Eagle's: the KV of a token depends on the next token, too."""
-    return {f"model.layers.{layer}.draft": FullAttentionSpec(**_attention(block))}
+    some = _attention(block)
+    spec = SlidingWindowSpec(**some, sliding_window=window) if window else FullAttentionSpec(**some)
+    return {f"model.layers.{layer}.draft": spec}
 
 
 def _attention(block: int) -> dict[str, Any]:
@@ -286,6 +292,8 @@ class Held:
     tables: list[list[int]]
     drafts: list[int] = dataclasses.field(default_factory=list)  # what the drafter proposes after the last token
     lora: Any = None
+    column: int | None = None  # of its tables, where its state is before any draft
+    kept: int = 0  # how many columns behind that its state is now: one for each draft that was kept
     _digests: list[int] = dataclasses.field(default_factory=list)
     _adapters: list[int] = dataclasses.field(default_factory=list)  # of each position, that which its KV is of
 
@@ -487,11 +495,20 @@ class Runner:
         """Copy states to the blocks in which this step goes on with them."""
         aligned = [layer for layer in self.layers.values() if layer.is_aligned]
         for name, begin in _computed(step).items() if aligned else ():
-            before, after = (begin - 1) // BLOCK, (begin + step.num_scheduled_tokens[name] - 1) // BLOCK
-            for layer in aligned:
-                if begin and before != after:
-                    table = self.held[name].tables[layer.group]
-                    layer.cells[table[after]] = layer.cells[table[before]]
+            held = self.held[name]
+            if self.drafts:
+                begin = min(begin, len(held.tokens) - 1)
+            before = (begin - 1) // BLOCK if held.column is None else held.column
+            held.column = after = (begin + step.num_scheduled_tokens[name] - 1) // BLOCK
+            if begin and before != after:
+                self._copy_states(held, before + held.kept, after)
+                held.kept = 0
+
+    def _copy_states(self, held: Held, source: int, target: int) -> None:
+        for layer in self.layers.values():
+            if layer.is_aligned:
+                table = held.tables[layer.group]
+                layer.cells[table[target]] = layer.cells[table[source]]
 
     def _forward(self, step: SchedulerOutput) -> ModelRunnerOutput:
         computed, names = _computed(step), list(step.num_scheduled_tokens)
@@ -544,7 +561,7 @@ class Runner:
         for layer in self.layers.values():
             table = held.tables[layer.group]
             if layer.is_state:
-                self._advance_state(name, layer, table, digests, begin, len(fed))
+                self._advance_state(name, layer, table, digests, begin, len(fed), len(fed) - known)
                 continue
             first = max(0, begin - layer.window + 1) if layer.window else 0
             self._check(name, layer, table, digests[layer.is_draft :], first, begin)
@@ -557,6 +574,9 @@ class Runner:
                 if at + 1 < len(fed) and fed[at + 1] != made[-1]:
                     break
             held.tokens += made
+            self._keep_states(held, known, len(made) - 1)
+        else:
+            held.kept = 0
         if self.drafts:
             digests = held.digests()[1:]
             for layer in self.layers.values():
@@ -588,16 +608,37 @@ class Runner:
         return np.array(table)[positions // block], positions % block
 
     def _advance_state(
-        self, name: str, layer: Layer, table: list[int], digests: np.ndarray, begin: int, end: int
+        self, name: str, layer: Layer, table: list[int], digests: np.ndarray, begin: int, end: int, drafts: int
     ) -> None:
-        """Read the state before token `begin`, and write that before token `end` in its place."""
-        block = table[(end - 1) // BLOCK if layer.is_aligned else 0]
+        """Read the state before token `begin`, and write that before token `end` in its place.
+
+        If the last of these tokens are drafts, write the state before each of them and after the last one, in columns
+        that follow each other: how many are kept is not known yet.
+        """
+        column, kept = 0, 0
+        if layer.is_aligned:
+            held = self.held[name]
+            assert held.column is not None
+            column, kept = held.column, held.kept
         if begin:
             expected = layer.content(digests[begin - 1 : begin])[0]
-            found = layer.cells[block, :, 0]
+            found = layer.cells[table[column + kept], :, 0]
             assert (found == expected).all(), f"request {name}, layer {layer.number}: wrong state before token {begin}"
-        assert block or not layer.is_aligned, f"request {name}: no block for the state before token {end}"
-        layer.cells[block, :, 0] = layer.content(digests[end - 1 : end])[0]
+        for at in range(max(0, drafts) + 1):
+            assert table[column + at] or not layer.is_aligned, f"request {name}: no block for a state of token {end}"
+            before = end - max(0, drafts) + at
+            layer.cells[table[column + at], :, 0] = layer.content(digests[before - 1 : before])[0]
+
+    def _keep_states(self, held: Held, first: int, kept: int) -> None:
+        """Note that `kept` drafts were, from token `first` on; if a block ends there or among them, keep its state."""
+        held.kept = kept
+        if held.column is None:
+            return
+        boundary = (first + kept) // BLOCK * BLOCK
+        if boundary >= first and held.column + boundary - first != boundary // BLOCK - 1:
+            self._copy_states(held, held.column + boundary - first, boundary // BLOCK - 1)
+            if held.column == boundary // BLOCK - 1:
+                held.kept = 0
 
 
 def _computed(step: SchedulerOutput) -> dict[str, int]:
@@ -856,6 +897,7 @@ class Engine:
         data_parallel_rank: int | None = None,
         heads: int = 0,
         layout: str = "LBHNC",
+        mtp: bool = False,
         **options: Any,
     ) -> None:
         """Make an engine with `blocks` device blocks, without our connector where there is no `endpoint`.
@@ -870,6 +912,7 @@ class Engine:
             heads: of the model, for which vLLM's part of a rank has its share; then the same tokens have the same KV in
                 engines with any number of ranks, and else other KV in each rank.
             layout: of KV, from vLLM 0.32 on.
+            mtp: whether the drafter, given as Eagle, is MTP: then vLLM knows that its layers are the last ones.
             options: vLLM's engine arguments.
         """
         folder.mkdir(exist_ok=True)
@@ -910,6 +953,8 @@ class Engine:
         config = EngineArgs(**arguments, async_scheduling=asynchronous and not stages).create_engine_config()
         config.parallel_config.worker_cls = f"{__name__}.SimulatedWorker"
         config.scheduler_config.async_scheduling = asynchronous  # vLLM turns it off for CPUs
+        if mtp:  # vLLM makes it of the models that have one
+            config.speculative_config.method = "mtp"
         if mla:  # the same
             config.cache_config.enable_prefix_caching = config.scheduler_config.enable_chunked_prefill = True
         if data_parallel_rank is not None:

@@ -57,11 +57,12 @@ def test_states_without_boundaries_are_declined(engines: Any, sim: Any, prompt: 
     assert "--mamba-cache-mode align" in said or not sim.HAS_GROUPS
 
 
-def test_a_drafter_beside_windows_is_declined(
+def test_a_drafter_without_full_attention_is_declined(
     engines: Any, sim: Any, prompt: Any, lines: list[str], tmp_path: Any
 ) -> None:
+    """No block shows that the one before it is right."""
     drafter = {"method": "eagle", "num_speculative_tokens": 3, "model": str(tmp_path / "model")}
-    specs = sim.full(1) | sim.windows(2, 2 * BLOCK, 1) | sim.drafter(3)
+    specs = sim.windows(2, 2 * BLOCK) | sim.drafter(2, window=BLOCK)
     one = engines("one", specs=specs, speculative_config=drafter, blocks=96)
     tokens = prompt(5 * BLOCK)
     assert one.generate(tokens, 9) == sim.expected(tokens, 9)

@@ -284,3 +284,152 @@ def test_states_that_vllm_retains_are_found(pair: Any, sim: Any, prompt: Any, id
         other = prompt(15 * BLOCK, whole[:shared])
         assert two.generate(other, 3) == sim.expected(other, 3)
         assert two.prefills[f"r{at}"] == (len(other) - hit, 0, hit)
+
+
+# With a drafter that reads the next token: the KV of a block's last token depends on the block after it.
+
+WINDOWS_DRAFTED = ("Gemma 3 with Eagle", "gpt-oss with Eagle", "Eagle with a window", "MTP with a window")
+STATES_DRAFTED = ("Qwen3-Next with MTP", "Qwen3-Next with Eagle")
+DRAFTED = WINDOWS_DRAFTED + STATES_DRAFTED
+
+
+@pytest.fixture
+def drafted(sim: Any, engines: Any, tmp_path: Any) -> Any:
+    """`drafted(name, **options)` makes two engines with that model and its drafter."""
+    if not sim.HAS_GROUPS:
+        pytest.skip("before vLLM 0.32, engines with several groups are declined")
+    layers = {
+        "Gemma 3 with Eagle": lambda: sim.full(1) | sim.windows(2, 2 * BLOCK, 1) | sim.drafter(3),
+        "gpt-oss with Eagle": lambda: sim.full(1) | sim.windows(2, BLOCK, 1) | sim.drafter(3),
+        "Eagle with a window": lambda: sim.full(1) | sim.windows(1, 2 * BLOCK, 1) | sim.drafter(2, window=2 * BLOCK),
+        "MTP with a window": lambda: sim.full(2) | sim.windows(1, BLOCK, 2) | sim.drafter(3, window=3 * BLOCK),
+        "Qwen3-Next with MTP": lambda: sim.full(1) | sim.states(3, 1, "align", 3) | sim.drafter(4),
+        "Qwen3-Next with Eagle": lambda: sim.full(1) | sim.states(3, 1, "align", 3) | sim.drafter(4),
+    }
+
+    def make(name: str, **options: Any) -> Any:
+        drafter = {"method": "eagle", "num_speculative_tokens": 3, "model": str(tmp_path / "model")}
+        drafter |= options.pop("drafter", {})
+        options = {"blocks": 96, "speculative_config": drafter, "mtp": "MTP" in name} | options
+        if name in STATES_DRAFTED:
+            options |= {"mamba_cache_mode": "align"}
+        return tuple(engines(each, specs=layers[name](), **options) for each in ("one", "two"))
+
+    return make
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_a_drafter_has_the_last_block_of_a_hit_computed_again(
+    drafted: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool
+) -> None:
+    """Another token after a block is another KV of the drafter in its last place."""
+    extra = {"checkpoint_tokens": BLOCK, "verify": "all"}
+    retained = {"prefix_cache_retention_interval": BLOCK, "max_num_batched_tokens": BLOCK + 8}
+    one, two = drafted(name, async_scheduling=is_async, extra=extra, **retained)
+    shared = prompt(6 * BLOCK)
+    for engine, hit in ((one, 0), (two, 5 * BLOCK)):
+        tokens = prompt(8 * BLOCK + 7, shared)
+        assert slowly(engine, tokens, 5) == sim.expected(tokens, 5)
+        assert engine.prefills["slow"] == (len(tokens) - hit, 0, hit)
+        idle()
+
+
+@pytest.mark.parametrize("rest", [0, 1, 5])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_a_prompt_is_found_again_up_to_the_block_before_its_last(
+    drafted: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool, rest: int
+) -> None:
+    one, two = drafted(name, async_scheduling=is_async, extra={"checkpoint_tokens": 0, "verify": "all"})
+    tokens = prompt(8 * BLOCK + rest)
+    for engine, hit in ((one, 0), (two, 7 * BLOCK)):
+        assert engine.generate(tokens, 40) == sim.expected(tokens, 40)
+        assert engine.prefills["r0"] == (len(tokens) - hit, 0, hit)
+        idle()
+    assert two.received == ["r0"]
+
+
+def test_vllm_may_be_told_to_keep_the_last_block(drafted: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """Engines that are told so share no blocks with others."""
+    pairs = [drafted("Gemma 3 with Eagle", drafter={"disable_eagle_block_drop": keeps}) for keeps in (True, False)]
+    tokens = prompt(8 * BLOCK + 5)
+    for pair, found in zip(pairs, (8 * BLOCK, 7 * BLOCK), strict=True):
+        for engine, hit in zip(pair, (0, found), strict=True):
+            assert engine.generate(tokens, 5) == sim.expected(tokens, 5)
+            assert engine.prefills["r0"] == (len(tokens) - hit, 0, hit)
+            idle()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", WINDOWS_DRAFTED)
+def test_what_is_generated_from_drafts_is_found(
+    drafted: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool
+) -> None:
+    one, two = drafted(name, async_scheduling=is_async)
+    tokens = prompt(2 * BLOCK + 9)
+    assert slowly(one, tokens, 5 * BLOCK) == sim.expected(tokens, 5 * BLOCK)
+    idle()
+    whole = [*tokens, *sim.expected(tokens, 5 * BLOCK)]
+    for at, shared in enumerate((len(whole), 5 * BLOCK + 3)):
+        assert two.reset()
+        follow_up = prompt(9 * BLOCK + 1, whole[:shared])
+        assert two.generate(follow_up, 3) == sim.expected(follow_up, 3)
+        hit = shared // BLOCK * BLOCK - BLOCK
+        assert two.prefills[f"r{at}"] == (len(follow_up) - hit, 0, hit)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", STATES_DRAFTED)
+def test_states_among_drafts(drafted: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool) -> None:
+    """A state at the end of a block is found, although drafts beyond it were computed, and perhaps kept."""
+    one, two = drafted(name, async_scheduling=is_async, prefix_cache_retention_interval=BLOCK)
+    hits = 0
+    for at in range(12):
+        tokens = prompt(2 * BLOCK + 9 + at)
+        assert slowly(one, tokens, 4 * BLOCK) == sim.expected(tokens, 4 * BLOCK)
+        idle()
+        follow_up = prompt(9 * BLOCK + 1, [*tokens, *sim.expected(tokens, 4 * BLOCK)])
+        assert two.generate(follow_up, 3) == sim.expected(follow_up, 3)
+        hits += two.prefills[f"r{at}"][2] > 2 * BLOCK
+    assert hits
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafts_in_chunks_and_on_little_memory(
+    drafted: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool
+) -> None:
+    options = {"blocks": 48, "max_model_len": 480, "max_num_batched_tokens": 96, "async_scheduling": is_async}
+    one, two = drafted(name, **options, extra={"checkpoint_tokens": 4 * BLOCK})
+    shared = prompt(4 * BLOCK + 1)
+    prompts = {str(at): prompt(5 * BLOCK + 23 * at, shared if at % 2 else ()) for at in range(6)}
+    for engine in (one, two, one):
+        engine.outputs.clear()
+        engine.generate_all(prompts, 70)
+        assert engine.outputs == {name: sim.expected(tokens, 70) for name, tokens in prompts.items()}
+        idle()
+        assert engine.reset()
+    assert two.received
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafts_while_blocks_are_given_to_others(drafted: Any, prompt: Any, one_by_one: Any, name: str) -> None:
+    prompts = [prompt(12 * BLOCK + at) for at in range(20)]
+    one, two = drafted(name, blocks=64, max_model_len=480, max_num_seqs=1)
+    one_by_one((one, two), prompts)
+    assert two.received
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_what_a_drafting_engine_has_of_its_own_is_not_loaded(
+    drafted: Any, sim: Any, prompt: Any, idle: Any, name: str
+) -> None:
+    one, two = drafted(name)
+    tokens = prompt(12 * BLOCK + 3)
+    one.generate(tokens)
+    idle()
+    begin = tokens[: 9 * BLOCK + 1]
+    assert two.generate(begin) == sim.expected(begin, 1)
+    assert two.generate(tokens, 3) == sim.expected(tokens, 3)
+    assert two.prefills["r1"] == (BLOCK + 3, 8 * BLOCK, 3 * BLOCK)

@@ -187,10 +187,13 @@ def lora_in_hashes(lora: Any) -> tuple[Any, ...]:
     return tuple(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
 
 
-def reads_next_token(drafter: Any) -> bool:
+def reads_next_token(vllm_config: Any) -> bool:
     """Return whether a drafter's KV depends on the next token: vLLM then computes the last block of a hit again.
 
     From 0.32 on the drafter's configuration says so, and may be told to keep that block.
     """
+    drafter = vllm_config.speculative_config
+    if drafter is None:
+        return False
     says = getattr(drafter, "use_eagle_block_drop", drafter.use_eagle)
     return bool(says())

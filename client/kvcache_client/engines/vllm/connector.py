@@ -256,7 +256,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def _open_scheduler(
         self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int, joining: Iterable[int] = ()
     ) -> Scheduler | None:
-        transfer, drafter = self._vllm_config.kv_transfer_config, self._vllm_config.speculative_config
+        transfer = self._vllm_config.kv_transfer_config
         tokens, config = engine_block_size(self._kv_cache_config), self._kv_cache_config
         if self._groups:
             tokens, per_slot = hash_tokens(config), per_slot * tokens // hash_tokens(config)
@@ -272,7 +272,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 per_slot,
                 saves=transfer.is_kv_producer,
                 loads=transfer.is_kv_consumer,
-                volatile=int(drafter is not None and compat.reads_next_token(drafter)),
+                volatile=int(compat.reads_next_token(self._vllm_config)),
                 events=self._wants_events,
                 checkpoint=lambda: checkpoint_id(self._vllm_config),
                 groups=[merged.group for merged in self._groups],

@@ -88,12 +88,11 @@ def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
             f"{_names(groups)}: before vLLM 0.32, a load that fails ends an engine with other groups than one of full "
             "attention"
         )
-    members = list(_members(kv_cache_config))
+    members = sorted(_members(kv_cache_config), key=lambda member: member.kind != _KINDS[0])
     if not members:
         return "no KV cache group takes part in vLLM's prefix caching"
-    drafter = vllm_config.speculative_config
-    if drafter is not None and compat.reads_next_token(drafter):
-        return f"a drafter that reads the next token, beside {_names(groups)}: this version does not cache that"
+    if compat.reads_next_token(vllm_config) and members[0].kind != _KINDS[0]:
+        return f"a drafter that reads the next token, beside {_names(groups)} without full attention"
     hashed = hash_tokens(kv_cache_config)
     for member in members:
         if member.kind == _STATE and str(getattr(member.spec, "mamba_cache_mode", "none")) != "align":
@@ -142,12 +141,20 @@ def merged_groups(kv_cache_config: Any, slot_tokens: int) -> list[Merged]:
     return [_merge(kind, kept, chunk, tuple(members), slot_tokens) for (kind, kept, chunk), members in found.items()]
 
 
-def group_spec(merged: Merged, slot_tokens: int, shards: int) -> GroupSpec:
-    """Return the group with the bytes of its slots."""
+def group_spec(merged: Merged, slot_tokens: int, shards: int, followed: bool = False) -> GroupSpec:
+    """Return the group with the bytes of its slots; one of full attention is `followed`, if so said.
+
+    A drafter that reads the next token has, for the last token of a slot, KV that depends on the slot after it. Where
+    that one is cached, the slot's writer had the same next token, but for two that write the same slot and differ in
+    the next one: vLLM, too, takes the KV of the first, and its drafts are worse by a token. So it is for every slot of
+    a hit: all but the last are followed by slots of the hit. It does not matter in which group the drafter's layers
+    are: the slots of a window have the hashes of those of full attention. A state has none of a drafter.
+    """
     group = merged.group
     size = sum(table.blocks * member.block_bytes for table, member in zip(group.tables, merged.members, strict=True))
     kind = TAIL if group.reach else FULL
-    return GroupSpec(slot_tokens, size if shards == 1 else (size,) * shards, kind, group.reach, group.period)
+    sizes = size if shards == 1 else (size,) * shards
+    return GroupSpec(slot_tokens, sizes, kind, group.reach, group.period, followed and kind == FULL)
 
 
 def kind_of(spec: Any) -> str:

@@ -230,7 +230,10 @@ def namespace_spec(
     quantized = compat.quantizes_loaded_kv(vllm_config)
     if quantized is not None:
         identity["fa_quant"] = str(quantized)
-    groups = [group_spec(each, tokens, split.number) for each in merged]
+    followed = len(merged) > 1 and compat.reads_next_token(vllm_config)
+    if followed:  # an engine that is told to keep the last block of a hit does not share blocks with others
+        identity["draft"] += ", followed"
+    groups = [group_spec(each, tokens, split.number, followed) for each in merged]
     if not groups:
         block_bytes = rank_block_bytes(kv_cache_config) * blocks_per_slot
         shard_bytes = block_bytes if split.number == 1 else (block_bytes // split.parts,) * split.number
@@ -271,7 +274,7 @@ def with_stages(spec: NamespaceSpec, split: Shards, stages: Sequence[Sequence[Sh
         raise ConfigError("a pipeline stage has no layer of a KV cache group that another stage has layers of")
     writers = [share.sizes for stage in stages for share in stage[:: split.replicas] for _ in range(split.parts)]
     groups = [
-        GroupSpec(group.block_tokens, sizes, group.kind, group.reach, group.period)
+        GroupSpec(group.block_tokens, sizes, group.kind, group.reach, group.period, group.followed)
         for group, sizes in zip(spec.groups, zip(*writers, strict=True), strict=True)
     ]
     described = "; ".join(dict.fromkeys(stage[0].described for stage in stages))
