@@ -194,6 +194,14 @@ def test_a_layout_parts_namespaces() -> None:
     assert spec_of(cache=old, here=HERE._replace(layout="NHD")).id != spec_of(cache=older).id
 
 
+@pytest.mark.parametrize(
+    "other", [FullAttentionSpec(dtype="fp8"), FullAttentionSpec(head_size=256), MLAAttentionSpec()]
+)
+def test_what_a_layer_has_for_a_token_parts_namespaces(other: Any) -> None:
+    """Also where blocks have as many bytes: flags of vLLM decide it, too, not only the model's configuration."""
+    assert spec_of(cache=kv_cache_config(other)).id != spec_of().id
+
+
 def test_a_random_seed_is_shared_with_nobody_but_the_engines_own_ranks() -> None:
     random = HERE._replace(seed="")
     assert spec_of(here=random, engine_id="a").id == spec_of(here=random, engine_id="a").id

@@ -361,6 +361,8 @@ class Runner:
         self.connector: Any = None
         self._connectors: WeakValueDictionary[Any, Any] = WeakValueDictionary()
         self.hooks: ActiveKVConnector | None = None
+        # Whether it may write to what a step gives to requests right after `handle_preemptions`, as vllm-ascend's V1.
+        self.writes_at_once = False
         self.repeats = False  # whether each step's metadata is bound twice, as some runners do
         self.received: list[str] = []  # requests whose loads were reported, as often as they were
         self.computed = 0  # tokens
@@ -428,6 +430,8 @@ class Runner:
     def _execute_v1(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if self.connector is not None:
             self.connector.handle_preemptions(step.kv_connector_metadata)
+            if self.writes_at_once:
+                assert not self._given(step) & self.jobs.blocks("save"), "a block is overwritten while it is saved"
         self._update(step)
         if not step.total_num_scheduled_tokens:
             if self.connector is None:
@@ -459,6 +463,20 @@ class Runner:
                 self.hooks.finish_forward()
             output.kv_connector_output = self.hooks.post_forward(step.finished_req_ids)
         return output
+
+    def _given(self, step: SchedulerOutput) -> set[int]:
+        """Return the blocks that a step gives to requests."""
+        sizes = {layer.group: layer.cells.shape[2] for layer in self.layers.values() if not layer.is_state}
+        cached = step.scheduled_cached_reqs
+        tables = [(new.num_computed_tokens, new.block_ids) for new in step.scheduled_new_reqs]
+        for name, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            tables.append((computed if name in cached.resumed_req_ids else 0, added or ()))
+        return {
+            block
+            for computed, several in tables
+            for group, table in enumerate(several)
+            for block in table[computed // sizes.get(group, BLOCK) :]
+        }
 
     def _update(self, step: SchedulerOutput) -> None:
         for name in step.finished_req_ids:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -68,6 +71,69 @@ def test_a_drafter_without_full_attention_is_declined(
     assert one.generate(tokens, 9) == sim.expected(tokens, 9)
     (said,) = declined(lines)
     assert said.startswith("a drafter that reads the next token") or not sim.HAS_GROUPS
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "float16"},
+        {"kv_cache_dtype": "fp8"},
+        {"hf_overrides": {"rope_theta": 5e5}},
+        {"seed": 7},  # of random weights
+        {"extra": {"weights_version": "v2"}},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_engines_that_compute_something_else_share_nothing(
+    engines: Any, sim: Any, prompt: Any, idle: Any, other: dict[str, Any]
+) -> None:
+    """The hashes of equal tokens are equal, all the same."""
+    tokens = prompt(3 * BLOCK + 1)
+    for name, options, loaded in (("one", {}, 0), ("two", other, 0), ("three", {}, 3 * BLOCK)):
+        engine = engines(name, **options)
+        assert engine.generate(tokens) == sim.expected(tokens, 1)
+        assert engine.prefills["r0"] == (len(tokens) - loaded, 0, loaded)
+        idle()
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+def test_a_random_seed_is_named(
+    engines: Any, sim: Any, prompt: Any, idle: Any, lines: list[str], monkeypatch: Any, algorithm: str
+) -> None:
+    """Engines then share nothing. From 0.32 on, vLLM fixes the seed of cryptographic hashes."""
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.delenv("PYTHONHASHSEED")
+    tokens = prompt(3 * BLOCK + 1)
+    fixed = algorithm == "sha256" and hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+    for name in ("one", "two"):
+        engine = engines(name, prefix_caching_hash_algo=algorithm)
+        assert engine.generate(tokens) == sim.expected(tokens, 1)
+        idle()
+    assert engine.prefills["r0"][2] == (3 * BLOCK if fixed else 0)
+    said = [line for line in lines if "Set PYTHONHASHSEED=0" in line]
+    assert len(said) == (0 if fixed else 2), "one line for each engine"
+
+
+@pytest.mark.usefixtures("runner")
+def test_the_plugin_starts_nothing(daemon: Any) -> None:
+    """vLLM loads it into the process of its API server, too."""
+    program = """
+import sys, threading
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+before = {*threading.enumerate()}
+from kvcache_client.engines.vllm.plugin import register_vllm_connector
+register_vllm_connector()
+import torch
+print(len({*threading.enumerate()} - before), torch.cuda.is_initialized(), "kvcache_client.connector" in sys.modules)
+connector = KVConnectorFactory.get_connector_class_by_name("KVCacheServerConnector")
+print(connector.__name__, len({*threading.enumerate()} - before), torch.cuda.is_initialized())
+"""
+    environment = {**os.environ, "KVCACHE_ENDPOINT": daemon.endpoint, "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ended.stdout.splitlines()[-2:] == ["0 False False", "KVCacheServerConnector 0 False"], ended.stderr
+    assert not daemon.status()["sessions"]
 
 
 def test_an_engine_without_a_daemon_runs(engines: Any, sim: Any, prompt: Any, tmp_path: Any) -> None:

@@ -38,6 +38,21 @@ def test_engines_with_other_numbers_of_ranks_load_what_each_has_saved(
     assert size == 2 * 3 * 2 * sim.PAGE
 
 
+def test_the_layout_that_is_asked_for_is_one_that_vllm_has(by_head: Any, sim: Any) -> None:
+    """By its older name before 0.32: vLLM then passes a connector's wish to attention backends as it is."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+
+    with set_current_vllm_config(by_head("one", 1).core.vllm_config):
+        wanted = get_kv_connector_cache_layout()
+    if hasattr(sim.layouts, "is_valid_kv_cache_layout"):
+        assert sim.layouts.is_valid_kv_cache_layout(wanted) and wanted == "HND"
+    else:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        assert wanted in KVCacheLayout.__members__
+
+
 def test_the_device_has_the_first_block_of_a_slot(by_head: Any, sim: Any, prompt: Any, idle: Any) -> None:
     """What it has is not loaded again, neither as a whole nor in parts."""
     tokens = prompt(6 * BLOCK + 7)

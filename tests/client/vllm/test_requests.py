@@ -63,6 +63,20 @@ def test_a_prefix_is_a_partial_hit(engines: Any, sim: Any, prompt: Any, idle: An
     assert one.prefills["r2"] == (BLOCK, 3 * BLOCK, 3 * BLOCK)
 
 
+def test_prompts_that_part_within_a_cached_block(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """A cached block of several of the engine's has the hash of the last of them."""
+    one, two = (engines(name, extra={"block_size": 3 * BLOCK}) for name in ("one", "two"))
+    tokens = prompt(6 * BLOCK + 1)
+    one.generate(tokens)
+    idle()
+    for shared, hit in ((5 * BLOCK, 3 * BLOCK), (4 * BLOCK, 3 * BLOCK), (2 * BLOCK, 0)):
+        other = prompt(6 * BLOCK + 1, tokens[:shared])
+        assert two.generate(other, name=f"{shared}") == sim.expected(other, 1)
+        assert two.prefills[f"{shared}"] == (len(other) - hit, 0, hit)
+        idle()
+        assert two.reset()
+
+
 def test_a_load_is_asynchronous_and_ends_once(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
     tokens = prompt(6 * BLOCK + 3)
     one, two = engines("one"), engines("two")
@@ -144,6 +158,19 @@ def test_what_a_step_brings_is_done_once(engines: Any, sim: Any, prompt: Any, id
         idle()
     assert one.counters["saved_bytes"] == 6 * 3 * sim.PAGE
     assert two.counters["loaded_bytes"] == 4 * 3 * sim.PAGE
+    assert two.received == ["r0"]
+
+
+def test_a_runner_that_does_not_call_handle_preemptions(
+    engines: Any, sim: Any, prompt: Any, idle: Any, monkeypatch: Any
+) -> None:
+    """Saves then begin where the step's metadata is bound, which is before its forward pass, too."""
+    tokens = prompt(5 * BLOCK + 1)
+    one, two = engines("one"), engines("two")
+    for engine in (one, two):
+        monkeypatch.setattr(engine.runners[0].connector, "handle_preemptions", lambda metadata: None)
+        assert engine.generate(tokens, 2) == sim.expected(tokens, 2)
+        idle()
     assert two.received == ["r0"]
 
 
@@ -241,6 +268,7 @@ def test_blocks_are_given_to_others_while_they_are_saved(engines: Any, prompt: A
     prompts = [prompt(20 * BLOCK + at) for at in range(20)]
     small = {"blocks": 30, "max_model_len": 800, "max_num_seqs": 1}
     one, two = engines("one", **small), engines("two", **small)
+    one.runners[0].writes_at_once = two.runners[0].writes_at_once = True
     one_by_one((one, two), prompts)
     assert two.received
 
