@@ -283,6 +283,20 @@ def test_what_torch_npu_has_queued_on_the_host_comes_before_a_save(npu: Npu, ben
     assert raced == 0
 
 
+def test_a_load_waits_for_a_fenced_save_whatever_stream_the_engine_starts_it_on(now: Npu, bench: Bench) -> None:
+    bench.register()
+    before = bench.blocks()
+    bench.put(39, before[0])
+    bench.rig.delay()
+    bench.save([4], [0])
+    bench.device.fence([4])
+    with torch.npu.stream(torch.npu.Stream()):
+        bench.load([4], [39])
+    bench.finish()
+    assert bench.slot(0) == before[4]
+    assert bench.block(4) == before[0]
+
+
 def test_the_engine_does_not_wait_where_the_device_takes_no_more(npu: Npu, bench: Bench) -> None:
     """The computing stream stands still until this very thread lets it go on."""
     bench.register()
