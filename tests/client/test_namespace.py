@@ -326,6 +326,9 @@ def test_what_the_engine_says_of_its_replicas_goes_first() -> None:
 
 def test_a_rank_s_bytes_before_and_after_one_allocation() -> None:
     assert rank_block_bytes(kv_cache_config()) == 8192
+    several = kv_cache_config()
+    several.kv_cache_tensors *= 2  # views of the one allocation, whose size each of them says
+    assert rank_block_bytes(several) == 8192
     old = kv_cache_config()
     old.kv_cache_tensors = [SimpleNamespace(size=100 * 4096, shared_by=[name]) for name in "ab"]
     assert rank_block_bytes(old) == 8192
