@@ -336,6 +336,32 @@ def test_blocks_after_which_nobody_can_continue_go_with_the_state() -> None:
     check_integrity(engine.cache)
 
 
+def test_all_blocks_of_a_prompt_go_with_the_first_block_of_its_window() -> None:
+    engine = Engine(make_cache(extents=1, policy="lru"), (GroupSpec(16, BYTES), WINDOW))
+    engine.store("vwxyz")
+    for letter in "ABCDEFGHIJKLM":
+        engine.store(letter, tails=False)
+    assert len(engine.cached(0)) + len(engine.cached(1)) == engine.cache.pool.slots_of(BYTES) == 20
+    engine.store("N", tails=False)
+    assert [engine.cached(number) & set(digests("vwxyz")) for number in (0, 1)] == [set(), set()]
+    check_integrity(engine.cache)
+
+
+def test_a_long_prompt_that_nobody_can_use_goes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache_server.core.eviction.policy.STEP", 4)
+    cache = make_cache(extents=1, policy="lru")
+    engine, prompt = Engine(cache, (GroupSpec(16, BYTES), STATE)), "abcdefghijklmno"
+    engine.store(prompt)
+    for letter in "ABCDE":
+        engine.store(letter, tails=False)
+    left = engine.cached(0) & set(digests(prompt))
+    assert len(left) == 15 - 4, "no more than a slice at once"
+    while cache.chores.go_on():
+        check_integrity(cache)
+    assert not engine.cached(0) & set(digests(prompt))
+    check_integrity(cache)
+
+
 def test_groups_of_two_sizes_share_the_pool_without_cutting_it_again_and_again() -> None:
     state = GroupSpec(16, 3 * BYTES, TAIL, 1)
     cache = make_cache(extents=8, policy="lru")
@@ -494,8 +520,11 @@ class Model:
         self.remove(key)
         above = path if group else path[:-1]
         if group and self.groups[group].reach > 1:
-            self.evict_rest(group, above)
-        while above:
+            self.evict_useless(self.evict_rest(group, above))
+        self.evict_useless(above)
+
+    def evict_useless(self, above: str) -> None:
+        while above and (0, above) in self.nodes:
             below = self.children(above)
             inner = any(not each for each, _ in below)
             needed = self.used(above, len(above), 0)[1:]
@@ -508,19 +537,19 @@ class Model:
             self.remove((0, above))
             above = above[:-1]
 
-    def evict_rest(self, group: int, path: str) -> None:
+    def evict_rest(self, group: int, path: str) -> str:
         """Without the first block of a window, the others are of no use, unless they are part of a longer run."""
-        rest = []
+        rest = [path]
         for _ in range(self.groups[group].reach):
-            below = [each for number, each in self.children(path) if not number]
+            below = [each for number, each in self.children(rest[-1]) if not number]
             if len(below) != 1 or not self.has(group, below[0]):
-                for each in rest:
+                for each in rest[1:]:
                     for other in range(1, len(self.groups)):
                         if self.may_go((other, each)):
                             self.remove((other, each))
-                return
-            path = below[0]
-            rest.append(path)
+                return rest[-1]
+            rest.append(below[0])
+        return path
 
     def remove(self, key: tuple[int, str]) -> None:
         group, path = key

@@ -76,7 +76,7 @@ class Cache:
         self.pool = Pool(self.rows, seed & ((1 << 63) - 1))
         draw = keyed_draw(secret)
         self.lots = Lots(draw)
-        self.eviction = Eviction(self.pool, limits, self.counters, self.effects, draw, self.lots, policy)
+        self.eviction = Eviction(self.pool, limits, self.counters, self.effects, self.chores, draw, self.lots, policy)
         self.learner = self.eviction.learner
         self.registry = Registry(self.pool, self.eviction, limits, self.counters, self.effects)
         # Shorthands.

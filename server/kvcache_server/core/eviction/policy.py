@@ -30,7 +30,7 @@ from kvcache_server.core.index import (
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sampling import Draw, Lots
-from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.core.slices import LOOK, STEP, Chores, Steps
 
 # Why a block was evicted: for another block; the engine's or its namespace's ceiling; slots of another size; a resize;
 # for another block, after an engine had said that nobody needs it again.
@@ -69,6 +69,7 @@ class Eviction:
         limits: Limits,
         counters: Counter[str],
         effects: Effects,
+        chores: Chores,
         draw: Draw,
         lots: Lots,
         policy: str = WORTH,
@@ -77,6 +78,7 @@ class Eviction:
         self._pool = pool
         self._counters = counters
         self._effects = effects
+        self._chores = chores
         self.learner = Learner(pool, draw, lots, policy != LRU)
         self.guard = self.learner.guard
         self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
@@ -321,41 +323,55 @@ class Eviction:
         above, group = block.parent, block.account.group
         place = self._evict(block, cause)
         if above is not None and group.above.leaf_is_useless and not self.frozen:
-            if group.is_tail:
-                self._evict_rest(group, above, cause)
-            self._evict_useless(above, cause)
+            last = self._evict_rest(group, above, cause) if group.is_tail else above
+            for at in (last, above) if last is not above else (above,):
+                left = self._evict_useless(at, cause)
+                if left is not None:
+                    work = self._evicting_useless(left, cause)
+                    self._chores.do(self._effects.on_behalf(self._effects.actor, work))
         return place
 
-    def _evict_rest(self, tail: Group, above: Block, cause: str) -> None:
-        """Evict the rest of a window of which the block at `above` has gone, unless it is part of a later one."""
-        rest: list[Block] = []
+    def _evict_rest(self, tail: Group, above: Block, cause: str) -> Block:
+        """Evict the rest of a window of which the block at `above` has gone, unless it is part of a later one.
+
+        Return the last block on which the window hung.
+        """
+        rest = [above]
         for _ in range(min(tail.spec.reach, STEP)):
-            below = [child for child in islice(above.children(), MAX_GROUPS + 1) if not child.account.group.is_tail]
+            below = [child for child in islice(rest[-1].children(), MAX_GROUPS + 1) if not child.account.group.is_tail]
             if len(below) != 1 or tail.visible.get(below[0].hash) is None:
                 break
-            above = below[0]
-            rest.append(above)
+            rest.append(below[0])
         else:
-            return
-        for above in rest:
-            self.evict_tails(above, cause)
+            return above
+        for each in rest[1:]:
+            self.evict_tails(each, cause)
+        return rest[-1]
 
-    def _evict_useless(self, block: Block, cause: str) -> None:
+    def _evicting_useless(self, block: Block, cause: str) -> Steps[None]:
+        """Continue what `_evict_useless` has left."""
+        left: Block | None = block
+        while left is not None:
+            yield
+            left = None if self.frozen else self._evict_useless(left, cause)
+
+    def _evict_useless(self, block: Block, cause: str) -> Block | None:
         """Evict what hangs on a block, and the block and those above it, as far as no engine can use them any more.
 
-        At most STEP blocks upwards; what is left then goes first.
+        At most STEP blocks upwards: return the block to continue with, None if it is done.
         """
         for _ in range(STEP):
             above, group = block.parent, block.account.group
             if above is None:
-                return
+                return None
             inner = any(not child.account.group.is_tail for child in islice(block.children(), MAX_GROUPS + 1))
             if not group.can_continue(block) or (group.spec.followed and not inner):
                 self.evict_tails(block, cause, inner)
             if not group.may_go(block) or group.is_proof(block):
-                return
+                return None
             self._pool.give_back(*self._evict(block, cause))
             block = above
+        return block
 
     def evict_tails(self, above: Block, cause: str, inner: bool = False) -> None:
         """Evict the blocks of tails that hang on a block. If it is an `inner` one, windows may still be part of later
