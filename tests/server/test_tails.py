@@ -375,6 +375,22 @@ def test_groups_of_two_sizes_share_the_pool_without_cutting_it_again_and_again()
     check_integrity(cache)
 
 
+def test_slots_that_long_prompts_leave_are_not_cut_for_states() -> None:
+    cache = make_cache(extents=48, policy="lru")
+    engine = Engine(cache, (GroupSpec(16, BYTES), GroupSpec(16, 3 * BYTES, TAIL, 1)))
+    engine.store("abcdefghijklmno")
+    engine.store("ABCDEFGHIJK")
+    short = map(chr, range(1000, 2000))
+    while not cache.eviction.evictions:
+        engine.store(next(short))
+    engine.store("-", tails=False)  # a full block that could go, but not yet
+    for _ in range(8):
+        engine.store(next(short))
+    assert not engine.cached(0) & set(digests("abcdefghijklmno") + digests("ABCDEFGHIJK"))
+    assert not cache.eviction.evictions["recut"]
+    check_integrity(cache)
+
+
 def test_an_engine_s_ceiling_is_for_all_groups_together() -> None:
     cache = make_cache()
     engine = Engine(cache, ceiling=10 * BYTES + 10 * 64)

@@ -110,9 +110,9 @@ class Pool:
         roomy.append(self._cut(index, slot_bytes))
         return self.take(slot_bytes)
 
-    def has_vacant(self, slot_bytes: int) -> bool:
-        """Whether slots of that size are vacant, as many as an extent has. O(extents)."""
-        left = slots_per_extent(self.extent_bytes, slot_bytes)
+    def has_vacant(self, slot_bytes: int, part: int) -> bool:
+        """Whether slots of that size are vacant, as many as one in `part` of the pool and an extent. O(extents)."""
+        left = max(slots_per_extent(self.extent_bytes, slot_bytes), self.slots_of(slot_bytes) // part)
         for extent in self._roomy.get(slot_bytes, ()):
             left -= extent.slots - extent.used
             if left <= 0:

@@ -39,6 +39,7 @@ ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT, RESIZE, DROPPED = EVICTED_FOR
 _MOST_DROPPED = 16_384  # chains that are remembered as dropped; older ones are evicted in their turn
 
 _MUCH_LESS = 2
+_MANY_VACANT = 16  # one in so many slots of the pool
 _FEW_TAILS = 16  # blocks of tails that are evicted for one block of the full group
 POLICIES = WORTH, LRU = "worth", "lru"
 
@@ -207,10 +208,13 @@ class Eviction:
         return excess >= slots_per_extent(self._pool.extent_bytes, size) * size
 
     def _has_room(self, account: Account, other: Entry) -> bool:
-        """Whether slots of another size, of the same namespace as `account`, are vacant, as many as an extent has."""
+        """Whether many slots of another size, of the same namespace as `account`, are vacant.
+
+        Fewer will be taken soon: a long prompt that goes leaves some extents' worth of them.
+        """
         if other[4].group.namespace != account.group.namespace:
             return False
-        return self._pool.has_vacant(other[4].group.slot_bytes)
+        return self._pool.has_vacant(other[4].group.slot_bytes, _MANY_VACANT)
 
     def _is_much_less(self, other: Entry, entry: Entry) -> bool:
         """Whether the leaf of `other`, of another slot size, is worth so much less that its whole extent should go.
