@@ -3,7 +3,8 @@
     python tests/bench/hybrids.py TRACE [--capacities 0.02,0.05,0.1] [--requests 12000] [--engines 8]
 
 Each row is one kind of model and capacity: hit ratios of the pool, and of one of the same size in which tails take no
-room and are never evicted; the part of the pool that tails have; and the part that no lookup could ever use.
+room and are never evicted; the part of the pool that tails have; and the part that no lookup could ever use, on average
+and at most, of samples since the pool was full.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from itertools import islice
+from statistics import mean
 from typing import NamedTuple
 
 from kvcache_proto.types import TAIL, GroupSpec
@@ -21,6 +24,7 @@ from kvcache_server.replay.simulation import Setup, make_rooms, routes, size_for
 from kvcache_server.replay.trace import TraceRequest, read_trace
 
 BYTES = 1 << 20  # of a block of full attention
+EVERY = 100  # requests between two samples of what is in the pool
 
 
 class Kind(NamedTuple):
@@ -49,10 +53,13 @@ def useless(cache: Cache) -> tuple[float, float]:
     full, *tails = namespace.groups
     used: set[int] = set()
     for block in full.visible.values():
-        chain = list(block.ancestors())
-        needed = [tail.visible.get(each.hash) for tail in tails for each in chain[: tail.spec.needed(len(chain))]]
+        needed = [tail.visible.get(each.hash) for tail in tails for each in islice(block.ancestors(), tail.spec.reach)]
         if all(needed):
-            used |= {id(each) for each in (*chain, *needed)}
+            used |= {id(each) for each in needed}
+            for each in block.ancestors():
+                if id(each) in used:
+                    break
+                used.add(id(each))
     blocks = [block for group in namespace.groups for block in group.visible.values()]
     total = sum(block.account.group.slot_bytes for block in blocks)
     tail_bytes = sum(block.account.group.slot_bytes for block in blocks if block.account.group.is_tail)
@@ -60,13 +67,17 @@ def useless(cache: Cache) -> tuple[float, float]:
     return tail_bytes / total, wasted / total
 
 
-def play(requests: list[TraceRequest], blocks: int, kind: Kind, engines: int) -> tuple[float, float, float]:
+def play(requests: list[TraceRequest], blocks: int, kind: Kind, engines: int) -> tuple[int, float, float, float]:
+    """Return the hits, the part of the pool that tails have, and the useless part: on average, and at most."""
     daemon, setup = make(blocks, kind, engines, True)
-    hits = 0
-    for request, engine in zip(requests, routes(requests, setup), strict=True):
+    hits, samples = 0, []
+    for number, (request, engine) in enumerate(zip(requests, routes(requests, setup), strict=True), 1):
         names = [block_hash(each) for each in full_blocks(request, kind)]
         hits += daemon.ask(engine, names, request.at, time.perf_counter)[0]
-    return hits, *useless(daemon.cache)
+        if number % EVERY == 0 and daemon.cache.eviction.evictions:
+            samples.append(useless(daemon.cache))
+    of_tails, wasted = zip(*samples or [(0.0, 0.0)], strict=True)
+    return hits, mean(of_tails), mean(wasted), max(wasted)
 
 
 def play_unlimited(requests: list[TraceRequest], blocks: int, kind: Kind, engines: int) -> float:
@@ -109,14 +120,14 @@ def main() -> None:
     options = parser.parse_args()
     requests = read_trace(options.trace)[: options.requests]
     asked, different = sum(len(each.blocks) for each in requests), distinct(requests)
-    print(f"{'model':26} {'blocks':>7} {'hits':>7} {'tails free':>10} {'of tails':>9} {'useless':>8}")
+    print(f"{'model':26} {'blocks':>7} {'hits':>7} {'tails free':>10} {'of tails':>9} {'useless':>8} {'at most':>8}")
     for part in map(float, options.capacities.split(",")):
         for kind in KINDS:
             blocks = int(part * different)
-            hits, of_tails, wasted = play(requests, blocks, kind, options.engines)
+            hits, of_tails, wasted, most = play(requests, blocks, kind, options.engines)
             free = play_unlimited(requests, blocks, kind, options.engines)
-            row = f"{kind.name:26} {blocks:7} {hits / asked:7.1%} {free / asked:10.1%} {of_tails:9.1%} {wasted:8.1%}"
-            print(row, flush=True)
+            row = f"{kind.name:26} {blocks:7} {hits / asked:7.1%} {free / asked:10.1%} {of_tails:9.1%}"
+            print(f"{row} {wasted:8.1%} {most:8.1%}", flush=True)
 
 
 if __name__ == "__main__":
