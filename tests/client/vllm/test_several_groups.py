@@ -70,6 +70,7 @@ def test_a_second_engine_continues_where_a_prompt_ends(
         assert engine.prefills["r0"] == (len(tokens) - loaded, 0, loaded)
         idle()
     assert two.received == ["r0"]
+    assert not any(layer.pages[0].any() for layer in two.runners[0].layers.values()), "vLLM's null block is written"
 
 
 @pytest.mark.parametrize("name", ["Gemma 3", "windows alone"])
