@@ -71,6 +71,7 @@ class Job:
         cancelled: it never began, because its blocks were given away; `error` says so, too.
         direct: no thread had to carry its bytes.
         layout: which of the device's layouts of a block it is about; 0 where there is one.
+        section: of a load, which section of each block is copied, counting from 1 on; 0 for the whole block.
     """
 
     region: Memory
@@ -80,6 +81,7 @@ class Job:
     error: str = ""
     seconds: float = 0.0
     layout: int = 0
+    section: int = 0
     saves: bool = field(default=False, init=False)
     cancelled: bool = field(default=False, init=False)
     direct: bool = field(default=True, init=False)
@@ -113,6 +115,12 @@ class Device(Protocol):
     def load(self, job: Job) -> None:
         """Copy the region to device blocks."""
 
+    def hold(self, job: Job) -> None:
+        """Keep work that is submitted from now on waiting until `job`, a load, has filled its blocks.
+
+        The device waits, not the caller, unless a thread has to carry the bytes.
+        """
+
     def fence(self, blocks: Collection[int]) -> None:
         """Keep work that is submitted from now on from overwriting `blocks` before running saves have read them.
 
@@ -145,9 +153,11 @@ class Device(Protocol):
         """Stop. Jobs that have not begun end with an error; waits for the one being copied."""
 
 
-def open_device(kind: str, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = ()) -> Device:
+def open_device(
+    kind: str, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
+) -> Device:
     """Return the device for tensors on `kind`, such as "cpu". `keep` is referenced as long as the device exists: the
-    tensors.
+    tensors. `ends` are where the sections of a block end in its slot, if it has any.
 
     Raises Unsupported for a kind that this version cannot copy from, CopyError where a supported device does not work,
     ConfigError for a wrong setting in the environment.
@@ -155,15 +165,15 @@ def open_device(kind: str, runs: Sequence[FragmentRun], num_blocks: int, keep: S
     if kind == "cpu":
         from kvcache_client.devices.cpu import CpuDevice
 
-        return CpuDevice(runs, num_blocks, keep)
+        return CpuDevice(runs, num_blocks, keep, ends)
     if kind == "cuda":
         from kvcache_client.devices.cuda import open_cuda
 
-        return open_cuda(runs, num_blocks, keep)
+        return open_cuda(runs, num_blocks, keep, ends)
     if kind == "npu":
         from kvcache_client.devices.npu import open_npu
 
-        return open_npu(runs, num_blocks, keep)
+        return open_npu(runs, num_blocks, keep, ends)
     raise Unsupported(f"KV cache on {kind!r}: this version copies only from 'cpu', 'cuda' and 'npu'")
 
 

@@ -19,13 +19,14 @@ from kvcache_client.devices.spans import Spans
 class BounceBuffers:
     """Two buffers of one direction, used by one thread at a time."""
 
-    def __init__(self, runtime: Runtime, path: Path, slot: int, size: int) -> None:
+    def __init__(self, runtime: Runtime, path: Path, size: int) -> None:
         """Take two buffers of `size` bytes, at least one slot each. Raises CopyError."""
-        self._runtime, self._path, self._slot = runtime, path, slot
-        self._most = max(1, min(size // slot, path.most))
+        self._runtime, self._path = runtime, path
+        self._slot = path.sections[0].bytes
+        self._size = max(self._slot, min(size, path.most(0) * self._slot))
         self._buffers: list[tuple[int, Handle]] = []
         for _ in range(2):
-            self._buffers.append((runtime.allocate_host(self._most * slot), runtime.create_event()))
+            self._buffers.append((runtime.allocate_host(self._size), runtime.create_event()))
 
     def save(self, job: Job) -> None:
         """Copy a job; return when the bytes are in the region."""
@@ -34,7 +35,7 @@ class BounceBuffers:
             for blocks, places, buffer, event in self._parts(job):
                 if job.cancelled:
                     break
-                self._path.move(blocks, self._slots(buffer, len(blocks)), _whole)
+                self._path.move(blocks, _slots(buffer, len(blocks), self._slot), _whole)
                 self._path.finish(event)
                 if filling is not None:
                     self._empty(*filling)
@@ -47,12 +48,13 @@ class BounceBuffers:
 
     def load(self, job: Job) -> None:
         """Copy a job; return when the last bytes are in a buffer and their copy to the device is queued."""
+        begin, size, _ = self._path.sections[job.section]
         try:
             for blocks, places, buffer, event in self._parts(job):
                 self._runtime.wait_host(event)
                 for number, place in enumerate(places.tolist()):
-                    ctypes.memmove(buffer + number * self._slot, place, self._slot)
-                self._path.move(blocks, self._slots(buffer, len(blocks)), _whole)
+                    ctypes.memmove(buffer + number * size, place + begin, size)
+                self._path.move(blocks, _slots(buffer - begin, len(blocks), size), _whole, job.section)
                 self._path.record(event)
         except BaseException:
             self._path.synchronize()
@@ -65,17 +67,19 @@ class BounceBuffers:
 
     def _parts(self, job: Job) -> Iterator[tuple[Blocks, Addresses, int, Handle]]:
         places = (job.offsets + job.region.address).astype(np.uint64)
-        for number, begin in enumerate(range(0, len(places), self._most)):
-            part = slice(begin, begin + self._most)
+        most = max(1, min(self._size // self._path.sections[job.section].bytes, self._path.most(job.section)))
+        for number, begin in enumerate(range(0, len(places), most)):
+            part = slice(begin, begin + most)
             yield job.blocks[part], places[part], *self._buffers[number % 2]
-
-    def _slots(self, buffer: int, count: int) -> Addresses:
-        return np.uint64(buffer) + np.arange(count, dtype=np.uint64) * np.uint64(self._slot)
 
     def _empty(self, places: Addresses, buffer: int, event: Handle) -> None:
         self._runtime.wait_host(event)
         for number, place in enumerate(places.tolist()):
             ctypes.memmove(place, buffer + number * self._slot, self._slot)
+
+
+def _slots(first: int, count: int, size: int) -> Addresses:
+    return np.uint64(first) + np.arange(count, dtype=np.uint64) * np.uint64(size)
 
 
 def _whole(spans: Spans) -> Spans:

@@ -70,18 +70,17 @@ class CopyQueue:
         path: Path,
         registration: Registration,
         make_buffers: Callable[[Path], BounceBuffers],
-        slot: int,
         saves: bool,
         room: int | None = None,
     ) -> None:
-        """`slot` is the bytes of a block; `make_buffers` is called when bounce buffers are first needed.
+        """`make_buffers` is called when bounce buffers are first needed.
 
         `room` is for a device that makes a thread wait that has queued too much: the blocks of all jobs that the
         engine's thread may have queued at one time. What is beyond that is queued by the other thread.
         """
         self.path = path
         self._runtime, self._registration, self._make_buffers = runtime, registration, make_buffers
-        self._slot, self._saves = slot, saves
+        self._slot, self._saves = path.sections[0].bytes, saves
         self._changed = threading.Condition()
         self._entries: deque[Entry] = deque()  # all that have not ended, in order
         self._bounced: deque[Entry] = deque()  # the last of them: those that the thread has still to copy
@@ -119,6 +118,16 @@ class CopyQueue:
         with self._changed:
             index = number - self._entries[0].number if self._entries else -1
             return self._entries[index] if index >= 0 else None
+
+    def wait_queued(self, job: Job) -> Handle | None:
+        """Return the event after which `job` does not touch the engine's blocks any more, once all of it is queued;
+        None where it has ended."""
+        with self._changed:
+            entry = next((each for each in self._entries if each.job is job), None)
+            if entry is None:
+                return None
+            self._changed.wait_for(lambda: entry.queued or entry.done)
+            return None if entry.done else entry.events.off
 
     def use(self, registration: Registration) -> None:
         """Ask `registration` from now on which memory is page-locked. No job may be running."""
@@ -194,12 +203,14 @@ class CopyQueue:
         order = np.argsort(job.offsets)  # slots that follow each other become one piece
         blocks, places = job.blocks[order], (job.offsets[order] + base).astype(np.uint64)
 
+        most = self.path.most(job.section)
+
         def move() -> None:
-            for first in range(0, len(blocks), self.path.most):
-                if first + self.path.most >= len(blocks):
+            for first in range(0, len(blocks), most):
+                if first + most >= len(blocks):
                     self._runtime.record(entry.events.near, self.path.cache)
-                part = slice(first, first + self.path.most)
-                self.path.move(blocks[part], places[part], at_chunks)
+                part = slice(first, first + most)
+                self.path.move(blocks[part], places[part], at_chunks, job.section)
 
         self._enclose(entry, move)
         return True

@@ -15,13 +15,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.devices import Job, Memory, check_job
-from kvcache_client.devices.layout import FragmentRun
+from kvcache_client.devices.layout import FragmentRun, Section, runs, sections, single
 
 logger = logging.getLogger("kvcache_client.devices")
 
@@ -32,12 +32,14 @@ _SHARE = 4 << 20  # bytes from which on a job is worth a second thread
 class CpuDevice:
     """The naive implementation that the others are compared with."""
 
-    def __init__(self, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = ()) -> None:
-        """`keep` are the tensors that the runs are in; torch's, or numpy's."""
+    def __init__(
+        self, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
+    ) -> None:
+        """`keep` are the tensors that the runs are in; torch's, or numpy's. `ends` as in `open_device`."""
         self._keep, self._blocks = keep, num_blocks
-        even, self._single = _sort(runs, num_blocks, keep)
-        self._even = [(_view(run, num_blocks), run) for run in even]
-        self._end = max(run.offset + run.bytes * run.number for run in runs)
+        parts = sections(single(runs), ends)
+        self._sections = [_Views.of(part, num_blocks, keep) for part in parts]
+        self._end = parts[0].bytes
         self._region_bytes = 0
         self._changed = threading.Condition()
         self._reading: Counter[int] = Counter()  # device blocks of saves that have not ended
@@ -75,6 +77,9 @@ class CpuDevice:
 
     def load(self, job: Job) -> None:
         self._loader.put(job)
+
+    def hold(self, job: Job) -> None:
+        self._loader.wait(job)
 
     def fence(self, blocks: Collection[int]) -> None:
         if not self._reading:
@@ -124,22 +129,37 @@ class CpuDevice:
     def _save(self, job: Job, part: slice) -> None:
         region, base = _bytes(job)
         move, copy = ctypes.memmove, np.copyto
+        even, single = self._sections[0]
         for block, at in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
-            for view, run in self._even:
+            for view, run in even:
                 begin = at + run.offset
                 copy(region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes), view[block])
-            for run in self._single:
+            for run in single:
                 move(base + at + run.offset, run.pointer + block * run.stride, run.bytes)
 
     def _load(self, job: Job, part: slice) -> None:
         region, base = _bytes(job)
         move, copy = ctypes.memmove, np.copyto
+        even, single = self._sections[job.section]
         for block, at in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
-            for view, run in self._even:
+            for view, run in even:
                 begin = at + run.offset
                 copy(view[block], region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes))
-            for run in self._single:
+            for run in single:
                 move(run.pointer + block * run.stride, base + at + run.offset, run.bytes)
+
+
+class _Views(NamedTuple):
+    """Of a section: runs that numpy copies, each with its memory, and fragments that are copied one by one."""
+
+    even: list[tuple[Bytes, FragmentRun]]
+    single: list[FragmentRun]
+
+    @classmethod
+    def of(cls, section: Section, num_blocks: int, keep: Sequence[Any]) -> _Views:
+        moved = [run._replace(offset=run.offset + section.begin) for run in runs(section.fragments)]
+        even, single = _sort(moved, num_blocks, keep)
+        return cls([(_view(run, num_blocks), run) for run in even], single)
 
 
 class _Thread:
@@ -148,6 +168,7 @@ class _Thread:
     def __init__(self, name: str, copy: Callable[[Job], None], ended: Callable[[Job], None]) -> None:
         self._copy, self._report = copy, ended
         self._jobs: deque[Job] = deque()
+        self._now: Job | None = None
         self._unended = 0
         self._changed = threading.Condition()
         self._stopping = False
@@ -163,6 +184,11 @@ class _Thread:
                 return
         job.error = "the device is closed"
         self._report(job)
+
+    def wait(self, job: Job) -> None:
+        """Wait until `job` has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: job is not self._now and job not in self._jobs)
 
     def drain(self, seconds: float) -> bool:
         with self._changed:
@@ -185,7 +211,7 @@ class _Thread:
                 self._changed.wait_for(lambda: self._jobs or self._stopping)
                 if not self._jobs:
                     return
-                job = self._jobs.popleft()
+                self._now = job = self._jobs.popleft()
             begin = time.perf_counter()
             try:
                 self._copy(job)
@@ -200,6 +226,7 @@ class _Thread:
         except Exception:  # the thread must go on: the engine's step waits for the jobs behind this one
             logger.exception("the owner of a copy failed to take its end")
         with self._changed:
+            self._now = None
             self._unended -= 1
             self._changed.notify_all()
 

@@ -14,7 +14,7 @@ import torch
 from kvcache_client.devices import CopyError, Unsupported
 from kvcache_client.devices.cuda_driver import Driver
 from kvcache_client.devices.cuda_kernels import CudaPacker, find_compiler
-from kvcache_client.devices.layout import Fragment, FragmentRun
+from kvcache_client.devices.layout import FragmentRun, Section, sections, single
 from kvcache_client.devices.paths import Path, Staged, Straight
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import StreamDevice
@@ -25,16 +25,16 @@ logger = logging.getLogger("kvcache_client.devices")
 _SMALLEST_STAGE = 1 << 20
 
 
-def open_cuda(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any]) -> StreamDevice:
+def open_cuda(
+    runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
+) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises as `open_device` does."""
     if torch.version.hip is not None:
         raise Unsupported("KV cache on ROCm: this version copies only from 'cpu' and NVIDIA's 'cuda'")
     tuning = read_tuning()
     device = keep[0].device
-    fragments = [
-        Fragment(run.pointer + number * run.step, run.stride, run.bytes) for run in runs for number in range(run.number)
-    ]
-    slot = sum(fragment.bytes for fragment in fragments)
+    parts = sections(single(runs), ends)
+    _, slot, fragments = parts[0]
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # makes the context, where nothing has
         driver = Driver()
@@ -42,7 +42,7 @@ def open_cuda(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any])
         packer = None
         if min(fragment.bytes for fragment in fragments) < tuning.staged_below:
             try:
-                packer = _packer(driver, device, fragments, tuning, held)
+                packer = _packer(driver, device, parts, tuning, held)
                 buffers, size = _stage(device, tuning.stage_bytes, slot, held)
             except (CopyError, torch.cuda.OutOfMemoryError) as error:
                 if packer is not None:
@@ -56,9 +56,9 @@ def open_cuda(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any])
 
     def make_path(saves: bool) -> Path:
         if packer is None:
-            return Straight(driver, fragments, saves)
+            return Straight(driver, parts, saves)
         two = buffers[:2] if saves else buffers[2:]
-        return Staged(driver, packer, two, size, slot, saves)
+        return Staged(driver, packer, two, size, parts, saves)
 
     def close() -> None:
         if packer is not None:
@@ -75,7 +75,7 @@ def open_cuda(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any])
 
 
 def _packer(
-    driver: Driver, device: torch.device, fragments: Sequence[Fragment], tuning: Tuning, held: list[torch.Tensor]
+    driver: Driver, device: torch.device, parts: Sequence[Section], tuning: Tuning, held: list[torch.Tensor]
 ) -> CudaPacker:
     properties = torch.cuda.get_device_properties(device)
     # torch brings NVRTC, under the name of its version and as what one of its own libraries depends on.
@@ -88,7 +88,7 @@ def _packer(
         torch.cuda.synchronize(device)
         return int(held[-1].data_ptr())
 
-    return CudaPacker(driver, compiler, fragments, upload, tuning.bursts * properties.multi_processor_count)
+    return CudaPacker(driver, compiler, parts, upload, tuning.bursts * properties.multi_processor_count)
 
 
 def _stage(device: torch.device, size: int, slot: int, held: list[torch.Tensor]) -> tuple[list[int], int]:

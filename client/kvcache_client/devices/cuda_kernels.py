@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from kvcache_client.devices import CopyError
 from kvcache_client.devices.cuda_driver import Driver
-from kvcache_client.devices.layout import Fragment
+from kvcache_client.devices.layout import Fragment, Section
 from kvcache_client.devices.runtime import Handle
 
 MOST_BLOCKS = 512  # of one launch: their numbers travel with the launch's arguments, 4 KiB in all
 PIECE = 16384  # bytes that one thread block copies at a time
 THREADS = 256
+_PIECE_BYTES = 32  # of `Piece` below
 
 _SOURCE = """
 struct Piece { char* pointer; long long stride; long long offset; long long bytes; };
@@ -116,35 +117,38 @@ class CudaPacker:
         self,
         driver: Driver,
         compiler: Compiler,
-        fragments: Sequence[Fragment],
+        sections: Sequence[Section],
         upload: Callable[[npt.NDArray[np.int64]], int],
         most_thread_blocks: int,
     ) -> None:
         """`upload` puts a table into device memory and returns its address. Raises CopyError."""
         self._driver, self._grid = driver, most_thread_blocks
-        slot = sum(fragment.bytes for fragment in fragments)
-        word = _common_word(fragments)
-        pieces, offset = [], 0
-        for fragment in fragments:
-            for begin in range(0, fragment.bytes, PIECE):
-                size = min(PIECE, fragment.bytes - begin)
-                pieces.append((fragment.pointer + begin, fragment.stride, offset + begin, size))
-            offset += fragment.bytes
-        self._pieces = len(pieces)
+        word = _common_word([fragment for section in sections for fragment in section.fragments])
+        pieces: list[tuple[int, int, int, int]] = []
+        found = []
+        for section in sections:
+            first, offset = len(pieces), 0
+            for fragment in section.fragments:
+                for begin in range(0, fragment.bytes, PIECE):
+                    size = min(PIECE, fragment.bytes - begin)
+                    pieces.append((fragment.pointer + begin, fragment.stride, offset + begin, size))
+                offset += fragment.bytes
+            found.append((first, len(pieces) - first, section.bytes))
         options = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS, "UNROLL": 4, "Word": f"{_WORDS[word]}"}
         image = compiler.compile(_SOURCE, [f"--define-macro={name}={value}" for name, value in options.items()])
         self._module = driver.load_module(image)
         self._gather, self._scatter = (driver.function(self._module, name) for name in ("gather", "scatter"))
-        self._arguments = _Arguments(upload(np.array(pieces, np.int64)), self._pieces, slot)
+        table = upload(np.array(pieces, np.int64))
+        self._arguments = [_Arguments(table + first * _PIECE_BYTES, number, size) for first, number, size in found]
 
-    def launch(self, gather: bool, blocks: npt.NDArray[np.int64], buffer: int, stream: Handle) -> None:
-        count = len(blocks)
-        with self._arguments.lock:
-            self._arguments.fill(blocks, buffer)
-            grid = min(self._grid, count * self._pieces)
-            self._driver.launch(
-                self._gather if gather else self._scatter, grid, THREADS, stream, self._arguments.addresses
-            )
+    def launch(
+        self, gather: bool, blocks: npt.NDArray[np.int64], buffer: int, stream: Handle, section: int = 0
+    ) -> None:
+        arguments = self._arguments[section]
+        with arguments.lock:
+            arguments.fill(blocks, buffer)
+            grid = min(self._grid, len(blocks) * arguments.pieces)
+            self._driver.launch(self._gather if gather else self._scatter, grid, THREADS, stream, arguments.addresses)
 
     def close(self) -> None:
         self._driver.unload_module(self._module)
@@ -153,14 +157,15 @@ class CudaPacker:
 class _Arguments:
     """Of a launch, in C's memory: the driver reads them before the launch returns."""
 
-    def __init__(self, pieces: int, per_block: int, slot: int) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, table: int, pieces: int, size: int) -> None:
+        """`table` is the address of the first of `pieces`, which have `size` bytes together."""
+        self.lock, self.pieces = threading.Lock(), pieces
         self._blocks = np.zeros(MOST_BLOCKS, np.int32)
         self._count, self._buffer = ctypes.c_int(), ctypes.c_uint64()
-        self._fixed = (ctypes.c_uint64(pieces), ctypes.c_int(per_block), ctypes.c_longlong(slot))
-        table, number, stride = (ctypes.addressof(value) for value in self._fixed)
+        self._fixed = (ctypes.c_uint64(table), ctypes.c_int(pieces), ctypes.c_longlong(size))
+        first, number, stride = (ctypes.addressof(value) for value in self._fixed)
         count, buffer = ctypes.addressof(self._count), ctypes.addressof(self._buffer)
-        self.addresses = (ctypes.c_void_p * 6)(table, number, self._blocks.ctypes.data, count, buffer, stride)
+        self.addresses = (ctypes.c_void_p * 6)(first, number, self._blocks.ctypes.data, count, buffer, stride)
 
     def fill(self, blocks: npt.NDArray[np.int64], buffer: int) -> None:
         self._blocks[: len(blocks)] = blocks

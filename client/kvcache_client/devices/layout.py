@@ -7,6 +7,7 @@ longer than the number of blocks, keys and values apart or together, kernel bloc
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -41,6 +42,14 @@ class FragmentRun(NamedTuple):
     number: int
     step: int
     offset: int
+
+
+class Section(NamedTuple):
+    """Part of a block that is copied by itself: the KV of some layers, `bytes` of its slot from `begin` on."""
+
+    begin: int
+    bytes: int
+    fragments: Sequence[Fragment]
 
 
 def block_fragments(tensors: Iterable[Tensor], num_blocks: int, block_bytes: int) -> list[Fragment]:
@@ -169,6 +178,48 @@ def _merge(fragments: Sequence[Fragment]) -> list[Fragment]:
         else:
             merged.append(fragment)
     return merged
+
+
+def layer_ends(layers: Iterable[Iterable[Tensor]], num_blocks: int, parts: int = 1, by_head: bool = False) -> list[int]:
+    """Return where the KV of each layer ends in a block, or in one of `parts` of it: as `block_fragments` has them."""
+
+    def fragments_of(tensor: Tensor) -> Iterable[Fragment]:
+        if parts == 1:
+            return _tensor_fragments(tensor, num_blocks)
+        return [part for part, _ in (_head_fragments if by_head else _stripes)(tensor, num_blocks, parts)]
+
+    seen: set[Fragment] = set()
+    end, found = 0, []
+    for tensors in layers:
+        for fragment in (each for tensor in tensors for each in fragments_of(tensor)):
+            if fragment not in seen:
+                seen.add(fragment)
+                end += fragment.bytes
+        found.append(end)
+    return found
+
+
+def sections(fragments: Sequence[Fragment], ends: Sequence[int]) -> list[Section]:
+    """Return the whole block as a section, and then those that it is divided into: each up to one of `ends`."""
+    found = [Section(0, sum(fragment.bytes for fragment in fragments), fragments)]
+    left, at, begin = deque(fragments), 0, 0
+    for end in ends:
+        inside: list[Fragment] = []
+        while at < end:
+            first = left.popleft()
+            size = min(first.bytes, end - at)
+            inside.append(first._replace(bytes=size))
+            if size < first.bytes:
+                left.appendleft(first._replace(pointer=first.pointer + size, bytes=first.bytes - size))
+            at += size
+        found.append(Section(begin, end - begin, inside))
+        begin = end
+    return found
+
+
+def single(runs: Sequence[FragmentRun]) -> list[Fragment]:
+    """Return the fragments of `runs`, in the order of the slot."""
+    return [Fragment(run.pointer + at * run.step, run.stride, run.bytes) for run in runs for at in range(run.number)]
 
 
 def runs(fragments: Sequence[Fragment]) -> list[FragmentRun]:

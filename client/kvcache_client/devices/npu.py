@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvcache_client.devices import CopyError, Unsupported
-from kvcache_client.devices.layout import Fragment, FragmentRun
+from kvcache_client.devices.layout import FragmentRun, sections, single
 from kvcache_client.devices.npu_runtime import HostRegister, NpuRuntime
 from kvcache_client.devices.paths import Path, Straight
 from kvcache_client.devices.runtime import Handle
@@ -28,7 +28,9 @@ _NORMAL = Tuning(register_chunk=1 << 30)
 _PRIVATE = {3, 4, 29, 32, 33}
 
 
-def open_npu(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any]) -> StreamDevice:
+def open_npu(
+    runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
+) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises as `open_device` does."""
     try:
         import torch_npu  # gives torch its `npu`
@@ -40,15 +42,14 @@ def open_npu(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any]) 
         if layout in _PRIVATE:
             raise Unsupported(f"KV cache in NPU format {layout}, whose bytes do not lie as its strides say")
     tuning, device = read_tuning(normal=_NORMAL), keep[0].device
-    fragments = [
-        Fragment(run.pointer + number * run.step, run.stride, run.bytes) for run in runs for number in range(run.number)
-    ]
+    parts = sections(single(runs), ends)
+    _, slot, fragments = parts[0]
     refused = "" if tuning.npu_register else _refusal(os.uname().release)
     runtime = NpuRuntime(device.index, fragments[0].pointer, _host_register(npu), refused)
     logger.info("%s: %s", device, runtime.describe())
 
     def make_path(saves: bool) -> Path:
-        return Straight(runtime, fragments, saves)
+        return Straight(runtime, parts, saves)
 
     def compute() -> Handle:
         # Read each time: reading makes torch_npu pass all that it has queued on the host to the device. With a handle
@@ -58,7 +59,6 @@ def open_npu(runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any]) 
     def synchronize() -> None:
         npu.synchronize(device)
 
-    slot = sum(fragment.bytes for fragment in fragments)
     room = _TASKS // len(fragments)
     return StreamDevice(runtime, compute, synchronize, make_path, slot, num_blocks, tuning, keep, room=room)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices.layout import Fragment
+from kvcache_client.devices.layout import Section
 from kvcache_client.devices.runtime import Addresses, Handle, Runtime
 from kvcache_client.devices.spans import Spans, join
 
@@ -31,17 +31,20 @@ class Path(Protocol):
 
     Attributes:
         cache: the stream that touches the engine's blocks.
-        most: blocks that `move` takes at once.
+        sections: the whole block, and those that it is divided into.
     """
 
     cache: Handle
-    most: int
+    sections: Sequence[Section]
+
+    def most(self, section: int) -> int:
+        """Return how many blocks `move` takes at once."""
 
     def begin(self, ready: Handle, begun: Handle) -> None:
         """Let all that follows wait for the event `ready`, and record `begun` when it goes on."""
 
-    def move(self, blocks: Blocks, places: Addresses, cut: Cut) -> None:
-        """Queue the copy of each block from or to its slot at the host address `places[i]`."""
+    def move(self, blocks: Blocks, places: Addresses, cut: Cut, section: int = 0) -> None:
+        """Queue the copy of a section of each block from or to its slot, which begins at host address `places[i]`."""
 
     def record(self, event: Handle) -> None:
         """Record the end of all that has been moved: host memory is not touched any more."""
@@ -55,26 +58,41 @@ class Path(Protocol):
     def close(self) -> None: ...
 
 
+class _Table(NamedTuple):
+    """The fragments of a section, and their offsets in the slot."""
+
+    pointers: Addresses
+    strides: Addresses
+    sizes: Addresses
+    offsets: Addresses
+
+    @classmethod
+    def of(cls, section: Section) -> _Table:
+        pointers, strides, sizes = np.array(section.fragments, np.uint64).T.copy()
+        return cls(pointers, strides, sizes, np.cumsum(sizes) - sizes + np.uint64(section.begin))
+
+
 class Straight:
     """Each fragment by itself."""
 
-    def __init__(self, runtime: Runtime, fragments: Sequence[Fragment], saves: bool) -> None:
+    def __init__(self, runtime: Runtime, sections: Sequence[Section], saves: bool) -> None:
         self._runtime, self._saves = runtime, saves
-        self._pointers = np.array([f.pointer for f in fragments], np.uint64)
-        self._strides = np.array([f.stride for f in fragments], np.uint64)
-        self._sizes = np.array([f.bytes for f in fragments], np.uint64)
-        self._offsets = np.cumsum(self._sizes) - self._sizes
-        self.most = max(1, _PIECES // len(fragments))
+        self.sections = sections
+        self._tables = [_Table.of(section) for section in sections]
         self.cache = runtime.create_stream()
+
+    def most(self, section: int) -> int:
+        return max(1, _PIECES // len(self.sections[section].fragments))
 
     def begin(self, ready: Handle, begun: Handle) -> None:
         self._runtime.wait(self.cache, ready)
         self._runtime.record(begun, self.cache)
 
-    def move(self, blocks: Blocks, places: Addresses, cut: Cut) -> None:
-        device = (self._pointers + blocks.astype(np.uint64)[:, None] * self._strides).ravel()
-        host = (places[:, None] + self._offsets).ravel()
-        _copy(self._runtime, cut(join(Spans(device, host, np.tile(self._sizes, len(blocks))))), self._saves, self.cache)
+    def move(self, blocks: Blocks, places: Addresses, cut: Cut, section: int = 0) -> None:
+        pointers, strides, sizes, offsets = self._tables[section]
+        device = (pointers + blocks.astype(np.uint64)[:, None] * strides).ravel()
+        host = (places[:, None] + offsets).ravel()
+        _copy(self._runtime, cut(join(Spans(device, host, np.tile(sizes, len(blocks))))), self._saves, self.cache)
 
     def record(self, event: Handle) -> None:
         self._runtime.record(event, self.cache)
@@ -94,8 +112,8 @@ class Packer(Protocol):
 
     most: int
 
-    def launch(self, gather: bool, blocks: Blocks, buffer: int, stream: Handle) -> None:
-        """Queue the copy of each block to (`gather`) or from its place in `buffer`, one slot after the other."""
+    def launch(self, gather: bool, blocks: Blocks, buffer: int, stream: Handle, section: int = 0) -> None:
+        """Queue the copy of a section of each block to (`gather`) or from `buffer`, where one follows the other."""
 
 
 class _Buffer(NamedTuple):
@@ -111,17 +129,22 @@ class Staged:
     """Through buffers in turn: while the kernel fills one, another's slots are copied; for loads in reverse."""
 
     def __init__(
-        self, runtime: Runtime, packer: Packer, buffers: Sequence[int], buffer_bytes: int, slot: int, saves: bool
+        self,
+        runtime: Runtime,
+        packer: Packer,
+        buffers: Sequence[int],
+        buffer_bytes: int,
+        sections: Sequence[Section],
+        saves: bool,
     ) -> None:
-        """`buffers` are addresses in device memory, `slot` the bytes of a block."""
+        """`buffers` are addresses in device memory."""
         self._runtime, self._packer, self._saves = runtime, packer, saves
+        self.sections, self._buffer_bytes = sections, buffer_bytes
         self._buffers = [
             _Buffer(buffer, runtime.create_stream(), runtime.create_event(), runtime.create_event())
             for buffer in buffers
         ]
         self._turn = 0
-        self._slot = np.uint64(slot)
-        self.most = min(buffer_bytes // slot, packer.most)
         self.cache = runtime.create_stream()
         # Here ends what the streams of all buffers have begun.
         self._end = runtime.create_stream() if saves else self.cache
@@ -138,16 +161,20 @@ class Staged:
                 runtime.wait(host, self._ended)
         runtime.record(begun, streams[self._turn % len(streams)])
 
-    def move(self, blocks: Blocks, places: Addresses, cut: Cut) -> None:
+    def most(self, section: int) -> int:
+        return min(self._buffer_bytes // self.sections[section].bytes, self._packer.most)
+
+    def move(self, blocks: Blocks, places: Addresses, cut: Cut, section: int = 0) -> None:
+        begin, size, _ = self.sections[section]
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         runtime = self._runtime
-        inside = np.uint64(buffer.address) + np.arange(len(blocks), dtype=np.uint64) * self._slot
-        spans = cut(join(Spans(inside, places, np.full(len(blocks), self._slot))))
+        inside = np.uint64(buffer.address) + np.arange(len(blocks), dtype=np.uint64) * np.uint64(size)
+        spans = cut(join(Spans(inside, places + np.uint64(begin), np.full(len(blocks), size, np.uint64))))
         into, out_of = (self.cache, buffer.host) if self._saves else (buffer.host, self.cache)
         runtime.wait(into, buffer.free)
         if self._saves:
-            self._packer.launch(True, blocks, buffer.address, into)
+            self._packer.launch(True, blocks, buffer.address, into, section)
         else:
             _copy(runtime, spans, False, into)
         runtime.record(buffer.full, into)
@@ -155,7 +182,7 @@ class Staged:
         if self._saves:
             _copy(runtime, spans, True, out_of)
         else:
-            self._packer.launch(False, blocks, buffer.address, out_of)
+            self._packer.launch(False, blocks, buffer.address, out_of, section)
         runtime.record(buffer.free, out_of)
 
     def record(self, event: Handle) -> None:

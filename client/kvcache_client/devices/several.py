@@ -38,6 +38,9 @@ class SeveralLayouts:
     def load(self, job: Job) -> None:
         self.devices[job.layout].load(job)
 
+    def hold(self, job: Job) -> None:
+        self.devices[job.layout].hold(job)
+
     def fence(self, blocks: Collection[int]) -> None:
         for device in self.devices:
             device.fence(blocks)

@@ -55,10 +55,10 @@ class StreamDevice:
         self._owns_registration = True
 
         def make_buffers(path: Path) -> BounceBuffers:
-            return BounceBuffers(runtime, path, slot, tuning.stage_bytes)
+            return BounceBuffers(runtime, path, tuning.stage_bytes)
 
         self._saves, self._loads = (
-            CopyQueue(runtime, make_path(saves), self._registration, make_buffers, slot, saves, room)
+            CopyQueue(runtime, make_path(saves), self._registration, make_buffers, saves, room)
             for saves in (True, False)
         )
         self._saved_last: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # a block's last save, by number
@@ -82,6 +82,11 @@ class StreamDevice:
 
     def load(self, job: Job) -> None:
         self._start(self._loads, job)
+
+    def hold(self, job: Job) -> None:
+        event = None if self._closed else self._loads.wait_queued(job)
+        if event is not None:
+            self._runtime.wait(self._compute(), event)
 
     def adopt(self, registration: Registration) -> None:
         """Go on with what has been page-locked before this was made. No job may be running."""

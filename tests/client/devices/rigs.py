@@ -300,7 +300,8 @@ def _pieces(view: Any) -> Iterator[Any]:
 class Bench:
     """A cache full of noise, a region, and the device between them. A slot every `slot` + GAP bytes."""
 
-    def __init__(self, rig: Rig, layout: Layout, path: str = "") -> None:
+    def __init__(self, rig: Rig, layout: Layout, path: str = "", sections: int = 0) -> None:
+        """With `sections`, a block is divided into so many, where its tensors end, or anywhere."""
         self.rig, self.layout = rig, layout
         rig.prepare()
         self.tensors = list(_flatten(layout.make(rig.kind)))
@@ -314,7 +315,8 @@ class Bench:
         self.region = Memory(size, path)
         if not path:
             self.region.array[:] = 0xA5
-        self.device: Device = open_device(rig.kind, self.runs, BLOCKS, keep=self.tensors)
+        self.ends = [self.slot_bytes * (at + 1) // sections for at in range(sections)]
+        self.device: Device = open_device(rig.kind, self.runs, BLOCKS, keep=self.tensors, ends=self.ends)
         self.ended: list[Job] = []
 
     def _block(self, tensor: Any, number: int) -> Any:
@@ -339,8 +341,9 @@ class Bench:
         self.device.save(job)
         return job
 
-    def load(self, blocks: Sequence[int], slots: Sequence[int]) -> Job:
+    def load(self, blocks: Sequence[int], slots: Sequence[int], section: int = 0) -> Job:
         job = self.job(blocks, slots)
+        job.section = section
         self.device.load(job)
         return job
 

@@ -73,6 +73,59 @@ def test_a_job_of_no_blocks_ends(bench: Bench) -> None:
     assert len(bench.ended) == 2
 
 
+# Sections.
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "not yet registered"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_block_is_loaded_section_by_section(rig: Rig, layout: str, registered: bool) -> None:
+    bench = Bench(rig, LAYOUTS[layout], sections=3)
+    try:
+        if registered:
+            bench.register()
+        before = bench.blocks()
+        bench.save(range(BLOCKS), range(BLOCKS))
+        bench.finish()
+        assert [bench.slot(number) for number in range(BLOCKS)] == before, "a save takes whole blocks"
+        blocks, slots = [5, 2, 9, 3], [20, 21, 7, 0]
+        begin = 0
+        for section, end in enumerate(bench.ends, 1):
+            bench.load(blocks, slots, section)
+            bench.finish()
+            for block, slot in zip(blocks, slots, strict=True):
+                assert bench.block(block) == before[slot][:end] + before[block][end:], (section, begin, end)
+            begin = end
+        others = [number for number in range(BLOCKS) if number not in blocks]
+        assert [bench.block(number) for number in others] == [before[number] for number in others]
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "not yet registered"])
+def test_what_is_held_for_a_load_sees_what_it_has_brought(rig: Rig, registered: bool) -> None:
+    bench = Bench(rig, LAYOUTS["keys and values apart"], sections=4)
+    try:
+        if registered:
+            bench.register()
+        new = [bytes([number + 1]) * bench.slot_bytes for number in range(BLOCKS)]
+        for number, data in enumerate(new):
+            bench.put(number, data)
+        seen: list[bytes] = []
+        bench.rig.delay()
+        jobs = [bench.load(range(BLOCKS), range(BLOCKS), section) for section in range(1, 5)]
+        for job in jobs:
+            bench.device.hold(job)
+        copies = [tensor.clone() for tensor in bench.tensors]
+        bench.finish()
+        bench.device.hold(jobs[0])  # one that has ended
+        bench.rig.synchronize()
+        bench.tensors = copies
+        seen = bench.blocks()
+        assert seen == new
+    finally:
+        bench.close()
+
+
 # Order.
 
 

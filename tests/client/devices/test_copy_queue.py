@@ -14,7 +14,7 @@ import pytest
 
 from kvcache_client.devices import CopyError, Job, registration
 from kvcache_client.devices.copy_queue import CopyQueue
-from kvcache_client.devices.layout import Fragment
+from kvcache_client.devices.layout import Fragment, sections
 from kvcache_client.devices.paths import Straight
 from kvcache_client.devices.registration import Registration
 
@@ -86,8 +86,8 @@ def device() -> Device:
 
 
 def make_queue(device: Device, locked: Registration, make_buffers: Any = None) -> CopyQueue:
-    path = Straight(device, [Fragment(0, SLOT, SLOT)], saves=False)  # type: ignore[arg-type]
-    return CopyQueue(device, path, locked, make_buffers, SLOT, saves=False)  # type: ignore[arg-type]
+    path = Straight(device, sections([Fragment(0, SLOT, SLOT)], []), saves=False)  # type: ignore[arg-type]
+    return CopyQueue(device, path, locked, make_buffers, saves=False)  # type: ignore[arg-type]
 
 
 def test_only_for_a_load_about_to_end_does_an_idle_step_wait(device: Device) -> None:

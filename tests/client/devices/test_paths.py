@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvcache_client.devices import CopyError
+from kvcache_client.devices.layout import Fragment, sections
 from kvcache_client.devices.paths import Staged
 from kvcache_client.devices.spans import Spans
 
@@ -60,7 +61,7 @@ class Packer:
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
 
-    def launch(self, gather: bool, blocks: Any, buffer: int, stream: int) -> None:
+    def launch(self, gather: bool, blocks: Any, buffer: int, stream: int, section: int) -> None:
         self.streams.queue("kernel", stream)
 
 
@@ -97,7 +98,9 @@ def streams() -> Streams:
 
 @pytest.fixture
 def path(streams: Streams, saves: bool) -> Staged:
-    return Staged(streams, Packer(streams), [1 << 20, 2 << 20], 2 * SLOT, SLOT, saves)  # type: ignore[arg-type]
+    return Staged(
+        streams, Packer(streams), [1 << 20, 2 << 20], 2 * SLOT, sections([Fragment(0, SLOT, SLOT)], []), saves
+    )  # type: ignore[arg-type]
 
 
 def test_a_job_ends_after_all_of_it_and_begins_after_the_model(streams: Streams, path: Staged) -> None:
