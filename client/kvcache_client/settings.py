@@ -24,6 +24,7 @@ SAVE_MODES = ("eager", "lazy")
 VERIFY_MODES = ("off", "sample", "all")
 RESETS = ("new", "keep")  # any other value of `on_reset` is a version
 GATES = ("auto", "off")
+OVERLAPS = ("auto", "off")
 FAILURE_POLICIES = ("recompute", "fail")
 
 # Keys of other connectors, and what replaces them here.
@@ -42,14 +43,14 @@ FOREIGN = {
     "max_tracker_size": _NOT_HERE,
     "cache_policy_module_path": _NOT_HERE,
     "self_describing_kv_events": "the daemon's `events`, or vLLM's --kv-events-config",
-    "use_layerwise": "whole blocks are copied, beside the forward pass",
+    "use_layerwise": "`overlap`; blocks are saved whole, beside the forward pass",
     "eviction_policy": "the daemon evicts what is worth least; there is nothing to choose",
     "store_threshold": "`min_hits`",
     "offload_prompt_only": "`save: prompt`",
     "save_decode_cache": "`save: all`",
     "blocks_per_chunk": "`block_size`, in tokens",
     "lazy_offload": "`save_mode: lazy`",
-    "load_async": "loads are always asynchronous",
+    "load_async": "loads are asynchronous; see `overlap`",
     "lookup_async": "`deadline_ms` bounds every lookup",
     **dict.fromkeys(
         ("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache", "secondary_tiers"),
@@ -82,6 +83,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             present ones, if its checkpoint has not changed (`keep`); or the version that is named.
         gate: whether hits are loaded only where that is predicted to be faster than computing them (`auto`), or always
             (`off`).
+        overlap: whether a request that is alone may be computed while it loads (`auto`), or not (`off`).
         verify: for which blocks a checksum is taken on save and compared on load: `all`, none (`off`), or a `sample` of
             one in 16.
         canary_every: one in so many requests with a hit is computed all the same, and the cache compared with the
@@ -104,6 +106,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     weights_version: str = ""
     on_reset: str = "new"
     gate: str = "auto"
+    overlap: str = "auto"
     verify: str = "off"
     canary_every: int = 10_000
     kv_load_failure_policy: str = "recompute"
@@ -154,6 +157,7 @@ def _check(settings: ConnectorSettings) -> None:
         ("save", SAVES),
         ("save_mode", SAVE_MODES),
         ("gate", GATES),
+        ("overlap", OVERLAPS),
         ("verify", VERIFY_MODES),
         ("kv_load_failure_policy", FAILURE_POLICIES),
     )

@@ -29,6 +29,7 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
         group: the group of the slots. In an engine with several groups, `blocks` are those of whole slots, and 0 stands
             for one that is not to be filled.
         jobs: how many jobs the load of the request has; it has ended with the last one of them.
+        layered: where a rank can, it reports the load when it begins, and has each layer wait for its own section.
     """
 
     request: str
@@ -39,6 +40,7 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     sums: bytes = b""
     group: int = 0
     jobs: int = 1
+    layered: bool = False
 
 
 class SaveJob(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +82,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         finished: requests that ended since the last plan, for the log.
         namespace: where the ranks write from now on; None is no change.
         checks: to be started with the saves.
-        timed: the ranks report the end of the step.
+        timed: the step computes parts of prompts, and the ranks report its end.
         unguarded: from now on no plan says which blocks are given to others: saves that still run have failed.
     """
 

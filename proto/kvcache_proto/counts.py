@@ -39,8 +39,8 @@ _HINTS = """
 _COPIES = """
     blocks_corrupt blocks_verified canary_checked canary_failed canary_lost canary_mismatches canary_requests
     canary_skipped distrusts_unsaid drains_cut_short load_blocks_failed load_ends_failed load_us loaded_bytes
-    loads_fail loads_failed loads_of_another_boundary loads_of_another_region loads_of_odd_places needed_blocks
-    needed_bytes save_ends_failed save_us saved_bytes saves_given_away sums_failed
+    loads_fail loads_failed loads_layered loads_of_another_boundary loads_of_another_region loads_of_odd_places
+    loads_unannounced needed_blocks needed_bytes save_ends_failed save_us saved_bytes saves_given_away sums_failed
 """
 _REFUSED = [f"{what}_{why.name.lower()}" for what in ("refused", "saves") for why in Refusal]
 _VERDICTS = [f"verdict_{verdict.name.lower()}" for verdict in Verdict]

@@ -87,9 +87,9 @@ class Gate:
 
     # What becomes of them.
 
-    def step(self, number: int, step: StepView, now: float) -> bool:
-        """Note that a step begins; return whether its end is to be noted."""
-        return self.pace.step(number, step, now)
+    def step(self, number: int, step: StepView, now: float, learns: bool = True) -> bool:
+        """As `Pace.step`."""
+        return self.pace.step(number, step, now, learns)
 
     def ended(self, numbers: Sequence[int], now: float) -> None:
         """Note that a step has ended, and that it is one of those whose end is to be noted."""

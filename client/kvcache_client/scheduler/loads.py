@@ -22,13 +22,18 @@ PAUSE = 10.0
 
 @dataclass(slots=True)
 class Load:
-    """`hashes` are those of the cached blocks that it brings whole; `last` is the last one of them."""
+    """`hashes` are those of the cached blocks that it brings whole; `last` is the last one of them.
+
+    `coming` are the ranks to which its bytes are still coming although it has been reported, 0 for other loads.
+    """
 
     lease: CacheLease | None
     blocks: set[int]
     hashes: frozenset[bytes]
     last: bytes
+    tokens: int
     failed: bool = False
+    coming: int = 0
 
 
 class Loads:
@@ -41,6 +46,7 @@ class Loads:
         self._begun: list[tuple[str, int]] = []
         self._counters = counters
         self._running: dict[str, Load] = {}
+        self._coming: dict[str, Load] = {}  # reported, and not there yet
         self._landed: dict[str, Load] = {}  # ended well, and perhaps not yet in the device's own cache
         self._failures = 0  # in a row
         self._paused_until = 0.0
@@ -49,13 +55,26 @@ class Loads:
         """Return how many run."""
         return len(self._running)
 
-    def begin(self, jobs: Sequence[LoadJob], lease: CacheLease | None, hashes: Sequence[bytes], tokens: int) -> None:
-        """Note the load of a request, for the next plan. Without a lease it is one that fails."""
+    @property
+    def are_coming(self) -> bool:
+        """Whether bytes of layered loads are coming, or may be."""
+        return bool(self._coming) or any(load.coming for load in self._running.values())
+
+    def begin(
+        self, jobs: Sequence[LoadJob], lease: CacheLease | None, hashes: Sequence[bytes], tokens: int, ranks: int = 0
+    ) -> None:
+        """Note the load of a request, for the next plan. Without a lease it is one that fails.
+
+        `ranks` report the end of a layered one apart.
+        """
+        request = jobs[0].request
         self.jobs += jobs
-        self._begun.append((jobs[0].request, tokens))
+        if not ranks:
+            self._begun.append((request, tokens))
         blocks = {block for job in jobs for block in job.blocks}
         brings = hashes if lease is not None else ()
-        self._running[jobs[0].request] = Load(lease, blocks, frozenset(brings), brings[-1] if brings else b"")
+        last = brings[-1] if brings else b""
+        self._running[request] = Load(lease, blocks, frozenset(brings), last, tokens, coming=ranks)
 
     def take_jobs(self) -> list[LoadJob]:
         """Return the loads that no plan has yet."""
@@ -78,7 +97,9 @@ class Loads:
         if load is None:
             return None
         self.ended += 1
-        if load.lease is not None:
+        if load.coming and not load.failed:
+            self._coming[request] = load
+        elif load.lease is not None:
             load.lease.release()
         self._failures = self._failures + 1 if load.failed else 0
         if load.failed:
@@ -90,6 +111,18 @@ class Loads:
             self._failures = 0
             self._counters.warn("loads_fail", f"{FAILED_LOADS} loads in a row failed: no hits for {PAUSE:.0f} s")
         return load
+
+    def arrived(self, request: str) -> int:
+        """Note that all bytes of a layered load have come to one more rank. Return its tokens if that was the last."""
+        load = self._running.get(request) or self._coming.get(request)
+        if load is None or not load.coming:
+            return 0
+        load.coming -= 1
+        if load.coming:
+            return 0
+        if self._coming.pop(request, None) is not None and load.lease is not None:
+            load.lease.release()
+        return load.tokens
 
     def paused(self, now: float) -> bool:
         """Whether so many have failed that no hit is to be offered for a while."""

@@ -123,14 +123,16 @@ class Pace:
 
     # Computing.
 
-    def step(self, number: int, step: StepView, now: float) -> bool:
-        """Note that a step begins; return whether its end is to be noted."""
+    def step(self, number: int, step: StepView, now: float, learns: bool = True) -> bool:
+        """Note that a step begins, from which something is learned or not; return whether its end is to be noted."""
         if not step.tokens:
             return False
         self._steps += 1
         chunks = _chunks(step)
         if not chunks:
             return False
+        if not learns:
+            return True
         self._running[number] = now, chunks
         if len(self._running) > RUNNING:  # their ends are not told
             del self._running[next(iter(self._running))]
@@ -192,6 +194,11 @@ class Pace:
         seconds, tokens, idle = now - load.began, load.tokens + load.ahead, load.steps == self._steps
         self._loads.add((idle, not idle, tokens), tokens, seconds, times)
         return seconds if idle else None
+
+    def arrived(self, tokens: int, seconds: float) -> None:
+        """Note how long the copy of a load took that was reported when it began."""
+        if seconds and self._loads.known:
+            self._loads.add((1, 0, tokens), tokens, self._loads.predict((1, 0, 0)) + seconds)
 
     def loading(self, tokens: int) -> float | None:
         """Return how long a load of so many tokens takes, behind those that run; None while that is unknown."""

@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
+import msgspec
+
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.demand import Demand
@@ -18,7 +20,8 @@ from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
 from kvcache_client.scheduler.notes import Notes
-from kvcache_client.scheduler.request_state import RequestState, follow_blocks
+from kvcache_client.scheduler.overlap import Overlap
+from kvcache_client.scheduler.request_state import LookupResult, RequestState, follow_blocks
 from kvcache_client.scheduler.saves import Saves
 from kvcache_client.scheduler.summary import Summary
 from kvcache_client.scheduler.views import BlockTables, RequestView, StepView
@@ -36,6 +39,7 @@ class Scheduler:
     Attributes:
         events: what the engine may load from the cache, where that is to be reported; else None.
         gate: whether hits are worth their loads, and what it knows about that.
+        overlap: which loads run while the rest of their requests is computed.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Scheduler:
         evicted_next: Callable[[int], Iterable[int]] | None = None,
         hash_of: Callable[[int], bytes] = lambda block: b"",
         step_tokens: int = 0,
+        ranks: int = 1,
     ) -> None:
         """Decide for an engine whose blocks have `block_tokens` tokens.
 
@@ -75,6 +80,7 @@ class Scheduler:
                 eager; so they are of an engine that has not just one group of full attention.
             hash_of: returns the hash of a device block in the engine's own prefix cache, b"" if it is not there.
             step_tokens: most tokens that a step schedules.
+            ranks: of the engine, all that copy.
         """
         group = spec.groups[0]
         self._session, self._clock = session, clock
@@ -91,6 +97,7 @@ class Scheduler:
         has_full = self._group.has_full
         self.events = EngineEvents(self._group) if events and has_full else None
         self.gate = Gate(self._counters, settings.gate == "auto", self._group.block_tokens)
+        self.overlap = Overlap(self.gate.pace, settings.overlap == "auto", ranks, step_tokens)
         self._membership = Membership(session, spec, settings, checkpoint, self.events, joining)
         self._notes = Notes(self._counters)
         self._lookups = Lookups(
@@ -113,7 +120,8 @@ class Scheduler:
         self._finished: list[str] = []  # requests that ended, until the ranks know
         self._allocated: list[RequestState] = []  # requests that have got device blocks since the last plan
         self._declined: dict[int, str] = {}  # ranks that take no part, and why
-        self._being_read: set[int] = set()  # device blocks that ranks read, until they are given away
+        # Device blocks that ranks read, or fill for a request that runs already, until they are given away.
+        self._being_read: set[int] = set()
         self._step = 0
         session.add_counts(self._counters.snapshot)
 
@@ -250,8 +258,21 @@ class Scheduler:
                 lease.release()
             lease, jobs = None, [LoadJob(request.id, b"", b"", state.blocks[state.start : state.start + count])]
         begin, end = state.start // group.blocks_per_slot, (state.start + count) // group.blocks_per_slot
-        self._loads.begin(jobs, lease, group.keys(request.hashes)[begin:end], external)
+        ranks = 0
+        if lease is not None and self._overlaps(state, lookup, external):
+            ranks, jobs = self.overlap.ranks, [msgspec.structs.replace(job, layered=True) for job in jobs]
+        self._loads.begin(jobs, lease, group.keys(request.hashes)[begin:end], external, ranks)
         state.loading = True
+
+    def _overlaps(self, state: RequestState, lookup: LookupResult | None, external: int) -> bool:
+        """Return whether a request is to be computed while it loads: its engine has nothing else to do, and nothing can
+        go wrong any more once the load has begun, as a checksum could."""
+        if self._group.tails or lookup is None or lookup.sums or len(self._loads) or self._loads.are_coming:
+            return False
+        begin = state.start * self._group.block_tokens
+        if not self.overlap.wins(begin, begin + external, state.request.tokens):
+            return False
+        return not any(other.blocks for other in self._requests.values() if other is not state)
 
     def ended(self, received: Sequence[str], invalid: set[int], failed: Collection[str] = ()) -> None:
         """Note that every rank has ended the loads of `received`.
@@ -280,6 +301,12 @@ class Scheduler:
         """Note that a step has ended on all ranks, and the numbers of the plans in it that say that it is timed."""
         self.gate.ended(timed, self._clock())
 
+    def arrived(self, loads: Sequence[tuple[str, float]]) -> None:
+        """Note layered loads of which a rank has got all bytes, and how many seconds the copy took."""
+        for request_id, seconds in loads:
+            if tokens := self._loads.arrived(request_id):
+                self.gate.pace.arrived(tokens, seconds)
+
     def given_away(self, jobs: Sequence[tuple[int, int]]) -> None:
         """Note saves, by reservation and first position, that a rank has not begun before others got their blocks."""
         self._saves.given_away(jobs)
@@ -304,7 +331,7 @@ class Scheduler:
         now = self._clock()
         for request_id, tokens in self._loads.take_begun():
             self.gate.load_began(request_id, tokens, now)
-        timed = self.gate.step(self._step, step, now)
+        timed = self.gate.step(self._step, step, now, learns=not self._loads.are_coming)
         membership = self._membership
         if membership.unsettled:
             membership.settle()
@@ -340,6 +367,9 @@ class Scheduler:
         if self._lookups.holding:
             self._lookups.give_back_idle(self._step)
         guarded = self._guarded(given, [*saves, *checks])
+        for load in loads:
+            if load.layered:  # a request that is aborted gives its blocks away while they are being filled
+                self._being_read.update(load.blocks)
         finished = self._take_finished() if self._finished else []
         if not (saves or loads or guarded or finished or checks or membership.announced or timed):
             return NOTHING

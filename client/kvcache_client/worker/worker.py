@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.devices import CopyError, Device, Job, Memory, Scratch, open_device
-from kvcache_client.devices.layout import Fragment, Tensor, block_fragments, part_fragments, runs
+from kvcache_client.devices.layout import Fragment, Tensor, block_fragments, layer_ends, part_fragments, runs
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.self_test import check_copies
 from kvcache_client.devices.several import SeveralLayouts
@@ -27,6 +27,7 @@ from kvcache_client.session.region import Region
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import SHIPPED, CheckJob, LoadJob, RankVerdicts, SaveJob, StepPlan, pick_refs
+from kvcache_client.worker.layered import LayeredLoads, section_ends
 from kvcache_client.worker.places import WHOLE, Piece, Places, RankTable, without_nulls
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.tolerance import Format, find_format
@@ -40,7 +41,10 @@ CARRIES = 5e9  # bytes per second that a thread is taken to carry, until one has
 CHANGE = 0.1  # smallest relative change of that rate that is reported to the scheduler's side
 DRAIN = 60.0  # seconds between two log lines about copies that do not end
 _JOINING = "it has not joined the namespace yet"
+ARRIVAL = 1.0  # seconds that a step waits for the end of what its layers have waited for
 LINGER = 0.001  # seconds that a step without work waits for a load that is about to end
+_LOST = "a load has failed after its request was computed with it"
+_UNANNOUNCED = "the engine has computed with layers that it has not announced, while they were being loaded"
 _LATE = "the executor bypasses Worker.execute_model, so that blocks may be overwritten before they are saved"
 
 
@@ -112,6 +116,12 @@ class Worker:
         self._failed: set[str] = set()  # requests whose load has failed, in an engine with several groups
         self._loading: dict[str, tuple[int, list[int]]] = {}  # jobs left of a load that has several, blocks that failed
         self._loading_lock = threading.Lock()
+        self._layered: LayeredLoads | None = None
+        self._was_ready = False  # as the scheduler's side knows it
+        self._coming = 0  # layered loads that have been reported and whose copies run
+        self._arrival = threading.Condition()
+        self._arrived: deque[tuple[str, float, list[int]]] = deque()  # such loads, and blocks that failed
+        self._arrivals: list[tuple[str, float]] = []
         self._verdicts: deque[RankVerdicts] | None = deque() if events else None
         self._stored: dict[str, _Stored] = {}
         self._given_away: deque[tuple[int, int]] = deque(maxlen=SHIPPED)
@@ -135,11 +145,13 @@ class Worker:
         """
         tensors = list(_flatten(kv_caches.values()))
         layouts = self._find_layouts(kv_caches, num_blocks)
+        ends = self._layer_ends(kv_caches, num_blocks)
+        parts = section_ends(list(ends.values())) if ends else []
         devices: list[Device] = []
         try:
             count = self._parts.blocks(num_blocks)
             for fragments in layouts:
-                devices.append(open_device(tensors[0].device.type, runs(fragments), count, keep=tensors))
+                devices.append(open_device(tensors[0].device.type, runs(fragments), count, keep=tensors, ends=parts))
             device = devices[0] if len(devices) == 1 else SeveralLayouts(devices)
             for each, fragments in zip(devices, layouts, strict=True):
                 check_copies(each, runs(fragments), count)
@@ -151,6 +163,8 @@ class Worker:
             device.adopt(self._registration)
             self._registration = None
         self._device = device
+        if parts:
+            self._layered = LayeredLoads(device, ends, parts)
         if self._groups:  # the values that are compared are those of the full group
             tensors = list(_flatten(kv_caches[name] for table in self._groups[0] for name in table.layers))
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
@@ -191,6 +205,14 @@ class Worker:
         self._follow(self._spec)
         return layouts
 
+    def _layer_ends(self, kv_caches: dict[str, Any], num_blocks: int) -> dict[str, int]:
+        """Return where the KV of each layer ends in a block of this rank; {} for an engine with several groups."""
+        if self._groups:
+            return {}
+        layers = [[_describe(tensor) for tensor in _flatten([cache])] for cache in kv_caches.values()]
+        ends = layer_ends(layers, num_blocks, self._parts.number, self._shards.by_head)
+        return dict(zip(kv_caches, ends, strict=True))
+
     def _follow(self, spec: NamespaceSpec) -> None:
         """Note where this rank's shard lies in the slots of `spec`."""
         self._spec = spec
@@ -217,17 +239,22 @@ class Worker:
     def abandon(self) -> None:
         """Let all that still reads the engine's blocks fail: they are given to others without a fence from now on."""
         self._abandoned = True
+        if self._layered is not None:
+            self._layered.wait_all()
 
     # One step.
 
-    def begin(self, plan: StepPlan, late: bool = False) -> None:
+    def begin(self, plan: StepPlan, late: bool = False, idle: bool = False) -> None:
         """Start the saves of `plan`, then guard their blocks, before anything of the step touches device memory.
 
-        Where that is too `late`, because the step may have overwritten blocks, the rank takes no part from now on.
+        Where that is too `late`, because the step may have overwritten blocks, the rank takes no part from now on. An
+        `idle` step computes nothing.
         """
         if self._device is None:
             return
         self._device.enter_step()
+        if self._layered is not None and not idle:
+            self._layered.enter_step(plan.timed, plan.given)
         if plan.number <= self._begun:
             return
         self._begun = plan.number
@@ -253,7 +280,13 @@ class Worker:
             return
         self._loaded = plan.number
         for job in plan.loads:
-            self._load(job)
+            if not (job.layered and self._load_layered(job)):
+                self._load(job)
+
+    def layer(self, name: str) -> None:
+        """The engine is about to read the KV of a layer."""
+        if self._layered is not None:
+            self._layered.layer(name)
 
     def received(self, idle: bool = False) -> set[str]:
         """Return the requests whose loads have ended since the last call, well or not, each once.
@@ -265,6 +298,20 @@ class Worker:
             self._device.poll()
             if idle and not self._done:
                 self._device.linger(LINGER)
+        if self._layered is not None and not idle and (unfilled := self._layered.leave_step()):
+            self._errors |= unfilled
+            self._counts.add("loads_unannounced")
+            self.decline(_UNANNOUNCED)
+        if self._coming and not idle:
+            # What the engine has submitted waits for them, too. So it hears of their end with the step that needs them.
+            with self._arrival:
+                self._arrival.wait_for(lambda: not self._coming, ARRIVAL)
+        while self._arrived:
+            request, seconds, failed = self._arrived.popleft()
+            self._arrivals.append((request, seconds))
+            if failed:
+                self._errors.update(failed)
+                self.decline(_LOST)
         requests = set()
         while self._done:
             request, failed = self._done.popleft()
@@ -284,6 +331,21 @@ class Worker:
         """Return the device blocks that loads did not fill, since the last call."""
         errors, self._errors = self._errors, set()
         return errors
+
+    def take_arrived(self) -> list[tuple[str, float]]:
+        """Return the requests of `layered` loads that have ended since the last call, and how long each copy took.
+
+        The time is 0 for those that were loaded like others.
+        """
+        found, self._arrivals = self._arrivals, []
+        return found
+
+    def take_ready(self) -> dict[int, bool]:
+        """Return whether the engine announces its layers to this rank, where that has changed since the last call."""
+        if self._layered is None or self._layered.ready == self._was_ready:
+            return {}
+        self._was_ready = self._layered.ready
+        return {self._rank: self._was_ready}
 
     def take_carried(self) -> dict[int, float]:
         """Return, where it has changed, the seconds that a thread of this rank takes to carry one block of the engine.
@@ -466,6 +528,42 @@ class Worker:
         epoch = self._epoch
         _start(self._device.load, region, pieces, lambda done: self._filled(job, region, epoch, done))
 
+    def _load_layered(self, job: LoadJob) -> bool:
+        """Start a load and report it at once; return whether that is possible.
+
+        Nothing may go wrong with it any more, because its request is computed with what it brings. So its copies take
+        no thread, and its slots are those that were leased.
+        """
+        region, layered = self._session.region, self._layered
+        if layered is None or not layered.ready or region is None or region is not self._straight:
+            return False
+        if region.id != job.region or not self._sound(region, job.refs, job.skip + len(job.blocks)):
+            return False
+        if not region.current(job.refs).all():
+            return False
+        pieces = self._places[0].cut(region.offsets(job.refs), job.blocks, job.skip)
+        jobs = _jobs(region, pieces, lambda done: self._arrive(job, region, done), layered.sections())
+        self._done.append((job.request, []))
+        with self._arrival:
+            self._coming += 1
+        layered.start(jobs, job.blocks)
+        self._counts.add("loads_layered")
+        return True
+
+    def _arrive(self, job: LoadJob, region: Region, done: Job) -> None:
+        """Note the end of a load that was reported at its beginning. On a thread of the device."""
+        failed = job.blocks
+        try:
+            failed = self._not_filled(job, region, self._epoch, done, None if done.error else _all_sound(job))
+        except Exception:
+            self._counts.add("load_ends_failed")
+            logger.exception("request %s: its load cannot be checked and counts as failed", job.request)
+        finally:
+            self._arrived.append((job.request, done.seconds, failed))
+            with self._arrival:
+                self._coming -= 1
+                self._arrival.notify_all()
+
     def _end_load(self, job: LoadJob, failed: list[int]) -> None:
         """Report the load of a request with the last of its jobs."""
         if job.jobs > 1:
@@ -476,6 +574,8 @@ class Worker:
                     self._loading[job.request] = left - 1, failed
                     return
         self._done.append((job.request, failed))
+        if job.layered:
+            self._arrived.append((job.request, 0.0, []))
 
     def _sound(self, region: Region, refs: bytes, blocks: int, group: int = 0) -> bool:
         """Return whether `refs` are slots of this region with room for that many of the engine's blocks.
@@ -569,16 +669,23 @@ class Worker:
 
 def _start(copy: Callable[[Job], None], region: Memory, pieces: Sequence[Piece], ended: Callable[[Job], None]) -> None:
     """Start a copy for each piece; `ended` gets the last one once all have ended, with what became of them together."""
-    if len(pieces) == 1:
+    for job in _jobs(region, pieces, ended):
+        copy(job)
+
+
+def _jobs(
+    region: Memory, pieces: Sequence[Piece], ended: Callable[[Job], None], sections: Sequence[int] = (0,)
+) -> list[Job]:
+    """Return a copy for each section of each piece, which `_start` would start."""
+    if len(pieces) == len(sections) == 1:
         (piece,) = pieces
-        copy(Job(region, piece.blocks, piece.offsets, ended, layout=piece.layout))
-        return
+        return [Job(region, piece.blocks, piece.offsets, ended, layout=piece.layout, section=sections[0])]
     lock, done = threading.Lock(), []
 
     def ended_one(job: Job) -> None:
         with lock:
             done.append(job)
-            if len(done) < len(pieces):
+            if len(done) < len(pieces) * len(sections):
                 return
         job.error = next((each.error for each in done if each.error), "")
         job.cancelled = all(each.cancelled for each in done)
@@ -586,8 +693,11 @@ def _start(copy: Callable[[Job], None], region: Memory, pieces: Sequence[Piece],
         job.seconds = sum(each.seconds for each in done)
         ended(job)
 
-    for piece in pieces:
-        copy(Job(region, piece.blocks, piece.offsets, ended_one, layout=piece.layout))
+    return [
+        Job(region, piece.blocks, piece.offsets, ended_one, layout=piece.layout, section=section)
+        for section in sections
+        for piece in pieces
+    ]
 
 
 def _named(shards: Sequence[int]) -> str:

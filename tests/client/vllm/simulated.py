@@ -292,10 +292,15 @@ class Held:
     tables: list[list[int]]
     drafts: list[int] = dataclasses.field(default_factory=list)  # what the drafter proposes after the last token
     lora: Any = None
+    prompt: int = 0  # its tokens
     column: int | None = None  # of its tables, where its state is before any draft
     kept: int = 0  # how many columns behind that its state is now: one for each draft that was kept
     _digests: list[int] = dataclasses.field(default_factory=list)
     _adapters: list[int] = dataclasses.field(default_factory=list)  # of each position, that which its KV is of
+
+    def forget(self, known: int) -> None:
+        """Forget the tokens after the first `known` ones."""
+        del self.tokens[known:], self._digests[known:]
 
     def digests(self, drafts: Sequence[int] = ()) -> np.ndarray:
         """Return those of its tokens, and of `drafts` after them."""
@@ -359,6 +364,7 @@ class Runner:
         self.layers: dict[str, Layer] = {}
         self.held: dict[str, Held] = {}
         self.connector: Any = None
+        self._announced: set[str] = set()  # layers that this step has begun to compute
         self._connectors: WeakValueDictionary[Any, Any] = WeakValueDictionary()
         self.hooks: ActiveKVConnector | None = None
         # Whether it may write to what a step gives to requests right after `handle_preemptions`, as vllm-ascend's V1.
@@ -498,13 +504,16 @@ class Runner:
             else:
                 assert new.prompt_token_ids is not None
                 tokens = list(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids)
-            self.held[new.req_id] = Held(tokens, [list(table) for table in new.block_ids], lora=new.lora_request)
+            tables = [list(table) for table in new.block_ids]
+            self.held[new.req_id] = Held(tokens, tables, lora=new.lora_request, prompt=len(tokens))
         cached = step.scheduled_cached_reqs
-        for name, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for name, added, made in zip(cached.req_ids, cached.new_block_ids, cached.num_output_tokens, strict=True):
             held = self.held[name]
+            held.forget(held.prompt + made)  # vLLM has thrown away what was computed with blocks that were not loaded
             if name in cached.resumed_req_ids:
                 tokens = list(cached.all_token_ids.get(name, held.tokens))
-                self.held[name] = Held(tokens, [list(table) for table in added or ()], lora=held.lora)
+                tables = [list(table) for table in added or ()]
+                self.held[name] = Held(tokens, tables, lora=held.lora, prompt=held.prompt)
             elif added is not None:
                 for table, more in zip(held.tables, added, strict=True):
                     table.extend(more)
@@ -533,9 +542,7 @@ class Runner:
         for name in names:
             if self.held[name].lora is not None:
                 self.load_adapter(self.held[name].lora)
-        if self.connector is not None:
-            for name in self.layers:
-                self.connector.wait_for_layer_load(name)
+        self._announced.clear()
         sampled = [
             self._compute(
                 name, computed[name], step.num_scheduled_tokens[name], step.scheduled_spec_decode_tokens.get(name, ())
@@ -550,6 +557,13 @@ class Runner:
             return ModelRunnerOutput(names, places, sampled)
         pooled = [torch.tensor(each) if each else None for each in sampled]
         return ModelRunnerOutput(names, places, [], pooler_output=pooled)
+
+    def _announce(self, name: str, layer: Layer) -> None:
+        """Announce a layer before it is read first: its new KV has been written. That of a drafter is computed after
+        the calls around the step."""
+        if self.connector is not None and name not in self._announced and not layer.is_draft:
+            self._announced.add(name)
+            self.connector.wait_for_layer_load(name)
 
     def load_adapter(self, lora: Any) -> bool:
         """Have an adapter loaded, as `LRUCacheWorkerLoRAManager` does."""
@@ -576,15 +590,16 @@ class Runner:
         if held.lora is not None:
             digests = held.adapted(digests, begin, self.adapters[held.lora.lora_int_id])
         self.computed += len(fed) - begin
-        for layer in self.layers.values():
+        for layer_name, layer in self.layers.items():
             table = held.tables[layer.group]
+            if not (layer.is_state or layer.is_draft):
+                self._write(layer, table, digests, begin, len(fed))
+            self._announce(layer_name, layer)
             if layer.is_state:
                 self._advance_state(name, layer, table, digests, begin, len(fed), len(fed) - known)
                 continue
             first = max(0, begin - layer.window + 1) if layer.window else 0
             self._check(name, layer, table, digests[layer.is_draft :], first, begin)
-            if not layer.is_draft:
-                self._write(layer, table, digests, begin, len(fed))
         made: list[int] = []
         if len(fed) >= known:
             for at in range(known - 1, len(fed)):

@@ -119,6 +119,18 @@ def page_strides(kv_cache_config: Any) -> Iterator[tuple[int, int]]:
             yield 1, int(tensor.block_stride)
 
 
+def announces_layers(vllm_config: Any) -> bool:
+    """Return whether an engine may call `wait_for_layer_load` whenever a layer of a prompt is computed.
+
+    Not where whole batches with prompts are replayed from a graph, nor where two halves of a batch run side by side.
+    """
+    mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    mixed = mode.mixed_mode() if mode is not None and hasattr(mode, "mixed_mode") else mode
+    parallel = vllm_config.parallel_config
+    halves = getattr(parallel, "use_ubatching", getattr(parallel, "enable_dbo", False))
+    return getattr(mixed, "name", "") != "FULL" and not halves
+
+
 def boundary_states(scheduler_output: Any) -> dict[str, list[tuple[int, int, int]]]:
     """Return the states at block boundaries that a step makes: by request, (group, device block, tokens before it)."""
     state = getattr(scheduler_output, "kv_connector_block_state", None)

@@ -110,6 +110,8 @@ class RankReport(KVConnectorWorkerMetadata):
         carried: seconds that a rank's thread takes to carry one of the engine's blocks, by rank; 0 where it need not.
         timed: numbers of plans that say that their step is timed, which has ended.
         given_away: saves, by reservation and first position, that had not begun when their blocks were given away.
+        arrived: layered loads, by request, that have ended on a rank, and how many seconds their copies took.
+        ready: whether the engine announces its layers to a rank, by rank.
     """
 
     verdicts: list[RankVerdicts] = field(default_factory=list)
@@ -117,6 +119,8 @@ class RankReport(KVConnectorWorkerMetadata):
     given_away: list[tuple[int, int]] = field(default_factory=list)
     carried: dict[int, float] = field(default_factory=dict)
     timed: list[int] = field(default_factory=list)
+    arrived: list[tuple[str, float]] = field(default_factory=list)
+    ready: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         if not isinstance(other, RankReport):
@@ -127,6 +131,8 @@ class RankReport(KVConnectorWorkerMetadata):
             self.given_away + other.given_away,
             self.carried | other.carried,
             self.timed + other.timed,
+            self.arrived + other.arrived,
+            self.ready | other.ready,
         )
 
 
@@ -155,9 +161,11 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         # Loads that the engine waits for, by request, with their device blocks: on the scheduler's side those that no
         # plan has yet, on a rank those that it has not reported. Whatever fails here, the engine learns how each ended.
         self._awaited: dict[str, list[int]] = {}
+        self._coming: set[str] = set()  # of a rank, layered loads of which it has not reported that all bytes are there
         self._not_loaded: set[int] = set()  # device blocks of such loads that have failed
         self._groups: list[Merged] = []  # of an engine that has not just one of full attention
         self._failed: set[str] = set()  # of such an engine, requests whose loads have failed
+        self._announces = False  # whether the engine may say which layer it computes next
         self._writes_early = False  # whether a step may write to blocks before any hook is called
         self._quiet = threading.Event()  # not set while copies of a worker that was given up may still run
         self._quiet.set()
@@ -195,6 +203,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         per_slot = blocks_per_slot(settings, tokens, *([tokens] if has_states(kv_cache_config) else []))
         self._groups = groups_of(kv_cache_config, per_slot)
         self._writes_early = writes_early(kv_cache_config)
+        self._announces = settings.overlap != "off" and compat.announces_layers(vllm_config)
         processes = in_scheduler and vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
         found = surroundings(vllm_config, layer_spec(kv_cache_config) if processes else None)
         engine = engine_name(vllm_config)
@@ -256,7 +265,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def _open_scheduler(
         self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int, joining: Iterable[int] = ()
     ) -> Scheduler | None:
-        transfer = self._vllm_config.kv_transfer_config
+        transfer, parallel = self._vllm_config.kv_transfer_config, self._vllm_config.parallel_config
         tokens, config = engine_block_size(self._kv_cache_config), self._kv_cache_config
         if self._groups:
             tokens, per_slot = hash_tokens(config), per_slot * tokens // hash_tokens(config)
@@ -281,6 +290,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
                 table_tokens=[int(first_spec(group).block_size) for group in config.kv_cache_groups],
                 joining=list(joining),
+                ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             )
         except KVCacheError as error:
             logger.error("this engine runs without the KV cache server: %s", error)
@@ -467,6 +477,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.gate.pace.carried(report.carried)
         if report.given_away:
             self._scheduler.given_away(report.given_away)
+        self._scheduler.overlap.ranks_ready(report.ready)
+        self._scheduler.arrived(report.arrived)
         if self._scheduler.events is not None:
             for verdicts in report.verdicts:
                 self._scheduler.events.settled(verdicts)
@@ -527,7 +539,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     @guard()
     def _begin(self, metadata: Any, late: bool = False) -> None:
         if self._worker is not None and isinstance(metadata, StepMetadata):
-            self._worker.begin(metadata.plan, late)
+            self._worker.begin(metadata.plan, late, metadata.idle)
 
     @guard()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -537,11 +549,18 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata.plan.number > self._step:  # a plan may be presented more than once
             self._step = metadata.plan.number
             self._awaited.update((load.request, load.blocks) for load in metadata.plan.loads)
+            self._coming.update(load.request for load in metadata.plan.loads if load.layered)
         if self._worker is not None:
             self._worker.load(metadata.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: loads run between steps, a whole request at a time."""
+        if self._announces and self._worker is not None:
+            self._layer(layer_name)
+
+    @guard()
+    def _layer(self, name: str) -> None:
+        if self._worker is not None:
+            self._worker.layer(name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: whole blocks are saved a step later."""
@@ -583,14 +602,18 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
             fault, self._fault = self._fault, ""
-            return RankReport(declined={self._rank: fault}) if fault else None
+            over = [(request, 0.0) for request in self._coming] if self._quiet.is_set() else []
+            self._coming.difference_update(request for request, _ in over)
+            return RankReport(declined={self._rank: fault} if fault else {}, arrived=over) if fault or over else None
         worker = self._worker
         verdicts, declined, given_away = worker.take_verdicts(), worker.take_declined(), worker.take_given_away()
         carried, metadata = worker.take_carried(), self._connector_metadata
+        arrived, ready = worker.take_arrived(), worker.take_ready()
+        self._coming.difference_update(request for request, _ in arrived)
         timed = [metadata.plan.number] if isinstance(metadata, StepMetadata) and metadata.plan.timed else []
-        if not (verdicts or declined or given_away or carried or timed):
+        if not (verdicts or declined or given_away or carried or timed or arrived or ready):
             return None
-        return RankReport(verdicts, declined, given_away, carried, timed)
+        return RankReport(verdicts, declined, given_away, carried, timed, arrived, ready)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         blocks, self._not_loaded = self._not_loaded, set()

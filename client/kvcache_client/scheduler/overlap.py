@@ -1,0 +1,41 @@
+"""Which loads run while the rest of their requests is computed. Pure.
+
+A request alone in its engine would first load, and then compute its rest. It takes as long as the slower of both where
+they overlap. Others that come meanwhile wait for the step, which the load may make longer: so a load must not take much
+longer than what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvcache_client.scheduler.pace import Pace
+
+LEAST = 0.002  # seconds that it must save
+LONGEST = 2.0  # times the computation that a load may take
+
+
+class Overlap:
+    """Of one engine."""
+
+    def __init__(self, pace: Pace, is_on: bool, ranks: int, step_tokens: int) -> None:
+        """`step_tokens` are the most that a step computes; `ranks` says how many have to be ready."""
+        self._pace, self._is_on, self._step_tokens = pace, is_on, step_tokens
+        self.ranks = ranks
+        self._ready: dict[int, bool] = {}
+
+    def ranks_ready(self, changed: Mapping[int, bool]) -> None:
+        """Note, by rank, whether the engine announces its layers."""
+        self._ready |= changed
+
+    def wins(self, begin: int, end: int, tokens: int) -> bool:
+        """Return whether tokens `begin` to `end` of a request are to be loaded while those up to `tokens` are computed.
+
+        Not before both times are known, nor where threads carry the bytes: the engine's own would wait for them.
+        """
+        if not self._is_on or sum(self._ready.values()) < self.ranks or self._pace.is_carried:
+            return False
+        load, compute = self._pace.loading(end - begin), self._pace.computing(end, min(tokens, end + self._step_tokens))
+        if load is None or compute is None:
+            return False
+        return min(load, compute) >= LEAST and load <= LONGEST * compute

@@ -1,0 +1,101 @@
+"""Loads that run while the engine computes: each layer waits for its own section of them.
+
+The engine is told that such a load has ended when it begins. Whatever it computes from then on must wait: layer by
+layer in a step in which the engine announces every layer, otherwise for the whole load before the step.
+
+Nobody says whether an engine announces its layers: it depends on its version, its attention backend, and on what it
+has captured in graphs. So this watches the steps that compute prompts, and a load is run like this only once one of
+them has announced all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from kvcache_client.devices import Device, Job
+
+MOST = 8  # sections of a block: the first layers wait for the first one, and each is a batch of copies
+LEAST = 128 << 10  # bytes of a section: smaller pieces take the bus longer
+
+
+def section_ends(layers: Sequence[int]) -> list[int]:
+    """Return where the sections of a block end in its slot; [] where it is too small to be divided.
+
+    `layers` are where the KV of each layer ends. Each section has whole layers.
+    """
+    count = min(MOST, layers[-1] // LEAST)
+    if count < 2:
+        return []
+    ends: list[int] = []
+    for end in layers:
+        if end * count >= layers[-1] * (len(ends) + 1) and end not in ends:
+            ends.append(end)
+    return ends if len(ends) > 1 else []
+
+
+class LayeredLoads:
+    """Of one rank. Called by its thread.
+
+    Attributes:
+        ready: whether the last step that computed prompts has announced all layers.
+    """
+
+    def __init__(self, device: Device, layers: Mapping[str, int], ends: Sequence[int]) -> None:
+        """`layers` are their names, and where the KV of each ends in a slot; `ends` are those of the sections."""
+        self._device = device
+        self._section_of = {name: 1 + sum(each < end for each in ends) for name, end in layers.items()}
+        self._count = len(ends)
+        self.ready = False
+        self._announced: set[str] | None = None  # in this step, if it computes prompts
+        self._waiting: list[list[Job]] = [[] for _ in range(self._count + 1)]  # by section: not waited for yet
+        self._next = self._count + 1  # the first section that has any
+        self._blocks: set[int] = set()  # device blocks that these fill
+
+    def sections(self) -> range:
+        return range(1, self._count + 1)
+
+    def start(self, jobs: Iterable[Job], blocks: Iterable[int]) -> None:
+        """Start a load of device `blocks`: `jobs` are those of all sections, in their order."""
+        for job in jobs:
+            self._waiting[job.section].append(job)
+            self._device.load(job)
+        self._blocks.update(blocks)
+        self._next = 1
+
+    def enter_step(self, prompts: bool, given: Collection[int]) -> None:
+        """A step is about to compute; whether `prompts`, and the blocks that it gives to others."""
+        self._announced = set() if prompts else None
+        if self._blocks and not (prompts and self.ready and self._blocks.isdisjoint(given)):
+            self.wait_all()
+
+    def layer(self, name: str) -> None:
+        """The engine is about to submit what reads the KV of a layer."""
+        if self._announced is not None:
+            self._announced.add(name)
+        section = self._section_of.get(name, 0)  # one that shares the KV of a layer before it has none of its own
+        if section >= self._next:
+            self._wait(section)
+
+    def leave_step(self) -> set[int]:
+        """A step has been submitted. Return the device blocks that it may have read before they were filled."""
+        if self._announced is None:
+            return set()
+        self.ready = self._section_of.keys() <= self._announced
+        self._announced = None
+        unfilled = self._blocks
+        if unfilled:
+            self.wait_all()
+        return unfilled
+
+    def wait_all(self) -> None:
+        """Keep all that is submitted from now on waiting for the loads."""
+        self._wait(self._count)
+
+    def _wait(self, section: int) -> None:
+        while self._next <= section:
+            for job in self._waiting[self._next]:
+                self._device.hold(job)
+            self._waiting[self._next] = []
+            self._next += 1
+        if self._next > self._count:
+            self._blocks = set()
