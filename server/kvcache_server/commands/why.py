@@ -82,6 +82,7 @@ NOTES = {
     "lora_unread": "the files of its LoRA adapter were still being read: neither saved nor loaded",
     "multimodal": "it contains images or the like, whose names in the hashes may be anything: neither saved nor loaded",
     "prompt_embeds": "no hash tells its embeddings from tokens, or another dtype: neither saved nor loaded",
+    "streaming": "its prompt grows while it runs (streaming input): neither saved nor loaded",
     "weights": "it started under other weights: nothing was loaded until it started again",
     "rank": "a rank of this engine takes no part in the cache: see the engine's log",
     "unaligned": "the engine had computed part of a block by itself",

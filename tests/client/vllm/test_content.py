@@ -275,6 +275,21 @@ def test_embeddings_among_tokens_are_left_alone(engines: Any, sim: Any, prompt: 
     assert not one.counters.get("saved_bytes")
 
 
+def test_prompts_that_grow_are_left_alone(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """What comes next takes the place of a token that was sampled, whose block may have been hashed with it."""
+    one = engines("one")
+    tokens = prompt(4 * BLOCK - 1)
+    one.add("r", tokens, 2, resumable=True)
+    for _ in range(4):
+        one.step()
+    assert one.outputs["r"] == sim.expected(tokens, 2)
+    one.abort("r")
+    one.run()
+    idle()
+    assert one.counters["lookups_declined_streaming"] == 1
+    assert not one.counters.get("saved_bytes")
+
+
 def test_nobody_can_tell_from_an_identifier_whether_a_user_has_chosen_it() -> None:
     """That is why requests with images are left alone: what a user chooses looks like vLLM's digest."""
     import inspect

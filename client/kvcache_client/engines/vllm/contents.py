@@ -9,6 +9,8 @@
 - Images, audio and video have identifiers: a digest of the content by vLLM's front end, or whatever text a user has
   chosen. The scheduler is not told which: where the processor has options, a digest of these and of such a text takes
   the text's place. Such requests are left alone.
+- A prompt that grows while its request runs (streaming input) takes the place of the last token that was sampled.
+  Before 0.32, the hash of a block that this token has filled stays. Such requests are left alone.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ class Contents:
         """Return what is to be mixed into the hashes of a request, or b"" and why its blocks are left alone."""
         if getattr(request, "mm_features", None):
             return b"", "multimodal"
+        if getattr(request, "resumable", False):
+            return b"", "streaming"
         content, why = b"", ""
         if (lora := getattr(request, "lora_request", None)) is not None:
             content, why = self._adapters.digest(lora) if self._adapters else (b"", "lora")
