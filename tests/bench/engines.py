@@ -1,11 +1,12 @@
 """Compare real vLLM engines on a GPU: without offload, with each installed alternative, and with our connector.
 
-    python tests/bench/engines.py [--cases none,native,simple,lmcache,ours] [--parts small,large,start,two]
+    python tests/bench/engines.py [--cases none,native,simple,lmcache,ours] [--parts small,large,overlap,start,two]
 
 The model is a Llama with 8 billion random weights in bfloat16. The parts:
 
 small   an engine whose KV cache is smaller than the prompts together, so that hits come from host memory
 large   an engine with all memory of the GPU: decoding beside long prompts, and requests at a fixed rate
+overlap an engine with nothing else to do: a prompt of which the tier has most, beside its load and its rest alone
 start   only our connector: an engine that starts beside a large region
 two     only our connector: two engines on one GPU, in float32, so that their answers can be compared for equality
 """
@@ -74,6 +75,7 @@ class Sizes:
         part = 16 if toy else 1
         self.prompt, self.long = 8192 // part, 10_000 // part
         self.grow, self.turns, self.turn_answer = 2400 // part, 3 if toy else 10, 8 if toy else 64
+        self.rest, self.hits = 2048 // part, 4 if toy else 12
         self.decoders, self.short, self.decode = 4 if toy else 32, 512 // part, 64 if toy else 800
         self.rate, self.open_requests, self.open_answer = 2.0, 4 if toy else 40, 1024 // part
         self.small_gib, self.max_len = (0.03, 4096) if toy else (6.0, 32768)
@@ -137,6 +139,30 @@ def small(call: Call, tier: bool, sizes: Sizes) -> Figures:
         at_once=2,
     )
     found |= served("multi-turn", talk, sizes.turn_answer)
+    return found
+
+
+def overlap(call: Call, tier: bool, sizes: Sizes) -> Figures:
+    """Prompts one by one: first a hit with hardly any rest, then the same with a long rest."""
+    found: Figures = {}
+    call("run", requests=prompts("warm", 2, sizes.prompt, 4))
+
+    def ask(head: str, tail: str, rest: int) -> list[float]:
+        return ms(call("run", requests=[{"prompt": [[head, sizes.prompt], [tail, rest]], "tokens": 1}]))
+
+    for turn in range(-4, sizes.hits):  # the first ones are not counted: kernels are loaded, and times are learned
+        figures = {}
+        figures["cold, ms"] = ask(f"head {turn}", "first", sizes.rest)
+        call("wait", seconds=0.5)
+        figures["its rest alone, ms"] = ask(f"head {turn}", "on the device", sizes.rest)
+        if tier:
+            for name, tail, rest in (("its load alone, ms", "load", 16), ("load and rest, ms", "both", sizes.rest)):
+                call("forget")
+                figures[name] = ask(f"head {turn}", tail, rest)
+            slower = max(figures["its rest alone, ms"] + figures["its load alone, ms"])
+            figures["load and rest by the slower of both"] = [figures["load and rest, ms"][0] / slower]
+        for name, values in figures.items() if turn >= 0 else ():
+            found.setdefault(name, []).extend(values)
     return found
 
 
@@ -231,7 +257,11 @@ class Bench:
         }
 
     def measure(self, case: Case, part: str) -> Figures:
-        tests = {"small": (small, self.small_cache()), "large": (large, self.large_cache())}
+        tests = {
+            "small": (small, self.small_cache()),
+            "large": (large, self.large_cache()),
+            "overlap": (overlap, self.large_cache()),
+        }
         test, cache = tests[part]
         begin = time.monotonic()
         with case.serve(self.folder, self.options.gib, self.options.extra) as more:
@@ -367,7 +397,9 @@ def table(part: str, cases: dict[str, Figures]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
+    parser.add_argument(
+        "--cases", type=lambda text: text.split(","), default=[name for name in CASES if name != "apart"]
+    )
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["small", "large", "start", "two"])
     parser.add_argument("--gib", type=int, default=48, help="host memory for each case")
     parser.add_argument("--start-gib", type=int, default=64, help="size of the region in `start`")
