@@ -22,7 +22,7 @@ def test_no_token_differs(reopened: Any, daemon: Any, prompt: Any, reference: An
     while daemon.status()["pool"]["blocks"] < 30:
         first.generate([3, 4, 5])
     first.ask("close")
-    engine = reopened("second", daemon.endpoint, module="overlapping_connector")
+    engine = reopened("second", daemon.endpoint, {"overlap": "auto"}, module="overlapping_connector")
     engine.generate(prompt(3 * BLOCK))  # in which its layers are announced
     for each, answer in zip(prompts, expected, strict=True):
         assert engine.generate(each) == [answer]

@@ -17,8 +17,10 @@ _GUARD = 4096  # bytes before and behind each slot that a copy must leave alone
 _SECONDS = 30.0
 
 
-def check_copies(device: Device, runs: Sequence[FragmentRun], num_blocks: int) -> None:
+def check_copies(device: Device, runs: Sequence[FragmentRun], num_blocks: int, ends: Sequence[int] = ()) -> None:
     """Save two blocks of known bytes and load two others, before the engine uses its cache. What they held is put back.
+
+    Two more are loaded section by section, if a block has sections: `ends` as in `open_device`.
 
     Raises CopyError, saying what went wrong, unless every byte arrives and none beside it changes.
     """
@@ -47,11 +49,22 @@ def check_copies(device: Device, runs: Sequence[FragmentRun], num_blocks: int) -
         for block, data in zip(blocks, back, strict=True):
             if _read(device, runs, block) != data:
                 raise CopyError(f"self-test: block {block} has wrong bytes after a load")
+        parts = [os.urandom(slot) for _ in blocks]
+        for offset, data in zip(offsets, parts, strict=True):
+            scratch.words[offset : offset + slot] = np.frombuffer(data, np.uint8)
+        for section, end in enumerate(ends, 1):
+            _copy(device, False, scratch, blocks, offsets, section)
+            for block, data, before in zip(blocks, parts, back, strict=True):
+                if _read(device, runs, block) != data[:end] + before[end:]:
+                    raise CopyError(f"self-test: block {block} has wrong bytes after section {section} was loaded")
 
 
-def _copy(device: Device, saves: bool, scratch: Scratch, blocks: list[int], offsets: list[int]) -> None:
+def _copy(
+    device: Device, saves: bool, scratch: Scratch, blocks: list[int], offsets: list[int], section: int = 0
+) -> None:
     ended = threading.Event()
-    job = Job(scratch, np.array(blocks, np.int64), np.array(offsets, np.int64), lambda job: ended.set())
+    numbers, places = np.array(blocks, np.int64), np.array(offsets, np.int64)
+    job = Job(scratch, numbers, places, lambda job: ended.set(), section=section)
     (device.save if saves else device.load)(job)
     if not ended.wait(_SECONDS):
         raise CopyError(f"self-test: a {'save' if saves else 'load'} has not ended after {_SECONDS:.0f} s")

@@ -145,7 +145,7 @@ class Worker:
         """
         tensors = list(_flatten(kv_caches.values()))
         layouts = self._find_layouts(kv_caches, num_blocks)
-        ends = self._layer_ends(kv_caches, num_blocks)
+        ends = self._layer_ends(kv_caches, num_blocks) if self._settings.overlap != "off" else {}
         parts = section_ends(list(ends.values())) if ends else []
         devices: list[Device] = []
         try:
@@ -154,7 +154,7 @@ class Worker:
                 devices.append(open_device(tensors[0].device.type, runs(fragments), count, keep=tensors, ends=parts))
             device = devices[0] if len(devices) == 1 else SeveralLayouts(devices)
             for each, fragments in zip(devices, layouts, strict=True):
-                check_copies(each, runs(fragments), count)
+                check_copies(each, runs(fragments), count, parts)
         except CopyError:
             for each in reversed(devices):
                 each.close()

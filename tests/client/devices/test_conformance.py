@@ -389,6 +389,20 @@ def test_the_self_test_notices_a_device_that_copies_elsewhere(bench: Bench) -> N
         device.close()
 
 
+def test_the_self_test_copies_sections_too(rig: Rig) -> None:
+    bench = Bench(rig, LAYOUTS["keys and values apart"], sections=4)
+    try:
+        around = bench.around()
+        check_copies(bench.device, bench.runs, BLOCKS, bench.ends)
+        assert bench.around() == around
+        wrong = [end - 64 for end in bench.ends[:-1]] + bench.ends[-1:]
+        with pytest.raises(CopyError, match="wrong bytes after section 1"):
+            check_copies(bench.device, bench.runs, BLOCKS, wrong)
+        assert bench.around() == around
+    finally:
+        bench.close()
+
+
 def test_the_self_test_notices_a_device_that_fails(bench: Bench) -> None:
     bench.device.close()
     with pytest.raises(CopyError, match="failed: the device is closed"):

@@ -27,6 +27,7 @@ def loaded(engines: Any, prompt: Any, idle: Any) -> Callable[..., tuple[Any, lis
     with what another one has saved."""
 
     def make(**options: Any) -> tuple[Any, list[int]]:
+        options.setdefault("extra", {"overlap": "auto"})
         one, two = engines("one", **options), engines("two", **options)
         tokens = prompt(HIT + 2 * BLOCK + 3)
         one.generate(tokens[: HIT + 1])
@@ -75,15 +76,17 @@ def test_a_request_is_computed_while_it_loads(loaded: Any, sim: Any, idle: Any, 
 
 
 def test_with_heads_as_shards(loaded: Any, sim: Any) -> None:
-    engine, tokens = loaded(heads=4, tensor_parallel_size=2, extra={"share_tp": True}, layout="LBHNC")
+    engine, tokens = loaded(
+        heads=4, tensor_parallel_size=2, extra={"share_tp": True, "overlap": "auto"}, layout="LBHNC"
+    )
     engine.add("r", tokens, 2)
     engine.run()
     assert engine.outputs["r"] == sim.expected(tokens, 2)
     assert engine.counters["loads_layered"] == 2
 
 
-def test_it_may_be_turned_off(loaded: Any, sim: Any) -> None:
-    engine, tokens = loaded(extra={"overlap": "off"})
+def test_it_is_off_unless_it_is_turned_on(loaded: Any, sim: Any) -> None:
+    engine, tokens = loaded(extra={})
     engine.add("r", tokens, 2)
     engine.run()
     assert engine.outputs["r"] == sim.expected(tokens, 2)
@@ -131,7 +134,8 @@ def test_others_read_what_is_being_loaded(loaded: Any, sim: Any, prompt: Any) ->
 
 def test_the_daemon_dies_while_a_request_loads(engines: Any, start_daemon: Any, sim: Any, prompt: Any) -> None:
     daemon = start_daemon()
-    one, two = (engines(name, endpoint=daemon.endpoint) for name in ("one", "two"))
+    extra = {"overlap": "auto"}
+    one, two = (engines(name, endpoint=daemon.endpoint, extra=extra) for name in ("one", "two"))
     tokens = prompt(HIT + BLOCK)
     one.generate(tokens[: HIT + 1])
     daemon.wait_status(lambda s: s["pool"]["blocks"] == HIT // BLOCK, "the blocks")
@@ -164,7 +168,7 @@ def test_a_side_fails_while_a_request_loads(loaded: Any, sim: Any, monkeypatch: 
 
 
 def test_an_engine_that_does_not_announce_its_layers(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
-    one, two = engines("one"), engines("two")
+    one, two = engines("one"), engines("two", extra={"overlap": "auto"})
     two.runners[0]._announce = lambda *_: None
     tokens = prompt(HIT + BLOCK)
     one.generate(tokens[: HIT + 1])
