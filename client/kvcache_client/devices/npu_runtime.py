@@ -184,9 +184,9 @@ class NpuRuntime:
         return True
 
     def wait_host(self, event: Handle) -> None:
-        if event in self._timed:  # aclrtSynchronizeEvent asks the device without a pause, which takes a core
+        if event in self._timed:
             while not self.is_over(event):
-                time.sleep(_PAUSE)  # on the watching thread
+                time.sleep(_PAUSE)  # aclrtSynchronizeEvent takes a core while it waits, and nothing signals the event
             return
         turn = self._turns.get(event)
         if turn is None:

@@ -555,7 +555,7 @@ class Worker:
         failed = job.blocks
         try:
             failed = self._not_filled(job, region, self._epoch, done, None if done.error else _all_sound(job))
-        except Exception:
+        except Exception:  # the step that waits for this load, and other copies, need this thread
             self._counts.add("load_ends_failed")
             logger.exception("request %s: its load cannot be checked and counts as failed", job.request)
         finally:
@@ -676,7 +676,7 @@ def _start(copy: Callable[[Job], None], region: Memory, pieces: Sequence[Piece],
 def _jobs(
     region: Memory, pieces: Sequence[Piece], ended: Callable[[Job], None], sections: Sequence[int] = (0,)
 ) -> list[Job]:
-    """Return a copy for each section of each piece, which `_start` would start."""
+    """Return a copy for each section of each piece, section by section; `ended` is as above."""
     if len(pieces) == len(sections) == 1:
         (piece,) = pieces
         return [Job(region, piece.blocks, piece.offsets, ended, layout=piece.layout, section=sections[0])]

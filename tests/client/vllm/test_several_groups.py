@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,23 +137,32 @@ def test_what_the_engine_has_of_its_own_is_not_loaded(pair: Any, sim: Any, promp
     assert two.counters["loaded_bytes"] > before
 
 
+@pytest.fixture
+def answer_in_turn(sim: Any, prompt: Any, idle: Any) -> Callable[[Any, Any], None]:
+    """`answer_in_turn(one, two)` has each engine answer prompts together, some of which begin alike; the second one
+    loads."""
+
+    def answer(one: Any, two: Any) -> None:
+        shared = prompt(4 * BLOCK + 1)
+        prompts = {str(at): prompt(5 * BLOCK + 23 * at, shared if at % 2 else ()) for at in range(6)}
+        for engine in (one, two, one):
+            engine.outputs.clear()
+            engine.generate_all(prompts, 70)
+            assert engine.outputs == {name: sim.expected(tokens, 70) for name, tokens in prompts.items()}
+            idle()
+            assert engine.reset()
+        assert two.received
+
+    return answer
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", MODELS)
-def test_chunks_windows_given_away_and_preemption(
-    pair: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool
-) -> None:
+def test_chunks_windows_given_away_and_preemption(pair: Any, answer_in_turn: Any, name: str, is_async: bool) -> None:
     """Blocks behind a window go to other requests while the request runs, and all of them where memory is short."""
     options = {"blocks": 40, "max_model_len": 480, "max_num_batched_tokens": 96, "async_scheduling": is_async}
     one, two = pair(name, **options, extra={"checkpoint_tokens": 4 * BLOCK})
-    shared = prompt(4 * BLOCK + 1)
-    prompts = {str(at): prompt(5 * BLOCK + 23 * at, shared if at % 2 else ()) for at in range(6)}
-    for engine in (one, two, one):
-        engine.outputs.clear()
-        engine.generate_all(prompts, 70)
-        assert engine.outputs == {name: sim.expected(tokens, 70) for name, tokens in prompts.items()}
-        idle()
-        assert engine.reset()
-    assert two.received
+    answer_in_turn(one, two)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -398,20 +408,10 @@ def test_states_among_drafts(drafted: Any, sim: Any, prompt: Any, idle: Any, nam
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", DRAFTED)
-def test_drafts_in_chunks_and_on_little_memory(
-    drafted: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool
-) -> None:
+def test_drafts_in_chunks_and_on_little_memory(drafted: Any, answer_in_turn: Any, name: str, is_async: bool) -> None:
     options = {"blocks": 48, "max_model_len": 480, "max_num_batched_tokens": 96, "async_scheduling": is_async}
     one, two = drafted(name, **options, extra={"checkpoint_tokens": 4 * BLOCK})
-    shared = prompt(4 * BLOCK + 1)
-    prompts = {str(at): prompt(5 * BLOCK + 23 * at, shared if at % 2 else ()) for at in range(6)}
-    for engine in (one, two, one):
-        engine.outputs.clear()
-        engine.generate_all(prompts, 70)
-        assert engine.outputs == {name: sim.expected(tokens, 70) for name, tokens in prompts.items()}
-        idle()
-        assert engine.reset()
-    assert two.received
+    answer_in_turn(one, two)
 
 
 @pytest.mark.parametrize("name", DRAFTED)
