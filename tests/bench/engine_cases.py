@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import math
 import socket
 import subprocess
@@ -132,6 +133,8 @@ def ours(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, An
             kv_connector_module_path="kvcache_client.connector",
             kv_connector_extra_config={"endpoint": endpoint, **extra},
         )
+        with AdminClient(endpoint) as admin:
+            (folder / f"status-{time.monotonic_ns()}.log").write_text(json.dumps(admin.stats(), default=str))
 
 
 @contextlib.contextmanager

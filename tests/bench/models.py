@@ -1,6 +1,6 @@
 """Ask, on a host with a GPU, whether hits change a token: models of several kinds, in real engines with one daemon.
 
-    python tests/bench/models.py [--models gemma,granite,...] [--tp N] [--pp N] [--at-once N] [--memory GIB]
+    python tests/bench/models.py [--models gemma,granite,...] [--tp N] [--pp N] [--at-once N] [--memory GIB] [--overlap]
 
 For each model: an engine without the connector, one that saves, one that loads the prompts, and one that loads prompts
 and answers. Random weights in float32, greedy. tests/e2e/test_models.py does the same on a CPU, where vLLM has no
@@ -35,26 +35,35 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+BFLOAT16 = ("mla", "deepseek-v32", "qwen3-next")  # vLLM has no kernels of these in float32
 LENGTHS = (31, 700, 1500, 3000)
 
 
-def run_engine(name: str, folder: str, endpoint: str, tp: int, pp: int, memory: float) -> None:
+def run_engine(name: str, folder: str, endpoint: str, tp: int, pp: int, memory: float, overlap: bool) -> None:
     """One engine, for each line of prompts on its standard input: prints a line of answers."""
     from vllm import LLM, SamplingParams
 
     more: dict[str, Any] = {"mamba_cache_mode": "align"} if name in STATES else {}
     if name == "qwen3-next":
         more["gdn_prefill_backend"] = "triton"  # FlashInfer is a package of its own
+    if name == "deepseek-v32":  # the class made for NVIDIA needs CUTLASS's Python package, one of its own
+        plain = "vllm.model_executor.models.deepseek_v2:DeepseekV3ForCausalLM"
+        more["model_class_overrides"] = {"DeepseekV32ForCausalLM": plain}
     if endpoint:
+        # A load that is verified does not overlap.
+        settings = {"overlap": "auto"} if overlap else {"verify": "all"}
         more["kv_transfer_config"] = {
             "kv_connector": "KVCacheServerConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"endpoint": endpoint, "verify": "all"},
+            "kv_connector_extra_config": {"endpoint": endpoint, **settings},
         }
+        if overlap:
+            sys.path[:0] = [str(Path(__file__).parent.parent / "e2e")]
+            more["kv_transfer_config"]["kv_connector_module_path"] = "overlapping_connector"
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
-        dtype="bfloat16" if name in ("mla", "qwen3-next") else "float32",  # no kernels of these in float32
+        dtype="bfloat16" if name in BFLOAT16 else "float32",
         enforce_eager=True,
         max_model_len=4096,
         max_num_batched_tokens=1024,
@@ -84,6 +93,7 @@ class Engine:
         self.log = folder.parent / f"{name} {time.monotonic_ns()}.log"
         reading, writing = os.pipe()
         arguments = [name, str(folder), endpoint, str(options.tp), str(options.pp), str(options.memory)]
+        arguments.append("overlap" if options.overlap else "")
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, "--engine", *arguments],
@@ -143,8 +153,8 @@ def main() -> None:
         Writer().make_model(folder, COMMON | MODELS[name])
         return
     if "--engine" in sys.argv:
-        name, folder, endpoint, tp, pp, memory = sys.argv[2:]
-        run_engine(name, folder, endpoint, int(tp), int(pp), float(memory))
+        name, folder, endpoint, tp, pp, memory, overlap = sys.argv[2:]
+        run_engine(name, folder, endpoint, int(tp), int(pp), float(memory), bool(overlap))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -152,6 +162,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=4, help="models that are compared at the same time")
     parser.add_argument("--memory", type=float, default=1.0, help="GiB of KV cache of each engine")
+    parser.add_argument("--overlap", action="store_true", help="loads overlap with the computation of the rest")
     options = parser.parse_args()
     with one_daemon(size="4GiB") as daemon, ThreadPoolExecutor(options.at_once) as several:
         work = {name: several.submit(compare, name, daemon.endpoint, options) for name in options.models.split(",")}
@@ -161,6 +172,8 @@ def main() -> None:
             except (RuntimeError, subprocess.CalledProcessError) as error:
                 said = getattr(error, "stderr", b"") or b""
                 print(f"{name:12} {error}\n{said.decode()[-2000:]}", flush=True)
+        if options.overlap:
+            print(f"loads that overlapped: {daemon.status()['told'].get('loads_layered', 0)}", flush=True)
 
 
 if __name__ == "__main__":
