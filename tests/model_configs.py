@@ -29,7 +29,7 @@ MLA = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-INDEXER = {"q_lora_rank": 256, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+INDEXER = {"q_lora_rank": 256, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "topk_method": "noaux_tc"}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_expand": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_hidden_layers": 4, **HEADS},

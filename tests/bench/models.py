@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,10 @@ class Engine:
             raise RuntimeError(f"the engine ended:\n{self.log.read_text()[-3000:]}")
         return list(json.loads(line))
 
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def said(self) -> list[str]:
         lines = self.log.read_text().splitlines()
         return [each for each in lines if "KV cache server" in each or "needed;" in each or each.startswith("ready")]
@@ -127,19 +132,22 @@ class Engine:
 
 def compare(name: str, endpoint: str, options: argparse.Namespace) -> str:
     """Return a line of the table."""
-    with tempfile.TemporaryDirectory(prefix="kvm") as parent:
+    with tempfile.TemporaryDirectory(prefix="kvm") as parent, ExitStack() as after:
         folder = Path(parent) / "model"
         subprocess.run([sys.executable, __file__, "--write", name, str(folder)], check=True, capture_output=True)
         draw = random.Random(name)
         prompts = [[draw.randrange(3, 512) for _ in range(length)] for length in LENGTHS]
-        alone = Engine(name, folder, "", options)
+        # All start at once, which takes the most time, and wait for their prompts.
+        alone, other, *engines = [Engine(name, folder, each, options) for each in ("", "", *[endpoint] * 3)]
+        for engine in (alone, other, *engines):
+            after.callback(engine.close)
         rows: list[list[Any]] = []
         expected = [tokens for tokens, _ in alone.ask(prompts)]
         longer = [[*prompt, *answer, 5, 6, 7] for prompt, answer in zip(prompts, expected, strict=True)]
-        continued = [tokens for tokens, _ in Engine(name, folder, "", options).ask(longer)]
-        for asked, right in ((prompts, expected), (prompts, expected), (longer, continued)):
-            engine = Engine(name, folder, endpoint, options)
-            found = engine.ask(asked)
+        continued = [tokens for tokens, _ in other.ask(longer)]
+        asked = ((prompts, expected), (prompts, expected), (longer, continued))
+        for engine, (texts, right) in zip(engines, asked, strict=True):
+            found = engine.ask(texts)
             rows.append([sum(tokens == one for (tokens, _), one in zip(found, right, strict=True))])
             rows[-1].append(sum(cached for _, cached in found))
         different = len({tuple(answer) for answer in expected})
@@ -160,7 +168,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--at-once", type=int, default=4, help="models that are compared at the same time")
+    parser.add_argument("--at-once", type=int, default=2, help="models that are compared at the same time")
     parser.add_argument("--memory", type=float, default=1.0, help="GiB of KV cache of each engine")
     parser.add_argument("--overlap", action="store_true", help="loads overlap with the computation of the rest")
     options = parser.parse_args()

@@ -72,6 +72,8 @@ class Job:
         direct: no thread had to carry its bytes.
         layout: which of the device's layouts of a block it is about; 0 where there is one.
         section: of a load, which section of each block is copied, counting from 1 on; 0 for the whole block.
+        later: of a load: it waits for nothing that the engine submits after `load`, but takes the engine's time only
+            with `start` or `hold`, or with the next load.
     """
 
     region: Memory
@@ -82,6 +84,7 @@ class Job:
     seconds: float = 0.0
     layout: int = 0
     section: int = 0
+    later: bool = False
     saves: bool = field(default=False, init=False)
     cancelled: bool = field(default=False, init=False)
     direct: bool = field(default=True, init=False)
@@ -114,6 +117,9 @@ class Device(Protocol):
 
     def load(self, job: Job) -> None:
         """Copy the region to device blocks."""
+
+    def start(self, job: Job) -> None:
+        """Begin a load that came to be begun `later`, and those before it."""
 
     def hold(self, job: Job) -> None:
         """Keep work that is submitted from now on waiting until `job`, a load, has filled its blocks.

@@ -84,6 +84,7 @@ class CopyQueue:
         self._changed = threading.Condition()
         self._entries: deque[Entry] = deque()  # all that have not ended, in order
         self._bounced: deque[Entry] = deque()  # the last of them: those that the thread has still to copy
+        self._later: deque[Entry] = deque()  # behind them: those that are to be begun later
         self._unended = 0  # those that are being reported, too
         self._number = 0
         self._room = sys.maxsize if room is None else room
@@ -105,13 +106,19 @@ class CopyQueue:
                 self._entries.append(entry)
                 self._unended += 1
                 self._room -= len(job.blocks)
-                if self._bounced or self._room < 0 or not self._queue(entry):
-                    self._bounced.append(entry)
-                    self._start_bounce_thread()
-                self._changed.notify_all()
+                self._later.append(entry)
+                if not job.later:
+                    self._start_later(entry)
                 return entry.number
         job.ended(job)
         return 0
+
+    def start(self, job: Job) -> None:
+        """Begin `job`, which came to be begun later, and those before it."""
+        with self._changed:
+            entry = next((each for each in self._later if each.job is job), None)
+            if entry is not None:
+                self._start_later(entry)
 
     def find(self, number: int) -> Entry | None:
         """Return the job of that number, None where it has ended."""
@@ -176,6 +183,9 @@ class CopyQueue:
         """End jobs that no thread has begun with an error, wait for the others, and free what the queue holds."""
         with self._changed:
             self._stopping = True
+            for entry in self._later:
+                entry.job.error, entry.done = "the device was closed before the copy began", True
+            self._later.clear()
             self._changed.notify_all()
         if self._bounce_thread is not None:
             self._bounce_thread.join()
@@ -188,6 +198,16 @@ class CopyQueue:
         self.path.close()
 
     # On the device.
+
+    def _start_later(self, last: Entry) -> None:
+        """Begin with the jobs that wait for it, up to `last`. With the lock."""
+        entry = None
+        while entry is not last:
+            entry = self._later.popleft()
+            if self._bounced or self._room < 0 or not self._queue(entry):
+                self._bounced.append(entry)
+                self._start_bounce_thread()
+        self._changed.notify_all()
 
     def _queue(self, entry: Entry) -> bool:
         """Queue the job on the device, or return False where its bytes are not page-locked."""

@@ -78,7 +78,11 @@ class CpuDevice:
     def load(self, job: Job) -> None:
         self._loader.put(job)
 
+    def start(self, job: Job) -> None:
+        self._loader.start(job)
+
     def hold(self, job: Job) -> None:
+        self._loader.start(job)
         self._loader.wait(job)
 
     def fence(self, blocks: Collection[int]) -> None:
@@ -180,10 +184,16 @@ class _Thread:
             if not self._stopping:
                 self._unended += 1
                 self._jobs.append(job)
-                self._changed.notify_all()
+                if not job.later:
+                    self._start(job)
                 return
         job.error = "the device is closed"
         self._report(job)
+
+    def start(self, job: Job) -> None:
+        with self._changed:
+            if job in self._jobs:
+                self._start(job)
 
     def wait(self, job: Job) -> None:
         """Wait until `job` has ended."""
@@ -205,10 +215,18 @@ class _Thread:
             job.error = "the device was closed before the copy began"
             self._end(job)
 
+    def _start(self, last: Job) -> None:
+        """Begin with the jobs up to `last`. With the lock."""
+        for job in self._jobs:
+            job.later = False
+            if job is last:
+                break
+        self._changed.notify_all()
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._stopping)
+                self._changed.wait_for(lambda: self._stopping or (self._jobs and not self._jobs[0].later))
                 if not self._jobs:
                     return
                 self._now = job = self._jobs.popleft()

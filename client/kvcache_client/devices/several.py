@@ -38,6 +38,9 @@ class SeveralLayouts:
     def load(self, job: Job) -> None:
         self.devices[job.layout].load(job)
 
+    def start(self, job: Job) -> None:
+        self.devices[job.layout].start(job)
+
     def hold(self, job: Job) -> None:
         self.devices[job.layout].hold(job)
 

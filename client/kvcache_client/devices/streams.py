@@ -83,7 +83,13 @@ class StreamDevice:
     def load(self, job: Job) -> None:
         self._start(self._loads, job)
 
+    def start(self, job: Job) -> None:
+        if not self._closed:
+            self._runtime.use()
+            self._loads.start(job)
+
     def hold(self, job: Job) -> None:
+        self.start(job)
         event = None if self._closed else self._loads.wait_queued(job)
         if event is not None:
             self._runtime.wait(self._compute(), event)

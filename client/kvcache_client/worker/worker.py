@@ -118,7 +118,8 @@ class Worker:
         self._loading_lock = threading.Lock()
         self._layered: LayeredLoads | None = None
         self._was_ready = False  # as the scheduler's side knows it
-        self._coming = 0  # layered loads that have been reported and whose copies run
+        self._coming: set[str] = set()  # requests whose layered loads have been reported, and have not ended
+        self._ending = False  # one of them has finished: no step will wait for its layers
         self._arrival = threading.Condition()
         self._arrived: deque[tuple[str, float, list[int]]] = deque()  # such loads, and blocks that failed
         self._arrivals: list[tuple[str, float]] = []
@@ -269,6 +270,9 @@ class Worker:
             self._save(self._device, job)
         for check in plan.checks:
             self._check(self._device, check)
+        if self._layered is not None and not self._coming.isdisjoint(plan.finished):
+            self._layered.start_all()
+            self._ending = True
         for request in plan.finished:
             self._finish(request)
         if plan.given:
@@ -302,10 +306,12 @@ class Worker:
             self._errors |= unfilled
             self._counts.add("loads_unannounced")
             self.decline(_UNANNOUNCED)
-        if self._coming and not idle:
+        if self._coming and (self._ending or not idle):
             # What the engine has submitted waits for them, too. So it hears of their end with the step that needs them.
+            # After an idle step there may be none for long: a lease whose request was aborted would keep its blocks.
             with self._arrival:
                 self._arrival.wait_for(lambda: not self._coming, ARRIVAL)
+            self._ending = False
         while self._arrived:
             request, seconds, failed = self._arrived.popleft()
             self._arrivals.append((request, seconds))
@@ -545,7 +551,7 @@ class Worker:
         jobs = _jobs(region, pieces, lambda done: self._arrive(job, region, done), layered.sections())
         self._done.append((job.request, []))
         with self._arrival:
-            self._coming += 1
+            self._coming.add(job.request)
         layered.start(jobs, job.blocks)
         self._counts.add("loads_layered")
         return True
@@ -561,7 +567,7 @@ class Worker:
         finally:
             self._arrived.append((job.request, done.seconds, failed))
             with self._arrival:
-                self._coming -= 1
+                self._coming.discard(job.request)
                 self._arrival.notify_all()
 
     def _end_load(self, job: LoadJob, failed: list[int]) -> None:
@@ -640,6 +646,8 @@ class Worker:
 
     def drain(self) -> None:
         """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped."""
+        if self._layered is not None:
+            self._layered.start_all()
         if self._device is not None and not self._device.drain(self._settings.drain_ms / 1000):
             self._counts.add("drains_cut_short")
             logger.warning("rank %d: copies were still running after %.0f ms", self._rank, self._settings.drain_ms)
@@ -648,6 +656,8 @@ class Worker:
         """Wait for running saves, at most `drain_ms`, settle the rest as failed, and end the session."""
         if self._registration is not None:
             self._registration.close()
+        if self._layered is not None:
+            self._layered.start_all()
         if self._device is not None:
             if not self._device.drain(self._settings.drain_ms / 1000):
                 self._counts.add("drains_cut_short")

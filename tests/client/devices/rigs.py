@@ -341,9 +341,9 @@ class Bench:
         self.device.save(job)
         return job
 
-    def load(self, blocks: Sequence[int], slots: Sequence[int], section: int = 0) -> Job:
+    def load(self, blocks: Sequence[int], slots: Sequence[int], section: int = 0, later: bool = False) -> Job:
         job = self.job(blocks, slots)
-        job.section = section
+        job.section, job.later = section, later
         self.device.load(job)
         return job
 

@@ -101,8 +101,9 @@ def test_a_block_is_loaded_section_by_section(rig: Rig, layout: str, registered:
         bench.close()
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
 @pytest.mark.parametrize("registered", [True, False], ids=["registered", "not yet registered"])
-def test_what_is_held_for_a_load_sees_what_it_has_brought(rig: Rig, registered: bool) -> None:
+def test_what_is_held_for_a_load_sees_what_it_has_brought(rig: Rig, registered: bool, later: bool) -> None:
     bench = Bench(rig, LAYOUTS["keys and values apart"], sections=4)
     try:
         if registered:
@@ -112,7 +113,8 @@ def test_what_is_held_for_a_load_sees_what_it_has_brought(rig: Rig, registered: 
             bench.put(number, data)
         seen: list[bytes] = []
         bench.rig.delay()
-        jobs = [bench.load(range(BLOCKS), range(BLOCKS), section) for section in range(1, 5)]
+        jobs = [bench.load(range(BLOCKS), range(BLOCKS), section, later) for section in range(1, 5)]
+        bench.device.start(jobs[1])
         for job in jobs:
             bench.device.hold(job)
         copies = [tensor.clone() for tensor in bench.tensors]
@@ -124,6 +126,41 @@ def test_what_is_held_for_a_load_sees_what_it_has_brought(rig: Rig, registered: 
         assert seen == new
     finally:
         bench.close()
+
+
+def test_a_load_that_begins_later_does_not_wait_for_what_is_computed_meanwhile(rig: Rig) -> None:
+    if rig.kind == "cpu":
+        pytest.skip("the host computes at once, and nothing is queued")
+    bench = Bench(rig, LAYOUTS["keys and values apart"], sections=2)
+    try:
+        bench.register()
+        bench.put(3, b"\x05" * bench.slot_bytes)
+        loads = [bench.load([3], [3], section, later=True) for section in (1, 2)]
+        bench.rig.delay()
+        bench.fill(3, 7)  # nothing holds it: it comes after what need not wait
+        bench.device.start(loads[-1])
+        bench.finish()
+        assert bench.ended == loads
+        assert bench.block(3) == b"\x07" * bench.slot_bytes
+    finally:
+        bench.close()
+
+
+def test_the_next_load_begins_with_those_that_were_put_off(rig: Rig) -> None:
+    bench = Bench(rig, LAYOUTS["keys and values apart"], sections=2)
+    try:
+        bench.register()
+        for number in range(3):
+            bench.put(number, bytes([number + 7]) * bench.slot_bytes)
+        parts = [bench.load([0], [0], section, later=True) for section in (1, 2)]
+        other = bench.load([1], [1])
+        bench.finish()
+        assert bench.ended == [*parts, other]
+        last = bench.load([2], [2], 1, later=True)
+    finally:
+        bench.close()
+    assert bench.ended[-1] is last
+    assert "closed" in last.error or not last.error, "each job ends, once"
 
 
 # Order.

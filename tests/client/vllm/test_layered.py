@@ -16,8 +16,10 @@ HIT = 10 * BLOCK
 
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: Any) -> None:
-    """Whatever the times of this toy are, overlapping wins; its blocks are large enough."""
+    """Whatever the times of this toy are, overlapping wins; its blocks are large enough, and not all copies begin at
+    once."""
     monkeypatch.setattr(layered, "LEAST", 1)
+    monkeypatch.setattr(layered, "AHEAD", 1)
     monkeypatch.setattr(Overlap, "wins", lambda self, *_: sum(self._ready.values()) >= self.ranks)
 
 
@@ -122,6 +124,17 @@ def test_a_request_is_aborted_while_it_loads(loaded: Any, daemon: Any, sim: Any,
     assert engine.outputs["other"] == sim.expected(other, count)
 
 
+def test_the_lease_of_an_aborted_request_ends(loaded: Any, daemon: Any, unleased: Any) -> None:
+    """The engine is idle: no step waits for the layers that have not been asked for yet."""
+    engine, tokens = loaded()
+    engine.add("r", tokens, 1)
+    engine.run(lambda: engine.received)
+    assert daemon.status()["pool"]["leases"] == 1
+    engine.abort("r")
+    engine.run()
+    unleased()
+
+
 def test_others_read_what_is_being_loaded(loaded: Any, sim: Any, prompt: Any) -> None:
     engine, tokens = loaded()
     engine.add("r", tokens, 2)
@@ -186,6 +199,7 @@ def test_a_step_that_announces_nothing_fails_the_load(loaded: Any, sim: Any) -> 
     compute, workers = runner._forward, engine.workers
 
     def late(step: Any) -> Any:
+        workers[0]._layered.start_all()
         assert workers[0]._device.drain(10)  # the simulated model must not see what was not there
         return compute(step)
 
