@@ -181,7 +181,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     grace: Annotated[
         float,
         _doc(
-            "Maximum number of seconds after a restart during which nothing is evicted, while engines reconnect.",
+            "Maximum number of seconds after a restart during which nothing is evicted, while engines reconnect; and "
+            "for which an engine that has lost its connection keeps its leases.",
             live=True,
         ),
     ] = 10.0

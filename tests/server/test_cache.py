@@ -353,7 +353,7 @@ def test_a_user_s_sessions_count_until_their_processes_end():
     ones = [cache.open_session(f"engine {number}", "", 0.0, user=1) for number in range(7)]
     with pytest.raises(NotPermitted, match="uid 1 has 7 sessions: max_user_sessions is 7"):
         cache.open_session("one more", "", 0.0, user=1)
-    cache.disconnect_session(ones[0])
+    cache.disconnect_session(ones[0], 0.0)
     with pytest.raises(NotPermitted, match="max_user_sessions"):
         cache.open_session("one more", "", 0.0, user=1)
     cache.resume_session(ones[0], "", 0.0, user=2)  # of another user now: whoever has its token
@@ -365,6 +365,83 @@ def test_a_user_s_sessions_count_until_their_processes_end():
     for session in list(cache.sessions):
         cache.end_session(session, 0.0)
     assert not cache.registry.users.sessions
+
+
+class Reader(Engine):
+    """One that reads a chain of 8 blocks, in a pool with room for 32."""
+
+    def __init__(self) -> None:
+        super().__init__(make_cache(extents=1), "reader")
+        self.other = Engine(self.cache, "other")
+        self.store(chain("a", 8))
+        reply = self.acquire(chain("a", 8))
+        self.held = (reply.lease, reply.slots[-24:])
+
+    def lose(self, now: float = 0.0) -> None:
+        self.cache.disconnect_session(self.session, now)
+
+    def resume(self) -> None:
+        self.cache.resume_session(self.session, "", 0.0)
+        self.ask(m.Attach(1, b"", self.cache.namespaces[self.namespace].spec, (0,)))
+
+    def restate(self) -> list[int]:
+        return self.ask(m.Restate(1, b"", 0, [self.held])).lost
+
+    def survives(self, flood: str) -> bool:
+        """Whether what it reads is still there, and no other block in its place, after others fill the pool."""
+        for name in chain(flood, 40):
+            self.other.store([name])
+        check_integrity(self.cache)
+        found = self.other.ask(m.Acquire(1, b"", self.namespace, hashes(chain("a", 8)), pin=False))
+        return found.hits == 8 and found.slots[-24:] == self.held[1]
+
+
+def test_who_loses_the_connection_may_go_on_reading():
+    reader = Reader()
+    reader.lose()
+    assert reader.survives("x")
+    assert figures(reader.cache, 0.0)["pool"]["leases"] == 1
+    reader.resume()
+    assert reader.survives("y")
+    assert reader.restate() == []
+    assert not reader.cache.registry.leaving
+    assert reader.survives("z")
+    reader.ask(m.Release(1, b"", [reader.held[0]]))
+    assert not reader.survives("w")
+
+
+def test_who_does_not_come_back_reads_no_more():
+    reader = Reader()
+    reader.lose(now=5.0)
+    reader.cache.tick(14.9)
+    assert reader.survives("x")
+    reader.cache.tick(15.0)
+    assert not reader.survives("y")
+
+
+def test_who_has_ended_reads_no_more():
+    reader = Reader()
+    reader.lose()
+    reader.cache.end_session(reader.session, 0.0)
+    assert not reader.survives("x")
+
+
+def test_who_loses_the_connection_twice_reads_as_long_as_who_loses_it_once():
+    reader = Reader()
+    reader.lose()
+    reader.resume()
+    reader.acquire(chain("a", 3))
+    reader.lose(now=5.0)
+    check_integrity(reader.cache)
+    assert reader.survives("x")
+    reader.resume()
+    assert reader.restate() == []
+    assert reader.survives("y")
+    reader.lose(now=6.0)
+    reader.cache.tick(10.0)
+    assert reader.survives("z")
+    reader.cache.tick(16.0)
+    assert not reader.survives("w")
 
 
 def test_engines_that_come_and_go_leave_only_their_blocks():

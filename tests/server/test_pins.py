@@ -34,11 +34,14 @@ def test_many_leases_of_one_prefix_count_it_once():
     engine.store(chain("s", 2000), None)
     assert engine.acquire(chain("s", 2000)).hits == 10_000 - 8192 - 128
     check_integrity(cache)
-    cache.disconnect_session(engine.session)
+    cache.disconnect_session(engine.session, 0.0)
+    cache.tick(9.0)
+    check_integrity(cache)
+    assert figures(cache, 0.0)["pool"]["pinned_bytes"] > 0
     for tick in range(3):
-        cache.tick(float(tick))
+        cache.tick(10.0 + tick)
     assert figures(cache, 0.0)["pool"]["pinned_bytes"] == 0
-    cache.end_session(engine.session, 3.0)
+    cache.end_session(engine.session, 13.0)
     check_integrity(cache)
 
 

@@ -152,7 +152,7 @@ def test_a_session_that_resumes_with_the_same_daemon_also_restates_once() -> Non
     engine.store(chain("a", 3))
     lease, heard = engine.acquire(chain("a", 3)), engine.reserve(["h"])
     unheard = engine.reserve(["u"])
-    host.cache.disconnect_session(engine.session)
+    host.cache.disconnect_session(engine.session, 0.0)
     assert engine.come_back(heard.reservation, ((lease.lease, lease.slots[-24:]),)) == []
     assert host.cache.counters["leases_restated"] == 1
     assert engine.settle(heard.reservation) == [Verdict.VISIBLE]
@@ -174,12 +174,12 @@ def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
     ends = {name: group.visible[digest(f"{name}2")].ref for name in "abcdef"}
     quota = int(0.25 * host.cache.pool.capacity) // group.slot_bytes
     last = host.cache.lookups.last
-    host.cache.disconnect_session(engine.session)
+    host.cache.disconnect_session(engine.session, 0.0)
     # The same chain over and over costs nothing; the fifth lease is one too many.
     assert engine.come_back(0, tuple((last - n, ends["a"]) for n in range(5000))) == [last - n for n in range(4, 5000)]
     assert host.cache.counters["leases_over_limits"] == 4996
     check_integrity(host.cache)
-    host.cache.disconnect_session(engine.session)
+    host.cache.disconnect_session(engine.session, 0.0)
     host.cache.set_limits(msgspec.structs.replace(limits, max_leases=100))
     lost = engine.come_back(0, tuple((last - n, ends[name]) for n, name in enumerate("abcdef")))
     assert len(lost) == 6 - quota // 3
@@ -198,7 +198,7 @@ def test_the_work_of_a_restate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     engine.store(chain("b", 40))
     refs = [host.cache.namespaces[1].groups[0].visible[digest(f"{name}39")].ref for name in "ab"]
     last = host.cache.lookups.last
-    host.cache.disconnect_session(engine.session)
+    host.cache.disconnect_session(engine.session, 0.0)
     leases = [(last - n, refs[n % 2]) for n in range(6)]
     assert engine.come_back(0, tuple(leases)) == [number for number, ref in leases if ref == refs[1]]
     check_integrity(host.cache)

@@ -383,7 +383,7 @@ def test_a_session_that_leaves_during_a_lookup_pins_nothing(tiny: None, slices: 
     long = Long(other, m.Acquire(1, b"", other.namespace, hashes(chain("a", 6))))
     for _ in range(slices):
         long.take_slice()
-    cache.disconnect_session(other.session)
+    cache.disconnect_session(other.session, 0.0)
     with pytest.raises(UnknownHandle):
         long.finish()
     assert engine.ask(m.Clear(1, b"")).blocks == 6
@@ -739,7 +739,7 @@ def restating(engine: Engine, ends: list[str]) -> Long:
     namespace = cache.namespaces[engine.namespace]
     last = cache.lookups.last
     leases = [(last - at, namespace.groups[0].visible[name].ref) for at, name in enumerate(hashes(ends))]
-    cache.disconnect_session(engine.session)
+    cache.disconnect_session(engine.session, 0.0)
     cache.resume_session(engine.session, "", engine.now)
     engine.ask(m.Attach(1, b"", namespace.spec, (0,)))
     return Long(engine, m.Restate(1, b"", 0, leases))
@@ -803,7 +803,7 @@ def test_a_session_that_leaves_while_it_restates_holds_nothing(slices: int) -> N
     long = restating(engine, ["a7", "a3", "a7", "a1"])
     while long.slices < slices:
         long.take_slice()
-    cache.disconnect_session(engine.session)
+    cache.disconnect_session(engine.session, 0.0)
     with pytest.raises(UnknownHandle):
         long.finish()
     other.store(chain("b", 31))

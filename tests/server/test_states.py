@@ -80,7 +80,7 @@ def test_a_reservation_whose_session_leaves_while_it_is_granted_is_settled() -> 
         next(steps)
     (reservation,) = engine.cache.engines["one"].reservations.values()
     assert reservation.state == "granting"
-    engine.cache.disconnect_session(engine.session)
+    engine.cache.disconnect_session(engine.session, 0.0)
     with pytest.raises(UnknownHandle):
         finish(steps)
     assert not reservation.unsettled

@@ -201,9 +201,9 @@ class Cache:
         """See Registry.resume."""
         self.registry.resume(session, label, now, user)
 
-    def disconnect_session(self, session: int) -> None:
+    def disconnect_session(self, session: int, now: float) -> None:
         """See Registry.disconnect."""
-        self.registry.disconnect(session)
+        self.registry.disconnect(session, now)
 
     def end_session(self, session: int, now: float) -> None:
         """End a session whose process is gone, with all that it holds; slots that it may be writing are quarantined."""
@@ -248,6 +248,7 @@ class Cache:
         """Free slots whose quarantine is over, and account for released leases. Call it a few times per second."""
         self.pool.set_time(now)
         self.learner.learn()
+        self.registry.tick(now)
         if self.eviction.frozen and (not self.registry.not_restated or now >= self._grace_until):
             self.eviction.frozen = False
         if not self._ticking:
@@ -305,6 +306,7 @@ class Cache:
         self.lookups.begin_to_restate(session)
         yield from self.reservations.abandon_undelivered(session, request.heard, now)
         lost = yield from self.lookups.restate(session, request)
+        self.registry.end_leases(session.id)
         self.registry.not_restated.discard(session.id)
         return m.Restated(request.id, lost)
 

@@ -21,7 +21,8 @@ _SUMMED = 4 * LOOK  # slots that are added up at once, in some milliseconds
 def check_integrity(cache: Cache) -> None:
     """Raise AssertionError, naming what is broken, unless all invariants hold. O(blocks)."""
     pins: dict[int, int] = {}
-    for session in cache.sessions.values():
+    holders = cache.registry.holders()
+    for session in holders:
         for lease in session.leases.values():
             for block in lease.blocks:
                 pins[id(block)] = pins.get(id(block), 0) + 1
@@ -33,7 +34,7 @@ def check_integrity(cache: Cache) -> None:
         if block.pins != GONE:
             pins[id(block)] = pins.get(id(block), 0) + 1
     for engine in cache.engines.values():
-        engine.pins.check([lease for session in engine.sessions.values() for lease in session.leases.values()])
+        engine.pins.check([lease for each in holders if each.engine is engine for lease in each.leases.values()])
         written = sum(_unsettled_bytes(each) for each in engine.reservations.values())
         assert engine.writing == written, f"engine {engine.name} writes {engine.writing}, not {written}"
     living: dict[int, Block] = {}
@@ -166,7 +167,7 @@ def takes_long(cache: Cache) -> bool:
 
 def audit(cache: Cache) -> Steps[None]:
     """Raise AssertionError, naming what is broken, unless each part is consistent when it is checked."""
-    for session in list(cache.sessions.values()):
+    for session in cache.registry.holders():
         for lease in session.leases.values():
             for block in lease.blocks:
                 assert block.visible and block.pins > 0, "a lease on a block that is not visible"

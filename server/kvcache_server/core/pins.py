@@ -77,8 +77,8 @@ class Pins:
     def __init__(self) -> None:
         self.bytes = 0
         self._covers: dict[int, Cover] = {}  # the key is the id() of the block
-        self._loose: dict[int, Lease] = {}  # by number: the leases with uncovered blocks
-        self._climb: tuple[int, list[Block]] = (0, [])  # the lease being covered, and its uncovered blocks, upwards
+        self._loose: dict[int, Lease] = {}  # the leases with uncovered blocks; the key is the id() of the lease
+        self._climb: tuple[Lease | None, list[Block]] = (None, [])  # that being covered; its uncovered blocks, upwards
         self._over: list[int] = []  # keys of covers that each lose one holder
 
     @property
@@ -97,18 +97,18 @@ class Pins:
         while steps and self._loose:
             steps = self._cover(steps)
 
-    def add(self, number: int, lease: Lease) -> None:
+    def add(self, lease: Lease) -> None:
         """Count a new lease. Its cover, if it has one, was returned by `fit` just now."""
         self.bytes += lease.bytes + lease.beside
         if lease.bytes:
-            self._loose[number] = lease
+            self._loose[id(lease)] = lease
         if lease.cover:
             self._covers[lease.cover].count += 1
 
-    def drop(self, number: int, lease: Lease) -> None:
+    def drop(self, lease: Lease) -> None:
         """Stop counting a lease. O(1): the blocks that it covered count until `uncover` gets to them."""
         self.bytes -= lease.bytes + lease.beside
-        self._loose.pop(number, None)
+        self._loose.pop(id(lease), None)
         if lease.cover:
             self._over.append(lease.cover)
 
@@ -148,13 +148,12 @@ class Pins:
 
         Each block takes two steps: one on the way up to the covered part, and one to cover it on the way down.
         """
-        covers, (number, path) = self._covers, self._climb
-        lease = self._loose.get(number)
-        if lease is None:
-            number, lease = self._loose.popitem()  # the latest: finding a dict's first entry scans deleted ones
-            self._loose[number] = lease
+        covers, (lease, path) = self._covers, self._climb
+        if lease is None or id(lease) not in self._loose:
+            key, lease = self._loose.popitem()  # the latest: finding a dict's first entry scans deleted ones
+            self._loose[key] = lease
             path = []
-            self._climb = number, path
+            self._climb = lease, path
         above = path[-1].parent if path else lease.block
         assert lease.block is not None, "only chains are loose"
         while steps and above is not None and above.parent is not None and id(above) not in covers:
@@ -178,8 +177,8 @@ class Pins:
             steps -= 1
         lease.cover, lease.bytes = key, len(path) * size
         if not path:
-            del self._loose[number]
-            self._climb = 0, []
+            del self._loose[id(lease)]
+            self._climb = None, []
         return max(steps - 1, 0)
 
     def check(self, leases: Sequence[Lease]) -> None:

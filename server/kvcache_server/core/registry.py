@@ -27,7 +27,8 @@ OPERATORS = 16  # sessions beyond max_sessions that are reserved for operators
 
 class Registry:
     """Attributes: `disconnected` has, by session, the engines of sessions whose door has closed but whose process may
-    live. `not_restated` are sessions of the last epoch that have not restated what they hold.
+    live. `not_restated` are sessions of the last epoch that have not restated what they hold. `leaving` has, by number,
+    those whose door has closed and whose leases have not ended yet, and when these do.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Registry:
         self.users = Users()
         self.disconnected: dict[int, Engine] = {}
         self.not_restated: set[int] = set()
+        self.leaving: dict[int, tuple[float, Session]] = {}
         self.last_namespace = self.last_engine = self.last_session = 0
         self.limits = limits
         self._pool, self._eviction, self._fair_share = pool, eviction, eviction.fair_share
@@ -67,7 +69,7 @@ class Registry:
         return self.last_session
 
     def resume(self, number: int, label: str, now: float, user: int = NOBODY) -> None:
-        """Resume a disconnected session, without its leases. Raises UnknownHandle if it is not disconnected."""
+        """Resume a disconnected session, which may restate its leases. Raises UnknownHandle if it has ended."""
         engine = self.disconnected.pop(number, None)
         if engine is None:
             raise UnknownHandle(f"session {number} cannot be resumed: it has ended")
@@ -81,17 +83,37 @@ class Registry:
         self.users.add(session.id, session.user)
         self.sessions[session.id] = session.engine.sessions[session.id] = session
 
-    def disconnect(self, number: int) -> None:
-        """End the leases of a session whose door has closed. It keeps its reservations: its process may still write."""
+    def disconnect(self, number: int, now: float) -> None:
+        """Note that the door of a session has closed. Its process may live.
+
+        So it keeps its reservations, because it may still write, and for the grace period its leases, because it may
+        still read: it may only have lost the connection, and restate them.
+        """
         session = self.sessions.pop(number)
         engine = session.engine
         del engine.sessions[number]
-        for lease in list(session.leases):
-            session.unpin(lease)
+        if number in self.leaving:  # it has not restated those that it had before
+            session.end_leases()
+        elif session.leases:
+            self.leaving[number] = now + self.limits.grace, session
         for namespace, _ in session.attached.values():
             engine.note_writers(namespace)
         self._note_disconnected(number, engine)
         self.not_restated.discard(number)
+
+    def holders(self) -> list[Session]:
+        """Return the sessions that may have leases."""
+        return [*self.sessions.values(), *(session for _, session in self.leaving.values())]
+
+    def end_leases(self, number: int) -> None:
+        """End the leases that a session had when its door closed, if it had any."""
+        if number in self.leaving:
+            self.leaving.pop(number)[1].end_leases()
+
+    def tick(self, now: float) -> None:
+        """End the leases of sessions whose door closed too long ago."""
+        for number in [number for number, (until, _) in self.leaving.items() if now >= until]:
+            self.end_leases(number)
 
     def _note_disconnected(self, number: int, engine: Engine) -> None:
         self.disconnected[number] = engine
@@ -100,7 +122,8 @@ class Registry:
     def forget(self, number: int) -> Engine:
         """Remove a session whose process is gone, and return its engine."""
         if number in self.sessions:
-            self.disconnect(number)
+            self.disconnect(number, 0.0)
+        self.end_leases(number)
         engine = self.disconnected.pop(number)
         engine.disconnected.discard(number)
         self.not_restated.discard(number)

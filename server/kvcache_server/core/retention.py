@@ -469,7 +469,7 @@ class Retentions:
         block = cached.chain[-1] if cached.chain else None
         lease, number = new_lease(block, cached.size, cached.cover, cached.tails), self._last_lease + 1
         self._last_lease = number
-        retention.owner.pins.add(number, lease)  # first: the covers of the former lease stay
+        retention.owner.pins.add(lease)  # first: the covers of the former lease stay
         self._let_go(retention)
         retention.lease, retention.lease_number, retention.held = lease, number, cached.blocks
         self._note_strength(retention)
@@ -489,7 +489,7 @@ class Retentions:
     def _let_go(self, retention: Retention) -> None:
         lease = retention.lease
         if lease is not None:
-            retention.owner.pins.drop(retention.lease_number, lease)
+            retention.owner.pins.drop(lease)
             lease.unpin()
         retention.lease, retention.held = None, 0
 

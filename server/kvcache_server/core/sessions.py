@@ -166,13 +166,17 @@ class Session:
     def pin(self, number: int, block: Block | None, size: int, cover: int = 0, tails: Sequence[Block] = ()) -> None:
         """Start a lease on `block`, and so on all above it, and on the blocks of tails; see Lease for the rest."""
         self.leases[number] = lease = new_lease(block, size, cover, tails)
-        self.engine.pins.add(number, lease)
+        self.engine.pins.add(lease)
 
     def unpin(self, number: int) -> None:
         """End a lease."""
         lease = self.leases.pop(number)
-        self.engine.pins.drop(number, lease)
+        self.engine.pins.drop(lease)
         lease.unpin()
+
+    def end_leases(self) -> None:
+        for number in list(self.leases):
+            self.unpin(number)
 
     def group(self, number: int, group: int) -> tuple[Namespace, Group]:
         """Return an attached namespace and one of its groups. Raises UnknownHandle, BadArgument."""

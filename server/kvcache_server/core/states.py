@@ -44,9 +44,9 @@ RESERVATION = (
 )
 
 LEASE = (
-    Step("held", "release", "released", "the engine releases the lease, or its session disconnects"),
-    Step("held", "restate", "held", "after a restart of the daemon, the session reports that it still holds the lease"),
-    Step("held", "lose", "lost", "after a restart of the daemon, the block is gone, or the quota is exhausted"),
+    Step("held", "release", "released", "the engine releases it, ends, or has left and not restated it in time"),
+    Step("held", "restate", "held", "after it has resumed, the session reports that it still holds the lease"),
+    Step("held", "lose", "lost", "then the block is gone, or the quota is exhausted"),
 )
 
 TABLES = {"slot": SLOT, "shard": SHARD, "reservation": RESERVATION, "lease": LEASE}

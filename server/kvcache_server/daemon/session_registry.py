@@ -109,7 +109,7 @@ class SessionRegistry:
         self._disconnected[session] = entry = self._entries.pop(session)
         del self.tokens[entry.token]
         try:
-            self._cache.disconnect_session(session)
+            self._cache.disconnect_session(session, time.monotonic())
         except Exception as error:  # noqa: BLE001 - an internal error is logged; other sessions are still served
             self._failed(0, error)
         self.look_after(session)

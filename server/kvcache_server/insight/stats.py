@@ -83,7 +83,7 @@ class Report:
             "free_bytes": survey.free,
             "overhead_bytes": self._cache.pool.capacity - survey.used - survey.free,
             "largest_free_bytes": survey.largest,
-            "leases": sum(len(session.leases) for session in self._cache.sessions.values()),
+            "leases": sum(len(session.leases) for session in self._cache.registry.holders()),
             "reservations": sum(len(engine.reservations) for engine in self._cache.engines.values()),
             "residence": self._residency.residence.figures(),
         }
