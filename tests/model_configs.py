@@ -29,14 +29,14 @@ MLA = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-INDEXER = {"q_lora_rank": 256, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "topk_method": "noaux_tc"}
+INDEXER = {"q_lora_rank": 256, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_expand": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_hidden_layers": 4, **HEADS},
     "gemma": {"model_type": "gemma3_text", **WINDOWS},
     "gpt-oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
     "mla": {"model_type": "deepseek_v2", **MLA},
-    "deepseek-v32": {"model_type": "deepseek_v32", **MLA, **INDEXER},
+    "deepseek-v32": {"model_type": "deepseek_v32", "topk_method": "noaux_tc", **MLA, **INDEXER},
     "granite": {
         "model_type": "granitemoehybrid",
         "num_hidden_layers": 4,

@@ -24,7 +24,7 @@ SAVE_MODES = ("eager", "lazy")
 VERIFY_MODES = ("off", "sample", "all")
 RESETS = ("new", "keep")  # any other value of `on_reset` is a version
 GATES = ("auto", "off")
-OVERLAPS = ("auto", "off")  # off until it has been measured on a GPU
+OVERLAPS = ("auto", "off")
 FAILURE_POLICIES = ("recompute", "fail")
 
 # Keys of other connectors, and what replaces them here.
@@ -106,7 +106,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     weights_version: str = ""
     on_reset: str = "new"
     gate: str = "auto"
-    overlap: str = "off"
+    overlap: str = "auto"
     verify: str = "off"
     canary_every: int = 10_000
     kv_load_failure_policy: str = "recompute"

@@ -29,7 +29,7 @@ def test_every_field_can_be_given() -> None:
         "weights_version": "step-12",
         "on_reset": "step-13",
         "gate": "off",
-        "overlap": "auto",
+        "overlap": "off",
         "verify": "all",
         "canary_every": 100,
         "kv_load_failure_policy": "fail",

@@ -955,7 +955,8 @@ class Engine:
         (folder / "config.json").write_text(json.dumps(MODEL | counted))
         if hasattr(layouts, "set_kv_cache_layout"):
             layouts.set_kv_cache_layout(None)  # forget that of the last engine
-        settings = {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, "canary_every": 0, "gate": "off"}
+        settings = {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, "canary_every": 0}
+        settings |= {"gate": "off", "overlap": "off"}  # what they do depends on how long things take
         settings |= extra or {}
         ours = {
             "kv_connector": CONNECTOR,

@@ -87,8 +87,8 @@ def test_with_heads_as_shards(loaded: Any, sim: Any) -> None:
     assert engine.counters["loads_layered"] == 2
 
 
-def test_it_is_off_unless_it_is_turned_on(loaded: Any, sim: Any) -> None:
-    engine, tokens = loaded(extra={})
+def test_it_can_be_turned_off(loaded: Any, sim: Any) -> None:
+    engine, tokens = loaded(extra={"overlap": "off"})
     engine.add("r", tokens, 2)
     engine.run()
     assert engine.outputs["r"] == sim.expected(tokens, 2)
