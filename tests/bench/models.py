@@ -69,7 +69,7 @@ def run_engine(name: str, folder: str, endpoint: str, tp: int, pp: int, memory: 
         max_model_len=4096,
         max_num_batched_tokens=1024,
         kv_cache_memory_bytes=int(memory * (1 << 30)),
-        gpu_memory_utilization=0.1,  # which others do not leave free: all engines of a model are there at once
+        gpu_memory_utilization=0.1,  # small: the engines of a model share the GPU
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
         enable_prefix_caching=True,

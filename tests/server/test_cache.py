@@ -380,8 +380,8 @@ class Reader(Engine):
     def lose(self, now: float = 0.0) -> None:
         self.cache.disconnect_session(self.session, now)
 
-    def resume(self) -> None:
-        self.cache.resume_session(self.session, "", 0.0)
+    def resume(self, now: float = 0.0) -> None:
+        self.cache.resume_session(self.session, "", now)
         self.ask(m.Attach(1, b"", self.cache.namespaces[self.namespace].spec, (0,)))
 
     def restate(self) -> list[int]:
@@ -417,6 +417,34 @@ def test_who_does_not_come_back_reads_no_more():
     assert reader.survives("x")
     reader.cache.tick(15.0)
     assert not reader.survives("y")
+
+
+def test_who_has_come_back_has_time_to_restate():
+    reader = Reader()
+    reader.lose()
+    reader.resume(now=9.9)
+    reader.cache.tick(10.0)
+    assert reader.survives("x")
+    assert reader.restate() == []
+    assert reader.survives("y")
+
+
+def test_what_an_engine_s_other_sessions_have_left_pinned_counts():
+    cache = make_cache(extents=1, pin_quota=0.5)  # 16 blocks
+    ones = [Engine(cache, "one") for _ in range(3)]
+    lost = []
+    for number, engine in enumerate(ones):
+        names = chain("abc"[number], 8)
+        engine.store(names)
+        reply = engine.acquire(names, pin=False)
+        cache.disconnect_session(engine.session, 0.0)
+        cache.resume_session(engine.session, "", 0.0)
+        engine.ask(m.Attach(1, b"", cache.namespaces[engine.namespace].spec, (0,)))
+        cache.lookups.last += 1
+        lost.append(engine.ask(m.Restate(1, b"", 0, [(cache.lookups.last, reply.slots[-24:])])).lost)
+        cache.disconnect_session(engine.session, 0.0)
+        check_integrity(cache)
+    assert lost[:2] == [[], []] and lost[2], "more than the quota"
 
 
 def test_who_has_ended_reads_no_more():

@@ -72,8 +72,8 @@ class Job:
         direct: no thread had to carry its bytes.
         layout: which of the device's layouts of a block it is about; 0 where there is one.
         section: of a load, which section of each block is copied, counting from 1 on; 0 for the whole block.
-        later: of a load: it waits for nothing that the engine submits after `load`, but takes the engine's time only
-            with `start` or `hold`, or with the next load.
+        later: of a load: it is queued on the device, which takes the engine's time, only by `start`, `hold` or the next
+            load. It waits for what was submitted before `load`, as others do.
     """
 
     region: Memory
@@ -119,7 +119,7 @@ class Device(Protocol):
         """Copy the region to device blocks."""
 
     def start(self, job: Job) -> None:
-        """Begin a load that came to be begun `later`, and those before it."""
+        """Queue a load that was to be queued `later`, and those before it."""
 
     def hold(self, job: Job) -> None:
         """Keep work that is submitted from now on waiting until `job`, a load, has filled its blocks.
@@ -153,7 +153,7 @@ class Device(Protocol):
         """Write bytes to the device's memory, likewise."""
 
     def drain(self, seconds: float) -> bool:
-        """Wait for running jobs; return whether all have ended."""
+        """Wait for running jobs; return whether all have ended. It does not start those that were put off."""
 
     def close(self) -> None:
         """Stop. Jobs that have not begun end with an error; waits for the one being copied."""

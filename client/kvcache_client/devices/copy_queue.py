@@ -1,9 +1,9 @@
 """One direction of copies: its jobs in their order, from the engine's thread to their end.
 
-A job is queued on the device where it is submitted, on the engine's thread, which takes about a millisecond per GiB
-and needs no other thread to run. Where its bytes are not page-locked, a thread copies it through bounce buffers, and
-all jobs behind it until the thread has caught up. The end of a job is seen by whichever looks first: the engine's
-`poll`, or a thread that sleeps until the device reports it.
+A job is queued on the device where it is submitted, or where it is started if that is `later`, on the engine's thread,
+which takes about a millisecond per GiB and needs no other thread to run. Where its bytes are not page-locked, a thread
+copies it through bounce buffers, and all jobs behind it until the thread has caught up. The end of a job is seen by
+whichever looks first: the engine's `poll`, or a thread that sleeps until the device reports it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class CopyQueue:
         self._watcher.start()
 
     def put(self, job: Job, compute: Handle) -> int:
-        """Start `job` behind all that is queued on the stream `compute`; return its number, counting from 1 on."""
+        """Start `job`, at once or `later`, behind all that is now queued on the stream `compute`; return its number,
+        counting from 1 on."""
         with self._changed:
             events = self._begin(job, compute)
             if events is not None:
@@ -105,7 +106,6 @@ class CopyQueue:
                 entry = Entry(self._number, job, events)
                 self._entries.append(entry)
                 self._unended += 1
-                self._room -= len(job.blocks)
                 self._later.append(entry)
                 if not job.later:
                     self._start_later(entry)
@@ -204,6 +204,7 @@ class CopyQueue:
         entry = None
         while entry is not last:
             entry = self._later.popleft()
+            self._room -= len(entry.job.blocks)
             if self._bounced or self._room < 0 or not self._queue(entry):
                 self._bounced.append(entry)
                 self._start_bounce_thread()

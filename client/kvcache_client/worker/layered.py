@@ -70,6 +70,11 @@ class LayeredLoads:
         if self._blocks and not (prompts and self.ready and self._blocks.isdisjoint(given)):
             self.wait_all()
 
+    def give(self, blocks: Collection[int]) -> None:
+        """A step that computes nothing gives `blocks` to others: whatever writes them comes after the loads."""
+        if not self._blocks.isdisjoint(blocks):
+            self.wait_all()
+
     def layer(self, name: str) -> None:
         """The engine is about to submit what reads the KV of a layer."""
         if self._announced is not None:

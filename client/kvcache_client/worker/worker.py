@@ -254,8 +254,11 @@ class Worker:
         if self._device is None:
             return
         self._device.enter_step()
-        if self._layered is not None and not idle:
-            self._layered.enter_step(plan.timed, plan.given)
+        if self._layered is not None:
+            if idle:
+                self._layered.give(plan.given)
+            else:
+                self._layered.enter_step(plan.timed, plan.given)
         if plan.number <= self._begun:
             return
         self._begun = plan.number
@@ -270,9 +273,7 @@ class Worker:
             self._save(self._device, job)
         for check in plan.checks:
             self._check(self._device, check)
-        if self._layered is not None and not self._coming.isdisjoint(plan.finished):
-            self._layered.start_all()
-            self._ending = True
+        self._ending = not self._coming.isdisjoint(plan.finished)
         for request in plan.finished:
             self._finish(request)
         if plan.given:
@@ -306,12 +307,12 @@ class Worker:
             self._errors |= unfilled
             self._counts.add("loads_unannounced")
             self.decline(_UNANNOUNCED)
-        if self._coming and (self._ending or not idle):
+        if self._layered is not None and self._coming and (self._ending or not idle):
             # What the engine has submitted waits for them, too. So it hears of their end with the step that needs them.
             # After an idle step there may be none for long: a lease whose request was aborted would keep its blocks.
+            self._layered.start_all()
             with self._arrival:
                 self._arrival.wait_for(lambda: not self._coming, ARRIVAL)
-            self._ending = False
         while self._arrived:
             request, seconds, failed = self._arrived.popleft()
             self._arrivals.append((request, seconds))

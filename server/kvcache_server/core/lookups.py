@@ -247,7 +247,7 @@ class Lookups:
         if unknown:
             self._counters["releases_unknown"] += unknown
 
-    # After a restart.
+    # After a restart, or a lost connection.
 
     def begin_to_restate(self, session: Session) -> None:
         """Raise NotPermitted if the session has nothing to restate; then nothing has changed."""
@@ -255,16 +255,16 @@ class Lookups:
             raise NotPermitted(f"session {session.id} has nothing to restate: it has not resumed since it last did")
         session.may_restate = False
 
-    def restate(self, session: Session, request: m.Restate) -> Steps[list[int]]:
+    def restate(self, session: Session, request: m.Restate, holders: Sequence[Session]) -> Steps[list[int]]:
         """Restore the leases that a resumed session reports to hold; return the numbers of those that are lost.
 
         The limits of new leases apply: leases beyond `max_leases` or the pin quota are lost, as are leases whose blocks
-        are gone.
+        are gone. What `holders`, the sessions of its engine, have pinned already counts towards the quota.
         """
         session.check_connected()
         lost = []
         chains = _Chains(self._holds)
-        there = [lease for each in session.engine.sessions.values() for lease in each.leases.values()]
+        there = [lease for each in holders for lease in each.leases.values()]
         for done, lease in enumerate(there, 1):
             if done % STEP == 0:
                 yield

@@ -22,13 +22,14 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import NOBODY, Engine, Namespace, Session, Users
 
 MAX_ATTACHED = 16  # namespaces per session: an engine is in one, and after a reset also in the next one
+_ENDED_AT_ONCE = 4096  # leases, in some milliseconds
 OPERATORS = 16  # sessions beyond max_sessions that are reserved for operators
 
 
 class Registry:
     """Attributes: `disconnected` has, by session, the engines of sessions whose door has closed but whose process may
     live. `not_restated` are sessions of the last epoch that have not restated what they hold. `leaving` has, by number,
-    those whose door has closed and whose leases have not ended yet, and when these do.
+    sessions as they were when their door closed, with leases that have not been restated yet, and when these end.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class Registry:
         if engine is None:
             raise UnknownHandle(f"session {number} cannot be resumed: it has ended")
         engine.disconnected.discard(number)
+        if number in self.leaving:
+            self.leaving[number] = now + self.limits.grace, self.leaving.pop(number)[1]
         session = Session(number, engine, label, now, user)
         session.may_restate = True
         self._enter(session)
@@ -99,7 +102,8 @@ class Registry:
         for namespace, _ in session.attached.values():
             engine.note_writers(namespace)
         self._note_disconnected(number, engine)
-        self.not_restated.discard(number)
+        if not session.may_restate:
+            self.not_restated.discard(number)
 
     def holders(self) -> list[Session]:
         """Return the sessions that may have leases."""
@@ -111,8 +115,12 @@ class Registry:
             self.leaving.pop(number)[1].end_leases()
 
     def tick(self, now: float) -> None:
-        """End the leases of sessions whose door closed too long ago."""
-        for number in [number for number, (until, _) in self.leaving.items() if now >= until]:
+        """End leases of sessions whose door closed too long ago, those of one session after the other."""
+        ended = 0
+        for number, (until, session) in list(self.leaving.items()):
+            if now < until or ended >= _ENDED_AT_ONCE:
+                break
+            ended += len(session.leases)
             self.end_leases(number)
 
     def _note_disconnected(self, number: int, engine: Engine) -> None:

@@ -44,9 +44,9 @@ RESERVATION = (
 )
 
 LEASE = (
-    Step("held", "release", "released", "the engine releases it, ends, or has left and not restated it in time"),
-    Step("held", "restate", "held", "after it has resumed, the session reports that it still holds the lease"),
-    Step("held", "lose", "lost", "then the block is gone, or the quota is exhausted"),
+    Step("held", "release", "released", "the session releases it, ends, or stays away for too long"),
+    Step("held", "restate", "held", "the session has resumed, and reports that it still holds the lease"),
+    Step("held", "lose", "lost", "when the session restates it, the block is gone, or the quota is exhausted"),
 )
 
 TABLES = {"slot": SLOT, "shard": SHARD, "reservation": RESERVATION, "lease": LEASE}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache_client.scheduler.overlap import Overlap
+from kvcache_client.step_plan import StepPlan
 from kvcache_client.worker import layered
 
 BLOCK = 32
@@ -133,6 +134,86 @@ def test_the_lease_of_an_aborted_request_ends(loaded: Any, daemon: Any, unleased
     engine.abort("r")
     engine.run()
     unleased()
+
+
+def test_a_step_that_computes_nothing_gives_away_what_is_being_loaded(loaded: Any, sim: Any) -> None:
+    """To a request whose own load fails, for example. The next step computes it in these blocks, and its plan does not
+    name them again."""
+    engine, tokens = loaded()
+    engine.add("r", tokens, 1)
+    engine.run(lambda: engine.received)
+    loading, rank = engine.runners[0].jobs, engine.workers[0]
+    blocks = loading.blocks("load")
+    assert blocks
+    rank.begin(StepPlan(rank._begun + 1, given=[10_000]), idle=True)
+    assert loading.blocks("load"), "others are given away"
+    rank.begin(StepPlan(rank._begun + 1, given=list(blocks)), idle=True)
+    assert not loading.blocks("load"), "what is submitted from now on comes after the load"
+    rank._begun -= 2
+    engine.run()
+    assert engine.outputs["r"] == sim.expected(tokens, 1)
+
+
+@pytest.fixture
+def waits(monkeypatch: Any) -> Callable[[Any], list[bool]]:
+    """`waits(engine)` notes whether what its steps wait for comes, and not only the end of their patience."""
+
+    def note(engine: Any) -> list[bool]:
+        arrival, found = engine.workers[0]._arrival, []
+        wait = arrival.wait_for
+        monkeypatch.setattr(arrival, "wait_for", lambda *arguments: found.append(wait(*arguments)))
+        return found
+
+    return note
+
+
+def test_a_load_overlaps_after_one_that_was_aborted(loaded: Any, sim: Any) -> None:
+    """Whose last copy ended in the step that gave it up."""
+    engine, tokens = loaded()
+    engine.add("r", tokens, 1)
+    engine.run(lambda: engine.received)
+    device = engine.workers[0]._device
+    leave = device.leave_step
+
+    def late() -> None:
+        leave()
+        engine.workers[0]._layered.start_all()
+        assert device.drain(10)
+
+    device.leave_step = late
+    engine.abort("r")
+    engine.run()
+    del device.leave_step
+    engine.reset()
+    loads = loads_when_computing(engine)
+    engine.add("again", tokens, 2)
+    engine.run()
+    assert engine.outputs["again"] == sim.expected(tokens, 2)
+    assert loads[0] > 0 and engine.counters["loads_layered"] == 2
+
+
+def test_a_step_that_announces_nothing_waits_for_the_load_that_begins_with_it(
+    loaded: Any, sim: Any, prompt: Any, waits: Any
+) -> None:
+    """Steps that only generate are often captured as a whole in a graph."""
+    engine, tokens = loaded()
+    runner = engine.runners[0]
+    announce, forward, sizes = runner._announce, runner._forward, []
+
+    def note(step: Any) -> Any:
+        sizes.append(step.total_num_scheduled_tokens)
+        return forward(step)
+
+    runner._forward = note
+    runner._announce = lambda *arguments: announce(*arguments) if sizes[-1] > 16 else None
+    found = waits(engine)
+    short = prompt(5)
+    engine.add("r", tokens, 2)
+    engine.add("short", short, 2)
+    engine.run()
+    assert engine.outputs == engine.outputs | {"r": sim.expected(tokens, 2), "short": sim.expected(short, 2)}
+    assert engine.counters["loads_layered"] == 1
+    assert sizes[0] == 5 and found and all(found)
 
 
 def test_others_read_what_is_being_loaded(loaded: Any, sim: Any, prompt: Any) -> None:
