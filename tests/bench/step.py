@@ -34,8 +34,8 @@ SMALL = {
 }
 SCHEDULER_HOOKS = ("get_num_new_matched_tokens", "build_connector_meta", "update_connector_output", "request_finished")
 RANK_HOOKS = (
-    *("handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_save", "get_finished"),
-    *("get_block_ids_with_load_errors", "clear_connector_metadata"),
+    *("handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer"),
+    *("wait_for_save", "get_finished", "get_block_ids_with_load_errors", "clear_connector_metadata"),
 )
 
 
@@ -61,6 +61,17 @@ def empty_step(scheduler: Any, rank: Any, repeat: int) -> dict[str, float]:
         rank.get_block_ids_with_load_errors()
         rank.clear_connector_metadata()
         scheduler.update_connector_output(result)
+        spent.append(time.perf_counter() - begin)
+    return percentiles(spent)
+
+
+def layers(rank: Any, repeat: int) -> dict[str, float]:
+    """What the layers of a model with 32 of them announce in a step, which brings no load."""
+    spent = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        for number in range(32):
+            rank.wait_for_layer_load(f"model.layers.{number}.self_attn.attn")
         spent.append(time.perf_counter() - begin)
     return percentiles(spent)
 
@@ -105,6 +116,7 @@ def decode_steps(llm: Any, scheduler: Any, rank: Any, requests: int, tokens: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--extra", type=json.loads, default={}, help="JSON: settings of the connector")
     options = parser.parse_args()
     from vllm import LLM
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -127,7 +139,7 @@ def main() -> None:
                 "kv_connector": "KVCacheServerConnector",
                 "kv_connector_module_path": "kvcache_client.connector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"endpoint": endpoint},
+                "kv_connector_extra_config": {"endpoint": endpoint, **options.extra},
             },
         )
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector
@@ -138,6 +150,7 @@ def main() -> None:
         with one_daemon(endpoint=endpoint, size="64MiB"):
             time.sleep(8)  # the longest pause between two probes, and some
             figures["empty"] = empty_step(scheduler, rank, 20_000)
+            figures["announcing 32 layers"] = layers(rank, 5_000)
             figures["decode of 1"] = decode_steps(llm, scheduler, rank, 1, 200)
             figures["decode of 32"] = decode_steps(llm, scheduler, rank, 32, 200)
             llm.llm_engine.engine_core.shutdown()

@@ -59,7 +59,11 @@ class _Stored:
 
 
 class Worker:
-    """One rank. The rank's own thread calls `begin`, `load` and `received` in every step."""
+    """One rank. The rank's own thread calls `begin`, `load` and `received` in every step.
+
+    Attributes:
+        listens: whether `layer` is to be called in this step.
+    """
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class Worker:
         self._layered: LayeredLoads | None = None
         self._was_ready = False  # as the scheduler's side knows it
         self._coming: set[str] = set()  # requests whose layered loads have been reported, and have not ended
+        self.listens = False
         self._ending = False  # one of them has finished: no step will wait for its layers
         self._arrival = threading.Condition()
         self._arrived: deque[tuple[str, float, list[int]]] = deque()  # such loads, and blocks that failed
@@ -259,6 +264,7 @@ class Worker:
                 self._layered.give(plan.given)
             else:
                 self._layered.enter_step(plan.timed, plan.given)
+            self.listens = self._layered.listens
         if plan.number <= self._begun:
             return
         self._begun = plan.number
@@ -646,7 +652,7 @@ class Worker:
     # The end.
 
     def drain(self) -> None:
-        """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped."""
+        """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped, or this ends."""
         if self._layered is not None:
             self._layered.start_all()
         if self._device is not None and not self._device.drain(self._settings.drain_ms / 1000):
@@ -654,15 +660,11 @@ class Worker:
             logger.warning("rank %d: copies were still running after %.0f ms", self._rank, self._settings.drain_ms)
 
     def close(self) -> None:
-        """Wait for running saves, at most `drain_ms`, settle the rest as failed, and end the session."""
+        """Wait as `drain` does, settle the saves that are left as failed, and end the session."""
         if self._registration is not None:
             self._registration.close()
-        if self._layered is not None:
-            self._layered.start_all()
+        self.drain()
         if self._device is not None:
-            if not self._device.drain(self._settings.drain_ms / 1000):
-                self._counts.add("drains_cut_short")
-                logger.warning("rank %d: saves were still running after %.0f ms", self._rank, self._settings.drain_ms)
             self._device.close()
         self._verifier.close()
         self._session.close()

@@ -305,9 +305,9 @@ class Cache:
         """
         self.lookups.begin_to_restate(session)
         yield from self.reservations.abandon_undelivered(session, request.heard, now)
-        mates = [each for each in self.registry.holders() if each.engine is session.engine]
-        others = [each for each in mates if each is session or each.id != session.id]
-        lost = yield from self.lookups.restate(session, request, others)
+        holders = [each for each in self.registry.holders() if each.engine is session.engine]
+        holders = [each for each in holders if each is session or each.id != session.id]  # not as it was when it left
+        lost = yield from self.lookups.restate(session, request, holders)
         self.registry.end_leases(session.id)
         self.registry.not_restated.discard(session.id)
         return m.Restated(request.id, lost)

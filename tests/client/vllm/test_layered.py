@@ -154,19 +154,6 @@ def test_a_step_that_computes_nothing_gives_away_what_is_being_loaded(loaded: An
     assert engine.outputs["r"] == sim.expected(tokens, 1)
 
 
-@pytest.fixture
-def waits(monkeypatch: Any) -> Callable[[Any], list[bool]]:
-    """`waits(engine)` notes whether what its steps wait for comes, and not only the end of their patience."""
-
-    def note(engine: Any) -> list[bool]:
-        arrival, found = engine.workers[0]._arrival, []
-        wait = arrival.wait_for
-        monkeypatch.setattr(arrival, "wait_for", lambda *arguments: found.append(wait(*arguments)))
-        return found
-
-    return note
-
-
 def test_a_load_overlaps_after_one_that_was_aborted(loaded: Any, sim: Any) -> None:
     """Whose last copy ended in the step that gave it up."""
     engine, tokens = loaded()
@@ -193,7 +180,7 @@ def test_a_load_overlaps_after_one_that_was_aborted(loaded: Any, sim: Any) -> No
 
 
 def test_a_step_that_announces_nothing_waits_for_the_load_that_begins_with_it(
-    loaded: Any, sim: Any, prompt: Any, waits: Any
+    loaded: Any, sim: Any, prompt: Any, monkeypatch: Any
 ) -> None:
     """Steps that only generate are often captured as a whole in a graph."""
     engine, tokens = loaded()
@@ -206,14 +193,16 @@ def test_a_step_that_announces_nothing_waits_for_the_load_that_begins_with_it(
 
     runner._forward = note
     runner._announce = lambda *arguments: announce(*arguments) if sizes[-1] > 16 else None
-    found = waits(engine)
+    arrival, came = engine.workers[0]._arrival, []
+    wait = arrival.wait_for
+    monkeypatch.setattr(arrival, "wait_for", lambda *arguments: came.append(wait(*arguments)))
     short = prompt(5)
     engine.add("r", tokens, 2)
     engine.add("short", short, 2)
     engine.run()
     assert engine.outputs == engine.outputs | {"r": sim.expected(tokens, 2), "short": sim.expected(short, 2)}
     assert engine.counters["loads_layered"] == 1
-    assert sizes[0] == 5 and found and all(found)
+    assert sizes[0] == 5 and came and all(came), "and not only until its patience ends"
 
 
 def test_others_read_what_is_being_loaded(loaded: Any, sim: Any, prompt: Any) -> None:

@@ -554,7 +554,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load(metadata.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._announces and self._worker is not None:
+        if self._announces and self._worker is not None and self._worker.listens:
             self._layer(layer_name)
 
     @guard()
