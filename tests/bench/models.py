@@ -1,10 +1,12 @@
 """Ask, on a host with a GPU, whether hits change a token: models of several kinds, in real engines with one daemon.
 
-    python tests/bench/models.py [--models gemma,granite,...] [--tp N] [--pp N] [--at-once N] [--memory GIB] [--overlap]
+    python tests/bench/models.py [--models gemma,granite,...] [--tp N] [--pp N] [--at-once N] [--memory GIB]
+                                 [--rounds N] [--overlap]
 
-For each model: an engine without the connector, one that saves, one that loads the prompts, and one that loads prompts
-and answers. Random weights in float32, greedy. tests/e2e/test_models.py does the same on a CPU, where vLLM has no
-kernels for states (Mamba, linear attention), and none that continue a prompt of an MLA model.
+For each model: two engines without the connector, of which the second shows whether the model itself answers alike
+twice; one that saves, one that loads the prompts, and one that loads prompts and answers. Random weights in float32,
+greedy. tests/e2e/test_models.py does the same on a CPU, where vLLM has no kernels for states (Mamba, linear
+attention), and none that continue a prompt of an MLA model.
 """
 
 from __future__ import annotations
@@ -137,23 +139,24 @@ def compare(name: str, endpoint: str, options: argparse.Namespace) -> str:
         folder = Path(parent) / "model"
         subprocess.run([sys.executable, __file__, "--write", name, str(folder)], check=True, capture_output=True)
         draw = random.Random(name)
-        prompts = [[draw.randrange(3, 512) for _ in range(length)] for length in LENGTHS]
+        prompts = [[draw.randrange(3, 512) for _ in range(length)] for length in LENGTHS * options.rounds]
         # All start at once, which takes the most time, and wait for their prompts.
-        alone, other, *engines = [Engine(name, folder, each, options) for each in ("", "", *[endpoint] * 3)]
+        alone, other, *engines = [Engine(name, folder, each, options) for each in ("", "", "", *[endpoint] * 3)]
         for engine in (alone, other, *engines):
             after.callback(engine.close)
         rows: list[list[Any]] = []
         expected = [tokens for tokens, _ in alone.ask(prompts)]
         longer = [[*prompt, *answer, 5, 6, 7] for prompt, answer in zip(prompts, expected, strict=True)]
         continued = [tokens for tokens, _ in other.ask(longer)]
-        asked = ((prompts, expected), (prompts, expected), (longer, continued))
+        asked = ((prompts, expected), (prompts, expected), (prompts, expected), (longer, continued))
         for engine, (texts, right) in zip(engines, asked, strict=True):
             found = engine.ask(texts)
             rows.append([sum(tokens == one for (tokens, _), one in zip(found, right, strict=True))])
             rows[-1].append(sum(cached for _, cached in found))
         different = len({tuple(answer) for answer in expected})
         cells = ", ".join(f"{equal}/{len(prompts)} equal, {cached} cached" for equal, cached in rows)
-        return f"{name:12} {different} answers; first: {cells}\n             " + "\n             ".join(engine.said())
+        lines = [f"{name:12} {different} answers; alone again, saved, loaded, continued: {cells}", *engine.said()]
+        return "\n             ".join(lines)
 
 
 def main() -> None:
@@ -169,6 +172,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, help="of four prompts each, of four lengths")
     parser.add_argument("--at-once", type=int, default=2, help="models that are compared at the same time")
     parser.add_argument("--memory", type=float, default=1.0, help="GiB of KV cache of each engine")
     parser.add_argument("--overlap", action="store_true", help="loads overlap with the computation of the rest")

@@ -15,12 +15,13 @@ KIB = 1 << 10
 @pytest.mark.parametrize(
     ("layers", "ends"),
     [
-        ([64 * KIB * n for n in range(1, 33)], [256 * KIB * n for n in range(1, 9)]),
+        ([64 * KIB * n for n in range(1, 33)], [128 * KIB * n for n in range(1, 17)]),
+        ([256 * KIB * n for n in range(1, 33)], [512 * KIB * n for n in range(1, 17)]),
         ([100 * KIB * n for n in range(1, 4)], [200 * KIB, 300 * KIB]),  # two sections, of whole layers
         ([40 * KIB * n for n in range(1, 6)], []),  # one that is too small
         ([1024 * KIB], []),  # one layer
         ([300 * KIB, 300 * KIB, 600 * KIB], [300 * KIB, 600 * KIB]),  # the second one shares the KV of the first
-        ([16 * KIB, 2048 * KIB], [2048 * KIB]),
+        ([8 * KIB, 2048 * KIB], [2048 * KIB]),
     ],
 )
 def test_sections_have_whole_layers(layers: list[int], ends: list[int]) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvcache_client.devices import Device, Job
 
-MOST = 8  # sections of a block: the first layers wait for the first one, and each is a batch of copies
+MOST = 16  # sections of a block: the first layers wait for the first one, and each is a batch of copies
 LEAST = 128 << 10  # bytes of a section: smaller pieces take the bus longer
-AHEAD = 2  # sections whose copies begin before they are waited for: each takes the engine half a millisecond
+AHEAD = 4  # sections whose copies are begun before the layers that wait for them
 
 
 def section_ends(layers: Sequence[int]) -> list[int]:
@@ -50,19 +50,24 @@ class LayeredLoads:
         self._announced: set[str] | None = None  # in this step, if it computes prompts
         self._waiting: list[list[Job]] = [[] for _ in range(self._count + 1)]  # by section: not waited for yet
         self._next = self._count + 1  # the first section that has any
+        self._begun = self._count  # the last section whose copies have begun
         self._blocks: set[int] = set()  # device blocks that these fill
 
     def sections(self) -> range:
         return range(1, self._count + 1)
 
     def start(self, jobs: Iterable[Job], blocks: Iterable[int]) -> None:
-        """Start a load of device `blocks`: `jobs` are those of all sections, in their order."""
+        """Start a load of device `blocks`: `jobs` are those of all sections, in their order.
+
+        To begin with copies takes the engine's thread up to a millisecond, in which it submits no layer. So only those
+        of the first section begin here, and the others while the device computes the layers before theirs.
+        """
         for job in jobs:
             self._waiting[job.section].append(job)
-            job.later = job.section > AHEAD
+            job.later = job.section > 1
             self._device.load(job)
         self._blocks.update(blocks)
-        self._next = 1
+        self._next = self._begun = 1
 
     def enter_step(self, prompts: bool, given: Collection[int]) -> None:
         """A step is about to compute; whether `prompts`, and the blocks that it gives to others."""
@@ -89,6 +94,11 @@ class LayeredLoads:
         if section >= self._next:
             self._wait(section)
 
+    def layer_left(self, name: str) -> None:
+        """The engine has submitted what reads the KV of a layer."""
+        if self._begun < min(self._section_of.get(name, 0) + AHEAD, self._count):
+            self._begin(self._begun + 1)
+
     def leave_step(self) -> set[int]:
         """A step has been submitted. Return the device blocks that it may have read before they were filled."""
         if self._announced is None:
@@ -106,12 +116,16 @@ class LayeredLoads:
 
     def start_all(self) -> None:
         """Begin with all copies that are to be begun later."""
-        for job in self._waiting[-1]:
-            self._device.start(job)
+        self._begin(self._count)
+
+    def _begin(self, section: int) -> None:
+        for each in range(self._begun + 1, section + 1):
+            for job in self._waiting[each]:
+                self._device.start(job)
+        self._begun = max(self._begun, section)
 
     def _wait(self, section: int) -> None:
-        for job in self._waiting[min(section + AHEAD, self._count)]:
-            self._device.start(job)
+        self._begin(section)
         while self._next <= section:
             for job in self._waiting[self._next]:
                 self._device.hold(job)

@@ -62,7 +62,7 @@ class Worker:
     """One rank. The rank's own thread calls `begin`, `load` and `received` in every step.
 
     Attributes:
-        listens: whether `layer` is to be called in this step.
+        listens: whether `layer` and `layer_left` are to be called in this step.
     """
 
     def __init__(
@@ -299,6 +299,11 @@ class Worker:
         if self._layered is not None:
             self._layered.layer(name)
 
+    def layer_left(self, name: str) -> None:
+        """The engine has submitted what reads the KV of a layer."""
+        if self._layered is not None:
+            self._layered.layer_left(name)
+
     def received(self, idle: bool = False) -> set[str]:
         """Return the requests whose loads have ended since the last call, well or not, each once.
 
@@ -307,7 +312,7 @@ class Worker:
         if self._device is not None:
             self._device.leave_step()
             self._device.poll()
-            if idle and not self._done:
+            if idle and not self._done and not self._coming:
                 self._device.linger(LINGER)
         if self._layered is not None and not idle and (unfilled := self._layered.leave_step()):
             self._errors |= unfilled

@@ -365,6 +365,7 @@ class Runner:
         self.held: dict[str, Held] = {}
         self.connector: Any = None
         self._announced: set[str] = set()  # layers that this step has begun to compute
+        self._left: set[str] = set()  # layers whose attention it has computed
         self._connectors: WeakValueDictionary[Any, Any] = WeakValueDictionary()
         self.hooks: ActiveKVConnector | None = None
         # Whether it may write to what a step gives to requests right after `handle_preemptions`, as vllm-ascend's V1.
@@ -543,15 +544,13 @@ class Runner:
             if self.held[name].lora is not None:
                 self.load_adapter(self.held[name].lora)
         self._announced.clear()
+        self._left.clear()
         sampled = [
             self._compute(
                 name, computed[name], step.num_scheduled_tokens[name], step.scheduled_spec_decode_tokens.get(name, ())
             )
             for name in names
         ]
-        if self.connector is not None:
-            for name, layer in self.layers.items():
-                self.connector.save_kv_layer(name, layer.registered, None)
         places = {name: at for at, name in enumerate(names)}
         if not self.pools:
             return ModelRunnerOutput(names, places, sampled)
@@ -564,6 +563,11 @@ class Runner:
         if self.connector is not None and name not in self._announced and not layer.is_draft:
             self._announced.add(name)
             self.connector.wait_for_layer_load(name)
+
+    def _leave(self, name: str, layer: Layer) -> None:
+        if self.connector is not None and name not in self._left and not layer.is_draft:
+            self._left.add(name)
+            self.connector.save_kv_layer(name, layer.registered, None)
 
     def load_adapter(self, lora: Any) -> bool:
         """Have an adapter loaded, as `LRUCacheWorkerLoRAManager` does."""
@@ -597,9 +601,10 @@ class Runner:
             self._announce(layer_name, layer)
             if layer.is_state:
                 self._advance_state(name, layer, table, digests, begin, len(fed), len(fed) - known)
-                continue
-            first = max(0, begin - layer.window + 1) if layer.window else 0
-            self._check(name, layer, table, digests[layer.is_draft :], first, begin)
+            else:
+                first = max(0, begin - layer.window + 1) if layer.window else 0
+                self._check(name, layer, table, digests[layer.is_draft :], first, begin)
+            self._leave(layer_name, layer)
         made: list[int] = []
         if len(fed) >= known:
             for at in range(known - 1, len(fed)):

@@ -78,6 +78,34 @@ def test_a_request_is_computed_while_it_loads(loaded: Any, sim: Any, idle: Any, 
     idle()
 
 
+def test_copies_begin_while_the_layers_before_them_are_computed(loaded: Any, sim: Any) -> None:
+    """And only the first ones before there is anything to compute."""
+    engine, tokens = loaded()
+    device, connector, happened = engine.workers[0]._device, engine.runners[0].connector, []
+
+    def note(where: Any, method: str, what: Callable[..., Any]) -> None:
+        inner = getattr(where, method)
+
+        def outer(*arguments: Any) -> Any:
+            happened.append((method, what(*arguments)))
+            return inner(*arguments)
+
+        setattr(where, method, outer)
+
+    note(device, "load", lambda job: None if job.later else job.section)
+    note(device, "start", lambda job: job.section)
+    note(device, "hold", lambda job: job.section)
+    note(connector, "wait_for_layer_load", lambda name: name)
+    assert engine.generate(tokens) == sim.expected(tokens, 1)
+    for where, method in ((device, "load"), (device, "start"), (device, "hold"), (connector, "wait_for_layer_load")):
+        delattr(where, method)  # a connector that lives on lets no other work in this process
+    layers = list(engine.runners[0].layers)
+    expected = [("load", 1), *[("load", None)] * (len(layers) - 1), ("wait_for_layer_load", layers[0]), ("hold", 1)]
+    for section, layer in enumerate(layers[1:], start=2):
+        expected += [("start", section), ("wait_for_layer_load", layer), ("hold", section)]
+    assert len(layers) > 2 and happened[: len(expected)] == expected
+
+
 def test_with_heads_as_shards(loaded: Any, sim: Any) -> None:
     engine, tokens = loaded(
         heads=4, tensor_parallel_size=2, extra={"share_tp": True, "overlap": "auto"}, layout="LBHNC"

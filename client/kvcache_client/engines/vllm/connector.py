@@ -563,7 +563,14 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.layer(name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Does nothing: whole blocks are saved a step later."""
+        """Saves nothing: whole blocks are saved a step later."""
+        if self._announces and self._worker is not None and self._worker.listens:
+            self._layer_left(layer_name)
+
+    @guard()
+    def _layer_left(self, name: str) -> None:
+        if self._worker is not None:
+            self._worker.layer_left(name)
 
     def wait_for_save(self) -> None:
         """Does nothing: blocks that are being saved are guarded when they are given away."""
