@@ -205,7 +205,13 @@ class CopyQueue:
         while entry is not last:
             entry = self._later.popleft()
             self._room -= len(entry.job.blocks)
-            if self._bounced or self._room < 0 or not self._queue(entry):
+            try:
+                queued = not self._bounced and self._room >= 0 and self._queue(entry)
+            except Exception as error:  # the owners of this job and of those behind it must not wait for ever
+                logger.exception("a copy has failed")
+                entry.job.error, entry.done = _text(error), True
+                continue
+            if not queued:
                 self._bounced.append(entry)
                 self._start_bounce_thread()
         self._changed.notify_all()
@@ -245,6 +251,9 @@ class CopyQueue:
                 move()
             except CopyError as error:
                 entry.job.error = str(error)
+            except Exception as error:  # what was queued before runs all the same
+                logger.exception("a copy has failed")
+                entry.job.error = _text(error)
             runtime.record(events.off, self.path.cache)
             self.path.finish(events.end)
             entry.queued = True
@@ -345,9 +354,9 @@ class CopyQueue:
             try:
                 if not self._queue(entry):  # without the lock: the device may make this thread wait
                     self._bounce(entry)
-            except Exception as error:  # the owners of this job and of those behind it must not wait for ever
+            except Exception as error:  # as in _start_later
                 logger.exception("a copy has failed")
-                entry.job.error, entry.done = f"{type(error).__name__}: {error}", True
+                entry.job.error, entry.done = _text(error), True
             with self._changed:
                 self._bounced.popleft()
                 self._changed.notify_all()
@@ -374,3 +383,7 @@ class CopyQueue:
             job.error = str(error)
         job.seconds = time.perf_counter() - begin
         entry.done = True
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -128,6 +128,39 @@ def test_a_copy_that_breaks_its_thread_fails_alone(device: Device, caplog: pytes
     queue.close()
 
 
+@pytest.mark.parametrize("call", ["copy_batch", "borrow"])
+def test_a_copy_that_breaks_the_engines_thread_fails_alone(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    """The engine goes on, and whoever closes the queue does not wait for ever."""
+    locked, memory, ended = Registration(device, CHUNK), region(1), []  # type: ignore[arg-type]
+    locked.register(memory)
+    wait_until(lambda: locked.progress()[0])
+    queue = make_queue(device, locked)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device if call == "copy_batch" else locked, call, fail)
+        number = queue.put(Job(memory, np.arange(1), np.array([0]), ended.append), 0)
+    if call == "copy_batch":  # what was queued before may still run
+        assert not queue.drain(0.05)
+        entry = queue.find(number)
+        assert entry is not None
+        device.let(entry.events.end)
+    queue.put(Job(memory, np.arange(1), np.array([0]), ended.append), 0)
+    wait_until(lambda: len(ended) == 1)
+    last = queue.find(number + 1)
+    assert last is not None
+    device.let(last.events.end)
+    assert queue.drain(SECONDS)
+    assert [job.error for job in ended] == ["ValueError: a defect", ""]
+    assert "a copy has failed" in caplog.text
+    queue.close()
+    locked.close()
+
+
 def test_what_the_daemon_has_given_back_is_not_locked(device: Device) -> None:
     locked, memory = Registration(device, CHUNK), region(8)  # type: ignore[arg-type]
     memory.holes = [(2 * CHUNK - 4096, 3 * CHUNK), (7 * CHUNK, CHUNK)]
