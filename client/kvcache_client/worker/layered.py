@@ -80,11 +80,6 @@ class LayeredLoads:
         if not self._blocks.isdisjoint(blocks):
             self.wait_all()
 
-    @property
-    def listens(self) -> bool:
-        """Whether this step's layers matter: those of other steps, which are most, need not be announced."""
-        return self._announced is not None
-
     def layer(self, name: str) -> None:
         """The engine is about to submit what reads the KV of a layer."""
         if self._announced is None:

@@ -264,7 +264,7 @@ class Worker:
                 self._layered.give(plan.given)
             else:
                 self._layered.enter_step(plan.timed, plan.given)
-            self.listens = self._layered.listens
+            self.listens = plan.timed and not idle  # most steps only generate: theirs need not be announced
         if plan.number <= self._begun:
             return
         self._begun = plan.number

@@ -106,6 +106,21 @@ def test_copies_begin_while_the_layers_before_them_are_computed(loaded: Any, sim
     assert len(layers) > 2 and happened[: len(expected)] == expected
 
 
+def test_a_step_that_computes_nothing_does_not_wait_for_it(loaded: Any, sim: Any) -> None:
+    """The request can be scheduled at once: the load is reported when it begins."""
+    engine, tokens = loaded()
+    engine.add("r", tokens, 1)
+    engine.run(lambda: engine.received)
+    assert engine.runners[0].jobs.blocks("load")
+    rank, waited = engine.workers[0], []
+    rank._device.linger = waited.append
+    rank.received(idle=True)
+    del rank._device.linger
+    assert not waited
+    engine.run()
+    assert engine.outputs["r"] == sim.expected(tokens, 1)
+
+
 def test_with_heads_as_shards(loaded: Any, sim: Any) -> None:
     engine, tokens = loaded(
         heads=4, tensor_parallel_size=2, extra={"share_tp": True, "overlap": "auto"}, layout="LBHNC"

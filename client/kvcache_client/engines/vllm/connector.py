@@ -554,23 +554,19 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load(metadata.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._announces and self._worker is not None and self._worker.listens:
-            self._layer(layer_name)
-
-    @guard()
-    def _layer(self, name: str) -> None:
-        if self._worker is not None:
-            self._worker.layer(name)
+        worker = self._worker
+        if self._announces and worker is not None and worker.listens:
+            self._announce(worker.layer, layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Saves nothing: whole blocks are saved a step later."""
-        if self._announces and self._worker is not None and self._worker.listens:
-            self._layer_left(layer_name)
+        worker = self._worker
+        if self._announces and worker is not None and worker.listens:
+            self._announce(worker.layer_left, layer_name)
 
     @guard()
-    def _layer_left(self, name: str) -> None:
-        if self._worker is not None:
-            self._worker.layer_left(name)
+    def _announce(self, to: Callable[[str], None], layer_name: str) -> None:
+        to(layer_name)
 
     def wait_for_save(self) -> None:
         """Does nothing: blocks that are being saved are guarded when they are given away."""
