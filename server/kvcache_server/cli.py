@@ -20,10 +20,11 @@ from kvcache_proto.errors import (
     RegionError,
     Unavailable,
 )
+from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
 from kvcache_server import signals
 from kvcache_server.commands.options import endpoint_option
-from kvcache_server.config import format_size, load, settings
+from kvcache_server.config import load, settings
 
 EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (ConfigError, 2, "an invalid flag, file or environment variable"),

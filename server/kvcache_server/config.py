@@ -16,6 +16,7 @@ import msgspec
 from kvcache_proto.endpoint import SCHEME, check_endpoint, default_endpoint
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import ALIGN
+from kvcache_proto.sizes import MAX_SIZE, format_size, parse_size
 from kvcache_proto.users import group, parse_ids, user
 from kvcache_server.core.limits import Limits
 
@@ -29,30 +30,10 @@ ENV_PREFIX = "KVCACHE_"
 # The others belong to an engine or to a command, which may share its environment with the daemon.
 _FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|PORT(_\d+_.*)?|SERVER_UIDS|(COPY|REGISTER|NPU)_.*)$")
 
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", 1):
-    _UNITS |= {f"{_letter}IB": 1 << (10 * _power), f"{_letter}B": 1000**_power, _letter: 1 << (10 * _power)}
-_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
-MAX_SIZE = 1 << 50
 MAX_FILE = 16 << 20  # bytes of a configuration file, the daemon's or a model's
 
 # Settings that are lists of ids, and how to look a name up.
 _ID_LISTS: dict[str, tuple[str, Callable[[str], int]]] = {"allow_uids": ("user", user), "allow_gids": ("group", group)}
-
-
-def parse_size(text: str | int) -> int:
-    """Return the number of bytes that "30GiB", "512 MiB", "1.5G" or a plain number stands for.
-
-    KiB, MiB, GiB, TiB and the bare letters count in 1024, KB, MB, GB, TB in 1000. Raises ConfigError.
-    """
-    match = _SIZE.fullmatch(str(text).strip())
-    factor = _UNITS.get(match[2].upper()) if match else None
-    if isinstance(text, bool) or match is None or factor is None:
-        raise ConfigError(f"size {text!r}: a number of bytes, or one with a unit, as in 30GiB or 512MiB")
-    size = round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
-    if size > MAX_SIZE:
-        raise ConfigError(f"size {text!r}: at most {format_size(MAX_SIZE)}")
-    return size
 
 
 def parse_address(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
@@ -67,15 +48,6 @@ def parse_address(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Addr
     except ValueError:
         raise ConfigError(f"http {text!r}: an address and a port, as in 127.0.0.1:9464 or [::1]:9464") from None
     return address, int(port)
-
-
-def format_size(size: float) -> str:
-    """Return `size` bytes in a readable unit: 512 B, 256.0 MiB, 30.0 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _doc(text: str, *, size: bool = False, live: bool = False) -> msgspec.Meta:

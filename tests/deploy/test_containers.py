@@ -17,7 +17,8 @@ import pytest
 import tomllib
 import yaml
 
-from kvcache_server.config import load, parse_size
+from kvcache_proto.sizes import parse_size
+from kvcache_server.config import load
 from kvcache_server.http import schema as api
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server.config import Config, format_size, load, parse_size, reference, settings
+from kvcache_proto.sizes import format_size, parse_size
+from kvcache_server.config import Config, load, reference, settings
 
 ENDPOINT = {"KVCACHE_ENDPOINT": "ipc:///tmp/x/kv.sock"}
 

@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from kvcache_proto.errors import ConfigError
+from kvcache_proto.sizes import format_size, parse_size
 from kvcache_server.capacity.figures import CHECKPOINT_TOKENS, Options, figures
-from kvcache_server.config import format_size, parse_size, read_file
+from kvcache_server.config import read_file
 
 RUNNING = (
     "The KV of each running request must fit on the device: the host holds the KV of requests that are not running and "

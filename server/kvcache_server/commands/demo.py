@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import click
 
+from kvcache_proto.sizes import format_size, parse_size
 from kvcache_server import signals
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands import describe
 from kvcache_server.commands.daemon_process import Failed, finish, running_daemon, tail
-from kvcache_server.config import format_size, parse_size
 
 # About 29 million weights and 16 KiB of KV per token: some seconds of prefill for 6,000 tokens on two cores.
 LLAMA = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
-from kvcache_server.config import format_size
 
 
 def describe(stats: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import click
 
 from kvcache_proto.errors import ConfigError, NotPermitted
-from kvcache_server.config import parse_size
+from kvcache_proto.sizes import parse_size
 
 _HERE = Path(__file__).resolve()
 # In an installed package, else in the source tree.

@@ -8,12 +8,12 @@ import click
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
+from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_HASH_BYTES, MAX_NAME, MIN_HASH_BYTES
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.describe import table
 from kvcache_server.commands.options import endpoint_option
-from kvcache_server.config import format_size
 
 
 @click.command()

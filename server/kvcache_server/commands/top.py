@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, TextIO
 import click
 
 from kvcache_proto.errors import BadToken, KVCacheError, Unavailable
+from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
 from kvcache_proto.types import Refusal
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands import describe
 from kvcache_server.commands.options import endpoint_option
-from kvcache_server.config import format_size
 from kvcache_server.core.limits import OPERATOR
 
 BAR = 40

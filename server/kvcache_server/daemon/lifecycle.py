@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from kvcache_proto import __version__
 from kvcache_proto.errors import KVCacheError
+from kvcache_proto.sizes import format_size
 from kvcache_server import signals
-from kvcache_server.config import Config, format_size
+from kvcache_server.config import Config
 from kvcache_server.daemon import descriptor_limit
 from kvcache_server.daemon.service import Service
 from kvcache_server.daemon.systemd import ServiceManager

@@ -17,8 +17,9 @@ import uvloop
 from kvcache_proto import __version__
 from kvcache_proto.errors import EndpointLost, ServerError
 from kvcache_proto.messages import Hello
+from kvcache_proto.sizes import format_size
 from kvcache_server import logs, signals
-from kvcache_server.config import Config, format_size
+from kvcache_server.config import Config
 from kvcache_server.core.effects import Change
 from kvcache_server.daemon.answers import Answers
 from kvcache_server.daemon.handshake import Admission, Door

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from kvcache_server.config import format_size
+from kvcache_proto.sizes import format_size
 from kvcache_server.storage.region_file import Progress
 
 log = logging.getLogger(__name__)

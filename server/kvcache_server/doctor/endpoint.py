@@ -13,8 +13,9 @@ from kvcache_proto.check_result import CheckResult, CheckVerdict
 from kvcache_proto.endpoint import default_endpoint, socket_path
 from kvcache_proto.errors import KVCacheError, NotPermitted, RegionError, Unavailable
 from kvcache_proto.region import plan_geometry
+from kvcache_proto.sizes import format_size
 from kvcache_server.admin_client import AdminClient
-from kvcache_server.config import Config, format_size
+from kvcache_server.config import Config
 from kvcache_server.doctor.child import ask
 from kvcache_server.storage.folder import check_folder
 from kvcache_server.storage.region_file import check_room

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kvcache_proto.check_result import CheckResult, CheckVerdict
 from kvcache_proto.region import ALIGN
-from kvcache_server.config import Config, format_size
+from kvcache_proto.sizes import format_size
+from kvcache_server.config import Config
 from kvcache_server.storage.region_file import (
     RAISE_MEMLOCK,
     Mount,

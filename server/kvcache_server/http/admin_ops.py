@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvcache_proto.messages import Distrust, Distrusted
+from kvcache_proto.sizes import format_size
 from kvcache_proto.types import Finding
 from kvcache_server import logs
-from kvcache_server.config import format_size
 from kvcache_server.core import integrity
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.extent_sizing import NOTABLE

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from kvcache_proto.errors import ConfigError
+from kvcache_proto.sizes import format_size, parse_size
 from kvcache_server.capacity import load_config
 from kvcache_server.capacity.figures import Options, figures
-from kvcache_server.config import format_size, parse_size
 from kvcache_server.core.eviction.policy import POLICIES, WORTH
 from kvcache_server.replay.bounds import distinct
 from kvcache_server.replay.simulation import ROUTINGS, Setup, replay, size_for

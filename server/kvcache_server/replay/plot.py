@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-from kvcache_server.config import format_size
+from kvcache_proto.sizes import format_size
 
 INK, SHARED, PRIVATE, BOUND = "#333333", "#0b7285", "#e8590c", "#868e96"
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from kvcache_proto.errors import ConfigError, NotPermitted, RegionError
 from kvcache_proto.mapping import HUGE_PAGE, address_of, map_file
 from kvcache_proto.region import ALIGN, MAX_EXTENTS, plan_geometry
+from kvcache_proto.sizes import format_size
 from kvcache_proto.types import PoolGeometry
 from kvcache_server import signals
-from kvcache_server.config import format_size
 from kvcache_server.storage.region_names import Claim, RegionFolder
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from typing import NamedTuple
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
 from kvcache_proto.region import PAGE, RegionRows, found_geometry, is_given_up, plan_geometry
+from kvcache_proto.sizes import format_size
 from kvcache_proto.types import PoolGeometry
-from kvcache_server.config import Config, format_size
+from kvcache_server.config import Config
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.journal import Manifest, SessionOpened
 from kvcache_server.storage.checksum_file import open_sums

@@ -1,0 +1,86 @@
+"""What a store must do to be a tier. Others ship one as an entry point of the group `kvcache_server.tiers`.
+
+The entry point's name is the scheme of its URLs, and what it names is an `Open`. conformance.py tests a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from typing import NamedTuple, Protocol
+from urllib.parse import SplitResult, parse_qsl
+
+from kvcache_proto.errors import ConfigError
+
+GROUP = "kvcache_server.tiers"
+
+
+class Failed(Exception):
+    """The store did not do what it was asked for, and may not for a while: it is full, unreachable or broken."""
+
+
+class Value(NamedTuple):
+    """A `header` of at most 16 KiB, and the bytes of a slot, in the region itself."""
+
+    header: bytes
+    data: memoryview
+
+
+class Backend(Protocol):
+    """A store of values by key. A value is never changed: the same key always has the same bytes.
+
+    All methods are called from several threads at once, and may block for some seconds. They raise Failed, and no other
+    error, if the store failed; what they did until then need not be undone. A value that is not whole is not there.
+
+    Attributes:
+        batch_bytes: how much data one call of `put` or `get` should have for the store to be fast.
+    """
+
+    batch_bytes: int
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which values are there. One of them may be gone when it is read."""
+        ...
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[bool]:
+        """Store values; return which of them are there now. One for which there is no room is left out."""
+        ...
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
+        """Read the data of each value into its buffer; return their headers, None for one that is not there.
+
+        Data of another size than its buffer counts as not there. The buffer of a value that is not there may have been
+        written to.
+        """
+        ...
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove the values that are there."""
+        ...
+
+    def close(self) -> None:
+        """End all that the backend has begun. No other call follows, and none is running."""
+        ...
+
+
+Open = Callable[[str, memoryview], Backend]  # takes the URL, and the region that all buffers will be parts of
+"""Raises ConfigError, or Failed where the store cannot be reached."""
+
+
+def open_backend(url: str, region: memoryview) -> Backend:
+    """Open the tier that a URL names. Raises ConfigError or Failed."""
+    scheme = url.partition(":")[0]
+    known = entry_points(group=GROUP)
+    if scheme not in known.names:
+        raise ConfigError(f"{url}: the kinds of tiers are {', '.join(sorted(known.names))}")
+    opener: Open = known[scheme].load()
+    return opener(url, region)
+
+
+def options(url: SplitResult, *known: str) -> dict[str, str]:
+    """Return what stands after the `?` of a tier's URL. Raises ConfigError for a name that is not `known`."""
+    given = dict(parse_qsl(url.query, keep_blank_values=True))
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{url.geturl()}: unknown option {name}; there are {', '.join(known)}")
+    return given

@@ -1,0 +1,327 @@
+"""A folder of this host as a tier: `disk:/var/cache/kvcache?size=500GiB`.
+
+Values are kept in segments (segments.py). If the folder is full, the values that were read least lately give way, first
+those of the same lengths, then the segment of another kind that nobody has used for the longest time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from kvcache_proto.errors import ConfigError
+from kvcache_proto.sizes import parse_size
+from kvcache_tiers.backend import Failed, Value, options
+from kvcache_tiers.segments import PAGE, Kind, Segment, numbers
+
+SEGMENT = 256 << 20  # bytes
+LEAST_RECORDS = 4  # of a segment
+HOTTEST = 3  # times that a value is passed over when room is needed
+YIELD = 0.02  # seconds that a write waits at most for reads to end
+
+Place = tuple[Segment, int]
+
+
+def open_tier(url: str, region: memoryview) -> DiskTier:
+    """Open `disk:FOLDER?size=SIZE`. Raises ConfigError or Failed."""
+    split = urlsplit(url)
+    given = options(split, "size", "direct")
+    direct = given.get("direct", "on")
+    if split.netloc or not split.path.startswith("/") or "size" not in given or direct not in ("on", "off"):
+        raise ConfigError(
+            f"{url}: a folder and its size, as in disk:/var/cache/kvcache?size=500GiB; direct is on or off"
+        )
+    return DiskTier(Path(unquote(split.path)), parse_size(given["size"]), direct == "on")
+
+
+class DiskTier:
+    """Counters: `counts`, by name."""
+
+    batch_bytes = 8 << 20
+
+    def __init__(self, folder: Path, size: int, direct: bool = True) -> None:
+        """Open the folder, and find what is in it. Raises Failed, also where another process has it."""
+        self.counts: Counter[str] = Counter()
+        self._folder, self._size, self._direct = folder, size, direct
+        self._lock = threading.Condition()
+        self._places: dict[bytes, Place] = {}
+        self._segments: dict[int, Segment] = {}
+        self._free: dict[Kind, list[Place]] = {}
+        self._hands: dict[Kind, Iterator[Place]] = {}
+        self._writing: set[bytes] = set()
+        self._reads = 0
+        self._now = 0
+        self._last = 0
+        self._local = threading.local()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._owner = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._find()
+        except OSError as error:
+            raise Failed(f"{folder}: {error.strerror or error}") from error
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    # The protocol.
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        places = self._places
+        return [key in places for key in keys]
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
+        with self._reading():
+            return [self._get(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[bool]:
+        return [self._put(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._forget(key)
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            segment.close()
+        os.close(self._owner)
+
+    # Reads.
+
+    def _get(self, key: bytes, buffer: memoryview) -> bytes | None:
+        with self._lock:
+            place = self._places.get(key)
+            if place is None or place[0].kind.data != buffer.nbytes:
+                return None
+            segment, record = place
+            self._pin(place)
+            self._touch(place)
+        try:
+            self._move(segment, record, buffer, True)
+            return segment.header(record)
+        except OSError as error:
+            self.counts["reads_failed"] += 1
+            if error.errno != errno.EIO:
+                raise Failed(f"{segment.path}: {error.strerror}") from error
+            with self._lock:  # this part of the disk is gone; others may not be
+                self._forget(key)
+            return None
+        finally:
+            self._unpin(place)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock:
+            self._reads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reads -= 1
+                self._lock.notify_all()
+
+    # Writes.
+
+    def _put(self, key: bytes, value: Value) -> bool:
+        kind = Kind(len(key), len(value.header), value.data.nbytes)
+        with self._lock:
+            if key in self._places:
+                return True
+            if key in self._writing:
+                return False
+            place = self._place(kind)
+            if place is None:
+                self.counts["no_room"] += 1
+                return False
+            self._pin(place)
+            self._writing.add(key)
+            self._lock.wait_for(lambda: not self._reads, YIELD)  # a request waits for each of them
+        segment, record = place
+        try:
+            self._move(segment, record, value.data, False)
+        except OSError as error:
+            self.counts["writes_failed"] += 1
+            with self._lock:
+                segment.given_up.add(record)
+            raise Failed(f"{segment.path}: {error.strerror}") from error
+        else:
+            with self._lock:
+                segment.enter(record, key, value.header)
+                self._places[key] = place
+                self._touch(place, 0)
+            return True
+        finally:
+            with self._lock:
+                self._writing.discard(key)
+            self._unpin(place)
+
+    def _move(self, segment: Segment, record: int, buffer: memoryview, reads: bool) -> None:
+        """Read or write the data of a record, past the page cache where that is possible. Raises OSError."""
+        offset, view = record * segment.kind.stride, buffer.cast("B")
+        if self._direct and segment.direct_file >= 0:
+            aligned = not view.nbytes % PAGE and not _address(view) % PAGE
+            target = view if aligned else self._bounce_buffer(segment.kind.stride)
+            try:
+                if not (aligned or reads):
+                    target[: view.nbytes] = view
+                _move_all(segment.direct_file, target, offset, reads)
+                if not aligned and reads:
+                    view[:] = target[: view.nbytes]
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.counts["direct_refused"] += 1
+                self._direct = False
+        _move_all(segment.file, view, offset, reads)
+        if not reads:
+            os.fdatasync(segment.file)  # else its pages cannot be dropped
+        os.posix_fadvise(segment.file, offset, segment.kind.stride, os.POSIX_FADV_DONTNEED)
+
+    def _bounce_buffer(self, size: int) -> memoryview:
+        """Return `size` bytes of this thread's, at the beginning of a page."""
+        buffer: mmap.mmap | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < size:
+            buffer = self._local.buffer = mmap.mmap(-1, size)
+        return memoryview(buffer)[:size]
+
+    def _place(self, kind: Kind) -> Place | None:
+        """Return a place for a value: a free one, one in a new segment, or that of a value which gives way."""
+        free = self._free.setdefault(kind, [])
+        if not free and not self._grow(kind):
+            self._make_room(kind)
+        return free.pop() if free else None
+
+    def _grow(self, kind: Kind) -> bool:
+        records = max(LEAST_RECORDS, SEGMENT // kind.stride)
+        held = sum(segment.size for segment in self._segments.values())
+        records = min(records, (self._size - held) // kind.stride)
+        if records < LEAST_RECORDS:
+            return False
+        try:
+            segment = Segment.make(self._folder, self._last + 1, kind, records)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise Failed(f"{self._folder}: {error.strerror}") from error
+            self.counts["disk_full"] += 1
+            return False
+        self._last += 1
+        self._add(segment, range(records))
+        return True
+
+    def _make_room(self, kind: Kind) -> None:
+        own = [segment for segment in self._segments.values() if segment.kind == kind]
+        oldest = min((each for each in self._segments.values() if not each.pins), key=lambda s: s.used, default=None)
+        if oldest is not None and oldest.kind != kind and (not own or oldest.used < min(each.used for each in own)):
+            self._drop(oldest)
+            if self._grow(kind):
+                return
+        hand = self._hands.get(kind)
+        for _ in range((HOTTEST + 2) * sum(each.records for each in own)):
+            place = next(hand, None) if hand is not None else None
+            if place is None:  # once around, or never begun
+                hand = self._hands[kind] = self._around(kind)
+                continue
+            segment, record = place
+            if segment.number not in self._segments or record in segment.pins:
+                continue
+            if segment.heat[record]:
+                segment.heat[record] -= 1
+                continue
+            key = segment.key(record)
+            if self._places.get(key) == place:
+                self._forget(key)
+                self.counts["evicted"] += 1
+                return
+
+    def _around(self, kind: Kind) -> Iterator[Place]:
+        for segment in list(self._segments.values()):
+            if segment.kind == kind:
+                for record in range(segment.records):
+                    yield segment, record
+
+    # Records.
+
+    def _find(self) -> None:
+        for number in numbers(self._folder):
+            self._last = number
+            segment = Segment.open(self._folder, number)
+            if segment is None:
+                self.counts["segments_lost"] += 1
+                for path in self._folder.glob(f"{number:08d}.*"):
+                    path.unlink()
+                continue
+            taken = set()
+            for record, key in segment.entries():
+                if self._places.setdefault(key, (segment, record)) == (segment, record):
+                    taken.add(record)
+            self._add(segment, [record for record in range(segment.records) if record not in taken])
+
+    def _add(self, segment: Segment, free: Sequence[int]) -> None:
+        self._segments[segment.number] = segment
+        self._free.setdefault(segment.kind, []).extend((segment, record) for record in reversed(free))
+
+    def _drop(self, segment: Segment) -> None:
+        """Give up a segment, with its values."""
+        del self._segments[segment.number]
+        for record, key in segment.entries():
+            if self._places.get(key) == (segment, record):
+                del self._places[key]
+                self.counts["evicted"] += 1
+        free = self._free[segment.kind]
+        free[:] = [place for place in free if place[0] is not segment]
+        segment.remove()
+
+    def _forget(self, key: bytes) -> None:
+        place = self._places.pop(key, None)
+        if place is not None:
+            segment, record = place
+            segment.clear(record)
+            if record in segment.pins:
+                segment.given_up.add(record)
+            else:
+                self._free[segment.kind].append(place)
+
+    def _touch(self, place: Place, heat: int = 1) -> None:
+        segment, record = place
+        self._now += 1
+        segment.used = self._now
+        segment.heat[record] = min(HOTTEST, segment.heat[record] + heat) if heat else 0
+
+    def _pin(self, place: Place) -> None:
+        segment, record = place
+        segment.pins[record] = segment.pins.get(record, 0) + 1
+
+    def _unpin(self, place: Place) -> None:
+        segment, record = place
+        with self._lock:
+            segment.pins[record] -= 1
+            if not segment.pins[record]:
+                del segment.pins[record]
+                if record in segment.given_up:
+                    segment.given_up.remove(record)
+                    self._free[segment.kind].append(place)
+
+
+def _move_all(file: int, view: memoryview, offset: int, reads: bool) -> None:
+    call, done = (os.preadv if reads else os.pwritev), 0
+    while done < view.nbytes:
+        moved = call(file, [view[done:]], offset + done)
+        if not moved:
+            raise OSError(errno.EIO, "the file is shorter than it was")
+        done += moved
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
