@@ -39,13 +39,14 @@ from kvcache_proto.types import Verdict
 SPEC = blocks.SPECS["small"]
 SHARED = prompt(0, 0, 8)
 DEADLINE = 0.25
+PATIENT = 10.0  # the writer's: a commit that is not answered in time returns no verdict, and its verdict is the point
 STEP = 0.01  # of the second engine
 T = TypeVar("T")
 
 
 def write(endpoint: str) -> None:
     """The writer: it stops itself, and says in the end what the daemon made of its blocks."""
-    with Session.connect(endpoint, engine="stopped") as session:
+    with Session.connect(endpoint, engine="stopped", deadline=PATIENT) as session:
         reservation = session.attach(SPEC, [0]).reserve(SHARED)
         assert session.region is not None
         stop = lambda: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
