@@ -22,7 +22,10 @@ Most = msgspec.Meta(max_length=MAX_HASHES)  # reading the millions that fit into
 MAX_RUNS, MAX_NOTES = 16_384, 4096  # per message: reading one takes as long as many hashes
 MAX_RETAINED = 16_384  # blocks per retention: they are looked up again at once whenever some of them are stored
 MAX_SECONDS = 30 * 86_400.0  # of a retention
+MAX_JOBS = 4096  # of each kind in a message
+SECOND, THROUGH = WRITE_POLICIES = ("second", "through")  # when a block is written to a tier: found once, or stored
 LEAST_PRIORITY, PRIORITY, MOST_PRIORITY = 1, 35, 100
+Outcomes = Annotated[list[tuple[int, bytes]], msgspec.Meta(max_length=MAX_JOBS)]  # a job's number, a byte per block
 Shards = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SHARDS)]
 # Twice as many as a request may have, so that the error for one too many can contain the request's id.
 Hashes = Annotated[list[bytes], msgspec.Meta(max_length=2 * MAX_HASHES)]
@@ -322,6 +325,36 @@ class Watch(msgspec.Struct, tag="watch", array_like=True):
     since: int = 0
 
 
+class Work(msgspec.Struct, tag="work", array_like=True):
+    """Ask for work as the tier `tier`: answered by Jobs once there is some, or after half a second.
+
+    Only sessions of the daemon's own user may be tiers. `batch_bytes` is how much a tier likes to write at once;
+    `writes` is the policy by which it wants blocks, one of WRITE_POLICIES.
+    """
+
+    id: int
+    token: bytes
+    tier: Name
+    batch_bytes: int
+    writes: Name = "second"
+
+
+class Worked(msgspec.Struct, tag="worked", array_like=True):
+    """Report what became of jobs, by their numbers. It has no reply; unknown numbers are counted.
+
+    Each answer has a byte per block of its job: in `found` it is 1 if the tier has the block of a Look, in `brought` if
+    the block of a Bring is cached or being written, in `written` if the tier has the block of a WriteOut. If `off` is
+    not empty, it says why the tier gets no further jobs until it asks for some.
+    """
+
+    id: int
+    token: bytes
+    found: Outcomes = []
+    brought: Outcomes = []
+    written: Outcomes = []
+    off: Name = ""
+
+
 # Replies.
 
 
@@ -339,6 +372,9 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     `lease` is 0 if nothing is pinned. After the hits, `pending` blocks are being written; `withheld` blocks are cached,
     but the engine's quota does not allow it to pin them until it has released others. `sums` has the checksum of each
     shard of each reference, SUM_BYTES each, if it was requested; 0 means none.
+
+    A tier is bringing the `coming` blocks after the hits, of which some may be pending, in about `eta_ms`. If only
+    `eta_ms` is not 0, tiers are being asked for them, and it is known by then whether one has them.
     """
 
     id: int
@@ -348,6 +384,8 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     slots: bytes
     withheld: int = 0
     sums: bytes = b""
+    coming: int = 0
+    eta_ms: int = 0
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):
@@ -486,6 +524,49 @@ class Watched(msgspec.Struct, tag="watched", array_like=True):
     lookups: list[Seen]
 
 
+class Look(msgspec.Struct, array_like=True):
+    """Say which blocks of a chain the tier has. `namespace` is an id."""
+
+    number: int
+    namespace: str
+    group: int
+    hashes: list[bytes]
+
+
+class Bring(msgspec.Struct, array_like=True):
+    """Bring blocks of a chain into the region, below `parent`, None for a root, by a reservation."""
+
+    number: int
+    namespace: str
+    group: int
+    parent: bytes | None
+    hashes: list[bytes]
+
+
+class WriteOut(msgspec.Struct, array_like=True):
+    """Store blocks in the tier. They are leased until the job is reported.
+
+    `slots` has their references, `sums` the checksum of each shard, SUM_BYTES each, 0 for none.
+    """
+
+    number: int
+    namespace: str
+    group: int
+    hashes: list[bytes]
+    slots: bytes
+    sums: bytes
+
+
+class Jobs(msgspec.Struct, tag="jobs", array_like=True):
+    """Work for a tier; `specs` are those of the jobs' namespaces that it has not attached."""
+
+    id: int
+    specs: list[NamespaceSpec] = []
+    looks: list[Look] = []
+    brings: list[Bring] = []
+    writes: list[WriteOut] = []
+
+
 class Error(msgspec.Struct, tag="error", array_like=True):
     """`code` names a class of errors.py; `id` is 0 if the request could not be read.
 
@@ -523,6 +604,8 @@ Request = (
     | Pin
     | Unpin
     | Chain
+    | Work
+    | Worked
 )
 Reply = (
     Attached
@@ -542,6 +625,7 @@ Reply = (
     | Pinned
     | Unpinned
     | Chained
+    | Jobs
     | Error
 )
 DoorMessage = Hello | Welcome | Error

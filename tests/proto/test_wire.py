@@ -126,6 +126,11 @@ REQUESTS = [
     ),
     (messages.Unpin(16, TOKEN, 3), f"94 a5756e70696e 10 {T} 03"),
     (messages.Chain(17, TOKEN, "cmpl-7"), f"96 a5636861696e 11 {T} a6636d706c2d37 c400 a0"),
+    (messages.Work(18, TOKEN, "disk", 1 << 20), f"96 a4776f726b 12 {T} a46469736b ce00100000 a67365636f6e64"),
+    (
+        messages.Worked(19, TOKEN, [(1, b"\1\0")], [(2, b"\1")], [(3, b"")], "full"),
+        f"97 a6776f726b6564 13 {T} 91 92 01 c402 0100 91 92 02 c401 01 91 92 03 c400 a466756c6c",
+    ),
     (messages.Chain(17, TOKEN, "", H1, "ns"), f"96 a5636861696e 11 {T} a0 {H1x} a26e73"),
 ]
 
@@ -133,8 +138,12 @@ REPLIES = [
     (messages.Attached(1, 1), "93 a86174746163686564 01 01"),
     (
         messages.Acquired(3, 9, 1, 1, SlotRef(2 << 20, 7, 1 << 63).pack(), 5, b"sum-of-0"),
-        "98 a86163717569726564 03 09 01 01 c418 0000200000000000 0700000000000000 0000000000000080 05"
-        "c408 73756d2d6f662d30",
+        "9a a86163717569726564 03 09 01 01 c418 0000200000000000 0700000000000000 0000000000000080 05"
+        "c408 73756d2d6f662d30 00 00",
+    ),
+    (
+        messages.Acquired(3, 0, 0, 1, b"", coming=3, eta_ms=250),
+        "9a a86163717569726564 03 00 00 01 c400 00 c400 03 ccfa",
     ),
     (
         messages.Reserved(5, 4, bytes([1, 0]), SlotRef(1, 2, 3).pack()),
@@ -159,6 +168,18 @@ REPLIES = [
     (
         messages.Chained(17, ["r1"], "ns", "llama", 0, 16, 1, [H1, H2]),
         f"99 a7636861696e6564 11 91 a27231 a26e73 a56c6c616d61 00 10 01 92 {H1x} {H2x}",
+    ),
+    (
+        messages.Jobs(
+            18,
+            [TWO_SHARDS],
+            [messages.Look(1, "ns", 0, [H1])],
+            [messages.Bring(2, "ns", 0, H0, [H1]), messages.Bring(3, "ns", 1, None, [H2])],
+            [messages.WriteOut(4, "ns", 0, [H2], SlotRef(1, 2, 3).pack(), b"sum-of-0")],
+        ),
+        "96 a46a6f6273 12 91 94 a16d 91 96 20 92 cd0100 cd0200 a466756c6c 00 00 c2 80 20"
+        f"91 94 01 a26e73 00 91 {H1x} 92 95 02 a26e73 00 {H0x} 91 {H1x} 95 03 a26e73 01 c0 91 {H2x}"
+        f"91 96 04 a26e73 00 91 {H2x} c418 0100000000000000 0200000000000000 0300000000000000 c408 73756d2d6f662d30",
     ),
     (messages.Error(0, "bad_frame", "x"), "94 a56572726f72 00 a96261645f6672616d65 a178"),
 ]

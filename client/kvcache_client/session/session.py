@@ -195,6 +195,26 @@ class Session:
         """Forget every READY, unleased block of the namespace with this id, or of all, and return how many."""
         return self.daemon.ask(m.Clear(0, b"", namespace), m.Cleared).blocks
 
+    # For tiers.
+
+    def work(self, tier: str, batch_bytes: int, writes: str) -> m.Jobs:
+        """Return work for the tier `tier`, perhaps none, after half a second at most.
+
+        Raises Unavailable, and what the daemon refuses: NotPermitted to other users than its own.
+        """
+        return self.daemon.ask(m.Work(0, b"", tier, batch_bytes, writes), m.Jobs)
+
+    def worked(
+        self,
+        found: Sequence[tuple[int, bytes]] = (),
+        brought: Sequence[tuple[int, bytes]] = (),
+        written: Sequence[tuple[int, bytes]] = (),
+        off: str = "",
+    ) -> None:
+        """Report what became of jobs, from any thread, without waiting; the fields are those of Worked."""
+        report = m.Worked(0, b"", list(found), list(brought), list(written), off)
+        self.daemon.post(self.daemon.connection, report, "stale_reports")
+
     def ping(self) -> float:
         """Return the seconds that an answer took. Raises Unavailable."""
         start = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, NotPermitted
@@ -37,6 +37,19 @@ class _Match(NamedTuple):
     proof: Block | None
 
 
+class Tiers(Protocol):
+    """What lookups tell the tiers below, if there are any."""
+
+    def looked_up(
+        self, session: Session, group: Group, hashes: Sequence[bytes], chain: Sequence[Block], pending: int, now: float
+    ) -> tuple[int, int]:
+        """Take note of a lookup that found the blocks `chain`, after which `pending` ones follow.
+
+        Returns `coming` and `eta_ms` for its answer.
+        """
+        ...
+
+
 class Lookups:
     """Answers lookups, and pins what they found. `last` is the number of the last lease."""
 
@@ -52,6 +65,7 @@ class Lookups:
         self.last = 0
         self._retracted = 0  # how often blocks were invalidated
         self.checksums: Checksums | None = None  # set if there is a file for them
+        self.tiers: Tiers | None = None  # set while there are any
         self._pool, self._learner, self._holds = pool, learner, holds
         self._counters, self._refusals = counters, refusals
         self.set_limits(limits)
@@ -194,8 +208,11 @@ class Lookups:
             # A rank that has not mapped the region could not load the blocks that its scheduler is offered.
             self._counters["ranks_missing"] += 1
             return m.Acquired(request.id, 0, 0, 0, b"")
+        coming = eta = 0
         if not group.tails:
             pending = group.pending_after(hashes, hits)
+            if self.tiers is not None:
+                coming, eta = self.tiers.looked_up(session, group, hashes, chain, pending, self._pool.now)
         lease = 0
         if request.pin and hits:
             if len(session.leases) >= self._max_leases:
@@ -209,9 +226,9 @@ class Lookups:
                 del chain[hits:]
         if withheld:
             self._refusals["quota"] += withheld
-            pending = 0
+            pending = coming = eta = 0
         if not hits:
-            return m.Acquired(request.id, 0, 0, pending, b"", withheld)
+            return m.Acquired(request.id, 0, 0, pending, b"", withheld, b"", coming, eta)
         if request.pin:
             self.last = lease = self.last + 1
             session.pin(lease, chain[-1] if chain else None, size, cover, tails)
@@ -228,7 +245,7 @@ class Lookups:
         sums = b""
         if request.verify and self.checksums:
             sums = self.checksums.read(slots, group.sum_offsets) if not tails else b"".join(map(self._sums, blocks))
-        return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums)
+        return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta)
 
     def _sums(self, block: Block) -> bytes:
         """Return the checksums of one block, 0 for shards that have none."""

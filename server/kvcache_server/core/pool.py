@@ -125,6 +125,11 @@ class Pool:
         if tick > self.tick:
             self.tick = tick
 
+    @property
+    def now(self) -> float:
+        """The time in seconds, as `set_time` was told, but not before the last use."""
+        return (self.tick - FIRST_TICK) / TICKS_PER_SECOND
+
     def place(self, extent: Extent[Block], slot: int, block: Block, cls: int = 0) -> int:
         """Put `block` into the slot, as just used, with its class, under a new generation; return the generation."""
         self.generation = (self.generation + 1) & ((1 << 64) - 1)

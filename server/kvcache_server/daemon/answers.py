@@ -27,6 +27,7 @@ from kvcache_proto.messages import (
     Distrusted,
     Error,
     Fenced,
+    Jobs,
     Release,
     Remark,
     Reply,
@@ -34,6 +35,8 @@ from kvcache_proto.messages import (
     Request,
     Reserved,
     Tell,
+    Work,
+    Worked,
 )
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.slices import Steps
@@ -44,11 +47,13 @@ from kvcache_server.daemon.slow_queue import SLOW, SlowQueue
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.histogram import Histogram
 from kvcache_server.insight.insight import Insight
+from kvcache_server.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
 
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # upper bounds of buckets
-UNANSWERED = (Release, Detach, Tell, Remark)
+UNANSWERED = (Release, Detach, Tell, Remark, Worked)
+HELD = 0.5  # seconds that a tier's request for work waits for some
 
 
 class Answers:
@@ -59,6 +64,7 @@ class Answers:
         loop: asyncio.AbstractEventLoop,
         cache: Cache,
         insight: Insight,
+        tiering: Tiering,
         sessions: SessionRegistry,
         deliver: Callable[[], None],
         end_turn: Callable[[], None],
@@ -70,7 +76,8 @@ class Answers:
         self.acquire = Histogram(ACQUIRE_SECONDS)
         self.long_work = LongWork(*(loop, cache.chores, self._answer_in_order, end_turn, self.failed))
         self._slow_queue = SlowQueue(loop, self._answer_in_turn)
-        self._cache, self._insight, self._sessions = cache, insight, sessions
+        self._cache, self._insight, self._tiering, self._sessions = cache, insight, tiering, sessions
+        self._held: dict[int, tuple[Connection, bytes, Work, float]] = {}  # requests for work, by session
         self._deliver, self._end_turn = deliver, end_turn
         self._tokens = sessions.tokens
         self._request_socket: RequestSocket
@@ -126,6 +133,11 @@ class Answers:
             if type(request) in SLOW and not in_turn:
                 self._slow_queue.add(session, sender, frame)
                 return
+            if type(request) in Tiering.requests:
+                self._tiering.begin(session, request, now)
+                if type(request) is Work:
+                    self._hold(session, sender, frame, request, now)
+                return
             answer = self._begin(session, request, now)
             if answer is None:
                 return
@@ -149,6 +161,29 @@ class Answers:
             return self._insight.begin(session, request, now)
         return self._cache.begin(session, request, now)
 
+    def _hold(self, session: int, sender: Connection, frame: bytes, request: Work, now: float) -> None:
+        """Keep a tier's request for work until there is some, and answer an earlier one."""
+        earlier = self._held.pop(session, None)
+        self._held[session] = sender, frame, request, now
+        if earlier is not None:
+            self._finish(*earlier[:2], session, *earlier[2:], Jobs(earlier[2].id), None)
+
+    def offer_work(self) -> None:
+        """Answer the requests for work that can be answered now, or have waited long enough."""
+        if not self._held:
+            return
+        now = time.monotonic()
+        for session, (sender, frame, request, came) in list(self._held.items()):
+            jobs = self._tiering.jobs(session, request.id, now)
+            if jobs is None and now - came < HELD:
+                continue
+            del self._held[session]
+            self._finish(sender, frame, session, request, came, jobs or Jobs(request.id), None)
+
+    def forget(self, session: int) -> None:
+        """Drop what is held for a session that has left."""
+        self._held.pop(session, None)
+
     def _wait(self, session: int, sender: Connection, frame: bytes, request: Request, now: float) -> None:
         """Queue a message behind the session's long request. Raises Unavailable at the limit."""
         try:
@@ -160,6 +195,8 @@ class Answers:
             self.drops["out_of_turn"] += 1
             if type(request) is Tell:
                 self._insight.begin(session, request, now)
+            elif type(request) is Worked:
+                self._tiering.begin(session, request, now)
             elif type(request) is not Remark:
                 self._cache.handle(session, request, now)
 
@@ -246,3 +283,5 @@ class Answers:
             self._cache.handle(session, Release(0, b"", [reply.lease]), now)
         elif type(reply) is Reserved and reply.reservation:
             self._cache.abandon(session, reply.reservation, now)
+        elif type(reply) is Jobs:
+            self._tiering.undo(session)

@@ -32,6 +32,7 @@ from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.insight import Insight
 from kvcache_server.signals import STOP_SIGNALS
 from kvcache_server.storage.warm_start import WarmStart
+from kvcache_server.tiering.tiering import Tiering
 from kvcache_server.transport.sockets import Peer
 
 if TYPE_CHECKING:
@@ -60,7 +61,10 @@ class Service:
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._callback_failed)
         self._sessions = SessionRegistry(opened, self._disconnect, lambda number, error: self._answers.failed(0, error))
-        self._answers = Answers(self._loop, self._cache, self._insight, self._sessions, self._deliver, self._end_turn)
+        self._tiering = Tiering(opened.cache, os.geteuid())
+        self._answers = Answers(
+            *(self._loop, self._cache, self._insight, self._tiering, self._sessions, self._deliver, self._end_turn)
+        )
         self._long_work = self._answers.long_work
         self._admin_ops = AdminOps(
             *(self._cache, self._insight, self._sessions.look_after, self._figures, self._long_work.run, self._end_turn)
@@ -70,7 +74,7 @@ class Service:
         self._shrinking = False
         self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
-        self._followers: list[Callable[[list[Change]], None]] = [self._insight.follow]
+        self._followers: list[Callable[[list[Change]], None]] = [self._insight.follow, self._tiering.follow]
         with contextlib.ExitStack() as undo:  # a daemon that does not start leaves no socket behind
             undo.callback(self._loop.close)
             if config.http:
@@ -184,8 +188,9 @@ class Service:
                     self._answers.failed(0, error)
 
     def _end_turn(self) -> None:
-        """Deliver what is left after the replies of one turn of the loop, and publish KV events."""
+        """Deliver what is left after the replies of one turn of the loop, offer tiers work, and publish KV events."""
         self._deliver()
+        self._answers.offer_work()
         if self._publisher is not None:
             self._publisher.flush()
 
@@ -210,6 +215,7 @@ class Service:
 
     def _end(self, session: int) -> None:
         self._sessions.leave(session)
+        self._answers.forget(session)
         self._end_turn()
         self._request_socket.leave(session)
 
@@ -289,5 +295,6 @@ class Service:
             "integrity": dict(self._admin_ops.integrity),
             "log_level": logs.level(),
             "http": self._http.figures() if self._http else None,
+            "tiers": self._tiering.report(),
             "events": self._publisher.report() if self._publisher is not None else {},
         }

@@ -1,0 +1,104 @@
+"""Moves blocks between the region and a backend, and lets no wrong byte through in either direction.
+
+Out: a block whose slot was given to another one while it was being read is removed from the store again. In: a block is
+stored in the region only if its header is that of this block, and the checksums of its shards are right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcache_client.session.checksums import sum_up
+from kvcache_client.session.region import Region
+from kvcache_proto.types import SUM_BYTES, GroupSpec, NamespaceSpec, SlotRef, unpack_refs
+from kvcache_tiers.backend import Backend, Value
+from kvcache_tiers.records import key_prefix, make_header, read_header
+
+
+class Moves:
+    """Of one backend; thread-safe. Counters: `counts`, by name."""
+
+    def __init__(self, backend: Backend, counts: Counter[str]) -> None:
+        self._backend, self.counts = backend, counts
+
+    def look(self, spec: NamespaceSpec, group: int, hashes: Sequence[bytes]) -> bytes:
+        """Return a byte for each block, 1 if it is there. Raises Failed."""
+        return bytes(self._backend.contains(_keys(spec, group, hashes)))
+
+    def bring(
+        self, spec: NamespaceSpec, group: int, hashes: Sequence[bytes], refs: Sequence[SlotRef], region: Region
+    ) -> list[bytes | None]:
+        """Copy blocks into the slots `refs`; return the checksums of each one's shards, None where it is not there.
+
+        Raises Failed; then the slots may have been written to.
+        """
+        of, keys = spec.groups[group], _keys(spec, group, hashes)
+        buffers = [_slot(region, ref, of) for ref in refs]
+        headers = self._backend.get(keys, buffers)
+        found: list[bytes | None] = []
+        wrong: list[bytes] = []
+        for key, header, ref in zip(keys, headers, refs, strict=True):
+            sums = read_header(header, key, of.shards) if header is not None else None
+            if header is not None and sums is None:
+                self.counts["headers_wrong"] += 1
+                wrong.append(key)
+            elif sums is not None and sums != _sums(region, ref, of):
+                self.counts["checksums_wrong"] += 1
+                wrong.append(key)
+                sums = None
+            found.append(sums)
+        if wrong:
+            self._backend.remove(wrong)
+        return found
+
+    def write_out(
+        self, spec: NamespaceSpec, group: int, hashes: Sequence[bytes], packed: bytes, sums: bytes, region: Region
+    ) -> bytes:
+        """Store the blocks in the slots `packed`, whose shards have the checksums `sums`; 0 stands for an unknown one.
+
+        Return a byte for each block, 1 if it is there. Raises Failed.
+        """
+        of, keys, refs = spec.groups[group], _keys(spec, group, hashes), unpack_refs(packed)
+        there = self._backend.contains(keys)
+        missing = [at for at, has in enumerate(there) if not has]
+        current = region.current(packed)
+        missing = [at for at in missing if current[at]]
+        width = len(of.shards) * SUM_BYTES
+        values = []
+        for at in missing:
+            known = sums[at * width : at * width + width]
+            if not all(np.frombuffer(known, "<u8")):
+                known = _sums(region, refs[at], of)
+            values.append(Value(make_header(keys[at], of.shards, known), _slot(region, refs[at], of)))
+        stored = self._backend.put([keys[at] for at in missing], values)
+        # The leases are gone if the daemon was restarted meanwhile.
+        current = region.current(packed)
+        flags = bytearray(there)
+        stale = []
+        for at, done in zip(missing, stored, strict=True):
+            flags[at] = done and bool(current[at])
+            if done and not current[at]:
+                stale.append(keys[at])
+        if stale:
+            self.counts["writes_overtaken"] += len(stale)
+            self._backend.remove(stale)
+        return bytes(flags)
+
+
+def _keys(spec: NamespaceSpec, group: int, hashes: Sequence[bytes]) -> list[bytes]:
+    prefix = key_prefix(spec, group)
+    return [prefix + each for each in hashes]
+
+
+def _slot(region: Region, ref: SlotRef, group: GroupSpec) -> memoryview:
+    return region.rows.slot_view(ref, 0, group.block_bytes)
+
+
+def _sums(region: Region, ref: SlotRef, group: GroupSpec) -> bytes:
+    parts = []
+    for shard, size in enumerate(group.shards):
+        parts.append(sum_up(region.buffer, [ref.offset + group.shard_offset(shard)], size))
+    return np.concatenate(parts).astype("<u8").tobytes()

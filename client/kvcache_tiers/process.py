@@ -1,0 +1,235 @@
+"""A tier's process: a session with the daemon that asks for work, and threads that do it.
+
+The main thread asks, and reserves, so that the parts of a chain are reserved in their order. Reads and writes have
+threads of their own: nobody waits for a write.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvcache_client.session.namespace import Namespace
+from kvcache_client.session.region import Region
+from kvcache_client.session.reservation import Reservation
+from kvcache_client.session.session import Session
+from kvcache_proto import messages as m
+from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable
+from kvcache_proto.types import MAX_NAME, NamespaceSpec, Outcome, Refusal
+from kvcache_tiers.backend import Backend, Failed, open_backend
+from kvcache_tiers.moves import Moves
+
+log = logging.getLogger("kvcache_tiers")
+
+DEADLINE = 5.0  # seconds that a reservation may take; a request for work is held for half a second
+READERS, WRITERS = 4, 2  # threads
+RETRY, MOST_RETRY = 0.5, 30.0  # seconds until a store that has failed is tried again: twice as long each time
+ABSENT = 0.1  # seconds between two looks for a daemon
+IDLE = 60.0  # seconds without a job after which a namespace is left: else the daemon would never forget it
+MOST_ATTACHED = 12  # namespaces; the daemon allows 16
+_THERE = (Refusal.GRANTED, Refusal.PRESENT, Refusal.IN_FLIGHT)
+
+
+class TierProcess:
+    """One tier, from its URL. `run` returns after `stop`, which any thread or signal handler may call."""
+
+    def __init__(self, url: str, endpoint: str | None, name: str, policy: str) -> None:
+        self._url, self._name, self._policy = url, name, policy
+        self._session = Session.open(endpoint, engine=f"tier {name}", label="tier", deadline=DEADLINE)
+        self._stopping = threading.Event()
+        self._readers = ThreadPoolExecutor(READERS, "tier-read")
+        self._writers = ThreadPoolExecutor(WRITERS, "tier-write")
+        self._backend: Backend | None = None
+        self._region: Region | None = None  # that the backend was opened with
+        self._namespaces: dict[str, tuple[Namespace, float]] = {}  # by id; when each had its last job, oldest first
+        self._counts: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
+        self._failures = 0  # in a row
+        self._off_until = 0.0
+        self._session.add_counts(self._new_counts)
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def run(self) -> int:
+        """Serve until `stop`; return the exit status. Raises ConfigError for the URL."""
+        try:
+            while not self._stopping.is_set():
+                region = self._session.region
+                if not self._session.up or region is None:
+                    self._stopping.wait(ABSENT)
+                elif self._backend is not None and region is not self._region:
+                    log.info("the daemon has another region: starting again")
+                    return 75  # whoever started this process starts another one
+                elif self._open(region):
+                    self._work()
+            return 0
+        finally:
+            self._readers.shutdown(cancel_futures=True)
+            self._writers.shutdown(cancel_futures=True)
+            if self._backend is not None:
+                self._backend.close()
+            self._session.close()
+
+    def _open(self, region: Region) -> bool:
+        """Return whether the backend is open and may be asked."""
+        wait = self._off_until - time.monotonic()
+        if wait > 0:
+            self._stopping.wait(min(wait, 0.5))
+            return False
+        if self._backend is None:
+            try:
+                self._backend = open_backend(self._url, region.buffer)
+            except Failed as error:
+                self._failed(error)
+                return False
+            self._region = region
+            self._moves = Moves(self._backend, self._counts)
+            log.info("tier %s is open", self._name)
+        return True
+
+    def _work(self) -> None:
+        assert self._backend is not None
+        try:
+            jobs = self._session.work(self._name, self._backend.batch_bytes, self._policy)
+        except Unavailable:
+            self._session.worked(off="the answer to a request for work was late")  # the jobs in it are void
+            self._stopping.wait(ABSENT)
+            return
+        now = time.monotonic()
+        try:
+            self._join(jobs.specs, now)
+        except KVCacheError as error:
+            log.warning("a namespace cannot be attached: %s", error)
+        for look in jobs.looks:
+            self._readers.submit(self._guarded, self._look, look)
+        for bring in jobs.brings:
+            self._reserve(bring, now)
+        for write in jobs.writes:
+            self._writers.submit(self._guarded, self._write_out, write, self._session.region)
+        self._leave(now)
+
+    # Namespaces.
+
+    def _join(self, specs: Sequence[NamespaceSpec], now: float) -> None:
+        for spec in specs:
+            if spec.id not in self._namespaces:
+                self._leave(now, MOST_ATTACHED - 1)
+                self._namespaces[spec.id] = self._session.attach(spec, range(spec.shards)), now
+
+    def _leave(self, now: float, most: int = MOST_ATTACHED) -> None:
+        """Leave namespaces without jobs, and those that had none for the longest time if there are more than `most`."""
+        while self._namespaces:
+            number, (namespace, used) = next(iter(self._namespaces.items()))
+            if now - used < IDLE and len(self._namespaces) <= most:
+                return
+            del self._namespaces[number]
+            self._session.detach(namespace)
+
+    def _namespace(self, number: str, now: float) -> Namespace | None:
+        found = self._namespaces.pop(number, None)
+        if found is not None:
+            self._namespaces[number] = found[0], now
+        return found[0] if found else None
+
+    # Jobs.
+
+    def _guarded(self, work: Callable[..., None], *args: object) -> None:
+        try:
+            work(*args)
+        except Exception:
+            log.exception("a job has failed inside the tier")
+            self._counts["internal"] += 1
+
+    def _look(self, look: m.Look) -> None:
+        flags = b""
+        namespace = self._namespaces.get(look.namespace)
+        try:
+            if namespace is not None:
+                flags = self._moves.look(namespace[0].spec, look.group, look.hashes)
+        except Failed as error:
+            self._failed(error)
+        self._session.worked(found=[(look.number, flags)])
+
+    def _reserve(self, bring: m.Bring, now: float) -> None:
+        """Reserve slots for blocks, and have them read."""
+        namespace = self._namespace(bring.namespace, now)
+        try:
+            if namespace is None:
+                raise Unavailable(f"namespace {bring.namespace} is not attached")
+            reservation = namespace.reserve(bring.hashes, bring.parent, bring.group)
+        except ClientError as error:
+            log.warning("blocks cannot be reserved: %s", error)
+            self._session.worked(brought=[(bring.number, b"")])
+        except Unavailable:
+            self._session.worked(brought=[(bring.number, b"")])
+        else:
+            self._readers.submit(self._guarded, self._bring, bring, namespace, reservation)
+
+    def _bring(self, bring: m.Bring, namespace: Namespace, reservation: Reservation) -> None:
+        there = bytearray(answer in _THERE for answer in reservation.answers)
+        if reservation.granted:
+            found: list[bytes | None] = [None] * len(reservation.granted)
+            refs = [slot.ref for slot in reservation.slots]
+            hashes = [bring.hashes[at] for at in reservation.granted]
+            try:
+                found = self._moves.bring(namespace.spec, bring.group, hashes, refs, reservation.slots[0].region)
+                self._failures = 0
+            except Failed as error:
+                self._failed(error)
+            except RegionError:
+                self._counts["slots_lost"] += len(refs)
+            finally:
+                self._settle(namespace, reservation, found)
+            for at, sums in zip(reservation.granted, found, strict=True):
+                there[at] = sums is not None
+        self._session.worked(brought=[(bring.number, bytes(there))])
+
+    @staticmethod
+    def _settle(namespace: Namespace, reservation: Reservation, found: Sequence[bytes | None]) -> None:
+        came = [at for at, sums in enumerate(found) if sums is not None]
+        lost = [at for at, sums in enumerate(found) if sums is None]
+        region = reservation.region_id
+        if came:
+            sums = b"".join(filter(None, found))
+            namespace.settle(reservation.id, Outcome.COMMITTED, came, region_id=region, sums=sums)
+        if lost:
+            namespace.settle(reservation.id, Outcome.FAILED, lost, region_id=region)
+
+    def _write_out(self, write: m.WriteOut, region: Region) -> None:
+        flags = b""
+        namespace = self._namespaces.get(write.namespace)
+        try:
+            if namespace is not None:
+                spec = namespace[0].spec
+                flags = self._moves.write_out(spec, write.group, write.hashes, write.slots, write.sums, region)
+                self._failures = 0
+        except Failed as error:
+            self._failed(error)
+        except RegionError:
+            self._counts["slots_lost"] += len(write.hashes)
+        finally:
+            self._session.worked(written=[(write.number, flags)])
+
+    # The store.
+
+    def _failed(self, error: Failed) -> None:
+        """Ask the store nothing for a while, and the daemon for no work."""
+        self._counts["store_failed"] += 1
+        now = time.monotonic()
+        if now < self._off_until:
+            return
+        pause = min(RETRY * 2**self._failures, MOST_RETRY)
+        self._failures = min(self._failures + 1, 16)
+        self._off_until = now + pause
+        log.warning("tier %s is off for %.1f s: %s", self._name, pause, error)
+        self._session.worked(off=str(error)[:MAX_NAME])
+
+    def _new_counts(self) -> dict[str, int]:
+        new = self._counts - self._reported
+        self._reported += new
+        return {f"tier_{name}": count for name, count in new.items()}

@@ -1,0 +1,284 @@
+"""One tier, as the daemon sees it: what it was asked for, what it brings, and what it stores. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from itertools import islice
+
+import msgspec
+
+from kvcache_server.core.index import Block, Group
+from kvcache_server.core.sessions import Session
+
+ABSENT_FOR = 5.0  # seconds for which a tier is not asked again for what it did not have: other hosts may store it
+MOST_ABSENT = 1 << 16  # blocks of which that is remembered
+MOST_LOOKS = 256  # that wait; a tier that does not keep up is not asked for more
+MOST_WRITES = 1 << 16  # blocks that wait to be written
+FIRST_RATE, FIRST_LATENCY = 1e9, 0.005  # bytes per second and seconds, until the first ones were measured
+_SMOOTH = 0.2  # the weight of a new measurement
+
+
+class Fetch:
+    """Blocks of a chain that a tier has and that are brought into the region, in parts.
+
+    `due` is when the last one is expected; `left` are the hashes that no part was made of yet.
+    """
+
+    __slots__ = ("due", "engine", "group", "hashes", "parent", "sent")
+
+    def __init__(self, engine: str, group: Group, parent: bytes | None, hashes: list[bytes], due: float) -> None:
+        self.engine, self.group, self.parent, self.hashes, self.due = engine, group, parent, hashes, due
+        self.sent = 0  # hashes of which parts were made
+
+
+class Looking(msgspec.Struct, gc=False):
+    """A question to a tier: which of these it has. `at` is when it was asked, in seconds."""
+
+    engine: str
+    group: Group
+    parent: bytes | None
+    hashes: list[bytes]
+    at: float
+
+
+class Part(msgspec.Struct, gc=False):
+    """A part of a fetch that is being brought."""
+
+    fetch: Fetch
+    begin: int
+    end: int
+    at: float
+
+
+class Writing(msgspec.Struct, gc=False):
+    """Blocks that are being written to the tier, under a lease of its session."""
+
+    lease: int
+    blocks: list[Block]
+
+
+class Tier:
+    """Attributes:
+    name: what metrics call it.
+    bit: in `Block.tiers`.
+    off: why it gets no jobs; "" while it does.
+    counts: what happened, by name.
+    """
+
+    def __init__(self, session: Session, name: str, bit: int, batch_bytes: int, policy: str) -> None:
+        self.session, self.name, self.bit, self.policy = session, name, bit, policy
+        self.batch_bytes = batch_bytes
+        self.off = ""
+        self.counts: Counter[str] = Counter()
+        self.rate, self.latency = FIRST_RATE, FIRST_LATENCY
+        self.looks: deque[Looking] = deque()  # that wait
+        self.looking: dict[int, Looking] = {}  # that the tier has, by number
+        self.asked: dict[bytes, float] = {}  # the first hash, with its tag, of both, and when it was asked
+        self.absent: dict[bytes, float] = {}  # until when
+        self.fetches: OrderedDict[str, deque[Fetch]] = OrderedDict()  # by engine; the next one's first
+        self.coming: dict[bytes, Fetch] = {}  # by hash and tag
+        self.parts: dict[int, Part] = {}
+        self.backlog = self.in_flight = 0  # bytes to bring, and of those the ones in parts
+        self.writes: deque[list[Block]] = deque()
+        self.waiting = 0  # blocks in it
+        self.writing: dict[int, Writing] = {}
+        self.written_in_flight = 0  # bytes
+        self._brought_at = 0.0
+
+    @property
+    def on(self) -> bool:
+        return not self.off and self.session.connected
+
+    # Blocks that lookups missed.
+
+    def knows(self, group: Group, name: bytes, now: float) -> bool:
+        """Whether the tier need not be asked for a block, because the answer is known or on its way."""
+        tagged = name + group.tag
+        return tagged in self.coming or tagged in self.asked or self.absent.get(tagged, 0.0) > now
+
+    def ask(self, looking: Looking) -> bool:
+        """Ask for blocks of which the tier knows nothing yet; return whether it is not asked for too much already."""
+        if len(self.looks) >= MOST_LOOKS:
+            self.counts["looks_dropped"] += 1
+            return False
+        self.looks.append(looking)
+        self.asked[looking.hashes[0] + looking.group.tag] = looking.at
+        self.counts["looks"] += 1
+        return True
+
+    def found(self, number: int, flags: bytes, now: float) -> tuple[Looking, int] | None:
+        """Take the answer to a look: fetch the blocks before the first that is not there.
+
+        Return the look and how many those are; None for an unknown number.
+        """
+        looking = self.looking.pop(number, None)
+        if looking is None:
+            return None
+        group, hashes = looking.group, looking.hashes
+        del self.asked[hashes[0] + group.tag]
+        self.latency += (now - looking.at - self.latency) * _SMOOTH
+        blocks = _leading(flags, len(hashes))
+        self.counts["blocks_looked_up"] += len(hashes)
+        self.counts["blocks_found"] += blocks
+        if blocks < len(hashes):
+            self._lacks(hashes[blocks] + group.tag, now)
+        if blocks:
+            self.backlog += blocks * group.slot_bytes
+            fetch = Fetch(looking.engine, group, looking.parent, hashes[:blocks], now + self.backlog / self.rate)
+            self.coming.update((name + group.tag, fetch) for name in fetch.hashes)
+            self.fetches.setdefault(looking.engine, deque()).append(fetch)
+        return looking, blocks
+
+    def next_part(self, most: int, now: float) -> Part | None:
+        """Return the next part to bring, of at most `most` bytes, of engines in turn."""
+        while self.fetches:
+            engine, queue = next(iter(self.fetches.items()))
+            fetch = queue[0]
+            blocks = max(1, most // fetch.group.slot_bytes)
+            part = Part(fetch, fetch.sent, min(fetch.sent + blocks, len(fetch.hashes)), now)
+            fetch.sent = part.end
+            if fetch.sent == len(fetch.hashes):
+                queue.popleft()
+            self.fetches.move_to_end(engine)
+            if not queue:
+                del self.fetches[engine]
+            if part.begin < part.end:
+                self.in_flight += self._bytes(part)
+                return part
+        return None
+
+    def brought(self, number: int, flags: bytes, now: float) -> bool:
+        """Note which blocks of a part are cached. Return whether there is such a part."""
+        part = self.parts.pop(number, None)
+        if part is None:
+            return False
+        fetch, size = part.fetch, self._bytes(part)
+        tag = fetch.group.tag
+        wanted = part.end - part.begin
+        blocks = _leading(flags, wanted)
+        self.in_flight -= size
+        self.backlog -= size
+        for name in fetch.hashes[part.begin : part.end]:
+            self.coming.pop(name + tag, None)
+        if blocks < wanted:
+            self.counts["blocks_not_brought"] += wanted - blocks
+            self._give_up(fetch)
+            self._lacks(fetch.hashes[part.begin + blocks] + tag, now)
+        else:
+            took = max(now - max(part.at, self._brought_at), 1e-6)
+            self.rate += (size / took - self.rate) * _SMOOTH
+        self._brought_at = now
+        self.counts["blocks_brought"] += blocks
+        self.counts["bytes_brought"] += blocks * fetch.group.slot_bytes
+        return True
+
+    def _give_up(self, fetch: Fetch) -> None:
+        """Bring no more parts of a fetch: the blocks would have no parent."""
+        rest = fetch.hashes[fetch.sent :]
+        self.backlog -= len(rest) * fetch.group.slot_bytes
+        self.counts["blocks_not_brought"] += len(rest)
+        for name in rest:
+            self.coming.pop(name + fetch.group.tag, None)
+        fetch.sent = len(fetch.hashes)
+
+    def _lacks(self, tagged: bytes, now: float) -> None:
+        if len(self.absent) >= MOST_ABSENT:
+            for each in list(islice(self.absent, MOST_ABSENT // 2)):
+                del self.absent[each]
+        self.absent[tagged] = now + ABSENT_FOR
+
+    @staticmethod
+    def _bytes(part: Part) -> int:
+        return (part.end - part.begin) * part.fetch.group.slot_bytes
+
+    # Blocks to store.
+
+    def store(self, blocks: list[Block]) -> None:
+        """Have `blocks` written, parents before children, unless too many wait."""
+        if self.waiting + len(blocks) > MOST_WRITES:
+            self.counts["writes_dropped"] += len(blocks)
+            return
+        for block in blocks:
+            block.tiers |= self.bit
+        self.writes.append(blocks)
+        self.waiting += len(blocks)
+
+    def next_batch(self) -> list[Block]:
+        """Return blocks of one group to write, of about `batch_bytes`; none if none are left."""
+        batch: list[Block] = []
+        size = 0
+        while self.writes and size < self.batch_bytes:
+            blocks = self.writes[0]
+            group = batch[0].account.group if batch else blocks[0].account.group
+            if blocks[0].account.group is not group:
+                break
+            most = max(1, (self.batch_bytes - size) // group.slot_bytes)
+            taken = blocks[:most]
+            if most < len(blocks):
+                self.writes[0] = blocks[most:]
+            else:
+                self.writes.popleft()
+            self.waiting -= len(taken)
+            there = [block for block in taken if block.visible and group.trusts(block)]
+            self.counts["writes_too_late"] += len(taken) - len(there)
+            batch += there
+            size += len(there) * group.slot_bytes
+        return batch
+
+    def stored(self, writing: Writing, flags: bytes, now: float) -> None:
+        """Note which of the blocks of a batch the tier has now."""
+        for block, flag in zip(writing.blocks, flags.ljust(len(writing.blocks), b"\0"), strict=False):
+            size = block.account.group.slot_bytes
+            self.written_in_flight -= size
+            if flag:
+                self.counts["blocks_written"] += 1
+                self.counts["bytes_written"] += size
+                self.absent.pop(block.hash + block.account.group.tag, None)
+            else:
+                self.counts["blocks_not_written"] += 1
+                self._unmark(block)
+
+    def _unmark(self, block: Block) -> None:
+        """Let a block that was not stored, and those below it, be stored later: they are of no use without it."""
+        below = [block]
+        for each in below[:MOST_WRITES]:
+            each.tiers &= ~self.bit
+            below.extend(each.children())
+
+    # Its end.
+
+    def turn_off(self, why: str) -> Sequence[int]:
+        """Drop all that was asked of it. Return its leases, which the caller ends."""
+        self.off = why
+        for writing in self.writing.values():
+            self.stored(writing, b"", 0.0)
+        for blocks in self.writes:
+            for block in blocks:
+                block.tiers &= ~self.bit
+        leases = [writing.lease for writing in self.writing.values()]
+        for each in (self.looks, self.looking, self.asked, self.fetches, self.coming, self.parts, self.writes):
+            each.clear()
+        self.writing.clear()
+        self.backlog = self.in_flight = self.waiting = self.written_in_flight = 0
+        return leases
+
+    def report(self) -> dict[str, object]:
+        """Return figures for `status`."""
+        return {
+            "name": self.name,
+            "off": self.off or ("" if self.session.connected else "disconnected"),
+            "writes": self.policy,
+            "rate": round(self.rate),
+            "latency_ms": round(self.latency * 1000, 3),
+            "to_look_up": len(self.looks) + len(self.looking),
+            "to_bring_bytes": self.backlog,
+            "to_write_blocks": self.waiting + sum(len(each.blocks) for each in self.writing.values()),
+            **self.counts,
+        }
+
+
+def _leading(flags: bytes, most: int) -> int:
+    """Return how many blocks are there before the first one that is not."""
+    end = flags.find(0)
+    return min(len(flags) if end < 0 else end, most)
