@@ -1,0 +1,182 @@
+"""Redis or Valkey as a tier: `redis://host:6379/0?ttl=86400`; clusters by `?cluster=on`, sentinels by `?sentinel=NAME`.
+
+A value is a string, or several if it is large: PREFIX{KEY}, with the key in hexadecimal, then PREFIX{KEY}.1 and so on.
+The braces keep them on one node of a cluster. The first is written last, so that it is there only if the others were.
+
+Each of them begins with the value's header, so that parts of values with different headers are never mixed. Hosts that
+write the same value at once do no harm: a value never changes, so they write the same bytes.
+
+Servers need GETEX: Redis 6.2 or newer, or any Valkey.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from kvcache_tiers.backend import Failed, Value
+from kvcache_tiers.redis_link import MOVING, NO_ROOM, Command, Link, Replies, Take
+from kvcache_tiers.redis_settings import Settings, read_url
+
+_START = struct.Struct("<4sHIQ")  # of each part: magic, length of the header, parts, bytes of data in all of them
+_MAGIC = b"kvr\1"
+
+
+def open_tier(url: str, region: memoryview) -> RedisTier:
+    """Open a server, a cluster, or the master that sentinels name. Raises ConfigError or Failed."""
+    return RedisTier(read_url(url))
+
+
+class _First(NamedTuple):
+    """The first part of a value, which has been read."""
+
+    start: bytes  # what all parts begin with
+    parts: int
+    size: int  # bytes of data in each part but the last
+
+    @property
+    def header(self) -> bytes:
+        return self.start[_START.size :]
+
+
+class RedisTier:
+    """Counters: `counts`, by name."""
+
+    batch_bytes = 8 << 20
+
+    def __init__(self, settings: Settings) -> None:
+        """Connect, and find out whether the server allows the commands that reads need. Raises Failed."""
+        self.counts: Counter[str] = Counter()
+        self._settings = settings
+        self._prefix = settings.prefix.encode()
+        self._expiry = [b"EX", b"%d" % settings.ttl] if settings.ttl else []
+        self._link = Link(settings)
+        try:
+            self._run([self._read(self._name(b""))])
+        except Failed:
+            self._link.close()
+            raise
+
+    # The protocol.
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return [line == b":1" for line in self._run([(b"EXISTS", self._name(key)) for key in keys])]
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[bool]:
+        writes = [self._writes(key, value) for key, value in zip(keys, values, strict=True)]
+        lines = iter(self._run([write for each in writes for write in each]))
+        stored, torn = [], []
+        for key, each in zip(keys, writes, strict=True):
+            answers = list(islice(lines, len(each)))
+            stored.append(all(line == b"+OK" for line in answers))
+            if any(line.startswith(NO_ROOM) for line in answers):
+                self.counts["no_room"] += 1
+                if len(each) > 1:
+                    torn += self._names(key, len(each))
+        self._unlink(torn)
+        return stored
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
+        views = [buffer.cast("B") for buffer in buffers]
+        firsts: list[_First | None] = [None] * len(keys)
+
+        def take(number: int, replies: Replies) -> None:
+            firsts[number] = self._take_first(replies, views[number])
+
+        self._run([self._read(self._name(key)) for key in keys], take)
+        for number in self._get_rest(keys, firsts, views):
+            self.counts["lost_parts"] += 1
+            first, firsts[number] = firsts[number], None
+            if first is not None:  # else `contains` would find it, and nobody would put it again
+                self._unlink(self._names(keys[number], first.parts))
+        return [first and first.header for first in firsts]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        names: list[bytes] = []
+
+        def take(number: int, replies: Replies) -> None:
+            start = replies.read(_START.size)
+            parts = _START.unpack(start)[2] if len(start) == _START.size and start.startswith(_MAGIC) else 1
+            names.extend(self._names(keys[number], parts))
+
+        self._run([(b"GETRANGE", self._name(key), b"0", b"%d" % (_START.size - 1)) for key in keys], take)
+        self._unlink(names)
+
+    def close(self) -> None:
+        self._link.close()
+
+    # Reads.
+
+    def _take_first(self, replies: Replies, view: memoryview) -> _First | None:
+        """Read the first part of a value, if it is one of the size of its buffer."""
+        start = replies.read(_START.size)
+        if len(start) < _START.size or not start.startswith(_MAGIC):
+            self.counts["unknown"] += 1
+            return None
+        _, length, parts, total = _START.unpack(start)
+        start += replies.read(length)
+        size = replies.left
+        if total != len(view) or parts != _parts(total, size):
+            return None
+        replies.read_into(view[:size])
+        return _First(start, parts, size)
+
+    def _get_rest(
+        self, keys: Sequence[bytes], firsts: Sequence[_First | None], views: Sequence[memoryview]
+    ) -> set[int]:
+        """Read the other parts of values; return the numbers of those that lack one."""
+        rest = [(number, first, part) for number, first in enumerate(firsts) if first for part in range(1, first.parts)]
+        missing = set(rest)
+
+        def take(index: int, replies: Replies) -> None:
+            number, first, part = rest[index]
+            here = views[number][part * first.size : (part + 1) * first.size]
+            if replies.left == len(first.start) + len(here) and replies.read(len(first.start)) == first.start:
+                replies.read_into(here)
+                missing.discard(rest[index])
+
+        self._run([self._read(self._name(keys[number], part)) for number, _, part in rest], take)
+        return {number for number, _, _ in missing}
+
+    def _read(self, name: bytes) -> Command:
+        """A read makes a value stay for another lifetime: what is in use should not end."""
+        return (b"GETEX", name, *self._expiry) if self._expiry else (b"GET", name)
+
+    # Writes.
+
+    def _writes(self, key: bytes, value: Value) -> list[Command]:
+        data, size = value.data.cast("B"), self._settings.max_value
+        parts = _parts(len(data), size)
+        start = _START.pack(_MAGIC, len(value.header), parts, len(data)) + value.header
+        return [
+            (b"SET", self._name(key, part), [start, data[part * size : (part + 1) * size]], *self._expiry)
+            for part in reversed(range(parts))
+        ]
+
+    def _unlink(self, names: Sequence[bytes]) -> None:
+        self._run([(b"UNLINK", name) for name in names])
+
+    def _name(self, key: bytes, part: int = 0) -> bytes:
+        return b"%b{%b}" % (self._prefix, key.hex().encode()) + (b".%d" % part if part else b"")
+
+    def _names(self, key: bytes, parts: int) -> list[bytes]:
+        """The first part's name is the first: a value that is not whole should not seem to be there."""
+        return [self._name(key, part) for part in range(parts)]
+
+    def _run(self, commands: Sequence[Command], take: Take | None = None) -> list[bytes]:
+        if not commands:
+            return []
+        try:
+            lines = self._link.run(commands, take)
+        except Failed:
+            self.counts["failures"] += 1
+            raise
+        self.counts["moving"] += sum(line.startswith(MOVING) for line in lines)
+        return lines
+
+
+def _parts(total: int, size: int) -> int:
+    return max(1, -(-total // size)) if size else int(not total)

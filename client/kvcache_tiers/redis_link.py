@@ -1,0 +1,226 @@
+"""Batches of commands to Redis or Valkey, whose values go straight between the socket and the caller's memory.
+
+redis-py connects, authenticates, and asks sentinels and clusters where keys are. Commands and replies are not left to
+it: it copies a value twice before it sends it, and once more when it has come, each time with the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode
+from redis.exceptions import RedisClusterException
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from kvcache_tiers.backend import Failed
+from kvcache_tiers.redis_settings import Settings
+
+Buffer = bytes | memoryview
+Command = Sequence[bytes | list[Buffer]]  # its name, a key, and the rest; a list is one argument in several pieces
+Take = Callable[[int, "Replies"], None]  # reads the data that the reply to a command, by its number, has
+
+SMALL = 32 << 10  # bytes; less is copied, so that it needs no system call of its own
+AHEAD = 64 << 10  # bytes that are received before it is known where they belong, and copied
+NO_ROOM = b"-OOM"
+MOVING = (b"-ASK", b"-TRYAGAIN")  # the key's slot is on its way to another node of the cluster
+_PLAIN = (b"+", b":", b"$", NO_ROOM, *MOVING)
+
+
+def pack(commands: Sequence[Command]) -> list[Buffer]:
+    """Return what has to be sent."""
+    packed: list[Buffer] = []
+    text = bytearray()
+    for command in commands:
+        text += b"*%d\r\n" % len(command)
+        for argument in command:
+            pieces = argument if isinstance(argument, list) else [argument]
+            text += b"$%d\r\n" % sum(len(piece) for piece in pieces)
+            for piece in pieces:
+                if len(piece) < SMALL:
+                    text += piece
+                else:
+                    packed += [bytes(text), piece]
+                    text.clear()
+            text += b"\r\n"
+    packed.append(bytes(text))
+    return packed
+
+
+class Replies:
+    """The replies that come from a socket, in order. All methods raise OSError.
+
+    Attributes:
+        left: bytes of the present reply's data that were not read.
+    """
+
+    def __init__(self, source: socket.socket) -> None:
+        self.left = 0
+        self._socket = source
+        self._held = bytearray(AHEAD)
+        self._view = memoryview(self._held)
+        self._begin = self._end = 0  # of what is held
+        self._has_data = False
+
+    def next(self) -> bytes:
+        """Return the first line of the next reply: `+OK`, `:1`, `$5` if 5 bytes of data follow, `$-1`, `-ERR why`."""
+        self.finish()
+        line = self._line()
+        if line.startswith(b"$"):
+            self._has_data, self.left = line != b"$-1", max(0, int(line[1:]))
+        return line
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes of the reply's data, `size` of them, or all that are left."""
+        data = bytearray(min(size, self.left))
+        self.read_into(memoryview(data))
+        return bytes(data)
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill a buffer that is not longer than the data left."""
+        size = len(buffer)
+        self.left -= size
+        done = min(self._end - self._begin, size)
+        buffer[:done] = self._view[self._begin : self._begin + done]
+        self._begin += done
+        while done < size:
+            done += self._receive(buffer[done:])
+
+    def finish(self) -> None:
+        """Skip the data that was not read."""
+        while self.left:
+            self.read(AHEAD)
+        if self._has_data:
+            self._has_data = False
+            self._line()
+
+    def _line(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\r\n"):
+            if self._begin == self._end:
+                self._begin, self._end = 0, self._receive(self._view)
+            end = self._held.find(b"\n", self._begin, self._end) + 1 or self._end
+            line += self._held[self._begin : end]
+            self._begin = end
+        return line[:-2]
+
+    def _receive(self, buffer: memoryview) -> int:
+        size = self._socket.recv_into(buffer)
+        if not size:
+            raise ConnectionResetError("the server closed the connection")
+        return size
+
+
+class Link:
+    """A server, the master that sentinels name, or a cluster. All methods may be called from several threads."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Connect. Raises Failed."""
+        self._settings = settings
+        self._cluster: Any = None  # if it is one
+        self._sentinels: list[Any] = []
+        self._outdated = False  # where the cluster's slots are
+        try:
+            self._client = self._connect()
+        except (OSError, redis.RedisError, RedisClusterException) as error:
+            raise self._failed(error) from None
+
+    def run(self, commands: Sequence[Command], take: Take | None = None) -> list[bytes]:
+        """Return the first lines of the replies; `take` is called where data follows, and need not read all of it.
+
+        A server executes the commands in their order, but a cluster's nodes do not wait for each other. Errors other
+        than those of NO_ROOM and MOVING raise Failed.
+        """
+        lines = [b""] * len(commands)
+        todo: Sequence[int] = range(len(commands))
+        try:
+            for _ in range(2):  # again where a node of a cluster had to give away slots
+                if todo and self._outdated:
+                    self._learn_slots()
+                for pool, numbers in self._by_pool(commands, todo):
+                    self._exchange(pool, commands, numbers, lines, take)
+                todo = [number for number in todo if lines[number].startswith(b"-MOVED")]
+                self._outdated |= bool(todo)
+        except (OSError, redis.RedisError, RedisClusterException) as error:
+            self._outdated = True
+            raise self._failed(error) from None
+        for line in lines:
+            if not line.startswith(_PLAIN):
+                raise self._failed(line[1:].decode(errors="replace"))
+        return lines
+
+    def close(self) -> None:
+        for each in [self._client, *self._sentinels]:
+            each.close()
+
+    def _connect(self) -> Any:
+        own = self._settings
+        common: dict[str, Any] = {
+            "socket_timeout": own.timeout,
+            "socket_connect_timeout": own.timeout,
+            "protocol": 2,  # in which servers send nothing unasked
+        }
+        if own.tls:
+            common |= {"ssl": True, "ssl_cert_reqs": "required", "ssl_check_hostname": True}
+            common |= {"ssl_ca_certs": own.ca or None}
+            common |= {"ssl_certfile": own.cert or None, "ssl_keyfile": own.key or None}
+        login: dict[str, Any] = {"username": own.user or None, "password": own.password or None}
+        once = Retry(NoBackoff(), 0)  # whoever calls has better things to do than to wait
+        if own.cluster:
+            nodes = [ClusterNode(host, port) for host, port in own.hosts]
+            self._cluster = redis.RedisCluster(startup_nodes=nodes, retry=once, **login, **common)
+            return self._cluster
+        if own.sentinel:
+            asked = {**common, "retry": once, "password": own.sentinel_password or None}
+            sentinel = Sentinel(own.hosts, sentinel_kwargs=asked, retry=once, db=own.database, **login, **common)
+            self._sentinels = sentinel.sentinels
+            return sentinel.master_for(own.sentinel)
+        where: dict[str, Any] = {"unix_socket_path": own.path}
+        if own.hosts:
+            ((host, port),) = own.hosts
+            where = {"host": host, "port": port}
+        return redis.Redis(**where, retry=once, db=own.database, **login, **common)
+
+    def _by_pool(self, commands: Sequence[Command], numbers: Sequence[int]) -> list[tuple[Any, list[int]]]:
+        """Return the connection pools of the servers that have the keys, with the commands' numbers."""
+        if self._cluster is None:
+            return [(self._client.connection_pool, list(numbers))] if numbers else []
+        found: dict[Any, list[int]] = {}
+        for number in numbers:
+            node = self._cluster.get_node_from_key(commands[number][1])
+            found.setdefault(self._cluster.get_redis_connection(node).connection_pool, []).append(number)
+        return list(found.items())
+
+    def _learn_slots(self) -> None:
+        self._outdated = False
+        if self._cluster is not None:
+            self._cluster.nodes_manager.initialize()
+
+    def _exchange(
+        self, pool: Any, commands: Sequence[Command], numbers: list[int], lines: list[bytes], take: Take | None
+    ) -> None:
+        """Send the commands of these numbers, and enter the replies' first lines."""
+        connection = pool.get_connection()
+        try:
+            connection.send_packed_command(pack([commands[number] for number in numbers]))
+            replies = Replies(connection._sock)
+            for number in numbers:
+                lines[number] = replies.next()
+                if take is not None and replies.left:
+                    take(number, replies)
+            replies.finish()
+            if any(lines[number].startswith(b"-READONLY") for number in numbers):
+                connection.disconnect()  # no longer the master: ask the sentinels who is
+        except BaseException:
+            connection.disconnect()  # replies are left in it
+            raise
+        finally:
+            pool.release(connection)
+
+    def _failed(self, why: Exception | str) -> Failed:
+        text = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+        return Failed(self._settings.without_passwords(f"{self._settings.name}: {text}"))

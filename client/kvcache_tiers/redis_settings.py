@@ -1,0 +1,148 @@
+"""The URL of a Redis or Valkey tier. Passwords stand in no message."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from kvcache_proto.errors import ConfigError
+from kvcache_proto.sizes import format_size, parse_size
+from kvcache_tiers.backend import options
+
+PASSWORD = "KVCACHE_REDIS_PASSWORD"  # environment variables, for what should not stand in a list of processes
+SENTINEL_PASSWORD = "KVCACHE_REDIS_SENTINEL_PASSWORD"
+
+FORMS = "redis://[user[:password]@]host[:port][,host...][/database], rediss:// for TLS, unix:///path/to/socket"
+LEAST_VALUE, MOST_VALUE = 1 << 10, 256 << 20  # bytes; servers refuse more than 512 MiB unless told otherwise
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where the servers are, and how values are stored there.
+
+    Attributes:
+        hosts: of the server, some nodes of the cluster, or the sentinels, with their ports; none if `path` is set.
+        path: of the server's unix socket.
+        ttl: seconds that a value stays after it was written or read last; 0 for no limit.
+        max_value: the bytes of data above which a value is stored in several parts.
+        timeout: seconds that a server may take to connect, to accept a value or a part of one, or to send some bytes.
+    """
+
+    hosts: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    database: int = 0
+    user: str = ""
+    password: str = field(default="", repr=False)
+    sentinel_password: str = field(default="", repr=False)
+    tls: bool = False
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    cluster: bool = False
+    sentinel: str = ""
+    ttl: int = 7 * 24 * 3600
+    max_value: int = 8 << 20
+    timeout: float = 2.0
+    prefix: str = "kvcache:"
+
+    @property
+    def name(self) -> str:
+        """The URL without password and options."""
+        where = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
+        return f"unix://{self.path}" if self.path else f"redis{'s' * self.tls}://{where}"
+
+    def without_passwords(self, text: str) -> str:
+        """Return `text` without the passwords: a server may quote the arguments of a command that it does not know."""
+        for secret in (self.password, self.sentinel_password):
+            text = text.replace(secret, "***") if secret else text
+        return text
+
+
+def read_url(url: str) -> Settings:
+    """Return what a URL says. Raises ConfigError."""
+    try:
+        split = urlsplit(url)
+    except ValueError:  # its text may have the password
+        raise ConfigError(f"not a URL of a Redis tier; the forms are {FORMS}") from None
+    credentials, _, where = split.netloc.rpartition("@")
+    if split.fragment or "@" in split.path + split.query:
+        raise ConfigError(f"the URL of a {split.scheme} tier: write @ # / ? in a user, password, path or option as %XX")
+    user, _, password = credentials.partition(":")
+    on_socket = split.scheme == "unix"
+    if on_socket and (where or not split.path.strip("/")):
+        raise ConfigError(f"the URL of a unix tier names no socket; the forms are {FORMS}")
+    hosts = () if on_socket else tuple(_host(each, split) for each in where.split(","))
+    shown = Settings(hosts, unquote(split.path) if on_socket else "", tls=split.scheme == "rediss").name
+
+    given = options(
+        SplitResult(split.scheme, where, split.path, split.query, ""),
+        *("db", "cluster", "sentinel", "ca", "cert", "key", "ttl", "max_value", "timeout", "prefix"),
+    )
+    tls, cluster, sentinel = split.scheme == "rediss", given.get("cluster", "off"), given.get("sentinel", "")
+    if cluster not in ("on", "off"):
+        raise ConfigError(f"{shown}: cluster is on or off")
+    if on_socket and (sentinel or cluster == "on"):
+        raise ConfigError(f"{shown}: sentinels and clusters are reached by hosts, not by a socket")
+    if sentinel and cluster == "on":
+        raise ConfigError(f"{shown}: a cluster has no sentinels")
+    if len(hosts) > 1 and not (sentinel or cluster == "on"):
+        raise ConfigError(f"{shown}: several hosts need ?cluster=on or ?sentinel=NAME")
+    if "db" in given and not on_socket:
+        raise ConfigError(f"{shown}: the database stands after the host, as in redis://host/1")
+    database = _number(shown, "database", given.get("db", "") if on_socket else split.path.strip("/"), int, 0, 0)
+    if database and cluster == "on":
+        raise ConfigError(f"{shown}: a cluster has no databases")
+    files = [given.get(each, "") for each in ("ca", "cert", "key")]
+    for each in filter(None, files):
+        if not tls:
+            raise ConfigError(f"{shown}: ca, cert and key are for rediss://")
+        if not Path(each).is_file():
+            raise ConfigError(f"{shown}: there is no file {each}")
+    max_value = parse_size(given["max_value"]) if "max_value" in given else Settings.max_value
+    if not LEAST_VALUE <= max_value <= MOST_VALUE:
+        raise ConfigError(f"{shown}: max_value is {format_size(LEAST_VALUE)} to {format_size(MOST_VALUE)}")
+    return Settings(
+        hosts=hosts,
+        path=unquote(split.path) if on_socket else "",
+        database=database,
+        user=unquote(user),
+        password=unquote(password) or os.environ.get(PASSWORD, ""),
+        sentinel_password=os.environ.get(SENTINEL_PASSWORD, ""),
+        tls=tls,
+        ca=files[0],
+        cert=files[1],
+        key=files[2],
+        cluster=cluster == "on",
+        sentinel=sentinel,
+        ttl=_number(shown, "ttl", given.get("ttl", ""), int, Settings.ttl, 0),
+        max_value=max_value,
+        timeout=_number(shown, "timeout", given.get("timeout", ""), float, Settings.timeout, 0.01),
+        prefix=given.get("prefix", Settings.prefix),
+    )
+
+
+def _host(text: str, split: SplitResult) -> tuple[str, int]:
+    match = _HOST.fullmatch(text)
+    port = int(match[2] or (26379 if "sentinel=" in split.query else 6379)) if match else 0
+    if match is None or not 0 < port < 65536:  # it may be a part of a password
+        raise ConfigError(f"the URL of a {split.scheme} tier names no host; the forms are {FORMS}")
+    return match[1].strip("[]"), port
+
+
+def _number(
+    shown: str, name: str, text: str, kind: Callable[[str], _Number], default: _Number, least: _Number
+) -> _Number:
+    try:
+        number = kind(text) if text else default
+    except ValueError:
+        number = least - 1
+    if not least <= number <= 10**9:  # not a number, either
+        raise ConfigError(f"{shown}: {name} is a number of at least {least}")
+    return number
