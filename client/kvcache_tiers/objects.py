@@ -1,0 +1,349 @@
+"""Object storage as a tier: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or `az://CONTAINER/PREFIX`.
+
+Each `put` writes its values as one object, a pack (packs.py), because stores answer in tens of milliseconds and bill
+requests. There are no objects per key: each process has an index of all packs in memory. It reads their heads when it
+opens the tier, and then looks for the packs of other hosts every few seconds. Hosts need no other way to agree.
+
+The tier has no limit of its size: the bucket's lifecycle rules remove packs by age. They should also remove incomplete
+multipart uploads, which hosts leave that die. Credentials come from the environment variables that the stores' tools
+read, such as AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS and AZURE_STORAGE_ACCOUNT_NAME, or from the host's role.
+
+obstore has no HDFS: `opendal` has, and who needs it would write a backend with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from obstore.exceptions import BaseError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from kvcache_proto.errors import ConfigError
+from kvcache_tiers.backend import Failed, Value, options
+from kvcache_tiers.packs import Index, Run, first_name, head_bytes, make_head, make_name, read_head, runs, written_at
+
+if TYPE_CHECKING:
+    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
+
+FOLDER = "packs"
+PART = 8 << 20  # bytes of a request that writes, of which one pack has up to 8 at once
+LONGEST_READ = 8 << 20  # bytes of a request that reads, and of the memory that it needs
+READERS = 16  # requests that read values at once, of all callers
+FINDERS = 32  # requests that read heads at once
+OVERLAP = 60_000  # milliseconds; see _look
+RELIST = 600  # seconds between listings of all packs
+
+Store = S3Store | GCSStore | AzureStore
+T = TypeVar("T")
+R = TypeVar("R")
+
+_DEFAULTS = {"refresh": "5", "timeout": "5"}  # seconds
+_KINDS = {"s3": ("endpoint", "region"), "gs": ("endpoint",), "az": ("endpoint",)}  # their options
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_ENDPOINT = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?(/[A-Za-z0-9._/-]*)?")
+
+
+def open_tier(url: str, region: memoryview) -> ObjectTier:
+    """Open `s3://BUCKET/PREFIX?endpoint=URL&region=NAME&refresh=SECONDS&timeout=SECONDS`; gs and az have no region.
+
+    `refresh` says how often to look for what other hosts have written. A request whose answer makes no progress for
+    `timeout` seconds fails. That includes its upload: the link must carry a pack of 64 MiB in this time.
+
+    Raises ConfigError or Failed.
+    """
+    try:
+        split = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"the URL of a tier: {error}") from None
+    name = f"{split.scheme}://{split.netloc}{split.path}"
+    if "@" in split.netloc + split.query:  # comes first, because it does not repeat the URL
+        raise ConfigError(f"a tier of {split.scheme}: credentials belong in the environment, not in the URL")
+    given = options(split, *_KINDS[split.scheme], "refresh", "timeout")
+    if not _BUCKET.fullmatch(split.netloc):
+        raise ConfigError(f"{name}: a bucket and a prefix, as in {split.scheme}://bucket/kvcache")
+    endpoint = given.get("endpoint", "")
+    if endpoint and not _ENDPOINT.fullmatch(endpoint):
+        raise ConfigError(f"{name}: the endpoint is a URL, as in http://host:9000")
+    refresh, timeout = (_seconds(name, given, each) for each in ("refresh", "timeout"))
+    try:
+        store = _open_store(split.scheme, split.netloc, unquote(split.path).strip("/"), given, timeout)
+    except (BaseError, OSError, ValueError) as error:
+        raise ConfigError(f"{name}: {_text(error)}") from None
+    return ObjectTier(store, name, refresh)
+
+
+def _seconds(name: str, given: dict[str, str], option: str) -> float:
+    try:
+        seconds = float(given.get(option, _DEFAULTS[option]))
+    except ValueError:
+        seconds = 0
+    if not 0.01 <= seconds <= 3600:
+        raise ConfigError(f"{name}: {option} is a number of seconds, from 0.01 to 3600")
+    return seconds
+
+
+def _open_store(scheme: str, bucket: str, prefix: str, given: dict[str, str], timeout: float) -> Store:
+    """Return the store. Raises what obstore raises for wrong settings, also those of the environment."""
+    endpoint, stall = given.get("endpoint"), timedelta(seconds=timeout)
+    client: ClientConfig = {"connect_timeout": stall, "read_timeout": stall, "timeout": 6 * stall}
+    if endpoint and endpoint.startswith("http:"):
+        client["allow_http"] = True
+    # A request that timed out is not tried again: `retry_timeout` counts from its beginning.
+    retry: RetryConfig = {"max_retries": 2, "retry_timeout": stall}
+    if scheme == "s3":
+        s3: S3Config = {"endpoint": endpoint} if endpoint else {}
+        if "region" in given:
+            s3["region"] = given["region"]
+        return S3Store(bucket, prefix=prefix, config=s3, client_options=client, retry_config=retry)
+    if scheme == "gs":
+        gs: GCSConfig = {"base_url": endpoint} if endpoint else {}
+        return GCSStore(bucket, prefix=prefix, config=gs, client_options=client, retry_config=retry)
+    az: AzureConfig = {"endpoint": endpoint} if endpoint else {}
+    return AzureStore(bucket, prefix=prefix, config=az, client_options=client, retry_config=retry)
+
+
+class ObjectTier:
+    """Counters: `counts`, by name. `len` is the number of values that are known."""
+
+    batch_bytes = 64 << 20
+
+    def __init__(self, store: Store, name: str, refresh: float) -> None:
+        """Read the heads of all packs. `name` stands in errors; `refresh` is in seconds. Raises Failed."""
+        self.counts: Counter[str] = Counter()
+        self._store, self._name = store, name
+        self._lock = threading.Lock()  # of the index, the ignored packs and the counters
+        self._removing = threading.Lock()
+        self._index = Index()
+        self._ignored: set[str] = set()
+        self._newest = 0  # milliseconds since 1970
+        self._look(0)
+        self._closing = threading.Event()
+        self._readers = ThreadPoolExecutor(READERS, "kvcache-objects")
+        self._finder = threading.Thread(target=self._keep_looking, args=(refresh,), name="kvcache-packs", daemon=True)
+        self._finder.start()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    # The protocol.
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [key in self._index for key in keys]
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
+        headers: list[bytes | None] = [None] * len(keys)
+
+        def read(run: Run) -> list[int]:
+            """Copy the values of a run to their buffers; return the numbers of those that turned out to be gone."""
+            data = self._fetch(run)
+            if data is None:
+                return [number for number, _ in run]
+            offset = run[0][1].offset
+            for number, place in run:
+                begin = place.offset - offset
+                buffers[number].cast("B")[:] = data[begin : begin + place.size]
+                headers[number] = place.header
+            return []
+
+        rest = list(range(len(keys)))
+        while rest:  # another pack may have what one that is gone had
+            with self._lock:
+                places = [(number, self._index.find(keys[number])) for number in rest]
+            wanted = [(n, place) for n, place in places if place is not None and place.size == buffers[n].nbytes]
+            rest = [number for gone in _all(self._readers, read, runs(wanted, LONGEST_READ)) for number in gone]
+        return headers
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[bool]:
+        with self._lock:
+            new = {key: value for key, value in zip(keys, values, strict=True) if key not in self._index}
+        pack: dict[bytes, Value] = {}
+        size = 0
+        for key, value in new.items():
+            length = len(key) + len(value.header) + value.data.nbytes
+            if pack and size + length > self.batch_bytes:
+                self._write(pack)
+                pack, size = {}, 0
+            pack[key], size = value, size + length
+        if pack:
+            self._write(pack)
+        return [True] * len(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Write the packs that have these values again without them, and delete the old ones. Raises Failed.
+
+        If two hosts remove different values of one pack at the same time, these values may stay.
+        """
+        with self._removing:
+            with self._lock:
+                packs = self._index.packs_with(keys)
+            for pack in packs:
+                self._write_without(pack, set(keys))
+
+    def close(self) -> None:
+        self._closing.set()
+        self._finder.join()
+        self._readers.shutdown()
+
+    # Packs.
+
+    def _fetch(self, run: Run) -> memoryview | None:
+        """Return the data of a run; None if its pack is gone, which is forgotten then. Raises Failed."""
+        (_, first), (_, last) = run[0], run[-1]
+        data = self._read(first.pack, first.offset, last.offset + last.size)
+        if data is None:
+            with self._lock:
+                self.counts["packs_gone"] += self._index.drop(first.pack)
+        return data
+
+    def _read(self, pack: str, begin: int, end: int) -> memoryview | None:
+        """Return a range of bytes; None if the pack is not there, or shorter. Raises Failed."""
+        try:
+            with self._call():
+                data = self._store.get_range(f"{FOLDER}/{pack}", start=begin, end=end)
+        except _Gone:
+            return None
+        return memoryview(data) if len(data) == end - begin else None
+
+    def _write(self, values: dict[bytes, Value]) -> None:
+        """Write a pack. Raises Failed."""
+        head = make_head((key, value.header, value.data.nbytes) for key, value in values.items())
+        pack = make_name(time.time_ns() // 1_000_000, head, secrets.randbits(64))
+        size = len(head) + sum(value.data.nbytes for value in values.values())
+        with self._call():
+            self._store.put(
+                f"{FOLDER}/{pack}",
+                (head, *(value.data for value in values.values())),
+                use_multipart=size > PART,  # a small pack takes one request instead of three
+                chunk_size=PART,
+                max_concurrency=self.batch_bytes // PART,
+            )
+        places = read_head(pack, head, size)
+        assert places is not None
+        with self._lock:
+            self._index.add(pack, places)
+
+    def _write_without(self, pack: str, keys: set[bytes]) -> None:
+        with self._lock:
+            places = self._index.values(pack)
+        kept = [(key, place) for key, place in places.items() if key not in keys]
+        values: dict[bytes, Value] = {}
+        for run in runs(((number, place) for number, (_, place) in enumerate(kept)), LONGEST_READ):
+            data = self._fetch(run)
+            if data is None:
+                return
+            for number, place in run:
+                begin = place.offset - run[0][1].offset
+                values[kept[number][0]] = Value(place.header, data[begin : begin + place.size])
+        if values:
+            self._write(values)
+        with self._lock:
+            self._ignored.add(pack)  # a listing that is in progress may still have it
+        try:
+            with contextlib.suppress(_Gone), self._call():
+                self._store.delete(f"{FOLDER}/{pack}")
+        except Failed:
+            with self._lock:
+                self._ignored.discard(pack)  # so that it can be removed later
+            raise
+        with self._lock:
+            self._index.drop(pack)
+
+    # The packs of other hosts.
+
+    def _keep_looking(self, refresh: float) -> None:
+        relisted = time.monotonic()
+        while not self._closing.wait(refresh):
+            now = time.monotonic()
+            everything = now - relisted >= RELIST
+            try:
+                self._look(0 if everything else self._newest - OVERLAP)
+            except Failed:
+                with self._lock:
+                    self.counts["looks_failed"] += 1
+            else:
+                relisted = now if everything else relisted
+
+    def _look(self, since: int) -> None:
+        """Find the packs that have come, or gone, among those whose names have a time from `since` on. Raises Failed.
+
+        A name has the time when the writing began, by the clock of the host that wrote it, and the pack is there when
+        it ends. So packs come in another order than that of their names. If one comes OVERLAP after a newer one, it is
+        found when all are listed again.
+        """
+        with self._lock:
+            known = list(self._index.packs)
+        listed = self._list(since)
+        gone = [pack for pack in known if pack >= first_name(since) and pack not in listed]
+        with self._lock:
+            self.counts["packs_gone"] += sum(self._index.drop(pack) for pack in gone)
+            new = [pack for pack in listed if pack not in self._index.packs and pack not in self._ignored]
+        with ThreadPoolExecutor(FINDERS, "kvcache-packs") as finders:
+            _all(finders, lambda pack: self._add(pack, listed[pack]), new)
+        times = [written_at(pack) for pack in listed if head_bytes(pack) is not None]
+        self._newest = min(max(times, default=0), time.time_ns() // 1_000_000)  # a clock may be fast
+
+    def _list(self, since: int) -> dict[str, int]:
+        """Return the sizes of packs by name, also of other objects beside them. Raises Failed."""
+        with self._call():
+            chunks = self._store.list(FOLDER, offset=f"{FOLDER}/{first_name(since)}", chunk_size=1000)
+            return {each["path"].removeprefix(f"{FOLDER}/"): each["size"] for chunk in chunks for each in chunk}
+
+    def _add(self, pack: str, size: int) -> None:
+        """Add a pack of `size` bytes to the index, unless it is not whole. Raises Failed."""
+        length = head_bytes(pack)
+        whole = length is not None and length <= size
+        head = self._read(pack, 0, length) if length is not None and whole else None
+        if whole and head is None:
+            return  # it is gone already
+        places = read_head(pack, bytes(head), size) if head is not None else None
+        with self._lock:
+            if places is None:
+                self._ignored.add(pack)
+                self.counts["packs_ignored"] += 1
+            elif pack not in self._ignored:
+                self._index.add(pack, places)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Turn the errors of obstore into Failed."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise _Gone(f"{self._name}: {_text(error)}") from None
+        except (BaseError, OSError, ValueError) as error:
+            with self._lock:
+                self.counts["calls_failed"] += 1
+            raise Failed(f"{self._name}: {_text(error)}") from None
+
+
+class _Gone(Failed):
+    """The object is not there."""
+
+
+def _all(pool: ThreadPoolExecutor, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return what the calls return, which run at the same time. Raises the first error once all have ended."""
+    futures = [pool.submit(call, item) for item in items]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+def _text(error: Exception) -> str:
+    """Return the first part of the error, which ends in the status, and the store's own name of it.
+
+    Azure's URLs have the signature in the query, and the rest of the error may have it too.
+    """
+    text = str(error).partition("\n\nDebug source")[0]
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    text = re.sub(r"\?\S*", "", text.partition("<")[0]).strip(" :")
+    return f"{text} ({code[1]})" if code else text
