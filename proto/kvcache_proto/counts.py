@@ -17,7 +17,7 @@ _CONNECTION = """
     answers_lost answers_unasked attaches_put_off attaches_refused bad_frames breaker_closed breaker_open breaker_opened
     connects_failed handler_errors keeper_errors late_lookups late_reserves leases_lost
     leases_restated links_lost odd_replies probes probes_late region_callback_errors requests_unanswered
-    sessions_resumed socket_full unsent
+    sessions_resumed socket_full stale_reports unsent
 """
 _LOOKUPS = """
     gate_disabled gate_explored leases_given_back lookups_declined_by_request lookups_declined_down

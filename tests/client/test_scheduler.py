@@ -237,7 +237,7 @@ def test_of_requests_with_one_prefix_one_loads_and_the_others_wait_for_it(rigs: 
     rig.admit(first, [10, 11, 12, 13, 14], 0, 4 * BLOCK)
     assert rig.scheduler.matched_tokens(second, 0) == (None, False)
     rig.step()
-    assert daemon.status()["pool"]["leases"] == 1, "who waits pins nothing"
+    daemon.wait_status(lambda s: s["pool"]["leases"] == 1, "one lease: who waits gives back what it looked up")
     assert rig.scheduler.matched_tokens(second, 0) == (None, False)
     assert rig.scheduler.matched_tokens(third, 0) == (None, False)
     assert rig.scheduler.counters["lookups_waited_for_load"] == 2, "one lookup each"
