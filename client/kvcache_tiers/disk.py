@@ -15,14 +15,15 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import numpy as np
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import parse_size
-from kvcache_tiers.backend import Failed, Value, options
+from kvcache_tiers.backend import Failed, Value
 from kvcache_tiers.segments import PAGE, Kind, Segment, numbers
+from kvcache_tiers.urls import options, shown, split_url
 
 SEGMENT = 256 << 20  # bytes
 LEAST_RECORDS = 4  # of a segment
@@ -34,12 +35,12 @@ Place = tuple[Segment, int]
 
 def open_tier(url: str, region: memoryview) -> DiskTier:
     """Open `disk:FOLDER?size=SIZE`. Raises ConfigError or Failed."""
-    split = urlsplit(url)
+    split = split_url(url)
     given = options(split, "size", "direct")
     direct = given.get("direct", "on")
     if split.netloc or not split.path.startswith("/") or "size" not in given or direct not in ("on", "off"):
         raise ConfigError(
-            f"{url}: a folder and its size, as in disk:/var/cache/kvcache?size=500GiB; direct is on or off"
+            f"{shown(split)}: a folder and its size, as in disk:/var/cache/kvcache?size=500GiB; direct is on or off"
         )
     return DiskTier(Path(unquote(split.path)), parse_size(given["size"]), direct == "on")
 

@@ -33,14 +33,14 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 import xxhash
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import parse_size
-from kvcache_tiers.backend import Failed, Value, options
+from kvcache_tiers.backend import Failed, Value
+from kvcache_tiers.urls import options, seconds, shown, split_url
 
 PORT = 50051  # the master's own default
 BATCH = 64  # values in one call of the library
@@ -76,17 +76,17 @@ class Options(NamedTuple):
 
 def parse(url: str) -> Options:
     """Return what the URL of a tier says. Raises ConfigError."""
+    split = split_url(url)
     try:
-        split = urlsplit(url)
         port = split.port or PORT
     except ValueError as error:
-        raise ConfigError(f"{url}: {error}") from error
+        raise ConfigError(f"{shown(split)}: {error}") from error
     given = options(split, *Options._fields[2:])
     protocol, device = given.get("protocol", "tcp"), given.get("device", "")
     if not split.hostname or split.path not in ("", "/") or "@" in split.netloc:
-        raise ConfigError(f"{url}: a master, as in mooncake://master-host:{PORT}/")
+        raise ConfigError(f"{shown(split)}: a master, as in mooncake://master-host:{PORT}/")
     if protocol not in ("tcp", "rdma") or (device and protocol == "tcp"):
-        raise ConfigError(f"{url}: protocol is tcp or rdma, and device is for rdma")
+        raise ConfigError(f"{shown(split)}: protocol is tcp or rdma, and device is for rdma")
     return Options(
         split.hostname,
         port,
@@ -96,7 +96,7 @@ def parse(url: str) -> Options:
         parse_size(given.get("segment", "0")),
         parse_size(given.get("local_buffer", "16MiB")),
         given.get("hostname", ""),
-        _seconds(split, given.get("timeout", "5")),
+        seconds(split, "timeout", given.get("timeout", "5"), 0.1, 60),
     )
 
 
@@ -112,7 +112,7 @@ def open_tier(url: str, region: memoryview) -> MooncakeTier:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
         raise ConfigError(
-            f"{url}: {error}; install the package mooncake-transfer-engine-non-cuda and the system's libibverbs1"
+            f"a tier of mooncake: {error}; pip install 'kvcache-server[mooncake]', and the system's libibverbs1"
         ) from error
     facing = _reach(given)
     master = f"[{given.master}]:{given.port}" if ":" in given.master else f"{given.master}:{given.port}"
@@ -302,16 +302,6 @@ def _reach(given: Options) -> str:
             return str(connection.getsockname()[0])
     except (OSError, UnicodeError) as error:  # Unicode: of a name that cannot be one
         raise Failed(f"{given.master}:{given.port}: no master of a Mooncake Store: {error}") from error
-
-
-def _seconds(url: SplitResult, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.1 <= seconds <= 60:
-        raise ConfigError(f"{url.geturl()}: timeout is a number of seconds from 0.1 to 60")
-    return seconds
 
 
 def key_name(key: bytes) -> str:

@@ -23,14 +23,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvcache_proto.errors import ConfigError
-from kvcache_tiers.backend import Failed, Value, options
+from kvcache_tiers.backend import Failed, Value
 from kvcache_tiers.packs import Index, Run, first_name, head_bytes, make_head, make_name, read_head, runs, written_at
+from kvcache_tiers.urls import options, seconds, shown, split_url
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
@@ -61,11 +62,8 @@ def open_tier(url: str, region: memoryview) -> ObjectTier:
 
     Raises ConfigError or Failed.
     """
-    try:
-        split = urlsplit(url)
-    except ValueError as error:
-        raise ConfigError(f"the URL of a tier: {error}") from None
-    name = f"{split.scheme}://{split.netloc}{split.path}"
+    split = split_url(url)
+    name = shown(split)
     if "@" in split.netloc + split.query:  # comes first, because it does not repeat the URL
         raise ConfigError(f"a tier of {split.scheme}: credentials belong in the environment, not in the URL")
     given = options(split, *_KINDS[split.scheme], "refresh", "timeout")
@@ -74,22 +72,14 @@ def open_tier(url: str, region: memoryview) -> ObjectTier:
     endpoint = given.get("endpoint", "")
     if endpoint and not _ENDPOINT.fullmatch(endpoint):
         raise ConfigError(f"{name}: the endpoint is a URL, as in http://host:9000")
-    refresh, timeout = (_seconds(name, given, each) for each in ("refresh", "timeout"))
+    refresh, timeout = (
+        seconds(split, each, given.get(each, _DEFAULTS[each]), 0.01, 3600) for each in ("refresh", "timeout")
+    )
     try:
         store = _open_store(split.scheme, split.netloc, unquote(split.path).strip("/"), given, timeout)
     except (BaseError, OSError, ValueError) as error:
         raise ConfigError(f"{name}: {_text(error)}") from None
     return ObjectTier(store, name, refresh)
-
-
-def _seconds(name: str, given: dict[str, str], option: str) -> float:
-    try:
-        seconds = float(given.get(option, _DEFAULTS[option]))
-    except ValueError:
-        seconds = 0
-    if not 0.01 <= seconds <= 3600:
-        raise ConfigError(f"{name}: {option} is a number of seconds, from 0.01 to 3600")
-    return seconds
 
 
 def _open_store(scheme: str, bucket: str, prefix: str, given: dict[str, str], timeout: float) -> Store:

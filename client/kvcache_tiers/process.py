@@ -20,7 +20,7 @@ from kvcache_client.session.session import Session
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable
 from kvcache_proto.types import MAX_NAME, NamespaceSpec, Outcome, Refusal
-from kvcache_tiers.backend import Backend, Failed, open_backend
+from kvcache_tiers.backend import Backend, Failed, find_opener
 from kvcache_tiers.moves import Moves
 
 log = logging.getLogger("kvcache_tiers")
@@ -38,7 +38,9 @@ class TierProcess:
     """One tier, from its URL. `run` returns after `stop`, which any thread or signal handler may call."""
 
     def __init__(self, url: str, endpoint: str | None, name: str, policy: str) -> None:
+        """Raises ConfigError where nothing opens such a URL; what the rest of it says is read by `run`."""
         self._url, self._name, self._policy = url, name, policy
+        self._open_backend = find_opener(url)
         self._session = Session.open(endpoint, engine=f"tier {name}", label="tier", deadline=DEADLINE)
         self._stopping = threading.Event()
         self._readers = ThreadPoolExecutor(READERS, "tier-read")
@@ -83,7 +85,7 @@ class TierProcess:
             return False
         if self._backend is None:
             try:
-                self._backend = open_backend(self._url, region.buffer)
+                self._backend = self._open_backend(self._url, region.buffer)
             except Failed as error:
                 self._failed(error)
                 return False

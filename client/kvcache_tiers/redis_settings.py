@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, unquote
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import format_size, parse_size
-from kvcache_tiers.backend import options
+from kvcache_tiers.urls import options, split_url
 
 PASSWORD = "KVCACHE_REDIS_PASSWORD"  # environment variables, for what should not stand in a list of processes
 SENTINEL_PASSWORD = "KVCACHE_REDIS_SENTINEL_PASSWORD"
@@ -67,10 +67,7 @@ class Settings:
 
 def read_url(url: str) -> Settings:
     """Return what a URL says. Raises ConfigError."""
-    try:
-        split = urlsplit(url)
-    except ValueError:  # its text may have the password
-        raise ConfigError(f"not a URL of a Redis tier; the forms are {FORMS}") from None
+    split = split_url(url)
     credentials, _, where = split.netloc.rpartition("@")
     if split.fragment or "@" in split.path + split.query:
         raise ConfigError(f"the URL of a {split.scheme} tier: write @ # / ? in a user, password, path or option as %XX")

