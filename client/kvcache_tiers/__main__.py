@@ -1,4 +1,7 @@
-"""`python -m kvcache_tiers URL`: run one tier. `kvcache-server tier` does the same."""
+"""`python -m kvcache_tiers`: run one tier; `kvcache-server tier` does the same.
+
+Its URL is an argument, or is in $KVCACHE_TIER_URL, where `ps` does not show it.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,41 @@ import signal
 import sys
 import threading
 
-from kvcache_proto.errors import KVCacheError, NotPermitted
+from kvcache_proto.errors import ConfigError, KVCacheError, NotPermitted
 from kvcache_proto.messages import SECOND, WRITE_POLICIES
-from kvcache_tiers.process import TierProcess
+from kvcache_tiers.process import RESTART, TierProcess
+
+URL = "KVCACHE_TIER_URL"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="kvcache-server tier", description=__doc__)
-    parser.add_argument("url", help="the store, as in disk:/var/cache/kvcache?size=500GiB")
-    parser.add_argument("--endpoint", help="the daemon's, as for the other commands")
-    parser.add_argument("--name", help="what `status` and metrics call it; the URL's scheme if it is left out")
-    parser.add_argument("--writes", choices=WRITE_POLICIES, default=SECOND, help="when blocks are written to it")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # ends with its standard input
-    given = parser.parse_args(arguments)
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="kvcache-server tier")
+    parser.add_argument("url", nargs="?", help=f"as in disk:/var/cache/kvcache?size=500GiB; else ${URL} has it")
+    parser.add_argument("--endpoint")
+    parser.add_argument("--name", help="the URL's scheme if it is left out")
+    parser.add_argument("--writes", choices=WRITE_POLICIES, default=SECOND)
+    parser.add_argument("--child", action="store_true", help="end when standard input ends")
+    given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    name = given.name or given.url.partition(":")[0]
+    logging.raiseExceptions = False  # nobody reads the log of a tier whose daemon was killed
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon's threads block signals
     try:
-        process = TierProcess(given.url, given.endpoint, name, given.writes)
+        url = given.url or os.environ.get(URL, "")
+        if not url:
+            raise ConfigError(f"no URL, neither as an argument nor in ${URL}")
+        process = TierProcess(url, given.endpoint, given.name or url.partition(":")[0], given.writes)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: process.stop())
         if given.child:
             threading.Thread(target=_watch_parent, args=(process,), daemon=True).start()
-        return process.run()
+        status = process.run()
     except KVCacheError as error:
-        print(f"kvcache-server tier: {error}", file=sys.stderr)
+        logging.error("%s", error)
         return 6 if isinstance(error, NotPermitted) else 2
+    if status == RESTART:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # also what a client library has left open
+        os.execv(sys.executable, [sys.executable, "-m", "kvcache_tiers", *sys.argv[1:]])
+    return status
 
 
 def _watch_parent(process: TierProcess) -> None:

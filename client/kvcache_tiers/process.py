@@ -31,6 +31,7 @@ RETRY, MOST_RETRY = 0.5, 30.0  # seconds until a store that has failed is tried 
 ABSENT = 0.1  # seconds between two looks for a daemon
 IDLE = 60.0  # seconds without a job after which a namespace is left: else the daemon would never forget it
 MOST_ATTACHED = 12  # namespaces; the daemon allows 16
+RESTART = 75  # as an exit status: the backend must be opened with another region, by a process without the old one
 _THERE = (Refusal.GRANTED, Refusal.PRESENT, Refusal.IN_FLIGHT)
 
 
@@ -58,7 +59,7 @@ class TierProcess:
         self._stopping.set()
 
     def run(self) -> int:
-        """Serve until `stop`; return the exit status. Raises ConfigError for the URL."""
+        """Serve until `stop`, and return 0, or RESTART if the region was replaced. Raises ConfigError for the URL."""
         try:
             while not self._stopping.is_set():
                 region = self._session.region
@@ -66,7 +67,7 @@ class TierProcess:
                     self._stopping.wait(ABSENT)
                 elif self._backend is not None and region is not self._region:
                     log.info("the daemon has another region: starting again")
-                    return 75  # whoever started this process starts another one
+                    return RESTART
                 elif self._open(region):
                     self._work()
             return 0

@@ -45,6 +45,7 @@ _LATER = {
     "plan": "kvcache_server.capacity",
     "record": "kvcache_server.commands.record",
     "replay": "kvcache_server.replay",
+    "tier": "kvcache_server.commands.tier",
     "top": "kvcache_server.commands.top",
     "unpin": "kvcache_server.commands.pins:unpin",
     "why": "kvcache_server.commands.why",
@@ -83,6 +84,8 @@ def _flags(command: click.Command) -> click.Command:
         default = row.default.replace("`", "")
         # `--strict` means `--strict true`.
         optional: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if row.type == "bool" else {}
+        if row.name == "tier":
+            optional = {"multiple": True, "callback": lambda context, option, given: given or None}
         command.params.append(
             click.Option(
                 ["--" + row.name.replace("_", "-")],

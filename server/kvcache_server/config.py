@@ -15,6 +15,7 @@ import msgspec
 
 from kvcache_proto.endpoint import SCHEME, check_endpoint, default_endpoint
 from kvcache_proto.errors import ConfigError
+from kvcache_proto.messages import SECOND, WRITE_POLICIES
 from kvcache_proto.region import ALIGN
 from kvcache_proto.sizes import MAX_SIZE, format_size, parse_size
 from kvcache_proto.users import group, parse_ids, user
@@ -28,7 +29,7 @@ else:
 ENV_PREFIX = "KVCACHE_"
 # The first ones are set by Kubernetes in every container next to a Service named `kvcache`, not by an operator.
 # The others belong to an engine or to a command, which may share its environment with the daemon.
-_FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|PORT(_\d+_.*)?|SERVER_UIDS|(COPY|REGISTER|NPU)_.*)$")
+_FOREIGN_ENV = re.compile(r"KVCACHE_(SERVICE_.*|TIER_URL|PORT(_\d+_.*)?|SERVER_UIDS|(COPY|REGISTER|NPU)_.*)$")
 
 MAX_FILE = 16 << 20  # bytes of a configuration file, the daemon's or a model's
 
@@ -53,6 +54,26 @@ def parse_address(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Addr
 def _doc(text: str, *, size: bool = False, live: bool = False) -> msgspec.Meta:
     """Describe a setting; `live` ones change on SIGHUP, the others need a restart."""
     return msgspec.Meta(description=text, extra={"size": size, "live": live})
+
+
+class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tier that the daemon runs. Its `repr` is its name: a URL may have a password."""
+
+    url: str
+    name: str = ""
+    writes: str = SECOND
+
+    def __post_init__(self) -> None:
+        scheme, colon, _ = self.url.partition(":")
+        if not colon or not scheme:
+            raise ConfigError("a URL, as in disk:/var/cache/kvcache?size=500GiB")
+        if not self.name:
+            msgspec.structs.force_setattr(self, "name", scheme)
+        if self.writes not in WRITE_POLICIES:
+            raise ConfigError(f"writes {self.writes!r}: one of {', '.join(WRITE_POLICIES)}")
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -222,6 +243,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "read the hash of every block."
         ),
     ] = False
+    tier: Annotated[
+        tuple[TierSettings, ...],
+        _doc(
+            "Stores below the region, which the daemon starts as processes: URLs, separated by spaces in the "
+            "environment. In a file, each is a table `[[tier]]` with `url`, and perhaps `name` and `writes`.",
+            live=True,
+        ),
+    ] = ()
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _doc("Lowest severity that is logged.", live=True)
     ] = "info"
@@ -260,6 +289,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 f"events_topic {self.events_topic!r}: needs {{namespace}}, which keeps equal hashes apart"
             )
+        names = [each.name for each in self.tier]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"tier: two are called {max(names, key=names.count)!r}; give each a name")
         _within("events_buffer", self.events_buffer, 1, 1 << 20)
         _within("attach_rate", self.attach_rate, 0.01, 1e6)
         for name in ("max_sessions", "max_namespaces", "max_leases"):
@@ -321,7 +353,13 @@ def settings() -> list[Setting]:
         if choices:
             label = " \\| ".join(choices)
         else:
-            label = "size" if is_size else {tuple[int, ...]: "list"}.get(kind, getattr(kind, "__name__", ""))
+            label = (
+                "size"
+                if is_size
+                else {tuple[int, ...]: "list", tuple[TierSettings, ...]: "list"}.get(
+                    kind, getattr(kind, "__name__", "")
+                )
+            )
         if field.name == "endpoint":
             default = "`ipc:///run/kvcache/kvcache.sock` for root; otherwise a path below `$XDG_RUNTIME_DIR`"
         elif is_size and field.default:
@@ -375,11 +413,21 @@ def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
                 checked[key] = parse_size(value)
             elif key in _ID_LISTS:
                 checked[key] = parse_ids(value, *_ID_LISTS[key])
+            elif key == "tier":
+                checked[key] = _tiers(value)
             else:
                 checked[key] = msgspec.convert(value, hints[key], strict=False)
         except (msgspec.ValidationError, ConfigError) as error:
             raise ConfigError(f"{source}: {key}: {error}") from None
     return checked
+
+
+def _tiers(value: Any) -> tuple[TierSettings, ...]:
+    """Return the tiers in a list of tables or URLs, or in a text of URLs. Raises ConfigError or ValidationError."""
+    if isinstance(value, str):
+        value = value.split()
+    tables = [{"url": each} if isinstance(each, str) else each for each in msgspec.convert(value, list[Any])]
+    return msgspec.convert(tables, tuple[TierSettings, ...])
 
 
 def _similar(key: str, known: Iterable[str]) -> str:

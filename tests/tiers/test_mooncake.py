@@ -224,7 +224,7 @@ class TestOpening:
 
 def test_a_library_that_cannot_be_imported(suite: BackendSuite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(ConfigError, match=r"mooncake-transfer-engine-non-cuda .* libibverbs1"):
+    with pytest.raises(ConfigError, match=r"kvcache-server .* libibverbs1"):
         open_tier("mooncake://127.0.0.1/", suite.buffers.whole)
 
 

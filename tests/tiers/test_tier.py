@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Daemon, StartDaemon
-from tiered import ToyEngine, a_tier, hashes, wait_for
+from tiered import SPEC, ToyEngine, a_tier, hashes, wait_for
 
 
 @pytest.fixture
@@ -22,10 +25,19 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def engine(daemon: Daemon) -> Iterator[ToyEngine]:
-    engine = ToyEngine(daemon.endpoint)
-    yield engine
-    engine.close()
+def connect() -> Iterator[Callable[[Daemon], ToyEngine]]:
+    engines: list[ToyEngine] = []
+
+    def connect(daemon: Daemon) -> ToyEngine:
+        engines.append(ToyEngine(daemon.endpoint))
+        return engines[-1]
+
+    yield connect
+    for each in engines:
+        each.close()
+
+
+Connect = Callable[[Daemon], ToyEngine]
 
 
 def tier_of(daemon: Daemon) -> dict[str, Any]:
@@ -37,16 +49,212 @@ def wait_tier(daemon: Daemon, name: str, least: int) -> None:
     wait_for(lambda: tier_of(daemon).get(name, 0) >= least, f"{name} of {least}")
 
 
-def test_blocks_come_back_from_a_tier(daemon: Daemon, engine: ToyEngine, url: str, tmp_path: Path) -> None:
+def wait_open(daemon: Daemon) -> None:
+    wait_for(lambda: bool(tier_of(daemon)) and not tier_of(daemon)["off"], "a tier that works")
+
+
+def pid_of_the_tier(daemon: Daemon) -> int:
+    """Return the process that the daemon has started."""
+    children = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
+    (pid,) = [int(each) for path in children for each in path.read_text().split()]
+    return pid
+
+
+def save_below(daemon: Daemon, engine: ToyEngine, names: list[bytes]) -> None:
+    """Save blocks, have them written to the tier, and forget those in the region."""
+    before = tier_of(daemon).get("blocks_written", 0)
+    assert engine.save(names) == len(names)
+    assert engine.load(names) == len(names)
+    wait_tier(daemon, "blocks_written", before + len(names))
+    engine.session.clear()
+
+
+def test_blocks_come_back_from_a_tier(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
     names = hashes(1, 40)
+    engine = connect(daemon)
     with a_tier(tmp_path, url, daemon.endpoint):
-        wait_for(lambda: bool(tier_of(daemon)), "a tier")
-        assert engine.save(names) == 40
-        assert engine.load(names) == 40
-        wait_tier(daemon, "blocks_written", 40)
-        engine.session.clear()
+        wait_open(daemon)
+        save_below(daemon, engine, names)
         assert engine.load(names) == 0
         engine.load_all(names)
         wait_tier(daemon, "blocks_brought", 40)
         assert tier_of(daemon)["blocks_found"] == 40
     wait_for(lambda: not tier_of(daemon), "the tier's end")
+
+
+def test_through_writes_blocks_that_nobody_has_found_yet(
+    daemon: Daemon, connect: Connect, url: str, tmp_path: Path
+) -> None:
+    engine = connect(daemon)
+    with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through"):
+        wait_open(daemon)
+        assert engine.save(hashes(1, 20)) == 20
+        wait_tier(daemon, "blocks_written", 20)
+
+
+def test_second_does_not(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    engine = connect(daemon)
+    with a_tier(tmp_path, url, daemon.endpoint):
+        wait_open(daemon)
+        assert engine.save(hashes(1, 20)) == 20
+        assert engine.save(hashes(2, 5)) == engine.load(hashes(2, 5)) == 5
+        wait_tier(daemon, "blocks_written", 5)
+        assert tier_of(daemon)["blocks_written"] == 5
+
+
+def test_the_daemon_starts_a_tier_again_that_was_killed(start_daemon: StartDaemon, connect: Connect, url: str) -> None:
+    daemon = start_daemon(tier=url)
+    engine = connect(daemon)
+    names = hashes(1, 30)
+    wait_open(daemon)
+    save_below(daemon, engine, names)
+    killed = pid_of_the_tier(daemon)
+    os.kill(killed, signal.SIGKILL)
+    wait_for(lambda: "started again in" in daemon.log, "a line about the restart")
+    wait_open(daemon)
+    assert pid_of_the_tier(daemon) != killed
+    engine.load_all(names)
+    assert daemon.status()["daemon"]["tier_processes"][0]["starts"] == 2
+
+
+def test_a_tier_ends_with_its_daemon(start_daemon: StartDaemon, url: str) -> None:
+    for end in (signal.SIGTERM, signal.SIGKILL):
+        daemon = start_daemon(tier=url)
+        wait_open(daemon)
+        pid = pid_of_the_tier(daemon)
+        daemon.process.send_signal(end)
+        daemon.process.wait(20)
+        wait_for(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), "the tier's end")  # type: ignore[misc]
+
+
+def test_blocks_outlive_the_region(start_daemon: StartDaemon, connect: Connect, url: str) -> None:
+    daemon = start_daemon(tier=url)
+    names = hashes(1, 30)
+    wait_open(daemon)
+    save_below(daemon, connect(daemon), names)
+    assert daemon.stop() == 0
+    daemon = start_daemon(tier=url, fresh=True)
+    wait_open(daemon)
+    connect(daemon).load_all(names)
+
+
+def test_a_tier_of_its_own_follows_to_the_next_region(
+    start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path
+) -> None:
+    daemon = start_daemon()
+    names = hashes(1, 30)
+    with a_tier(tmp_path, url, daemon.endpoint) as tier:
+        wait_open(daemon)
+        save_below(daemon, connect(daemon), names)
+        daemon.kill()
+        daemon = start_daemon(fresh=True, size="96MiB")
+        wait_open(daemon)
+        connect(daemon).load_all(names)
+        assert "starting again" in tier.log
+
+
+def test_wrong_bytes_in_the_store_are_a_miss(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    engine = connect(daemon)
+    names = hashes(1, 20)
+    with a_tier(tmp_path, url, daemon.endpoint):
+        wait_open(daemon)
+        save_below(daemon, engine, names)
+    wait_for(lambda: not tier_of(daemon), "the tier's end")
+    (data,) = (tmp_path / "tier").glob("*.data")
+    content = bytearray(data.read_bytes())
+    for at in range(0, len(content), 4096):  # in every shard of every block
+        content[at] ^= 1
+    data.write_bytes(content)
+    with a_tier(tmp_path, url, daemon.endpoint):
+        wait_open(daemon)
+        assert engine.load(names) == 0
+        wait_tier(daemon, "blocks_not_brought", 20)
+        assert engine.load(names) == 0
+        counts = daemon.status()["clients"]
+        assert counts["tier_checksums_wrong"] >= 1
+
+
+def test_a_tier_that_fails_is_off_and_comes_back(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    engine = connect(daemon)
+    names = hashes(1, 20)
+    folder = tmp_path / "tier"
+    with a_tier(tmp_path, url, daemon.endpoint, env={"KVCACHE_TIER_URL": ""}) as tier:
+        wait_open(daemon)
+        save_below(daemon, engine, names)
+        # Reads and writes beyond the end of its files fail from now on.
+        (data,) = folder.glob("*.data")
+        size = data.stat().st_size
+        os.truncate(data, 0)
+        assert engine.load(names) == 0
+        wait_for(lambda: "is off for" in tier.log or tier_of(daemon).get("blocks_not_brought", 0) > 0, "a failure")
+        os.truncate(data, size)
+        assert engine.save(names) + engine.load(names) >= 20
+        wait_open(daemon)
+        more = hashes(2, 20)
+        save_below(daemon, engine, more)
+        engine.load_all(more)
+
+
+def test_the_configuration_adds_and_removes_tiers(
+    start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "kv.toml"
+    config.write_text("")
+    daemon = start_daemon(config=config)
+    config.write_text(f'[[tier]]\nurl = "{url}"\nname = "ssd"\nwrites = "through"\n')
+    daemon.process.send_signal(signal.SIGHUP)
+    wait_open(daemon)
+    assert (tier_of(daemon)["name"], tier_of(daemon)["writes"]) == ("ssd", "through")
+    assert str(tmp_path / "tier") not in daemon.log, "a URL may have a password"
+    config.write_text("")
+    daemon.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: not tier_of(daemon), "the tier's end")
+
+
+def test_a_wrong_url_is_told_once(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    daemon = start_daemon(tier=f"disk:{tmp_path}/tier")
+    wait_for(lambda: "not started again" in daemon.log, "the verdict")
+    assert "a folder and its size, as in disk:/var/cache/kvcache?size=500GiB" in daemon.log
+    (process,) = daemon.status()["daemon"]["tier_processes"]
+    assert process == {"name": "disk", "starts": 1, "ended": "its URL or settings are wrong"}
+
+
+def test_a_tier_that_hangs_is_killed(start_daemon: StartDaemon, url: str, tmp_path: Path) -> None:
+    hurry = tmp_path / "sitecustomize.py"
+    hurry.write_text("import kvcache_server.tiering.tiering as tiering\ntiering.HANGING = 1.0\n")
+    daemon = start_daemon(tier=url, env={"PYTHONPATH": str(tmp_path)})
+    wait_open(daemon)
+    stopped = pid_of_the_tier(daemon)
+    os.kill(stopped, signal.SIGSTOP)
+    wait_for(lambda: "killed, because it has asked for no work" in daemon.log, "the end of the process that hangs")
+    wait_open(daemon)
+    assert pid_of_the_tier(daemon) != stopped
+
+
+def test_a_second_tier_of_one_name_waits(daemon: Daemon, tmp_path: Path, url: str) -> None:
+    with a_tier(tmp_path, url, daemon.endpoint) as first:
+        wait_open(daemon)
+        with a_tier(tmp_path, f"disk:{tmp_path}/other?size=64MiB", daemon.endpoint) as second:
+            wait_for(lambda: "another tier is called 'disk'" in second.log, "a line about it")
+            first.stop()
+            wait_for(lambda: tier_of(daemon).get("off") == "", "the second one's turn")
+
+
+def test_promotion_does_not_hold_up_a_full_region(start_daemon: StartDaemon, connect: Connect, url: str) -> None:
+    """Blocks of three times the region's size all come back, though each needs another one's place."""
+    daemon = start_daemon(tier=url.replace("256MiB", "512MiB"), size="16MiB")
+    engine = connect(daemon)
+    wait_open(daemon)
+    chains = [hashes(chain, 16) for chain in range(24)]
+    for names in chains:
+        engine.save(names)
+        engine.load(names)
+    wait_for(lambda: tier_of(daemon)["to_write_blocks"] == 0, "the last write")
+    for names in chains:
+        until = time.monotonic() + 20
+        while engine.load(names) < 16 and time.monotonic() < until:
+            if tier_of(daemon)["blocks_written"] < 16 * 24:
+                engine.save(names)
+            time.sleep(0.005)
+        assert engine.load(names) == 16
+    assert SPEC.shards == 2

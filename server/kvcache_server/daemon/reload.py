@@ -13,6 +13,7 @@ from kvcache_server.config import Config, settings
 from kvcache_server.core.cache import Cache
 from kvcache_server.daemon import descriptor_limit
 from kvcache_server.daemon.handshake import Door
+from kvcache_server.daemon.tier_processes import TierProcesses
 from kvcache_server.rates import Rate
 
 log = logging.getLogger(__name__)
@@ -30,10 +31,12 @@ class Reload:
         cache: Cache,
         door: Door,
         allow_users: Callable[[Config], None],
+        tiers: TierProcesses,
     ) -> None:
         """`allow_users` applies the allowed users and groups to sockets other than the door's. Raises OSError."""
         self.config = config
         self._read, self._cache, self._door, self._allow_users = read, cache, door, allow_users
+        self._tiers = tiers
 
     def read_again(self) -> None:
         """Apply what has changed, and log one line with what was applied and what needs a restart.
@@ -64,6 +67,7 @@ class Reload:
                 return
         self.config = config
         self._cache.set_limits(config.limits())
+        self._tiers.apply(config.tier)
         if "max_sessions" in live:
             descriptor_limit.warn_if_few(config)
         log_changes = {"log_level", "log_format"} & live.keys()  # otherwise, a level set at run time stays

@@ -27,6 +27,7 @@ from kvcache_server.daemon.reload import Reload, rate_of
 from kvcache_server.daemon.request_socket import RequestSocket
 from kvcache_server.daemon.session_registry import SessionRegistry
 from kvcache_server.daemon.systemd import ServiceManager
+from kvcache_server.daemon.tier_processes import TierProcesses
 from kvcache_server.events.publisher import Publisher
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.insight import Insight
@@ -108,7 +109,8 @@ class Service:
             undo.callback(self._door.close)
             self._allow_users(config)
             undo.pop_all()
-        self._reloading = Reload(config, read, self._cache, self._door, self._allow_users)
+        self._tier_processes = TierProcesses(config.endpoint)
+        self._reloading = Reload(config, read, self._cache, self._door, self._allow_users, self._tier_processes)
 
     def _allow_users(self, config: Config) -> None:
         """Allow only the users and groups in `config` to connect to sockets other than the door. Raises OSError."""
@@ -138,6 +140,7 @@ class Service:
             signals.block()  # a second signal must not interrupt the clean-up
             self._next_tick.cancel()  # the loop runs once more, and a tick would find closed sockets
             self._manager.stopping()
+            self._tier_processes.close()
             if self._http:
                 self._http.close()
             self._door.close()
@@ -155,6 +158,7 @@ class Service:
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         self._loop.add_signal_handler(signal.SIGUSR1, self._admin_ops.check_soon)
         self._manager.ready(self._state())
+        self._tier_processes.apply(self._config.tier)
         signals.unblock()
 
     def _reload(self) -> None:
@@ -237,6 +241,7 @@ class Service:
             self._http.collect if self._http else lambda: None,
             self._long_work.schedule,
             self._look_after_sockets,
+            self._look_after_tiers,
             lambda: self._manager.tick(time.monotonic()),
         ):
             try:
@@ -267,6 +272,11 @@ class Service:
                 log.error("%s was removed or replaced: no client can attach any more; stopping", each.path)
                 self._loop.stop()
 
+    def _look_after_tiers(self) -> None:
+        """End the processes of tiers that hang."""
+        for name in self._tiering.hanging(time.monotonic()):
+            self._tier_processes.kill(name, "has asked for no work for too long")
+
     def _summarise(self) -> None:
         """Log one line about what happened since the last one, if anything."""
         self._loop.call_later(SUMMARY, self._summarise)
@@ -296,5 +306,6 @@ class Service:
             "log_level": logs.level(),
             "http": self._http.figures() if self._http else None,
             "tiers": self._tiering.report(),
+            "tier_processes": self._tier_processes.report(),
             "events": self._publisher.report() if self._publisher is not None else {},
         }

@@ -84,7 +84,7 @@ class Tier:
         self.waiting = 0  # blocks in it
         self.writing: dict[int, Writing] = {}
         self.written_in_flight = 0  # bytes
-        self._brought_at = 0.0
+        self.asked_at = self._brought_at = 0.0
 
     @property
     def on(self) -> bool:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import BadArgument, NotPermitted
+from kvcache_proto.errors import BadArgument, NotPermitted, Unavailable
 from kvcache_proto.types import SUM_BYTES
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, SessionGone, Shown
@@ -24,6 +24,7 @@ from kvcache_server.tiering.tier import Looking, Tier, Writing
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
+HANGING = 60.0  # seconds without a request from a tier that works: one with nothing to do asks twice a second
 MOST_JOBS = 64  # looks in one answer
 MOST_BATCH = 1 << 30  # bytes
 
@@ -122,13 +123,13 @@ class Tiering:
     def begin(self, session: int, request: Any, now: float) -> None:
         """Take a request of a session. Raises NotPermitted, BadArgument; then nothing has changed."""
         if isinstance(request, m.Work):
-            self._enlist(self._cache.sessions[session], request)
+            self._enlist(self._cache.sessions[session], request, now)
         elif session in self._tiers:
             self._worked(self._tiers[session], request, now)
         else:
             self._cache.counters["jobs_unknown"] += 1
 
-    def _enlist(self, session: Session, request: m.Work) -> None:
+    def _enlist(self, session: Session, request: m.Work, now: float) -> None:
         if session.user != self._user:
             raise NotPermitted(f"a tier's process must run as the daemon's user, {self._user}, not as {session.user}")
         if request.writes not in m.WRITE_POLICIES:
@@ -137,6 +138,9 @@ class Tiering:
             raise BadArgument(f"batch_bytes {request.batch_bytes}: 1 to {MOST_BATCH}")
         tier = self._tiers.get(session.id)
         if tier is None or tier.session is not session:
+            for each in self._tiers.values():
+                if each.name == request.tier and each.session.connected and each.session.id != session.id:
+                    raise Unavailable(f"another tier is called {each.name!r}")
             former = tier
             if former is not None:  # it has resumed: what it was doing is void
                 self._turn_off(former, "resumed")
@@ -150,7 +154,7 @@ class Tiering:
                 tier.counts = former.counts
             self._tiers[session.id] = tier
             self._listen()
-        tier.off = ""
+        tier.off, tier.asked_at = "", now
 
     def _worked(self, tier: Tier, request: m.Worked, now: float) -> None:
         unknown = 0
@@ -244,6 +248,13 @@ class Tiering:
         sums = lookups.checksums.read(slots, group.sum_offsets) if lookups.checksums else b""
         sums = sums or bytes(len(batch) * len(group.spec.shards) * SUM_BYTES)
         return m.WriteOut(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
+
+    def hanging(self, now: float) -> list[str]:
+        """Return the names of connected tiers that ask for no work any more, and turn those off."""
+        found = [tier for tier in self._tiers.values() if tier.on and now - tier.asked_at > HANGING]
+        for tier in found:
+            self._turn_off(tier, "hanging")
+        return [tier.name for tier in found]
 
     def undo(self, session: int) -> None:
         """Take all jobs of a tier back: an answer with some could not be sent."""
