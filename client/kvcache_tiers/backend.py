@@ -5,6 +5,7 @@ The entry point's name is the scheme of its URLs, and what it names is an `Open`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, Protocol
@@ -35,9 +36,11 @@ class Backend(Protocol):
 
     Attributes:
         batch_bytes: how much data one call of `put` or `get` should have for the store to be fast.
+        counts: what went wrong or was given up, by a name of the backend's own; the tier logs them.
     """
 
     batch_bytes: int
+    counts: Counter[str]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which values are there. One of them may be gone when it is read."""

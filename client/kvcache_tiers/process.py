@@ -29,6 +29,7 @@ DEADLINE = 5.0  # seconds that a reservation may take; a request for work is hel
 READERS, WRITERS = 4, 2  # threads
 RETRY, MOST_RETRY = 0.5, 30.0  # seconds until a store that has failed is tried again: twice as long each time
 ABSENT = 0.1  # seconds between two looks for a daemon
+SAY_EVERY = 60.0  # seconds between two lines about what the backend has counted
 IDLE = 60.0  # seconds without a job after which a namespace is left: else the daemon would never forget it
 MOST_ATTACHED = 12  # namespaces; the daemon allows 16
 RESTART = 75  # as an exit status: the backend must be opened with another region, by a process without the old one
@@ -53,6 +54,9 @@ class TierProcess:
         self._reported: Counter[str] = Counter()
         self._failures = 0  # in a row
         self._off_until = 0.0
+        self._said: Counter[str] = Counter()  # of the backend's counts
+        self._say_at = 0.0
+        self._refusal = ""  # why there was no work, as it was logged
         self._session.add_counts(self._new_counts)
 
     def stop(self) -> None:
@@ -99,10 +103,14 @@ class TierProcess:
         assert self._backend is not None
         try:
             jobs = self._session.work(self._name, self._backend.batch_bytes, self._policy)
-        except Unavailable:
+        except Unavailable as error:
+            if str(error) != self._refusal:
+                self._refusal = str(error)
+                log.warning("no work: %s", error)
             self._session.worked(off="the answer to a request for work was late")  # the jobs in it are void
             self._stopping.wait(ABSENT)
             return
+        self._refusal = ""
         now = time.monotonic()
         try:
             self._join(jobs.specs, now)
@@ -115,6 +123,16 @@ class TierProcess:
         for write in jobs.writes:
             self._writers.submit(self._guarded, self._write_out, write, self._session.region)
         self._leave(now)
+        if now >= self._say_at:
+            self._say_at = now + SAY_EVERY
+            self._say(self._backend.counts)
+
+    def _say(self, counts: Counter[str]) -> None:
+        """Log what the backend has counted since the last time."""
+        new = Counter(counts) - self._said
+        if new:
+            self._said += new
+            log.info("the store: %s", ", ".join(f"{name} {count}" for name, count in sorted(new.items())))
 
     # Namespaces.
 

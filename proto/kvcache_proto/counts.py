@@ -42,9 +42,21 @@ _COPIES = """
     loads_fail loads_failed loads_layered loads_of_another_boundary loads_of_another_region loads_of_odd_places
     loads_unannounced needed_blocks needed_bytes save_ends_failed save_us saved_bytes saves_given_away sums_failed
 """
+_TIERS = """
+    tier_checksums_wrong tier_headers_wrong tier_internal tier_slots_lost tier_store_failed tier_writes_overtaken
+"""
 _REFUSED = [f"{what}_{why.name.lower()}" for what in ("refused", "saves") for why in Refusal]
 _VERDICTS = [f"verdict_{verdict.name.lower()}" for verdict in Verdict]
 
 CLIENT_COUNTS = frozenset(
-    [*_CONNECTION.split(), *_LOOKUPS.split(), *_SAVES.split(), *_HINTS.split(), *_COPIES.split(), *_REFUSED, *_VERDICTS]
+    [
+        *_CONNECTION.split(),
+        *_LOOKUPS.split(),
+        *_SAVES.split(),
+        *_HINTS.split(),
+        *_COPIES.split(),
+        *_TIERS.split(),
+        *_REFUSED,
+        *_VERDICTS,
+    ]
 )

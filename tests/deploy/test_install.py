@@ -22,6 +22,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make us
 ETC = {
     "etc/systemd/system/kvcache-server.service",
     "etc/systemd/system/kvcache-server@.service",
+    "etc/systemd/system/kvcache-tier@.service",
     "etc/systemd/system/run-kvregion.mount",
     "etc/sysusers.d/kvcache.conf",
     "etc/tmpfiles.d/kvcache.conf",
@@ -221,7 +222,13 @@ def test_a_program_that_the_user_of_the_daemon_cannot_reach(tmp_path: Path) -> N
 @needs_systemd
 def test_systemd_accepts_the_units(tmp_path: Path, program: Path) -> None:
     units = Path(FOLDERS[1])
-    for name in ("kvcache-server.service", "kvcache-server@.service", "run-kvregion.mount", "vllm@.service"):
+    for name in (
+        "kvcache-server.service",
+        "kvcache-server@.service",
+        "kvcache-tier@.service",
+        "run-kvregion.mount",
+        "vllm@.service",
+    ):
         text = (units / name).read_text().replace("/usr/local/bin/kvcache-server", str(program))
         (tmp_path / name).write_text(text.replace("/opt/vllm/bin/vllm", str(program)))
     (tmp_path / "user").mkdir()
@@ -245,7 +252,8 @@ def test_systemd_accepts_the_units(tmp_path: Path, program: Path) -> None:
 def test_the_template_equals_the_unit() -> None:
     unit, template = ((Path(FOLDERS[1]) / f"kvcache-server{at}.service").read_text().splitlines() for at in ("", "@"))
     differing = [(ours, its) for ours, its in zip(unit, template, strict=True) if ours != its]
-    assert [line.split("=")[0] for line, _ in differing] == ["Description", "ExecStart", "RuntimeDirectory"]
+    changed = [line.split("=")[0] for line, _ in differing]
+    assert changed == ["Description", "ExecStart", "RuntimeDirectory", "CacheDirectory"]
     assert all("%i" in its for _, its in differing)
     assert (
         "ipc:///run/kvcache/" in (Path(FOLDERS[1]) / "kvcache.toml").read_text()

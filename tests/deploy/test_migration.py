@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcache_client.settings import FOREIGN, ConnectorSettings
-from kvcache_server.config import settings
+from kvcache_server.config import TierSettings, settings
 
 PAGE = (Path(__file__).parents[2] / "deploy" / "MIGRATION.md").read_text()
 VLLM = importlib.util.find_spec("vllm")
@@ -35,6 +35,7 @@ def test_every_key_of_vllm_is_on_the_page_and_known_to_the_connector() -> None:
 
 def test_settings_of_ours_that_the_page_names_exist() -> None:
     ours = {row.name for row in settings()} | set(ConnectorSettings.__struct_fields__)
+    ours |= set(TierSettings.__struct_fields__)
     answers = re.findall(r"^\|.*\| ([^|]*) \|$", PAGE.split("**Not supported**")[0], re.MULTILINE)
     named = {name for answer in answers for name in re.findall(r"^`(\w+)`", answer)}
     assert len(named) > 10

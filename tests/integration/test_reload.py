@@ -31,6 +31,7 @@ from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 from kvcache_server.daemon.handshake import Door
 from kvcache_server.daemon.reload import Reload
+from kvcache_server.daemon.tier_processes import TierProcesses
 from kvcache_server.transport.sockets import set_access
 
 ACL = "system.posix_acl_access"
@@ -242,7 +243,9 @@ def test_settings_that_the_sockets_reject_are_tried_again_next_time(
     cache.set_limits(old.limits())
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         door = Door(loop, endpoint, -1, geometry, _nobody, _nobody)
-        in_force = Reload(old, lambda: new, cache, door, lambda config: set_access(str(router), (), ()))
+        in_force = Reload(
+            old, lambda: new, cache, door, lambda config: set_access(str(router), (), ()), TierProcesses(old.endpoint)
+        )
         with caplog.at_level("INFO"):
             router.unlink()
             in_force.read_again()

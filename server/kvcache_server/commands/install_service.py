@@ -111,7 +111,7 @@ def _for_host(
             mount, "What=tmpfs", "What=hugetlbfs", "Type=tmpfs", "Type=hugetlbfs", "size=90%", "pagesize=2M"
         )
     pieces = [File(units / "run-kvregion.mount", mount, kept=not huge_pages)]
-    for each in ("kvcache-server.service", "kvcache-server@.service"):
+    for each in ("kvcache-server.service", "kvcache-server@.service", "kvcache-tier@.service"):
         text = _replaced(_text(each), PROGRAM, program)
         if any(part.startswith(tuple(f"{home}/" for home in HOMES)) for part in (program, *parts)):
             text = _replaced(text, "ProtectHome=yes", "ProtectHome=read-only")
