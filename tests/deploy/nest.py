@@ -34,6 +34,7 @@ mount --bind "$NEST_TREE" /run/nest/tree
 mount -t overlay overlay -o lowerdir=/etc,upperdir=/run/nest/etc,workdir=/run/nest/work /etc
 mount -t tmpfs -o mode=755 tmpfs /etc/systemd/system
 mount -t tmpfs -o mode=755 tmpfs /var/lib/systemd
+mount -t tmpfs -o mode=755 tmpfs /var/cache
 while mountpoint -q /sys/fs/cgroup; do umount -R /sys/fs/cgroup; done
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 for target in $NEST_TARGETS; do printf '[Unit]\\nDefaultDependencies=no\\n' > /run/nest/units/$target.target; done

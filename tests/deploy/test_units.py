@@ -186,6 +186,45 @@ def test_an_invalid_configuration_is_not_retried(service: Nest) -> None:
         write(service, CONFIG, config)
 
 
+def wait_tier(host: Nest, name: str) -> None:
+    until = time.monotonic() + 30
+    while [(each["name"], each["off"]) for each in stats(host)["daemon"]["tiers"]] != [(name, "")]:
+        assert time.monotonic() < until, f"no tier {name}:\n{stats(host)['daemon']}\n{host.log}"
+        time.sleep(0.1)
+
+
+def test_the_daemon_s_unit_has_room_for_a_tier_on_disk(service: Nest) -> None:
+    config = service.run("cat", CONFIG)
+    try:
+        write(service, CONFIG, config + '\n[[tier]]\nurl = "disk:/var/cache/kvcache?size=64MiB"\n')
+        service.run("systemctl", "reload", UNIT)
+        wait_tier(service, "disk")
+    finally:
+        write(service, CONFIG, config)
+        service.run("systemctl", "restart", UNIT)
+    assert stats(service)["daemon"]["tiers"] == []
+
+
+def test_a_tier_has_a_unit_of_its_own(service: Nest) -> None:
+    unit = "kvcache-tier@ssd.service"
+    write(service, "/etc/kvcache/tier-ssd.env", "KVCACHE_TIER_URL=disk:/var/cache/kvcache?size=64MiB\n")
+    try:
+        service.run("systemctl", "start", unit)
+        wait_tier(service, "ssd")
+        service.run("systemctl", "restart", UNIT)
+        wait_tier(service, "ssd")
+        assert service.show(unit, "NRestarts") == "0"
+        service.run("systemctl", "stop", unit)
+        assert service.show(unit, "Result") == "success"
+        write(service, "/etc/kvcache/tier-ssd.env", "KVCACHE_TIER_URL=disk:/var/cache/kvcache\n")
+        service.run("systemctl", "start", unit)
+        service.wait(unit, "ActiveState", "failed")
+        assert (service.show(unit, "ExecMainStatus"), service.show(unit, "NRestarts")) == ("2", "0")
+    finally:
+        service.run("systemctl", "stop", unit)
+        service.run("systemctl", "reset-failed", unit, check=False)
+
+
 def test_a_second_daemon_is_an_instance(service: Nest) -> None:
     service.run(*INSTALL, "--instance", "red", "--size", "32MiB")
     service.run("systemctl", "start", "kvcache-server@red.service")
