@@ -99,6 +99,8 @@ WIRE: dict[str, Callable[[list[Any], random.Random], list[bytes]]] = {
     "negative": _lookup(_set(3, -1)),
     "pending": _lookup(_set(4, 1 << 40)),
     "withheld": _lookup(_set(6, -5)),
+    "coming": _lookup(_set(8, -1)),
+    "coming at once": _lookup(lambda reply: reply.__setitem__(slice(8, 10), [1, 0])),
     "unpinned": _lookup(_set(2, 0)),
     "no slots": _lookup(_set(5, b"")),
     "odd slots": _lookup(lambda reply: reply.__setitem__(5, reply[5][:-1])),

@@ -223,6 +223,61 @@ def test_what_running_loads_pin_is_waited_for_and_what_is_beyond_the_quota_is_le
     assert engine.ask(second) == hit(1)
 
 
+def test_what_a_tier_brings_soon_is_waited_for_without_further_lookups(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    cache.store(run[:1])
+    cache.asking = 0.005
+    request = engine.request("r", run)
+    assert engine.ask(request) == ASK_AGAIN
+    assert not cache.leases
+    engine.now += 0.005
+    cache.below, cache.asking = dict.fromkeys(run[1:], 0.04), 0.0
+    assert engine.ask(request) == ASK_AGAIN
+    asked = len(cache.lookups)
+    engine.now += 0.03
+    assert engine.ask(request) == ASK_AGAIN
+    assert len(cache.lookups) == asked, "they are not expected yet"
+    engine.now += 0.011
+    cache.below = {}
+    cache.store(run)
+    assert engine.ask(request) == hit(4)
+    assert engine.scheduler.counters["lookups_waited_for_tier"] == 1
+
+
+def test_what_tiers_do_not_have_is_not_waited_for(cache: Cache) -> None:
+    engine, request = Engine(cache), Engine(cache).request("r", chain("a", 4))
+    cache.asking = 0.005
+    assert engine.ask(request) == ASK_AGAIN
+    engine.now += 0.005
+    cache.asking = 0.0
+    assert engine.ask(request) == NO_HIT
+
+
+def test_a_tier_that_keeps_nobody_s_word_is_not_waited_for_for_ever(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    cache.below = dict.fromkeys(run, 0.01)
+    request, began = engine.request("r", run), engine.now
+    while engine.ask(request) == ASK_AGAIN:
+        engine.now += 0.001
+        assert engine.now < began + lookups.TIER_WAIT + 0.02
+    assert len(cache.lookups) < 30
+    cache.asking, cache.below = 0.001, {}
+    assert engine.ask(request) == NO_HIT, "once a request"
+
+
+@pytest.mark.parametrize(("eta", "waits"), [(1.9, True), (2.1, False)])
+def test_a_tier_is_waited_for_while_computing_takes_longer(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, eta: float, waits: bool
+) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(engine.scheduler.gate, "patience", lambda begin, end, now: asked.append((begin, end)) or 2.0)
+    cache.store(run[:1])
+    cache.below = dict.fromkeys(run[1:3], eta)
+    assert (engine.ask(engine.request("r", run)) == ASK_AGAIN) == waits
+    assert asked == [(BLOCK, 3 * BLOCK)], "what the tier brings would be computed, and nothing else"
+
+
 def test_another_request_of_the_same_name_starts_from_nothing(cache: Cache) -> None:
     engine, run = Engine(cache), chain("a", 4)
     cache.store(run)
@@ -421,6 +476,8 @@ def test_whatever_happens_nothing_is_left_behind(seed: int) -> None:
     for number in range(200):
         if len(waiting) < 3:
             waiting.append(engine.request(f"r{number}", list(draw.choice(prompts))))
+        cache.below = dict.fromkeys(draw.choice(prompts), draw.choice((0.001, 0.1))) if draw.random() < 0.3 else {}
+        cache.asking = draw.choice((0.0, 0.004))
         cache.quota, cache.full = draw.choice((2, 1000)), draw.random() < 0.1
         for request in list(waiting):
             tokens, _ = engine.ask(request)

@@ -40,6 +40,8 @@ class Lease:
     sums: bytes = b""
     failed: bool = False
     region_id: bytes = b""
+    coming: int = 0
+    eta: float = 0.0
 
     def release(self) -> None:
         self.cache.leases.discard(self.id)
@@ -115,14 +117,17 @@ class Space:
         hits = sum(1 for _ in itertools.takewhile(self.visible.__contains__, hashes))
         pending = sum(1 for _ in itertools.takewhile(self.writing.__contains__, hashes[hits:]))
         allowed = min(hits, cache.quota)
+        coming = sum(1 for _ in itertools.takewhile(cache.below.__contains__, hashes[hits:]))
+        eta = cache.below[hashes[hits]] if coming else cache.asking if hits < len(hashes) else 0.0
         if not allowed:
-            return Lease(cache, pending=pending, withheld=hits)
+            return Lease(cache, pending=pending, withheld=hits, coming=coming, eta=eta)
         number = next(cache.numbers)
         cache.leases.add(number)
         packed = refs([self.visible[each] for each in hashes[:allowed]])
-        return Lease(
-            cache, number, allowed, pending if allowed == hits else 0, hits - allowed, packed, region_id=REGION
-        )
+        lease = Lease(cache, number, allowed, pending, hits - allowed, packed, region_id=REGION, coming=coming, eta=eta)
+        if lease.withheld:
+            lease.pending, lease.coming, lease.eta = 0, 0, 0.0
+        return lease
 
     def reserve_runs_later(self, runs: Sequence[Run]) -> Ticket:
         ticket = Ticket(self._cache, self, runs)
@@ -172,6 +177,8 @@ class Cache:
         self.hints: list[tuple[Any, ...]] = []  # as the daemon was told
         self.retain_refusal = ""
         self.quota = 1000
+        self.below: dict[bytes, float] = {}  # seconds in which a tier brings a block
+        self.asking = 0.0  # seconds until tiers say what they have
         self.refusal: Exception | None = None
         self.full = False
         self.slots, self.numbers = itertools.count(), itertools.count(1)

@@ -19,6 +19,8 @@ class CacheLease(Protocol):
     hits: int
     pending: int
     withheld: int
+    coming: int
+    eta: float
     packed: bytes
     sums: bytes
     failed: bool

@@ -6,6 +6,8 @@ deadline.
 
 from __future__ import annotations
 
+import math
+
 from kvcache_client.scheduler.cache import CacheNamespace, Counts
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention
@@ -16,6 +18,10 @@ from kvcache_proto.errors import KVCacheError
 
 PENDING_WAIT = 0.05  # seconds that a request waits, once, for blocks that are being written
 PRODUCER_WAIT = 1.0  # the same in an engine that leaves prompts to others: what is being written is being handed over
+TIER_WAIT = (
+    0.25  # seconds that it waits, in all, for blocks from a tier while it is not known how long they take to compute
+)
+LEAST_WAIT = 0.002  # seconds between two lookups of a request that waits for a tier
 QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give back what the engine may pin
 MAX_AGE = 0.1  # seconds after which a lookup that found less than all is repeated
 NAME_EVERY = 1.0  # seconds between two lookups of a request that bear its name
@@ -131,6 +137,22 @@ class Lookups:
             if not patience:
                 self._counters.add("waits_declined_slow")
         return now < state.pending_until
+
+    def waits_for_tier(self, state: RequestState, lookup: LookupResult, patience: float, now: float) -> bool:
+        """Return whether a request is to wait for blocks from a tier, which computing them would take `patience` for.
+
+        Until then it is not looked up again: `state.tier_until`. In all it waits no longer than that.
+        """
+        eta = lookup.lease.eta
+        if patience == math.inf:
+            patience = TIER_WAIT
+        state.tier_asked = state.tier_asked or now
+        if now + eta > state.tier_asked + patience:
+            self._counters.add("waits_declined_slow")
+            return False
+        self._counters.add("lookups_waited_for_tier", int(now == state.tier_asked))
+        state.tier_until = now + max(eta, LEAST_WAIT)
+        return True
 
     def take(self, state: RequestState) -> LookupResult | None:
         """Hand over what was found, with its lease, to a load; None where no lease is held."""

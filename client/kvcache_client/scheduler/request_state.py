@@ -62,6 +62,8 @@ class RequestState:
     named_at: float = 0.0  # when a lookup last had its name
     waited: bool = False  # whether its last lookup was put off for what was on its way, or kept back
     pending_until: float = 0.0  # how long it waits for blocks that are being written; it does so once
+    tier_asked: float = 0.0  # when it first waited for a tier
+    tier_until: float = 0.0  # no lookup before: a tier brings its blocks, or is asked for them
     loads_to_end: int = 0  # no lookup before so many loads of the engine have ended: they hold what it may pin
     quota_until: float = 0.0  # but not for longer
     follows: str = ""  # the request whose load brings what this one would load

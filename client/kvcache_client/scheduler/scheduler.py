@@ -156,7 +156,7 @@ class Scheduler:
             return 0, False
         if len(self._loads) and state.loads_to_end > self._loads.ended and now < state.quota_until:
             return None, False
-        if self._loads.following(state, start, now):
+        if now < state.tier_until or self._loads.following(state, start, now):
             return None, False
         lookup = self._lookups.known(state, limit, start, now)
         if lookup is None:
@@ -171,6 +171,10 @@ class Scheduler:
         if coming and self._lookups.worth_waiting(
             state, lookup, start, len(self._loads), self._loads.ended, patience, now
         ):
+            state.waited = True
+            self._lookups.forget(state)
+            return None, False
+        if lookup.lease.eta and self._waits_for_tier(state, lookup, computed, limit, now):
             state.waited = True
             self._lookups.forget(state)
             return None, False
@@ -190,6 +194,13 @@ class Scheduler:
             self._counters.add("canary_requests")
             return self._decline(state, "canary", now)
         return tokens, True
+
+    def _waits_for_tier(self, state: RequestState, lookup: LookupResult, computed: int, limit: int, now: float) -> bool:
+        """Whether blocks from a tier come sooner than they can be computed; what tiers may have counts as coming."""
+        lease, tokens = lookup.lease, self._group.slot_tokens
+        begin, end = lease.hits * tokens, min(lease.hits + (lease.coming or lookup.wanted), limit) * tokens
+        begin = max(begin, computed)
+        return end > begin and self._lookups.waits_for_tier(state, lookup, self.gate.patience(begin, end, now), now)
 
     def _no_lookup(self, state: RequestState, computed: int, now: float) -> str:
         """Return why a request is not looked up, "" where it is."""

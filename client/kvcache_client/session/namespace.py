@@ -181,7 +181,8 @@ class Namespace:
             self._give_back(connection, reply)
             return self._no_lease("lookups_refused")
         pinned = (reply.lease, reply.hits, reply.pending, reply.slots)
-        return Lease(self._daemon, connection, parts, *pinned, withheld=reply.withheld, sums=reply.sums)
+        below = (reply.withheld, reply.sums, reply.coming, reply.eta_ms / 1000)
+        return Lease(self._daemon, connection, parts, *pinned, False, *below)
 
     def _no_lease(self, reason: str) -> Lease:
         self._daemon.count(reason)

@@ -16,19 +16,24 @@ MOST_ABSENT = 1 << 16  # blocks of which that is remembered
 MOST_LOOKS = 256  # that wait; a tier that does not keep up is not asked for more
 MOST_WRITES = 1 << 16  # blocks that wait to be written
 FIRST_RATE, FIRST_LATENCY = 1e9, 0.005  # bytes per second and seconds, until the first ones were measured
+LATE, LATE_LEAST = 2.0, 0.05  # times what was expected, and seconds: then a tier is late
 _SMOOTH = 0.2  # the weight of a new measurement
 
 
 class Fetch:
     """Blocks of a chain that a tier has and that are brought into the region, in parts.
 
-    `due` is when the last one is expected; `left` are the hashes that no part was made of yet.
+    `due` is when the last one is expected; if it has not come by `late`, nobody is told to wait for it any more.
     """
 
-    __slots__ = ("due", "engine", "group", "hashes", "parent", "sent")
+    __slots__ = ("due", "engine", "group", "hashes", "late", "parent", "sent")
 
-    def __init__(self, engine: str, group: Group, parent: bytes | None, hashes: list[bytes], due: float) -> None:
-        self.engine, self.group, self.parent, self.hashes, self.due = engine, group, parent, hashes, due
+    def __init__(
+        self, engine: str, group: Group, parent: bytes | None, hashes: list[bytes], now: float, seconds: float
+    ) -> None:
+        """It is expected to take `seconds`."""
+        self.engine, self.group, self.parent, self.hashes = engine, group, parent, hashes
+        self.due, self.late = now + seconds, now + LATE * seconds + LATE_LEAST
         self.sent = 0  # hashes of which parts were made
 
 
@@ -125,7 +130,7 @@ class Tier:
             self._lacks(hashes[blocks] + group.tag, now)
         if blocks:
             self.backlog += blocks * group.slot_bytes
-            fetch = Fetch(looking.engine, group, looking.parent, hashes[:blocks], now + self.backlog / self.rate)
+            fetch = Fetch(looking.engine, group, looking.parent, hashes[:blocks], now, self.backlog / self.rate)
             self.coming.update((name + group.tag, fetch) for name in fetch.hashes)
             self.fetches.setdefault(looking.engine, deque()).append(fetch)
         return looking, blocks

@@ -20,7 +20,7 @@ from kvcache_server.core.effects import Change, SessionGone, Shown
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import LOOK
-from kvcache_server.tiering.tier import Looking, Tier, Writing
+from kvcache_server.tiering.tier import LATE, LATE_LEAST, Looking, Tier, Writing
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
@@ -76,6 +76,8 @@ class Tiering:
                 continue
             fetch = tier.coming.get(first)
             if fetch is not None:
+                if now > fetch.late:
+                    return 0, 0
                 end = hits + 1
                 while end < len(hashes) and hashes[end] + group.tag in tier.coming:
                     end += 1
@@ -88,7 +90,8 @@ class Tiering:
                 tier.ask(Looking(session.engine.name, group, parent, list(hashes[begin:]), now))
             asked = tier.asked.get(name + group.tag)
             if asked is not None:
-                waits = max(waits, asked + 2 * tier.latency - now, 1e-3)
+                if now < asked + LATE * 2 * tier.latency + LATE_LEAST:
+                    waits = max(asked + 2 * tier.latency - now, 1e-3)
                 break  # the next tier is asked for what this one does not have
         return 0, round(waits * 1000)
 
