@@ -37,15 +37,16 @@ def missing() -> str | None:
 class MooncakeStore:
     """The `master` is started at once. The store has no memory before `add_node`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, address: str = "127.0.0.1") -> None:
+        self._address = address
         self._log = folder / "mooncake.log"
         self._port, self._metrics = free_port(), free_port()
-        self.url = f"mooncake://127.0.0.1:{self._port}/?timeout={TIMEOUT}"
+        self.url = f"mooncake://{address}:{self._port}/?timeout={TIMEOUT}"
         self._processes: list[Process] = []
         self.master = self.start_master()
 
     def start_master(self) -> Process:
-        flags = {"rpc_address": "127.0.0.1", "rpc_port": self._port}
+        flags = {"rpc_address": self._address, "rpc_port": self._port}
         flags |= {"metrics_host": "127.0.0.1", "metrics_port": self._metrics}
         flags |= {"client_ttl": 120}  # seconds; no test ends before the master notices that a node is gone
         self.master = self._start("mooncake_master", **flags)
@@ -55,8 +56,8 @@ class MooncakeStore:
     def add_node(self, size: str = "512 MB") -> Process:
         """Add memory to the store; return when the master knows of it."""
         before = self.metrics()["master_total_capacity_bytes"]
-        flags = {"master_server_address": f"127.0.0.1:{self._port}", "metadata_server": "P2PHANDSHAKE"}
-        node = self._start("mooncake_client", **flags, host="127.0.0.1", port=free_port(), global_segment_size=size)
+        flags = {"master_server_address": f"{self._address}:{self._port}", "metadata_server": "P2PHANDSHAKE"}
+        node = self._start("mooncake_client", **flags, host=self._address, port=free_port(), global_segment_size=size)
         self.wait(lambda: self.metrics()["master_total_capacity_bytes"] > before)
         return node
 

@@ -51,16 +51,18 @@ def wait_until(done: Callable[[], bool], what: str, seconds: float = 30) -> None
 class Server:
     """A process that has ended at the latest when the test has."""
 
-    def __init__(self, kind: str, folder: Path, *options: str, sentinel: bool = False) -> None:
+    def __init__(
+        self, kind: str, folder: Path, *options: str, sentinel: bool = False, address: str = "127.0.0.1"
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.kind, self.folder, self.port = kind, folder, free_port()
+        self.kind, self.folder, self.address, self.port = kind, folder, address, free_port()
         self.path = folder / "socket"
         self._options, self._sentinel = options, sentinel
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def where(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.address}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -73,7 +75,17 @@ class Server:
             command += [str(self.folder / "sentinel.conf"), "--sentinel"]
         else:
             command += ["--save", "", "--appendonly", "no", "--unixsocket", str(self.path)]
-        command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), *self._options]
+        command += [
+            "--port",
+            str(self.port),
+            "--protected-mode",
+            "no",
+            "--bind",
+            self.address,
+            "--dir",
+            str(self.folder),
+            *self._options,
+        ]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         wait_until(self._listens, f"{command} does not listen")
@@ -83,12 +95,12 @@ class Server:
         assert self._process is not None
         if self._process.poll() is not None:
             raise RuntimeError((self.folder / "log").read_text())
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+        with contextlib.suppress(OSError), socket.create_connection((self.address, self.port), 1):
             return True
         return False
 
     def client(self, **options: object) -> redis.Redis:
-        return redis.Redis(host="127.0.0.1", port=self.port, protocol=2, socket_timeout=10, **options)  # type: ignore[arg-type]
+        return redis.Redis(host=self.address, port=self.port, protocol=2, socket_timeout=10, **options)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

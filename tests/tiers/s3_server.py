@@ -33,9 +33,9 @@ def find_weed() -> str | None:
 class S3Server:
     """Attributes: `endpoint`, its URL; `environment`, the variables that a client needs."""
 
-    def __init__(self, weed: str, folder: Path) -> None:
+    def __init__(self, weed: str, folder: Path, address: str = "127.0.0.1") -> None:
         ports = free_ports(2 * len(PORTS))
-        self.endpoint = f"http://127.0.0.1:{ports[2 * PORTS.index('s3')]}"
+        self.endpoint = f"http://{address}:{ports[2 * PORTS.index('s3')]}"
         self.environment = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
         self._folder, self._process = folder, None
         (folder / "data").mkdir(parents=True)
@@ -44,7 +44,7 @@ class S3Server:
         config = folder / "s3.json"
         config.write_text(json.dumps({"identities": [{"name": KEY, "credentials": credentials, "actions": actions}]}))
         self._command = [
-            weed, "server", "-s3", f"-s3.config={config}", f"-dir={folder / 'data'}", "-ip=127.0.0.1",
+            weed, "server", "-s3", f"-s3.config={config}", f"-dir={folder / 'data'}", f"-ip={address}",
             "-master.volumeSizeLimitMB=64", "-volume.max=0", "-volume.preStopSeconds=0", "-master.electionTimeout=1s",
             "-s3.port.iceberg=0", "-s3.port.lance=0",
             f"-s3.localSocket={folder / 's3.sock'}", f"-filer.localSocket={folder / 'filer.sock'}",
