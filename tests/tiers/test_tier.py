@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 from conftest import Daemon, StartDaemon
-from tiered import SPEC, ToyEngine, a_tier, hashes, wait_for
+from tiered import ToyEngine, a_tier, hashes, wait_for
+
+from kvcache_server.commands.describe import describe
+from kvcache_server.http.metrics import render
 
 
 @pytest.fixture
@@ -256,4 +259,27 @@ def test_promotion_does_not_hold_up_a_full_region(start_daemon: StartDaemon, con
                 engine.save(names)
             time.sleep(0.005)
         assert engine.load(names) == 16
-    assert SPEC.shards == 2
+
+
+def test_an_operator_sees_what_a_tier_does(start_daemon: StartDaemon, connect: Connect, url: str) -> None:
+    daemon = start_daemon(tier=url)
+    engine = connect(daemon)
+    names = hashes(1, 30)
+    wait_open(daemon)
+    save_below(daemon, engine, names)
+    engine.load_all(names)
+    wait_tier(daemon, "blocks_brought", 30)
+    status = daemon.status()
+    text = describe(status)
+    assert "tier        disk: on; asked for" in text and "brought 30 (3.8 MiB)" in text
+    assert "30 blocks written (3.8 MiB), 0 to write" in text
+    lines = render(status).decode().splitlines()
+    assert 'kvcache_tier_up{tier="disk"} 1.0' in lines
+    assert 'kvcache_tier_blocks_total{event="brought",tier="disk"} 30.0' in lines
+    assert 'kvcache_tier_written_bytes_total{tier="disk"} 3.93216e+06' in lines
+    assert "kvcache_engines 1.0" in lines, "a tier is none"
+    os.kill(pid_of_the_tier(daemon), signal.SIGKILL)
+    wait_for(lambda: not tier_of(daemon), "the tier's end")
+    assert "tier        disk: it ended with status -9" in describe(daemon.status())
+    wait_open(daemon)
+    assert tier_of(daemon)["blocks_brought"] == 30, "counters never fall"

@@ -8,6 +8,8 @@ from typing import Any
 from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
 
+_LOST_BELOW = ("blocks_not_brought", "blocks_not_written", "looks_dropped", "writes_dropped", "writes_too_late")
+
 
 def describe(stats: dict[str, Any]) -> str:
     """Return the text of `status`; `stats` may come from a daemon of 0.1.0, too."""
@@ -23,6 +25,7 @@ def describe(stats: dict[str, Any]) -> str:
         *compared(stats.get("eviction")),  # not in 0.1.0
         f"copies      {copied(stats)}",
         *kept(stats.get("hints")),  # not in 0.1.0
+        *below(daemon),
         "refusals    " + counts(stats["refusals"]),
         "errors      " + counts(daemon["errors"] | daemon["drops"] | daemon["door_refused"]),
     ]
@@ -98,6 +101,27 @@ def compared(eviction: dict[str, Any] | None) -> list[str]:
         if any(by_class.values()):
             once, twice, more = (f"{by_class[name]:,}" for name in ("once", "twice", "more"))
             lines.append(f"            {said} once {once}, twice {twice}, more often {more}")
+    return lines
+
+
+def below(daemon: dict[str, Any]) -> list[str]:
+    """Return lines on the tiers; nothing if there are none."""
+    lines = []
+    tiers = daemon.get("tiers", ())  # not in 0.1.0
+    for each in tiers:
+        asked, had, came, out = (each.get(f"blocks_{key}", 0) for key in ("looked_up", "found", "brought", "written"))
+        brought, written = (format_size(each.get(f"bytes_{key}", 0)) for key in ("brought", "written"))
+        lost = {key: n for key, n in each.items() if key in _LOST_BELOW and n}
+        lines += [
+            f"tier        {each['name']}: {'off: ' + each['off'] if each['off'] else 'on'}; "
+            f"asked for {asked:,} blocks, had {had:,}, brought {came:,} ({brought})",
+            f"            {out:,} blocks written ({written}), {each['to_write_blocks']:,} to write"
+            + (f"; {counts(lost)}" if lost else ""),
+        ]
+    there = {each["name"] for each in tiers}
+    for each in daemon.get("tier_processes", ()):
+        if each["name"] not in there:
+            lines.append(f"tier        {each['name']}: {each['ended'] or 'starting'}")
     return lines
 
 

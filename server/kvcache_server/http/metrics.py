@@ -25,6 +25,16 @@ MAX_NAMESPACES = 50  # that have series of their own, the oldest ones; `kvcache_
 
 _TIER = "memory"
 _POOL_STATES = ("ready", "writing", "quarantined", "free", "overhead")
+_TIER_EVENTS = {  # as in `status`
+    "blocks_looked_up": "looked_up",
+    "blocks_found": "found",
+    "blocks_brought": "brought",
+    "blocks_not_brought": "not_brought",
+    "blocks_written": "written",
+    "blocks_not_written": "not_written",
+    "writes_dropped": "write_dropped",
+    "writes_too_late": "write_too_late",
+}
 _DEDUPLICATED = {Refusal.PRESENT.name.lower(): "cached", Refusal.IN_FLIGHT.name.lower(): "in_flight"}
 # Shown before they occur: the first occurrence is then a rise from 0, which an alert sees.
 _REFUSED = (*(each.name.lower() for each in Refusal if each > Refusal.IN_FLIGHT), "leases", "not_worth_it")
@@ -57,6 +67,7 @@ class _Figures(Collector):
         stats = self._stats
         yield from _daemon(stats, stats["daemon"])
         yield from _pool(stats, stats["pool"])
+        yield from _tiers(stats["daemon"])
         yield from _namespaces(stats["namespaces"])
         yield from _lookups(stats)
         yield from _eviction(stats["eviction"])
@@ -103,7 +114,8 @@ def _daemon(stats: Mapping[str, Any], daemon: Mapping[str, Any]) -> Iterator[Met
     yield _counter("integrity_failures", "Checks that found an invariant violated", checks["failures"])
     sessions = {"attached": len(stats["sessions"]), "away": len(stats["away"])}
     yield _gauge("sessions", "Sessions: attached, or away while their process lives", sessions, "state")
-    engines = [session for session in stats["sessions"] if session["engine"] != OPERATOR]
+    others = (OPERATOR, *(f"tier {each['name']}" for each in daemon.get("tiers", ())))
+    engines = [session for session in stats["sessions"] if session["engine"] not in others]
     yield _gauge("engines", "Engines with an open session", len({session["engine"] for session in engines}))
     breakers = Counter(session["breaker"] for session in engines)
     doc = "Sessions by the state of their client's breaker: an open one asks nothing until the daemon answers in time"
@@ -138,6 +150,36 @@ def _pool(stats: Mapping[str, Any], pool: Mapping[str, Any]) -> Iterator[Metric]
     )
     doc = "How long evicted blocks were cached; a sample of one in 8"
     yield _histogram("residence_seconds", doc, pool["residence"])
+
+
+def _tiers(daemon: Mapping[str, Any]) -> Iterator[Metric]:
+    tiers = {each["name"]: each for each in daemon.get("tiers", ())}
+
+    def of(key: str, scale: float = 1) -> dict[str, float]:
+        return {name: each.get(key, 0) * scale for name, each in tiers.items()}
+
+    up = {name: int(not each["off"]) for name, each in tiers.items()}
+    yield _gauge("tier_up", "1 while a tier is used, 0 while it is off", up, "tier")
+    blocks = CounterMetricFamily("kvcache_tier_blocks", "Blocks, by what a tier did", labels=("tier", "event"))
+    for name, each in tiers.items():
+        for key, event in _TIER_EVENTS.items():
+            blocks.add_metric((name, event), each.get(key, 0))
+    yield blocks
+    yield _counter(
+        "tier_read_bytes", "Bytes of blocks that a tier has brought into memory", of("bytes_brought"), "tier"
+    )
+    yield _counter("tier_written_bytes", "Bytes of blocks written to a tier", of("bytes_written"), "tier")
+    doc = "Lookups that a tier was not asked about, because too many waited"
+    yield _counter("tier_dropped_lookups", doc, of("looks_dropped"), "tier")
+    yield _gauge(
+        "tier_lookup_seconds", "How long a tier takes to say what it has, of late", of("latency_ms", 1e-3), "tier"
+    )
+    yield _gauge("tier_read_rate", "Bytes per second at which a tier brings blocks, of late", of("rate"), "tier")
+    yield _gauge("tier_queued_read_bytes", "Bytes of blocks that a tier is to bring", of("to_bring_bytes"), "tier")
+    yield _gauge("tier_queued_write_blocks", "Blocks that are to be written to a tier", of("to_write_blocks"), "tier")
+    if processes := daemon.get("tier_processes"):
+        starts = {each["name"]: each["starts"] for each in processes}
+        yield _counter("tier_starts", "Starts of a tier's process by the daemon", starts, "tier")
 
 
 def _namespaces(namespaces: list[Mapping[str, Any]]) -> Iterator[Metric]:

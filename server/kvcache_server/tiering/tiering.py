@@ -8,6 +8,7 @@ A tier's reservations are like everybody's. What it has not brought when it leav
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
@@ -24,6 +25,7 @@ from kvcache_server.tiering.tier import LATE, LATE_LEAST, Looking, Tier, Writing
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
+MOST_NAMES = 64  # of tiers, whose counts go on
 HANGING = 60.0  # seconds without a request from a tier that works: one with nothing to do asks twice a second
 MOST_JOBS = 64  # looks in one answer
 MOST_BATCH = 1 << 30  # bytes
@@ -39,6 +41,7 @@ class Tiering:
         self._cache, self._user = cache, user
         self._tiers: dict[int, Tier] = {}  # by session, in the order in which they are asked
         self._numbers = count(1)
+        self._counts: dict[str, Counter[str]] = {}  # by the tiers' names: they go on when a tier comes back
 
     # What happens in the cache.
 
@@ -153,8 +156,8 @@ class Tiering:
                 raise NotPermitted(f"{MOST_TIERS} tiers: there can be no more")
             bit = former.bit if former is not None else free[0]
             tier = Tier(session, request.tier, bit, request.batch_bytes, request.writes)
-            if former is not None:
-                tier.counts = former.counts
+            if len(self._counts) < MOST_NAMES:
+                tier.counts = self._counts.setdefault(tier.name, tier.counts)
             self._tiers[session.id] = tier
             self._listen()
         tier.off, tier.asked_at = "", now
