@@ -44,7 +44,7 @@ class Block(msgspec.Struct, gc=False, order=True):
     """One cached block. There may be millions: no GC header, and the sibling list is threaded through the blocks.
 
     `queued` is first, because the heap compares blocks by it: the block's tick in the order of its account, UNQUEUED if
-    it is not in the order, HIDDEN if it is not visible yet. `tiers` has a bit for each tier that has it or soon will.
+    it is not in the order, HIDDEN if it is not visible yet.
     """
 
     queued: int
@@ -57,7 +57,6 @@ class Block(msgspec.Struct, gc=False, order=True):
     next: Block | None = None
     prev: Block | None = None
     pins: int = 0
-    tiers: int = 0
 
     @property
     def generation(self) -> int:

@@ -12,6 +12,7 @@ from kvcache_server.core.index import Block, Group
 from kvcache_server.core.sessions import Session
 
 ABSENT_FOR = 5.0  # seconds for which a tier is not asked again for what it did not have: other hosts may store it
+SLOT = 8  # bytes of a reference that name the slot; the others say which block it is that has been there
 MOST_ABSENT = 1 << 16  # blocks of which that is remembered
 MOST_LOOKS = 256  # that wait; a tier that does not keep up is not asked for more
 MOST_WRITES = 1 << 16  # blocks that wait to be written
@@ -66,13 +67,12 @@ class Writing(msgspec.Struct, gc=False):
 class Tier:
     """Attributes:
     name: what metrics call it.
-    bit: in `Block.tiers`.
     off: why it gets no jobs; "" while it does.
     counts: what happened, by name.
     """
 
-    def __init__(self, session: Session, name: str, bit: int, batch_bytes: int, policy: str) -> None:
-        self.session, self.name, self.bit, self.policy = session, name, bit, policy
+    def __init__(self, session: Session, name: str, batch_bytes: int, policy: str) -> None:
+        self.session, self.name, self.policy = session, name, policy
         self.batch_bytes = batch_bytes
         self.off = ""
         self.counts: Counter[str] = Counter()
@@ -85,6 +85,7 @@ class Tier:
         self.coming: dict[bytes, Fetch] = {}  # by hash and tag
         self.parts: dict[int, Part] = {}
         self.backlog = self.in_flight = 0  # bytes to bring, and of those the ones in parts
+        self._has: dict[bytes, bytes] = {}  # references of blocks that it has or soon will, by the part for the slot
         self.writes: deque[list[Block]] = deque()
         self.waiting = 0  # blocks in it
         self.writing: dict[int, Writing] = {}
@@ -199,13 +200,25 @@ class Tier:
 
     # Blocks to store.
 
+    def has(self, block: Block) -> bool:
+        """Whether the tier has a block or soon will, as far as is known."""
+        return self._has.get(block.ref[:SLOT]) == block.ref
+
+    def mark(self, block: Block) -> None:
+        """Note that the tier has a block or soon will."""
+        self._has[block.ref[:SLOT]] = block.ref
+
+    def _unmarked(self, block: Block) -> None:
+        if self.has(block):
+            del self._has[block.ref[:SLOT]]
+
     def store(self, blocks: list[Block]) -> None:
         """Have `blocks` written, parents before children, unless too many wait."""
         if self.waiting + len(blocks) > MOST_WRITES:
             self.counts["writes_dropped"] += len(blocks)
             return
         for block in blocks:
-            block.tiers |= self.bit
+            self.mark(block)
         self.writes.append(blocks)
         self.waiting += len(blocks)
 
@@ -248,7 +261,7 @@ class Tier:
         """Let a block that was not stored, and those below it, be stored later: they are of no use without it."""
         below = [block]
         for each in below[:MOST_WRITES]:
-            each.tiers &= ~self.bit
+            self._unmarked(each)
             below.extend(each.children())
 
     # Its end.
@@ -260,7 +273,7 @@ class Tier:
             self.stored(writing, b"", 0.0)
         for blocks in self.writes:
             for block in blocks:
-                block.tiers &= ~self.bit
+                self._unmarked(block)
         leases = [writing.lease for writing in self.writing.values()]
         for each in (self.looks, self.looking, self.asked, self.fetches, self.coming, self.parts, self.writes):
             each.clear()

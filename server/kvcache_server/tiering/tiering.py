@@ -59,12 +59,11 @@ class Tiering:
         return self._missed(session, group, hashes, hits, hits + pending, now)
 
     def _found_again(self, chain: Sequence[Block]) -> None:
-        last = chain[-1].tiers
         for tier in self._tiers.values():
-            if not last & tier.bit and tier.on:
+            if tier.on and not tier.has(chain[-1]):
                 lacking = []
                 for block in chain[: -LOOK - 1 : -1]:
-                    if block.tiers & tier.bit:
+                    if tier.has(block):
                         break
                     lacking.append(block)
                 tier.store(lacking[::-1])
@@ -118,9 +117,9 @@ class Tiering:
             name = tier.session.engine.name
             for block in blocks:
                 if block.account.engine == name:
-                    block.tiers |= tier.bit
+                    tier.mark(block)
             if tier.policy == m.THROUGH and tier.on:
-                lacking = [block for block in blocks if not block.tiers & tier.bit and block.parent is not None]
+                lacking = [block for block in blocks if not tier.has(block) and block.parent is not None]
                 for group in {block.account.group for block in lacking}:
                     tier.store([block for block in lacking if block.account.group is group])
 
@@ -150,12 +149,9 @@ class Tiering:
             former = tier
             if former is not None:  # it has resumed: what it was doing is void
                 self._turn_off(former, "resumed")
-            bits = {each.bit for each in self._tiers.values() if each is not former}
-            free = [1 << at for at in range(MOST_TIERS) if 1 << at not in bits]
-            if not free:
+            if len(self._tiers) - (former is not None) >= MOST_TIERS:
                 raise NotPermitted(f"{MOST_TIERS} tiers: there can be no more")
-            bit = former.bit if former is not None else free[0]
-            tier = Tier(session, request.tier, bit, request.batch_bytes, request.writes)
+            tier = Tier(session, request.tier, request.batch_bytes, request.writes)
             if len(self._counts) < MOST_NAMES:
                 tier.counts = self._counts.setdefault(tier.name, tier.counts)
             self._tiers[session.id] = tier
