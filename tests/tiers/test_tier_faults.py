@@ -1,0 +1,112 @@
+"""Whatever dies at whatever moment: no wrong byte, no request that fails, no slot that stays lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Daemon, StartDaemon
+from redis_servers import Server
+from tiered import ToyEngine, hashes, wait_for
+
+SECONDS = 8.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Server]:
+    server = Server("redis", tmp_path / "redis").start()
+    yield server
+    server.stop()
+
+
+def tier_pids(daemon: Daemon) -> list[int]:
+    children = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
+    return [int(each) for path in children for each in path.read_text().split()]
+
+
+def work(engine: ToyEngine, draw: random.Random, until: float) -> int:
+    """Save and load chains, more than the region holds; return how many blocks were hits. `load` compares all bytes."""
+    hits = 0
+    while time.monotonic() < until:
+        names = hashes(draw.randrange(40), draw.randrange(1, 16))
+        hits += engine.load(names)
+        engine.save(names)
+        hits += engine.load(names)
+    return hits
+
+
+def all_is_free(daemon: Daemon) -> bool:
+    pool = daemon.status()["pool"]
+    return not pool["blocks_writing"] and not pool["slots_quarantined"] and not pool["pinned_bytes"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tiers_that_are_killed_cost_no_slot_and_no_byte(
+    start_daemon: StartDaemon, tmp_path: Path, store: Server, seed: int
+) -> None:
+    draw = random.Random(seed)
+    urls = f"disk:{tmp_path}/tier?size=24MiB {store.url}/"
+    daemon = start_daemon(size="32MiB", quarantine=0.5, env={"KVCACHE_TIER": urls})
+    engine = ToyEngine(daemon.endpoint)
+    try:
+        wait_for(lambda: len(daemon.status()["daemon"]["tiers"]) == 2, "two tiers")
+        end = time.monotonic() + SECONDS
+        hits = 0
+        while time.monotonic() < end:
+            hits += work(engine, draw, time.monotonic() + draw.random() * 0.5)
+            if pids := tier_pids(daemon):
+                os.kill(draw.choice(pids), signal.SIGKILL)
+        assert hits
+        wait_for(lambda: all_is_free(daemon), "an idle cache")
+        assert "checksums_wrong" not in str(daemon.status()["told"])
+    finally:
+        engine.close()
+
+
+def test_a_daemon_that_is_killed_while_blocks_are_brought(
+    start_daemon: StartDaemon, tmp_path: Path, store: Server
+) -> None:
+    draw, urls = random.Random(7), f"disk:{tmp_path}/tier?size=64MiB {store.url}/"
+    flags = {"size": "32MiB", "quarantine": 0.5, "grace": 1, "keep": "true", "env": {"KVCACHE_TIER": urls}}
+    daemon = start_daemon(**flags)
+    engine = ToyEngine(daemon.endpoint)
+    try:
+        wait_for(lambda: len(daemon.status()["daemon"]["tiers"]) == 2, "two tiers")
+        for _ in range(4):
+            work(engine, draw, time.monotonic() + 1 + draw.random())
+            daemon.kill()
+            daemon = start_daemon(**flags)
+            wait_for(lambda: engine.namespace.attached, "the engine's return")
+        wait_for(lambda daemon=daemon: len(daemon.status()["daemon"]["tiers"]) == 2, "two tiers")  # type: ignore[misc]
+        work(engine, draw, time.monotonic() + 1)
+        wait_for(lambda daemon=daemon: all_is_free(daemon), "an idle cache")  # type: ignore[misc]
+    finally:
+        engine.close()
+
+
+def test_a_store_that_is_paused_flushed_and_killed(start_daemon: StartDaemon, store: Server) -> None:
+    draw = random.Random(3)
+    daemon = start_daemon(size="32MiB", tier=f"{store.url}/?timeout=0.3")
+    engine = ToyEngine(daemon.endpoint)
+    try:
+        wait_for(lambda: len(daemon.status()["daemon"]["tiers"]) == 1, "a tier")
+        assert work(engine, draw, time.monotonic() + 1)
+        with store.paused():
+            assert work(engine, draw, time.monotonic() + 2)
+        client = store.client()
+        client.flushall()
+        client.close()
+        assert work(engine, draw, time.monotonic() + 1)
+        store.stop()
+        assert work(engine, draw, time.monotonic() + 1)
+        store.start()
+        wait_for(lambda: daemon.status()["daemon"]["tiers"][0]["off"] == "", "the tier's return")
+        assert work(engine, draw, time.monotonic() + 1)
+        wait_for(lambda: all_is_free(daemon), "an idle cache")
+    finally:
+        engine.close()
