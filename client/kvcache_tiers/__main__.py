@@ -15,9 +15,7 @@ import threading
 
 from kvcache_proto.errors import ConfigError, KVCacheError, NotPermitted
 from kvcache_proto.messages import SECOND, WRITE_POLICIES
-from kvcache_tiers.process import RESTART, TierProcess
-
-URL = "KVCACHE_TIER_URL"
+from kvcache_tiers.process import RESTART, URL, TierProcess
 
 
 def main() -> int:

@@ -25,8 +25,9 @@ from kvcache_tiers.moves import Moves
 
 log = logging.getLogger("kvcache_tiers")
 
+URL = "KVCACHE_TIER_URL"  # environment variable, where `ps` does not show a URL with a password
 DEADLINE = 5.0  # seconds that a reservation may take; a request for work is held for half a second
-READERS, WRITERS = 4, 2  # threads
+READERS, WRITERS = 4, 2  # threads; lookups have another one, because they do not wait for reads
 RETRY, MOST_RETRY = 0.5, 30.0  # seconds until a store that has failed is tried again: twice as long each time
 ABSENT = 0.1  # seconds between two looks for a daemon
 SAY_EVERY = 60.0  # seconds between two lines about what the backend has counted
@@ -45,6 +46,7 @@ class TierProcess:
         self._open_backend = find_opener(url)
         self._session = Session.open(endpoint, engine=f"tier {name}", label="tier", deadline=DEADLINE)
         self._stopping = threading.Event()
+        self._looker = ThreadPoolExecutor(1, "tier-look")
         self._readers = ThreadPoolExecutor(READERS, "tier-read")
         self._writers = ThreadPoolExecutor(WRITERS, "tier-write")
         self._backend: Backend | None = None
@@ -76,6 +78,7 @@ class TierProcess:
                     self._work()
             return 0
         finally:
+            self._looker.shutdown(cancel_futures=True)
             self._readers.shutdown(cancel_futures=True)
             self._writers.shutdown(cancel_futures=True)
             if self._backend is not None:
@@ -117,7 +120,7 @@ class TierProcess:
         except KVCacheError as error:
             log.warning("a namespace cannot be attached: %s", error)
         for look in jobs.looks:
-            self._readers.submit(self._guarded, self._look, look)
+            self._looker.submit(self._guarded, self._look, look)
         for bring in jobs.brings:
             self._reserve(bring, now)
         for write in jobs.writes:

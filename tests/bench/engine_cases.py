@@ -111,13 +111,13 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def ours(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def ours(folder: Path, gib: int, extra: dict[str, Any], *flags: str) -> Iterator[dict[str, Any]]:
     from kvcache_proto.errors import KVCacheError
     from kvcache_server.admin_client import AdminClient
 
     endpoint = f"ipc://{folder}/kvcache.sock"
     command = [sys.executable, "-m", "kvcache_server", "serve", "--keep=false"]
-    command += ["--endpoint", endpoint, "--size", f"{gib}GiB"]
+    command += ["--endpoint", endpoint, "--size", f"{gib}GiB", *flags]
 
     def ready() -> bool:
         try:
@@ -135,6 +135,13 @@ def ours(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, An
         )
         with AdminClient(endpoint) as admin:
             (folder / f"status-{time.monotonic_ns()}.log").write_text(json.dumps(admin.stats(), default=str))
+
+
+@contextlib.contextmanager
+def disk(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Ours, with a disk below a small region."""
+    with ours(folder, max(1, gib // 24), extra, "--tier", f"disk:{folder}/tier?size={gib}GiB") as more:
+        yield more
 
 
 @contextlib.contextmanager
@@ -162,5 +169,6 @@ CASES = {
         ),
         Case("ours", ours),
         Case("apart", apart),
+        Case("disk", disk),
     )
 }

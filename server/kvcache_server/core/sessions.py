@@ -45,7 +45,7 @@ class Engine:
 
     __slots__ = (
         *("accounts", "disconnected", "name", "number", "pins", "reservations", "sessions", "shares", "writers"),
-        *("_asked", "writing"),
+        *("_asked", "brings", "writing"),
     )
 
     def __init__(self, number: int, name: str) -> None:
@@ -59,6 +59,7 @@ class Engine:
         self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None if a shard has no writer
         self.pins = Pins()
         self._asked: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # the last requests, and the groups' tags
+        self.brings = False  # what lookups have asked for: it is stored, whatever it seems to be worth
         self.writing = 0  # bytes of slots that are unsettled in its reservations
 
     def asks_first(self, request: str, group: Group) -> bool:

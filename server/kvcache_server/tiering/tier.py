@@ -17,6 +17,8 @@ MOST_ABSENT = 1 << 16  # blocks of which that is remembered
 MOST_LOOKS = 256  # that wait; a tier that does not keep up is not asked for more
 MOST_WRITES = 1 << 16  # blocks that wait to be written
 FIRST_RATE, FIRST_LATENCY = 1e9, 0.005  # bytes per second and seconds, until the first ones were measured
+FIRST_SECONDS = 0.05  # what FIRST_RATE counts as having been measured for
+RATE_SECONDS = 0.5  # of bringing that the rate is an average of, or half as many
 LATE, LATE_LEAST = 2.0, 0.05  # times what was expected, and seconds: then a tier is late
 _SMOOTH = 0.2  # the weight of a new measurement
 
@@ -76,7 +78,8 @@ class Tier:
         self.batch_bytes = batch_bytes
         self.off = ""
         self.counts: Counter[str] = Counter()
-        self.rate, self.latency = FIRST_RATE, FIRST_LATENCY
+        self.latency = FIRST_LATENCY
+        self._moved, self._busy = FIRST_RATE * FIRST_SECONDS, FIRST_SECONDS  # bytes brought and seconds, fading
         self.looks: deque[Looking] = deque()  # that wait
         self.looking: dict[int, Looking] = {}  # that the tier has, by number
         self.asked: dict[bytes, float] = {}  # the first hash, with its tag, of both, and when it was asked
@@ -91,6 +94,11 @@ class Tier:
         self.writing: dict[int, Writing] = {}
         self.written_in_flight = 0  # bytes
         self.asked_at = self._brought_at = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that it brings, of late."""
+        return self._moved / max(self._busy, 1e-6)
 
     @property
     def on(self) -> bool:
@@ -172,8 +180,11 @@ class Tier:
             self._give_up(fetch)
             self._lacks(fetch.hashes[part.begin + blocks] + tag, now)
         else:
-            took = max(now - max(part.at, self._brought_at), 1e-6)
-            self.rate += (size / took - self.rate) * _SMOOTH
+            # Parts run beside each other, and end in bursts: only the sums say how fast they come.
+            self._moved += size
+            self._busy += now - max(part.at, self._brought_at)
+            if self._busy > RATE_SECONDS:
+                self._moved, self._busy = self._moved / 2, self._busy / 2
         self._brought_at = now
         self.counts["blocks_brought"] += blocks
         self.counts["bytes_brought"] += blocks * fetch.group.slot_bytes

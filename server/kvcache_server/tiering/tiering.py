@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, NotPermitted, Unavailable
-from kvcache_proto.types import SUM_BYTES
+from kvcache_proto.types import FULL, SUM_BYTES
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, SessionGone, Shown
 from kvcache_server.core.index import Block, Group
@@ -121,7 +121,8 @@ class Tiering:
             if tier.policy == m.THROUGH and tier.on:
                 lacking = [block for block in blocks if not tier.has(block) and block.parent is not None]
                 for group in {block.account.group for block in lacking}:
-                    tier.store([block for block in lacking if block.account.group is group])
+                    if not group.tails and group.spec.kind == FULL:  # lookups ask tiers for no others
+                        tier.store([block for block in lacking if block.account.group is group])
 
     # Requests.
 
@@ -155,6 +156,7 @@ class Tiering:
             if len(self._counts) < MOST_NAMES:
                 tier.counts = self._counts.setdefault(tier.name, tier.counts)
             self._tiers[session.id] = tier
+            session.engine.brings = True
             self._listen()
         tier.off, tier.asked_at = "", now
 
