@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from mooncake_servers import MooncakeStore, free_port, kill, missing
+from mooncake_servers import MooncakeStore, Process, free_port, kill, missing
 
 from kvcache_proto.errors import ConfigError
 from kvcache_tiers.backend import Failed, Value
@@ -141,6 +142,14 @@ def works(call: Callable[[], bool]) -> Callable[[], bool]:
     return attempt
 
 
+def stop(process: Process) -> None:
+    """Stop a process; return when all of its threads have: one of them could still answer."""
+    process.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{process.pid}/task")
+    while any("\nState:\tT" not in (each / "status").read_text() for each in threads.iterdir()):
+        time.sleep(0.001)
+
+
 @needs_store
 @pytest.mark.timeout(120)  # a call takes some times the timeout of 3 s at most; one that hangs takes forever
 class TestFailures:
@@ -184,7 +193,7 @@ class TestFailures:
         store.add_node()
         with closing(open_tier(store.url, suite.buffers.whole)) as tier:
             suite.put(tier, 1)
-            store.master.send_signal(signal.SIGSTOP)
+            stop(store.master)
             with pytest.raises(Failed, match="master"):
                 suite.stored(tier, 1)
             store.master.send_signal(signal.SIGCONT)
@@ -206,7 +215,7 @@ class TestFailures:
         node = store.add_node()
         with closing(open_tier(store.url, suite.buffers.whole)) as tier:
             suite.put(tier, *range(16))
-            node.send_signal(signal.SIGSTOP)
+            stop(node)
             assert not any(suite.stored(tier, *range(16)))
             node.send_signal(signal.SIGCONT)
             store.wait(works(lambda: suite.put(tier, 20) == suite.stored(tier, 20) == [True]))
