@@ -9,6 +9,7 @@ import math
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from kvcache_server.commands.daemon_process import Failed, finish, tail
 from kvcache_server.commands.demo import EngineProcess
 
 GIB = 1 << 30
+DISK = ""  # folder of the case `disk`, if it is not beside the engine's
 STARTING = 240.0  # seconds for a server, whose memory is made and locked first
 
 Server = Callable[[Path, int, dict[str, Any]], AbstractContextManager[dict[str, Any]]]
@@ -140,7 +142,8 @@ def ours(folder: Path, gib: int, extra: dict[str, Any], *flags: str) -> Iterator
 @contextlib.contextmanager
 def disk(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Ours, with a disk below a small region."""
-    with ours(folder, max(1, gib // 24), extra, "--tier", f"disk:{folder}/tier?size={gib}GiB") as more:
+    below = tempfile.TemporaryDirectory(dir=DISK or folder)
+    with below as path, ours(folder, max(1, gib // 24), extra, "--tier", f"disk:{path}?size={gib}GiB") as more:
         yield more
 
 

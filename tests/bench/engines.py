@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import engine_cases
 from engine_cases import CASES, GIB, Case, start_engine
 
 from kvcache_server.commands.daemon_process import Failed
@@ -428,6 +429,7 @@ def main() -> None:
     parser.add_argument("--extra", type=json.loads, default={}, help="JSON: settings of our connector")
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON: arguments of every engine")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON: what differs in the model's configuration")
+    parser.add_argument("--disk", default="", help="folder in which the case `disk` has its tier")
     parser.add_argument("--large", type=json.loads, default={}, help="JSON: arguments of engines with a large cache")
     parser.add_argument("--float32", type=json.loads, default={}, help="JSON: arguments of the engines of `two`")
     parser.add_argument("--toy", action="store_true", help="a toy model on CPU, to try this script")
@@ -436,6 +438,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for all samples")
     parser.add_argument("--logs", type=Path, help="folder for the logs")
     options = parser.parse_args()
+    engine_cases.DISK = options.disk
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
         bench = Bench(Path(folder), options)
         bench.run()
