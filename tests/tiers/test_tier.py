@@ -53,7 +53,7 @@ def wait_tier(daemon: Daemon, name: str, least: int) -> None:
 
 
 def wait_open(daemon: Daemon) -> None:
-    wait_for(lambda: bool(tier_of(daemon)) and not tier_of(daemon)["off"], "a tier that works")
+    wait_for(lambda: tier_of(daemon).get("off") == "", "a tier that works")
 
 
 def pid_of_the_tier(daemon: Daemon) -> int:
