@@ -93,6 +93,24 @@ class DiskTier:
             for key in keys:
                 self._forget(key)
 
+    def put_note(self, name: bytes, note: bytes) -> None:
+        path = self._folder / f"{name.hex()}.note"
+        new = path.with_suffix(".new")
+        try:
+            new.write_bytes(note)
+            new.replace(path)
+        except OSError:  # the disk may be full, but for values there are segments
+            self.counts["notes_failed"] += 1
+            new.unlink(missing_ok=True)
+
+    def get_note(self, name: bytes) -> bytes | None:
+        try:
+            return (self._folder / f"{name.hex()}.note").read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise Failed(f"{self._folder}: {error.strerror or error}") from error
+
     def close(self) -> None:
         for segment in self._segments.values():
             segment.close()

@@ -230,6 +230,15 @@ class MooncakeTier:
         for code in self._call("batch_remove", keys, True):
             self._count(code, 0, _NOT_FOUND)
 
+    def put_note(self, name: bytes, note: bytes) -> None:
+        code = self.store.upsert(note_name(name), note)
+        if code in _MASTER:
+            raise self._no_master(code)
+        self._count(code, 0)
+
+    def get_note(self, name: bytes) -> bytes | None:
+        return self.store.get(note_name(name)) or None
+
     def close(self) -> None:
         if self.store.close():
             self.counts["close_failed"] += 1
@@ -268,12 +277,15 @@ class MooncakeTier:
         codes: list[int] = getattr(self.store, name)([key_name(key) for key in keys], *rest)
         for code in codes:
             if code in _MASTER:
-                self.counts["master_failed"] += 1
-                raise Failed(f"{self._master}: the master does not answer (code {code})")
+                raise self._no_master(code)
         if len(codes) != len(keys):
             self.counts["bad_answers"] += 1
             raise Failed(f"{self._master}: {len(codes)} answers for {len(keys)} keys")
         return codes
+
+    def _no_master(self, code: int) -> Failed:
+        self.counts["master_failed"] += 1
+        return Failed(f"{self._master}: the master does not answer (code {code})")
 
     def _count(self, code: int, *fine: int) -> None:
         if code not in fine:
@@ -307,6 +319,10 @@ def _reach(given: Options) -> str:
 def key_name(key: bytes) -> str:
     """Return what a key is called in the store, which other programs may use, too."""
     return f"kvcache/{key.hex()}"
+
+
+def note_name(name: bytes) -> str:
+    return f"kvcache/note/{name.hex()}"
 
 
 def _checksum(key: bytes, header: bytes, data: memoryview) -> int:

@@ -36,7 +36,7 @@ from kvcache_tiers.urls import options, seconds, shown, split_url
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
 
-FOLDER = "packs"
+FOLDER, NOTES = "packs", "notes"
 PART = 8 << 20  # bytes of a request that writes, of which one pack has up to 8 at once
 LONGEST_READ = 8 << 20  # bytes of a request that reads, and of the memory that it needs
 READERS = 16  # requests that read values at once, of all callers
@@ -179,6 +179,17 @@ class ObjectTier:
                 packs = self._index.packs_with(keys)
             for pack in packs:
                 self._write_without(pack, set(keys))
+
+    def put_note(self, name: bytes, note: bytes) -> None:
+        with self._call():
+            self._store.put(f"{NOTES}/{name.hex()}", note)
+
+    def get_note(self, name: bytes) -> bytes | None:
+        try:
+            with self._call():
+                return bytes(self._store.get(f"{NOTES}/{name.hex()}").bytes())
+        except _Gone:
+            return None
 
     def close(self) -> None:
         self._closing.set()

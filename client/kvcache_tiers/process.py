@@ -22,6 +22,7 @@ from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavail
 from kvcache_proto.types import MAX_NAME, NamespaceSpec, Outcome, Refusal
 from kvcache_tiers.backend import Backend, Failed, find_opener
 from kvcache_tiers.moves import Moves
+from kvcache_tiers.records import key_prefix, merge_hot, pack_hot, unpack_hot
 
 log = logging.getLogger("kvcache_tiers")
 
@@ -125,6 +126,10 @@ class TierProcess:
             self._reserve(bring, now)
         for write in jobs.writes:
             self._writers.submit(self._guarded, self._write_out, write, self._session.region)
+        for recall in jobs.recalls:
+            self._looker.submit(self._guarded, self._recall, recall)
+        for hot in jobs.hot:
+            self._writers.submit(self._guarded, self._keep_hot, hot)
         self._leave(now)
         if now >= self._say_at:
             self._say_at = now + SAY_EVERY
@@ -238,6 +243,37 @@ class TierProcess:
             self._counts["slots_lost"] += len(write.hashes)
         finally:
             self._session.worked(written=[(write.number, flags)])
+
+    def _recall(self, recall: m.Recall) -> None:
+        runs: m.Runs = []
+        namespace = self._namespaces.get(recall.namespace)
+        try:
+            if namespace is not None:
+                runs = self._hot(key_prefix(namespace[0].spec, recall.group))
+        except Failed as error:
+            self._failed(error)
+        self._session.worked(recalled=[(recall.number, runs)])
+
+    def _keep_hot(self, hot: m.Hot) -> None:
+        """Keep also what was hot before, or on other hosts."""
+        assert self._backend is not None
+        namespace = self._namespaces.get(hot.namespace)
+        if namespace is None:
+            return
+        name = key_prefix(namespace[0].spec, hot.group)
+        try:
+            self._backend.put_note(name, pack_hot(merge_hot(hot.runs, self._hot(name))))
+        except Failed as error:
+            self._failed(error)
+
+    def _hot(self, name: bytes) -> m.Runs:
+        """Return the hot prefixes that are kept under a name. Raises Failed."""
+        assert self._backend is not None
+        note = self._backend.get_note(name)
+        runs = unpack_hot(note) if note is not None else []
+        if runs is None:
+            self._counts["notes_wrong"] += 1
+        return runs or []
 
     # The store.
 

@@ -105,6 +105,15 @@ class RedisTier:
         self._run([(b"GETRANGE", self._name(key), b"0", b"%d" % (_START.size - 1)) for key in keys], take)
         self._unlink(names)
 
+    def put_note(self, name: bytes, note: bytes) -> None:
+        (line,) = self._run([(b"SET", self._note(name), note, *self._expiry)])
+        self.counts["no_room"] += line.startswith(NO_ROOM)
+
+    def get_note(self, name: bytes) -> bytes | None:
+        notes: list[bytes] = []
+        self._run([self._read(self._note(name))], lambda _, replies: notes.append(replies.read(replies.left)))
+        return notes[0] if notes else None
+
     def close(self) -> None:
         self._link.close()
 
@@ -161,6 +170,9 @@ class RedisTier:
 
     def _name(self, key: bytes, part: int = 0) -> bytes:
         return b"%b{%b}" % (self._prefix, key.hex().encode()) + (b".%d" % part if part else b"")
+
+    def _note(self, name: bytes) -> bytes:
+        return b"%bnote:%b" % (self._prefix, name.hex().encode())
 
     def _names(self, key: bytes, parts: int) -> list[bytes]:
         """The first part's name is the first: a value that is not whole should not seem to be there."""

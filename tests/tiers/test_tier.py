@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from tiered import ToyEngine, a_tier, hashes, wait_for
 
 from kvcache_server.commands.describe import describe
 from kvcache_server.http.metrics import render
+from kvcache_tiers.records import unpack_hot
 
 
 @pytest.fixture
@@ -259,6 +262,122 @@ def test_promotion_does_not_hold_up_a_full_region(start_daemon: StartDaemon, con
                 engine.save(names)
             time.sleep(0.005)
         assert engine.load(names) == 16
+
+
+def blocks_of(daemon: Daemon) -> int:
+    return int(daemon.status()["pool"]["blocks"])
+
+
+def make_hot(daemon: Daemon, engine: ToyEngine, chains: list[list[bytes]], folder: Path) -> None:
+    """Have lookups find chains, and wait until the tier in `folder` has them and knows that they are hot."""
+    for names in chains:
+        assert engine.save(names) == engine.load(names) == len(names)
+    wait_tier(daemon, "blocks_written", sum(map(len, chains)))
+
+    def known() -> set[bytes]:
+        notes = [unpack_hot(path.read_bytes()) or [] for path in folder.glob("*.note")]
+        return {name for runs in notes for _, run in runs for name in run}
+
+    wait_for(lambda: known() == {name for names in chains for name in names}, "the list of what is hot")
+
+
+def command(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "kvcache_server", arguments[0], "--endpoint", daemon.endpoint, *arguments[1:]]
+    return subprocess.run(program, capture_output=True, text=True, timeout=60)
+
+
+HURRY = "import kvcache_server.tiering.tiering as tiering\ntiering.TOLD_EVERY = 0.1\n"
+
+
+@pytest.fixture
+def hurry(tmp_path: Path) -> dict[str, str]:
+    """The environment of a daemon that tells tiers ten times a second what is hot."""
+    folder = tmp_path / "hurry"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HURRY)
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_hot_prefixes_come_back_after_a_reboot(
+    start_daemon: StartDaemon, connect: Connect, url: str, hurry: dict[str, str], tmp_path: Path
+) -> None:
+    """The region is lost; nobody asks for a block until all that were hot are back."""
+    daemon = start_daemon(tier=url, env=hurry)
+    engine = connect(daemon)
+    wait_open(daemon)
+    cold, hot = hashes(9, 20), [hashes(chain, 10) for chain in range(3)]
+    assert engine.save(cold) == 20
+    make_hot(daemon, engine, hot, tmp_path / "tier")
+    assert daemon.stop() == 0
+    daemon = start_daemon(tier=url, fresh=True)
+    connect(daemon)
+    wait_for(lambda: blocks_of(daemon) == 30, "the hot blocks")
+    assert daemon.status()["namespaces"][0]["lookups"] == 0
+    assert [connect(daemon).load(names) for names in hot] == [10, 10, 10]
+
+
+def test_what_comes_back_evicts_nothing(
+    start_daemon: StartDaemon, connect: Connect, url: str, hurry: dict[str, str], tmp_path: Path
+) -> None:
+    daemon = start_daemon(tier=url, env=hurry)
+    engine = connect(daemon)
+    wait_open(daemon)
+    hot = [hashes(chain, 40) for chain in range(5)]  # 25 MiB, more than the next region has
+    make_hot(daemon, engine, hot, tmp_path / "tier")
+    assert daemon.stop() == 0
+    daemon = start_daemon(tier=url, fresh=True, size="16MiB")
+    connect(daemon)
+    wait_open(daemon)
+    wait_for(lambda: tier_of(daemon).get("blocks_brought", 0) > 40 and not tier_of(daemon)["to_warm_blocks"], "the end")
+    status = daemon.status()
+    assert status["pool"]["used_bytes"] < 0.99 * status["pool"]["bytes"]
+    assert not any(status["eviction"]["evicted_blocks_by_class"].values())
+    assert connect(daemon).load(hot[-1]) == 40, "the hottest ones come first"
+
+
+def test_an_operator_warms_the_cache(
+    start_daemon: StartDaemon, connect: Connect, url: str, hurry: dict[str, str], tmp_path: Path
+) -> None:
+    daemon = start_daemon(tier=url, env=hurry)
+    engine = connect(daemon)
+    wait_open(daemon)
+    names = hashes(1, 10)
+    make_hot(daemon, engine, [names], tmp_path / "tier")
+    engine.session.clear()
+    assert not blocks_of(daemon)
+    done = command(daemon, "warm")
+    assert (done.returncode, done.stdout) == (0, "tiers are asked for the prefixes that were hot: 1 questions\n")
+    wait_for(lambda: blocks_of(daemon) == 10, "the hot blocks")
+    assert engine.load(names) == 10
+    done = command(daemon, "warm", "--namespace", "none")
+    assert done.returncode == 1 and "there is no namespace 'none'" in done.stderr
+
+
+def test_nothing_warms_a_cache_without_tiers(daemon: Daemon, connect: Connect) -> None:
+    connect(daemon)
+    done = command(daemon, "warm")
+    assert done.returncode == 1 and "no tier is attached" in done.stderr
+
+
+def test_ahead_writes_what_was_found_before_it_is_evicted(
+    start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path
+) -> None:
+    daemon = start_daemon(size="16MiB")
+    engine = connect(daemon)
+    with a_tier(tmp_path, url, daemon.endpoint, "--writes", "ahead"):
+        wait_open(daemon)
+        found, once = hashes(1, 20), hashes(2, 20)
+        assert engine.save(found) == engine.load(found) == engine.save(once) == 20
+        time.sleep(0.5)
+        assert not tier_of(daemon).get("blocks_written"), "there is room"
+        for chain in range(3, 40):  # evicts all others in the end
+            engine.save(hashes(chain, 16))
+            time.sleep(0.02)
+        wait_tier(daemon, "blocks_written", 20)
+        assert tier_of(daemon)["blocks_written"] == 20, "the others were never found"
+        engine.session.clear()
+        assert engine.load(once) == 0
+        engine.load_all(found)
 
 
 def test_an_operator_sees_what_a_tier_does(start_daemon: StartDaemon, connect: Connect, url: str) -> None:

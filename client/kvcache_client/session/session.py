@@ -210,9 +210,10 @@ class Session:
         brought: Sequence[tuple[int, bytes]] = (),
         written: Sequence[tuple[int, bytes]] = (),
         off: str = "",
+        recalled: Sequence[tuple[int, m.Runs]] = (),
     ) -> None:
         """Report what became of jobs, from any thread, without waiting; the fields are those of Worked."""
-        report = m.Worked(0, b"", list(found), list(brought), list(written), off)
+        report = m.Worked(0, b"", list(found), list(brought), list(written), off, list(recalled))
         self.daemon.post(self.daemon.connection, report, "stale_reports")
 
     def ping(self) -> float:

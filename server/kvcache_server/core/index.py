@@ -185,6 +185,11 @@ class Order:
                 block.queued = UNQUEUED
                 block.account.enter(block)
 
+    def next_ones(self, most: int) -> list[Block]:
+        """Return about `most` of the coldest entries, which may be stale, or no leaves any more. O(most log most)."""
+        # The smallest entries of a heap are nearly all at its top.
+        return sorted(self.heap[: 2 * most] + self.swept[: 2 * most])[:most]
+
     def pop(self) -> Block:
         """Remove and return the head, which must be what `head` has just returned."""
         block = heapq.heappop(self._colder() if self.swept else self.heap)

@@ -133,13 +133,10 @@ class Answers:
             if type(request) in SLOW and not in_turn:
                 self._slow_queue.add(session, sender, frame)
                 return
-            if type(request) in Tiering.requests:
-                self._tiering.begin(session, request, now)
-                if type(request) is Work:
-                    self._hold(session, sender, frame, request, now)
-                return
             answer = self._begin(session, request, now)
             if answer is None:
+                if type(request) is Work:
+                    self._hold(session, sender, frame, request, now)
                 return
             if type(answer) is not Acquired and isinstance(answer, Generator):
                 if self._cache.effects.records:  # they come before what the next slice does
@@ -159,6 +156,8 @@ class Answers:
         if type(request) in Insight.requests:
             self._deliver()
             return self._insight.begin(session, request, now)
+        if type(request) in Tiering.requests:
+            return self._tiering.begin(session, request, now)
         return self._cache.begin(session, request, now)
 
     def _hold(self, session: int, sender: Connection, frame: bytes, request: Work, now: float) -> None:

@@ -8,6 +8,7 @@ from itertools import islice
 
 import msgspec
 
+from kvcache_proto.messages import Runs
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.sessions import Session
 
@@ -16,10 +17,13 @@ SLOT = 8  # bytes of a reference that name the slot; the others say which block 
 MOST_ABSENT = 1 << 16  # blocks of which that is remembered
 MOST_LOOKS = 256  # that wait; a tier that does not keep up is not asked for more
 MOST_WRITES = 1 << 16  # blocks that wait to be written
+TOLD_EVERY = 30.0  # seconds between two lists of what is hot
 FIRST_RATE, FIRST_LATENCY = 1e9, 0.005  # bytes per second and seconds, until the first ones were measured
 FIRST_SECONDS = 0.05  # what FIRST_RATE counts as having been measured for
 RATE_SECONDS = 0.5  # of bringing that the rate is an average of, or half as many
 LATE, LATE_LEAST = 2.0, 0.05  # times what was expected, and seconds: then a tier is late
+WARMING = ""  # as the engine that asks for what was hot
+WARMED_AT_ONCE = 2  # batches that are asked for together, of what was hot
 _SMOOTH = 0.2  # the weight of a new measurement
 
 
@@ -94,6 +98,11 @@ class Tier:
         self.writing: dict[int, Writing] = {}
         self.written_in_flight = 0  # bytes
         self.asked_at = self._brought_at = 0.0
+        self.recalls: deque[Group] = deque()  # groups of which it is to be asked what was hot
+        self.recalling: dict[int, Group] = {}  # by the number of the question
+        self.warming: deque[Looking] = deque()  # what was hot, in parts that it has not been asked for yet
+        self.told: dict[bytes, tuple[int, float]] = {}  # what was hot, by the group's tag: HotPrefixes.changes, when
+        self.looked_ahead_at = 0.0
 
     @property
     def rate(self) -> float:
@@ -205,6 +214,22 @@ class Tier:
                 del self.absent[each]
         self.absent[tagged] = now + ABSENT_FOR
 
+    # What was hot.
+
+    def recalled(self, number: int, runs: Runs) -> bool:
+        """Take the answer to a recall: these blocks will be asked for. Return whether there is such a recall."""
+        group = self.recalling.pop(number, None)
+        if group is None:
+            return False
+        most = max(1, WARMED_AT_ONCE * self.batch_bytes // group.slot_bytes)
+        for run in runs:
+            parent: bytes | None = run[0] or None
+            for at in range(0, len(run[1]), most):
+                hashes = run[1][at : at + most]
+                self.warming.append(Looking(WARMING, group, parent, hashes, 0.0))
+                parent = hashes[-1]
+        return True
+
     @staticmethod
     def _bytes(part: Part) -> int:
         return (part.end - part.begin) * part.fetch.group.slot_bytes
@@ -288,6 +313,8 @@ class Tier:
         leases = [writing.lease for writing in self.writing.values()]
         for each in (self.looks, self.looking, self.asked, self.fetches, self.coming, self.parts, self.writes):
             each.clear()
+        self.recalls.extend(self.recalling.values())
+        self.recalling.clear()
         self.writing.clear()
         self.backlog = self.in_flight = self.waiting = self.written_in_flight = 0
         return leases
@@ -303,6 +330,7 @@ class Tier:
             "to_look_up": len(self.looks) + len(self.looking),
             "to_bring_bytes": self.backlog,
             "to_write_blocks": self.waiting + sum(len(each.blocks) for each in self.writing.values()),
+            "to_warm_blocks": sum(len(each.hashes) for each in self.warming),
             **self.counts,
         }
 

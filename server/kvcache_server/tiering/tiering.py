@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import count
+from itertools import count, dropwhile, islice, takewhile
 from typing import Any
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import BadArgument, NotPermitted, Unavailable
+from kvcache_proto.errors import BadArgument, NotPermitted, Unavailable, UnknownHandle
 from kvcache_proto.types import FULL, SUM_BYTES
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.effects import Change, SessionGone, Shown
-from kvcache_server.core.index import Block, Group
-from kvcache_server.core.sessions import Session
+from kvcache_server.core.effects import Change, NamespaceClosed, NamespaceOpened, SessionGone, Shown
+from kvcache_server.core.index import CLASS_MASK, GONE, Block, Group
+from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.core.slices import LOOK
-from kvcache_server.tiering.tier import LATE, LATE_LEAST, Looking, Tier, Writing
+from kvcache_server.tiering.hot import HotPrefixes
+from kvcache_server.tiering.tier import LATE, LATE_LEAST, TOLD_EVERY, WARMED_AT_ONCE, Looking, Tier, Writing
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
@@ -29,12 +30,16 @@ MOST_NAMES = 64  # of tiers, whose counts go on
 HANGING = 60.0  # seconds without a request from a tier that works: one with nothing to do asks twice a second
 MOST_JOBS = 64  # looks in one answer
 MOST_BATCH = 1 << 30  # bytes
+FILL = 0.9  # of the pool, which is filled with what was hot before anyone asks for it
+AHEAD_EVERY = 0.1  # seconds between two looks for blocks that are about to be evicted
+AHEAD_LEAVES = 64  # the coldest ones of each order, examined each time
+AHEAD_BLOCKS = 4096  # examined each time, in all
 
 
 class Tiering:
     """`requests` are the types of requests that it answers. A daemon without tiers never calls any other method."""
 
-    requests = frozenset({m.Work, m.Worked})
+    requests = frozenset({m.Work, m.Worked, m.Warm})
 
     def __init__(self, cache: Cache, user: int) -> None:
         """Only sessions of `user` may be tiers."""
@@ -42,6 +47,7 @@ class Tiering:
         self._tiers: dict[int, Tier] = {}  # by session, in the order in which they are asked
         self._numbers = count(1)
         self._counts: dict[str, Counter[str]] = {}  # by the tiers' names: they go on when a tier comes back
+        self._hot: dict[Group, HotPrefixes] = {}
 
     # What happens in the cache.
 
@@ -52,6 +58,7 @@ class Tiering:
         if session.id in self._tiers:
             return 0, 0
         if chain:
+            self._hot.setdefault(group, HotPrefixes()).found(chain[-1])
             self._found_again(chain)
         hits = len(chain)
         if hits == len(hashes):
@@ -60,13 +67,15 @@ class Tiering:
 
     def _found_again(self, chain: Sequence[Block]) -> None:
         for tier in self._tiers.values():
-            if tier.on and not tier.has(chain[-1]):
-                lacking = []
-                for block in chain[: -LOOK - 1 : -1]:
-                    if tier.has(block):
-                        break
-                    lacking.append(block)
-                tier.store(lacking[::-1])
+            if tier.on and tier.policy != m.AHEAD and not tier.has(chain[-1]):
+                self._store(tier, chain[: -LOOK - 1 : -1])
+
+    @staticmethod
+    def _store(tier: Tier, upwards: Iterable[Block]) -> None:
+        """Have the blocks of a chain stored, up to the first that the tier has."""
+        lacking = list(takewhile(lambda block: not tier.has(block), upwards))
+        if lacking:
+            tier.store(lacking[::-1])
 
     def _missed(
         self, session: Session, group: Group, hashes: Sequence[bytes], hits: int, begin: int, now: float
@@ -109,6 +118,14 @@ class Tiering:
                     self._turn_off(self._tiers[change.session], "gone")
                     del self._tiers[change.session]
                     self._listen()
+                case NamespaceOpened():
+                    for tier in self._tiers.values():
+                        self._recall(tier, change.namespace)
+                case NamespaceClosed():
+                    for group in change.namespace.groups:
+                        self._hot.pop(group, None)
+                        for tier in self._tiers.values():
+                            tier.told.pop(group.tag, None)
                 case _:
                     pass
 
@@ -121,19 +138,35 @@ class Tiering:
             if tier.policy == m.THROUGH and tier.on:
                 lacking = [block for block in blocks if not tier.has(block) and block.parent is not None]
                 for group in {block.account.group for block in lacking}:
-                    if not group.tails and group.spec.kind == FULL:  # lookups ask tiers for no others
+                    if _is_kept(group):
                         tier.store([block for block in lacking if block.account.group is group])
 
     # Requests.
 
-    def begin(self, session: int, request: Any, now: float) -> None:
-        """Take a request of a session. Raises NotPermitted, BadArgument; then nothing has changed."""
+    def begin(self, session: int, request: Any, now: float) -> m.Warmed | None:
+        """Take a request of a session. Raises NotPermitted, BadArgument, UnknownHandle; then nothing has changed."""
+        if isinstance(request, m.Warm):
+            return m.Warmed(request.id, self._warm(request.namespace))
         if isinstance(request, m.Work):
             self._enlist(self._cache.sessions[session], request, now)
         elif session in self._tiers:
             self._worked(self._tiers[session], request, now)
         else:
             self._cache.counters["jobs_unknown"] += 1
+        return None
+
+    def _warm(self, namespace: str) -> int:
+        """Ask all tiers what was hot, in the namespace with this id or in all; return how many questions that are."""
+        spaces = [each for each in self._cache.namespaces.values() if namespace in ("", each.id)]
+        if not spaces and namespace:
+            raise UnknownHandle(f"there is no namespace {namespace[:64]!r}")
+        return sum(self._recall(tier, each) for tier in self._tiers.values() for each in spaces)
+
+    @staticmethod
+    def _recall(tier: Tier, namespace: Namespace) -> int:
+        groups = [group for group in namespace.groups if _is_kept(group) and group not in tier.recalls]
+        tier.recalls.extend(groups)
+        return len(groups)
 
     def _enlist(self, session: Session, request: m.Work, now: float) -> None:
         if session.user != self._user:
@@ -157,6 +190,8 @@ class Tiering:
                 tier.counts = self._counts.setdefault(tier.name, tier.counts)
             self._tiers[session.id] = tier
             session.engine.brings = True
+            for namespace in self._cache.namespaces.values():
+                self._recall(tier, namespace)
             self._listen()
         tier.off, tier.asked_at = "", now
 
@@ -177,6 +212,8 @@ class Tiering:
                 continue
             tier.stored(writing, flags, now)
             self._end_lease(tier, writing.lease)
+        for number, runs in request.recalled:
+            unknown += not tier.recalled(number, _trusted(tier.recalling.get(number), runs))
         self._cache.counters["jobs_unknown"] += unknown
         if request.off:
             self._turn_off(tier, request.off)
@@ -198,10 +235,30 @@ class Tiering:
     def jobs(self, session: int, number: int, now: float) -> m.Jobs | None:
         """Return jobs for a tier that waits for some, as the answer to its request `number`; None if there are none."""
         tier = self._tiers.get(session)
-        if tier is None or not tier.on or not (tier.looks or tier.fetches or tier.writes):
+        if tier is None or not tier.on:
+            return None
+        if tier.policy == m.AHEAD and not self._cache.pool.uncut and now >= tier.looked_ahead_at + AHEAD_EVERY:
+            tier.looked_ahead_at = now
+            self._look_ahead(tier)
+        if tier.warming:
+            self._go_on_warming(tier, now)
+        untold = self._untold(tier, now)
+        if not (tier.looks or tier.fetches or tier.writes or tier.recalls or untold):
             return None
         jobs = m.Jobs(number)
         specs: dict[int, Any] = {}
+        while tier.recalls:
+            group = tier.recalls.popleft()
+            if (namespace := self._namespace(group)) is not None:
+                job = next(self._numbers)
+                tier.recalling[job] = group
+                specs[namespace.number] = namespace
+                jobs.recalls.append(m.Recall(job, namespace.id, group.number))
+        if untold is not None and (namespace := self._namespace(untold)) is not None:
+            tier.told[untold.tag] = self._hot[untold].changes, now
+            if runs := self._hot[untold].runs():
+                specs[namespace.number] = namespace
+                jobs.hot.append(m.Hot(namespace.id, untold.number, runs))
         while tier.looks and len(jobs.looks) < MOST_JOBS:
             looking = tier.looks.popleft()
             namespace = self._namespace(looking.group)
@@ -228,7 +285,7 @@ class Tiering:
         while tier.writes and tier.written_in_flight < budget:
             if (write := self._write_out(tier, specs)) is not None:
                 jobs.writes.append(write)
-        if not (jobs.looks or jobs.brings or jobs.writes):
+        if not (jobs.looks or jobs.brings or jobs.writes or jobs.recalls or jobs.hot):
             return None
         jobs.specs = [each.spec for number, each in specs.items() if number not in tier.session.attached]
         return jobs
@@ -252,6 +309,45 @@ class Tiering:
         sums = lookups.checksums.read(slots, group.sum_offsets) if lookups.checksums else b""
         sums = sums or bytes(len(batch) * len(group.spec.shards) * SUM_BYTES)
         return m.WriteOut(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
+
+    def _untold(self, tier: Tier, now: float) -> Group | None:
+        """Return a group of which a tier is to be told what is hot."""
+        for group, hot in self._hot.items():
+            changes, at = tier.told.get(group.tag, (0, -TOLD_EVERY))
+            if hot.changes != changes and now >= at + TOLD_EVERY:
+                return group
+        return None
+
+    def _go_on_warming(self, tier: Tier, now: float) -> None:
+        """Ask a tier for more of what was hot, as long as memory is free."""
+        while tier.warming and not tier.looks and not tier.looking and tier.backlog < WARMED_AT_ONCE * tier.batch_bytes:
+            looking = tier.warming.popleft()
+            group, hashes = looking.group, looking.hashes
+            hits = len(group.prefix(hashes))
+            there = hits + group.pending_after(hashes, hits)
+            free = FILL * self._cache.pool.capacity - self._cache.eviction.fair_share.used - tier.backlog
+            hashes = hashes[: there + max(0, int(free)) // group.slot_bytes]
+            if len(hashes) < len(looking.hashes):
+                tier.warming.clear()  # what follows is less hot
+            if there < len(hashes) and not tier.knows(group, hashes[there], now):
+                parent = hashes[there - 1] if there else looking.parent
+                tier.ask(Looking(looking.engine, group, parent, hashes[there:], now))
+
+    def _look_ahead(self, tier: Tier) -> None:
+        """Have blocks stored that are about to be evicted, if they were ever found."""
+        left = AHEAD_BLOCKS
+        for account in self._cache.eviction.fair_share.accounts:
+            if not _is_kept(account.group):
+                continue
+            for order in account.orders:
+                for leaf in order.next_ones(AHEAD_LEAVES):
+                    if leaf.pins == GONE or leaf.child is not None:
+                        continue
+                    upwards = list(islice(leaf.ancestors(), min(left, LOOK)))
+                    left -= len(upwards)
+                    self._store(tier, dropwhile(lambda block: not block.tick & CLASS_MASK, upwards))
+                    if left <= 0:
+                        return
 
     def hanging(self, now: float) -> list[str]:
         """Return the names of connected tiers that ask for no work any more, and turn those off."""
@@ -285,3 +381,19 @@ class Tiering:
     def report(self) -> list[dict[str, object]]:
         """Return figures of each tier for `status`."""
         return [tier.report() for tier in self._tiers.values()]
+
+
+def _is_kept(group: Group) -> bool:
+    """Whether tiers keep blocks of a group."""
+    return not group.tails and group.spec.kind == FULL
+
+
+def _trusted(group: Group | None, runs: m.Runs) -> m.Runs:
+    """Return what a list can have of a group's blocks: it comes from a store that others may write to."""
+    left, found = m.MAX_HOT, []
+    for parent, hashes in runs:
+        left -= len(hashes)
+        if group is None or left < 0 or {len(name) for name in (parent, *hashes) if name} != {group.hash_bytes}:
+            break
+        found.append((parent, hashes))
+    return found
