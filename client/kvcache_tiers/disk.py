@@ -25,7 +25,8 @@ from kvcache_tiers.backend import Failed, Value
 from kvcache_tiers.segments import PAGE, Kind, Segment, numbers
 from kvcache_tiers.urls import options, shown, split_url
 
-SEGMENT = 256 << 20  # bytes
+SEGMENT = 256 << 20  # bytes, of a large tier
+SEGMENTS = 16  # that even a small one has, because each kind of values takes some of its own
 LEAST_RECORDS = 4  # of a segment
 HOTTEST = 3  # times that a value is passed over when room is needed
 YIELD = 0.02  # seconds that a write waits at most for reads to end
@@ -223,7 +224,7 @@ class DiskTier:
         return free.pop() if free else None
 
     def _grow(self, kind: Kind) -> bool:
-        records = max(LEAST_RECORDS, SEGMENT // kind.stride)
+        records = max(LEAST_RECORDS, min(SEGMENT, self._size // SEGMENTS) // kind.stride)
         held = sum(segment.size for segment in self._segments.values())
         records = min(records, (self._size - held) // kind.stride)
         if records < LEAST_RECORDS:
@@ -241,11 +242,14 @@ class DiskTier:
 
     def _make_room(self, kind: Kind) -> None:
         own = [segment for segment in self._segments.values() if segment.kind == kind]
-        oldest = min((each for each in self._segments.values() if not each.pins), key=lambda s: s.used, default=None)
-        if oldest is not None and oldest.kind != kind and (not own or oldest.used < min(each.used for each in own)):
-            self._drop(oldest)
-            if self._grow(kind):
-                return
+        least = min((each.used for each in own), default=self._now + 1)
+        for oldest in sorted(self._segments.values(), key=lambda each: each.used):
+            if oldest.kind == kind or oldest.used >= least:
+                break
+            if not oldest.pins:
+                self._drop(oldest)
+                if self._grow(kind):
+                    return
         hand = self._hands.get(kind)
         for _ in range((HOTTEST + 2) * sum(each.records for each in own)):
             place = next(hand, None) if hand is not None else None
