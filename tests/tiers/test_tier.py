@@ -9,15 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Daemon, StartDaemon
-from tiered import ToyEngine, a_tier, hashes, wait_for
+from tiered import ToyEngine, a_tier, hashes, in_a_hurry, listed, tier_of, wait_for, wait_open, wait_tier
 
 from kvcache_server.commands.describe import describe
 from kvcache_server.http.metrics import render
-from kvcache_tiers.records import unpack_hot
 
 
 @pytest.fixture
@@ -44,19 +42,6 @@ def connect() -> Iterator[Callable[[Daemon], ToyEngine]]:
 
 
 Connect = Callable[[Daemon], ToyEngine]
-
-
-def tier_of(daemon: Daemon) -> dict[str, Any]:
-    found = daemon.status()["daemon"]["tiers"]
-    return dict(found[0]) if found else {}
-
-
-def wait_tier(daemon: Daemon, name: str, least: int) -> None:
-    wait_for(lambda: tier_of(daemon).get(name, 0) >= least, f"{name} of {least}")
-
-
-def wait_open(daemon: Daemon) -> None:
-    wait_for(lambda: tier_of(daemon).get("off") == "", "a tier that works")
 
 
 def pid_of_the_tier(daemon: Daemon) -> int:
@@ -273,12 +258,7 @@ def make_hot(daemon: Daemon, engine: ToyEngine, chains: list[list[bytes]], folde
     for names in chains:
         assert engine.save(names) == engine.load(names) == len(names)
     wait_tier(daemon, "blocks_written", sum(map(len, chains)))
-
-    def known() -> set[bytes]:
-        notes = [unpack_hot(path.read_bytes()) or [] for path in folder.glob("*.note")]
-        return {name for runs in notes for _, run in runs for name in run}
-
-    wait_for(lambda: known() == {name for names in chains for name in names}, "the list of what is hot")
+    wait_for(lambda: listed(folder) == {name for names in chains for name in names}, "the list of what is hot")
 
 
 def command(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -286,23 +266,11 @@ def command(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(program, capture_output=True, text=True, timeout=60)
 
 
-HURRY = "import kvcache_server.tiering.tiering as tiering\ntiering.TOLD_EVERY = 0.1\n"
-
-
-@pytest.fixture
-def hurry(tmp_path: Path) -> dict[str, str]:
-    """The environment of a daemon that tells tiers ten times a second what is hot."""
-    folder = tmp_path / "hurry"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(HURRY)
-    return {"PYTHONPATH": str(folder)}
-
-
 def test_hot_prefixes_come_back_after_a_reboot(
-    start_daemon: StartDaemon, connect: Connect, url: str, hurry: dict[str, str], tmp_path: Path
+    start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path
 ) -> None:
     """The region is lost; nobody asks for a block until all that were hot are back."""
-    daemon = start_daemon(tier=url, env=hurry)
+    daemon = start_daemon(tier=url, env=in_a_hurry(tmp_path))
     engine = connect(daemon)
     wait_open(daemon)
     cold, hot = hashes(9, 20), [hashes(chain, 10) for chain in range(3)]
@@ -316,10 +284,8 @@ def test_hot_prefixes_come_back_after_a_reboot(
     assert [connect(daemon).load(names) for names in hot] == [10, 10, 10]
 
 
-def test_what_comes_back_evicts_nothing(
-    start_daemon: StartDaemon, connect: Connect, url: str, hurry: dict[str, str], tmp_path: Path
-) -> None:
-    daemon = start_daemon(tier=url, env=hurry)
+def test_what_comes_back_evicts_nothing(start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    daemon = start_daemon(tier=url, env=in_a_hurry(tmp_path))
     engine = connect(daemon)
     wait_open(daemon)
     hot = [hashes(chain, 40) for chain in range(5)]  # 25 MiB, more than the next region has
@@ -335,10 +301,8 @@ def test_what_comes_back_evicts_nothing(
     assert connect(daemon).load(hot[-1]) == 40, "the hottest ones come first"
 
 
-def test_an_operator_warms_the_cache(
-    start_daemon: StartDaemon, connect: Connect, url: str, hurry: dict[str, str], tmp_path: Path
-) -> None:
-    daemon = start_daemon(tier=url, env=hurry)
+def test_an_operator_warms_the_cache(start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    daemon = start_daemon(tier=url, env=in_a_hurry(tmp_path))
     engine = connect(daemon)
     wait_open(daemon)
     names = hashes(1, 10)

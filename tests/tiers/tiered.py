@@ -12,9 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from conftest import Daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.session.namespace import Namespace
+from kvcache_tiers.records import unpack_hot
 
 SHARDS = (96 << 10, 32 << 10)
 SPEC = NamespaceSpec(model="tiered", groups=[GroupSpec(16, SHARDS)])
@@ -103,3 +107,33 @@ def a_tier(folder: Path, url: str, endpoint: str, *flags: str, env: dict[str, st
     finally:
         if run.process.poll() is None:
             run.kill()
+
+
+def tier_of(daemon: Daemon) -> dict[str, Any]:
+    found = daemon.status()["daemon"]["tiers"]
+    return dict(found[0]) if found else {}
+
+
+def wait_tier(daemon: Daemon, name: str, least: int) -> None:
+    wait_for(lambda: tier_of(daemon).get(name, 0) >= least, f"{name} of {least}")
+
+
+def wait_open(daemon: Daemon) -> None:
+    wait_for(lambda: tier_of(daemon).get("off") == "", "a tier that works")
+
+
+HURRY = "import kvcache_server.tiering.tiering as tiering\ntiering.TOLD_EVERY = 0.1\n"
+
+
+def in_a_hurry(tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a daemon that tells tiers ten times a second what is hot."""
+    folder = tmp_path / "hurry"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HURRY)
+    return {"PYTHONPATH": str(folder)}
+
+
+def listed(folder: Path) -> set[bytes]:
+    """Return the blocks on the lists of what is hot that the tier in a folder keeps."""
+    notes = [unpack_hot(path.read_bytes()) or [] for path in folder.glob("*.note")]
+    return {name for runs in notes for _, run in runs for name in run}

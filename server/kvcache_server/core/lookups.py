@@ -49,6 +49,19 @@ class Tiers(Protocol):
         """
         ...
 
+    def looked_up_with_tails(
+        self,
+        session: Session,
+        group: Group,
+        request: m.Acquire,
+        hits: int,
+        chain: Sequence[Block],
+        tails: Sequence[Block],
+        now: float,
+    ) -> tuple[int, int]:
+        """The same in a namespace with tails, of which an engine needs the blocks `tails`, too, after `hits` blocks."""
+        ...
+
 
 class Lookups:
     """Answers lookups, and pins what they found. `last` is the number of the last lease."""
@@ -213,6 +226,8 @@ class Lookups:
             pending = group.pending_after(hashes, hits)
             if self.tiers is not None:
                 coming, eta = self.tiers.looked_up(session, group, hashes, chain, pending, self._pool.now)
+        elif self.tiers is not None:
+            coming, eta = self.tiers.looked_up_with_tails(session, group, request, hits, used, tails, self._pool.now)
         lease = 0
         if request.pin and hits:
             if len(session.leases) >= self._max_leases:

@@ -8,7 +8,7 @@ from itertools import islice
 
 import msgspec
 
-from kvcache_proto.messages import Runs
+from kvcache_proto.messages import MAX_HOT, Runs
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.sessions import Session
 
@@ -33,7 +33,7 @@ class Fetch:
     `due` is when the last one is expected; if it has not come by `late`, nobody is told to wait for it any more.
     """
 
-    __slots__ = ("due", "engine", "group", "hashes", "late", "parent", "sent")
+    __slots__ = ("boundary", "due", "engine", "group", "hashes", "late", "parent", "sent")
 
     def __init__(
         self, engine: str, group: Group, parent: bytes | None, hashes: list[bytes], now: float, seconds: float
@@ -42,6 +42,7 @@ class Fetch:
         self.engine, self.group, self.parent, self.hashes = engine, group, parent, hashes
         self.due, self.late = now + seconds, now + LATE * seconds + LATE_LEAST
         self.sent = 0  # hashes of which parts were made
+        self.boundary: bytes | None = None  # the hash and tag of the block after which an engine can continue then
 
 
 class Looking(msgspec.Struct, gc=False):
@@ -52,6 +53,22 @@ class Looking(msgspec.Struct, gc=False):
     parent: bytes | None
     hashes: list[bytes]
     at: float
+    joint: Joint | None = None
+
+
+class Joint(msgspec.Struct, gc=False):
+    """The questions of one lookup in a namespace with tails, one per group: where could the engine continue?
+
+    It has the first `start` blocks itself. `name` is the last hash, with the first group's tag. `found` has what the
+    tier has, with the groups' tags; `left` questions are not answered yet.
+    """
+
+    name: bytes
+    group: Group
+    hashes: list[bytes]
+    start: int
+    found: set[bytes]
+    left: int = 0
 
 
 class Part(msgspec.Struct, gc=False):
@@ -90,6 +107,7 @@ class Tier:
         self.absent: dict[bytes, float] = {}  # until when
         self.fetches: OrderedDict[str, deque[Fetch]] = OrderedDict()  # by engine; the next one's first
         self.coming: dict[bytes, Fetch] = {}  # by hash and tag
+        self.boundaries: dict[bytes, Fetch] = {}  # in namespaces with tails, the last fetch before each
         self.parts: dict[int, Part] = {}
         self.backlog = self.in_flight = 0  # bytes to bring, and of those the ones in parts
         self._has: dict[bytes, bytes] = {}  # references of blocks that it has or soon will, by the part for the slot
@@ -101,6 +119,7 @@ class Tier:
         self.recalls: deque[Group] = deque()  # groups of which it is to be asked what was hot
         self.recalling: dict[int, Group] = {}  # by the number of the question
         self.warming: deque[Looking] = deque()  # what was hot, in parts that it has not been asked for yet
+        self._above: dict[bytes, tuple[bytes, list[bytes]]] = {}  # with tails: runs, by the hashes and tag
         self.told: dict[bytes, tuple[int, float]] = {}  # what was hot, by the group's tag: HotPrefixes.changes, when
         self.looked_ahead_at = 0.0
 
@@ -126,9 +145,18 @@ class Tier:
             self.counts["looks_dropped"] += 1
             return False
         self.looks.append(looking)
-        self.asked[looking.hashes[0] + looking.group.tag] = looking.at
+        self.asked[looking.joint.name if looking.joint else looking.hashes[0] + looking.group.tag] = looking.at
         self.counts["looks"] += 1
         return True
+
+    def ask_jointly(self, joint: Joint, engine: str, parts: Sequence[tuple[Group, list[bytes]]], now: float) -> None:
+        """Ask what a lookup in a namespace with tails needs, of each group what it lacks."""
+        if len(self.looks) + len(parts) > MOST_LOOKS:
+            self.counts["looks_dropped"] += 1
+            return
+        joint.left = len(parts)
+        for group, hashes in parts:
+            self.ask(Looking(engine, group, None, hashes, now, joint))
 
     def found(self, number: int, flags: bytes, now: float) -> tuple[Looking, int] | None:
         """Take the answer to a look: fetch the blocks before the first that is not there.
@@ -138,20 +166,33 @@ class Tier:
         looking = self.looking.pop(number, None)
         if looking is None:
             return None
-        group, hashes = looking.group, looking.hashes
-        del self.asked[hashes[0] + group.tag]
+        group, hashes, joint = looking.group, looking.hashes, looking.joint
         self.latency += (now - looking.at - self.latency) * _SMOOTH
-        blocks = _leading(flags, len(hashes))
         self.counts["blocks_looked_up"] += len(hashes)
+        if joint is not None:
+            there = {name + group.tag for name, flag in zip(hashes, flags, strict=False) if flag}
+            self.counts["blocks_found"] += len(there)
+            joint.found |= there
+            joint.left -= 1
+            if not joint.left:
+                self.asked.pop(joint.name, None)
+            return looking, 0
+        del self.asked[hashes[0] + group.tag]
+        blocks = _leading(flags, len(hashes))
         self.counts["blocks_found"] += blocks
         if blocks < len(hashes):
-            self._lacks(hashes[blocks] + group.tag, now)
+            self.lacks(hashes[blocks] + group.tag, now)
         if blocks:
-            self.backlog += blocks * group.slot_bytes
-            fetch = Fetch(looking.engine, group, looking.parent, hashes[:blocks], now, self.backlog / self.rate)
-            self.coming.update((name + group.tag, fetch) for name in fetch.hashes)
-            self.fetches.setdefault(looking.engine, deque()).append(fetch)
+            self.fetch(looking.engine, group, looking.parent, hashes[:blocks], now)
         return looking, blocks
+
+    def fetch(self, engine: str, group: Group, parent: bytes | None, hashes: list[bytes], now: float) -> Fetch:
+        """Have blocks brought that the tier has."""
+        self.backlog += len(hashes) * group.slot_bytes
+        fetch = Fetch(engine, group, parent, hashes, now, self.backlog / self.rate)
+        self.coming.update((name + group.tag, fetch) for name in hashes)
+        self.fetches.setdefault(engine, deque()).append(fetch)
+        return fetch
 
     def next_part(self, most: int, now: float) -> Part | None:
         """Return the next part to bring, of at most `most` bytes, of engines in turn."""
@@ -187,7 +228,7 @@ class Tier:
         if blocks < wanted:
             self.counts["blocks_not_brought"] += wanted - blocks
             self._give_up(fetch)
-            self._lacks(fetch.hashes[part.begin + blocks] + tag, now)
+            self.lacks(fetch.hashes[part.begin + blocks] + tag, now)
         else:
             # Parts run beside each other, and end in bursts: only the sums say how fast they come.
             self._moved += size
@@ -195,6 +236,8 @@ class Tier:
             if self._busy > RATE_SECONDS:
                 self._moved, self._busy = self._moved / 2, self._busy / 2
         self._brought_at = now
+        if fetch.boundary is not None and (blocks < wanted or part.end == len(fetch.hashes)):
+            self.boundaries.pop(fetch.boundary, None)
         self.counts["blocks_brought"] += blocks
         self.counts["bytes_brought"] += blocks * fetch.group.slot_bytes
         return True
@@ -208,7 +251,8 @@ class Tier:
             self.coming.pop(name + fetch.group.tag, None)
         fetch.sent = len(fetch.hashes)
 
-    def _lacks(self, tagged: bytes, now: float) -> None:
+    def lacks(self, tagged: bytes, now: float) -> None:
+        """Do not ask for this for a while."""
         if len(self.absent) >= MOST_ABSENT:
             for each in list(islice(self.absent, MOST_ABSENT // 2)):
                 del self.absent[each]
@@ -221,14 +265,26 @@ class Tier:
         group = self.recalling.pop(number, None)
         if group is None:
             return False
-        most = max(1, WARMED_AT_ONCE * self.batch_bytes // group.slot_bytes)
+        # With tails, an engine may only be able to continue at the end of a run.
+        most = MAX_HOT if group.tails else max(1, WARMED_AT_ONCE * self.batch_bytes // group.slot_bytes)
         for run in runs:
             parent: bytes | None = run[0] or None
             for at in range(0, len(run[1]), most):
                 hashes = run[1][at : at + most]
                 self.warming.append(Looking(WARMING, group, parent, hashes, 0.0))
                 parent = hashes[-1]
+            self._above.update((name + group.tag, run) for name in run[1] if group.tails)
         return True
+
+    def chain_of(self, looking: Looking) -> list[bytes]:
+        """Return what was hot from the root on to the end of a run."""
+        chain, above, tag = looking.hashes, looking.parent, looking.group.tag
+        while above and len(chain) < MAX_HOT and (run := self._above.get(above + tag)) is not None:
+            chain = run[1][: run[1].index(above) + 1] + chain
+            above = run[0]
+        if not self.warming:
+            self._above.clear()
+        return chain
 
     @staticmethod
     def _bytes(part: Part) -> int:
@@ -313,6 +369,7 @@ class Tier:
         leases = [writing.lease for writing in self.writing.values()]
         for each in (self.looks, self.looking, self.asked, self.fetches, self.coming, self.parts, self.writes):
             each.clear()
+        self.boundaries.clear()
         self.recalls.extend(self.recalling.values())
         self.recalling.clear()
         self.writing.clear()

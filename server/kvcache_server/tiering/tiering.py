@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import count, dropwhile, islice, takewhile
 from typing import Any
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, NotPermitted, Unavailable, UnknownHandle
 from kvcache_proto.types import FULL, SUM_BYTES
+from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, NamespaceClosed, NamespaceOpened, SessionGone, Shown
 from kvcache_server.core.index import CLASS_MASK, GONE, Block, Group
 from kvcache_server.core.sessions import Namespace, Session
-from kvcache_server.core.slices import LOOK
+from kvcache_server.core.slices import LOOK, finish
 from kvcache_server.tiering.hot import HotPrefixes
-from kvcache_server.tiering.tier import LATE, LATE_LEAST, TOLD_EVERY, WARMED_AT_ONCE, Looking, Tier, Writing
+from kvcache_server.tiering.tier import LATE, LATE_LEAST, TOLD_EVERY, WARMED_AT_ONCE, Joint, Looking, Tier, Writing
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
@@ -65,17 +67,94 @@ class Tiering:
             return 0, 0
         return self._missed(session, group, hashes, hits, hits + pending, now)
 
+    def looked_up_with_tails(
+        self,
+        session: Session,
+        group: Group,
+        request: m.Acquire,
+        hits: int,
+        chain: Sequence[Block],
+        tails: Sequence[Block],
+        now: float,
+    ) -> tuple[int, int]:
+        """The same in a namespace with tails, of which an engine needs the blocks `tails`, too, after `hits` blocks."""
+        if session.id in self._tiers:
+            return 0, 0
+        if chain:
+            self._hot.setdefault(group, HotPrefixes()).found(chain[-1])
+        for tier in self._tiers.values():
+            if tier.on and tier.policy != m.AHEAD:
+                _store(tier, _lacking(tier, chain[: -LOOK - 1 : -1]))
+                _store(tier, [block for block in tails if not tier.has(block)])
+        hashes = request.hashes[:LOOK]
+        if hits >= len(hashes):
+            return 0, 0
+        name, waits = hashes[-1] + group.tag, 0.0
+        for tier in self._tiers.values():
+            if not tier.on:
+                continue
+            if tier.boundaries:
+                for end in range(len(hashes), hits, -1):
+                    if (fetch := tier.boundaries.get(hashes[end - 1] + group.tag)) is not None:
+                        return (0, 0) if now > fetch.late else (end - hits, max(1, round((fetch.due - now) * 1000)))
+            if not tier.knows(group, hashes[-1], now):
+                self._ask_jointly(tier, session.engine.name, group, hashes, request.start, now)
+            if (asked := tier.asked.get(name)) is not None:
+                if now < asked + LATE * 2 * tier.latency + LATE_LEAST:
+                    waits = max(asked + 2 * tier.latency - now, 1e-3)
+                break  # the next tier is asked for what this one does not have
+        return 0, round(waits * 1000)
+
+    @staticmethod
+    def _ask_jointly(tier: Tier, engine: str, group: Group, hashes: list[bytes], start: int, now: float) -> None:
+        """Ask a tier what it has of all groups, beyond what is cached."""
+        parts = []
+        if group is not group.tails[0]:
+            cached = len(group.prefix(hashes))
+            parts.append((group, hashes[cached + group.pending_after(hashes, cached) :]))
+        for tail in group.tails:
+            parts.append((tail, [name for name in hashes[start:] if not _has_soon(tail, name)]))
+        joint = Joint(hashes[-1] + group.tag, group, hashes, start, set())
+        tier.ask_jointly(joint, engine, [part for part in parts if part[1]], now)
+
+    def _found_jointly(self, tier: Tier, joint: Joint, engine: str, now: float) -> None:
+        """Have brought what an engine needs to continue as far as possible, and ask the next tier for more."""
+        group, hashes = joint.group, joint.hashes
+        tails, most, cached = group.tails, len(hashes), 0
+        if group is not tails[0]:
+            cached = len(group.prefix(hashes))
+            cached += group.pending_after(hashes, cached)
+            most = cached
+            while most < len(hashes) and hashes[most] + group.tag in joint.found:
+                most += 1
+            most -= group.spec.followed
+        has = [(tail.spec, partial(_has_or_gets, tail, joint.found)) for tail in tails]
+        end = finish(last_end(has, hashes, most, joint.start)) if most > joint.start else 0
+        name = hashes[end - 1] + group.tag if end > joint.start else b""
+        fetches = []
+        if name and name not in tier.boundaries:
+            if group is not tails[0] and cached < end + group.spec.followed:
+                parent = hashes[cached - 1] if cached else None
+                fetches.append(tier.fetch(engine, group, parent, hashes[cached : end + group.spec.followed], now))
+            for tail in tails:
+                wanted = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
+                if wanted := [each for each in wanted if not _has_soon(tail, each)]:
+                    fetches.append(tier.fetch(engine, tail, None, wanted, now))
+        if fetches:
+            fetches[-1].boundary = name
+            tier.boundaries[name] = fetches[-1]
+        if end < len(hashes):
+            tier.lacks(joint.name, now)
+            tiers = list(self._tiers.values())
+            for other in tiers[tiers.index(tier) + 1 :]:
+                if other.on and not other.knows(group, hashes[-1], now):
+                    self._ask_jointly(other, engine, group, hashes, joint.start, now)
+                    return
+
     def _found_again(self, chain: Sequence[Block]) -> None:
         for tier in self._tiers.values():
             if tier.on and tier.policy != m.AHEAD and not tier.has(chain[-1]):
-                self._store(tier, chain[: -LOOK - 1 : -1])
-
-    @staticmethod
-    def _store(tier: Tier, upwards: Iterable[Block]) -> None:
-        """Have the blocks of a chain stored, up to the first that the tier has."""
-        lacking = list(takewhile(lambda block: not tier.has(block), upwards))
-        if lacking:
-            tier.store(lacking[::-1])
+                _store(tier, _lacking(tier, chain[: -LOOK - 1 : -1]))
 
     def _missed(
         self, session: Session, group: Group, hashes: Sequence[bytes], hits: int, begin: int, now: float
@@ -136,10 +215,7 @@ class Tiering:
                 if block.account.engine == name:
                     tier.mark(block)
             if tier.policy == m.THROUGH and tier.on:
-                lacking = [block for block in blocks if not tier.has(block) and block.parent is not None]
-                for group in {block.account.group for block in lacking}:
-                    if _is_kept(group):
-                        tier.store([block for block in lacking if block.account.group is group])
+                _store(tier, [block for block in blocks if not tier.has(block) and block.parent is not None])
 
     # Requests.
 
@@ -164,7 +240,7 @@ class Tiering:
 
     @staticmethod
     def _recall(tier: Tier, namespace: Namespace) -> int:
-        groups = [group for group in namespace.groups if _is_kept(group) and group not in tier.recalls]
+        groups = [group for group in namespace.groups if group.spec.kind == FULL and group not in tier.recalls]
         tier.recalls.extend(groups)
         return len(groups)
 
@@ -201,8 +277,10 @@ class Tiering:
             found = tier.found(number, flags, now)
             if found is None:
                 unknown += 1
-            else:
+            elif (joint := found[0].joint) is None:
                 self._ask_next(tier, *found, now)
+            elif not joint.left:
+                self._found_jointly(tier, joint, found[0].engine, now)
         for number, flags in request.brought:
             unknown += not tier.brought(number, flags, now)
         for number, flags in request.written:
@@ -263,7 +341,7 @@ class Tiering:
             looking = tier.looks.popleft()
             namespace = self._namespace(looking.group)
             if namespace is None:
-                del tier.asked[looking.hashes[0] + looking.group.tag]
+                tier.asked.pop(looking.joint.name if looking.joint else looking.hashes[0] + looking.group.tag, None)
                 continue
             job = next(self._numbers)
             tier.looking[job] = looking
@@ -279,7 +357,7 @@ class Tiering:
                 tier.brought(job, b"", now)
                 continue
             specs[namespace.number] = namespace
-            parent = fetch.hashes[part.begin - 1] if part.begin else fetch.parent
+            parent = fetch.hashes[part.begin - 1] if part.begin and fetch.group.spec.kind == FULL else fetch.parent
             hashes = fetch.hashes[part.begin : part.end]
             jobs.brings.append(m.Bring(job, namespace.id, fetch.group.number, parent, hashes))
         while tier.writes and tier.written_in_flight < budget:
@@ -323,13 +401,19 @@ class Tiering:
         while tier.warming and not tier.looks and not tier.looking and tier.backlog < WARMED_AT_ONCE * tier.batch_bytes:
             looking = tier.warming.popleft()
             group, hashes = looking.group, looking.hashes
+            if group.tails:
+                hashes = tier.chain_of(looking)[:LOOK]
             hits = len(group.prefix(hashes))
             there = hits + group.pending_after(hashes, hits)
+            wanted = len(hashes)
             free = FILL * self._cache.pool.capacity - self._cache.eviction.fair_share.used - tier.backlog
             hashes = hashes[: there + max(0, int(free)) // group.slot_bytes]
-            if len(hashes) < len(looking.hashes):
+            if len(hashes) < wanted:
                 tier.warming.clear()  # what follows is less hot
-            if there < len(hashes) and not tier.knows(group, hashes[there], now):
+            if group.tails:
+                if len(hashes) == wanted and not tier.knows(group, hashes[-1], now):
+                    self._ask_jointly(tier, looking.engine, group, hashes, 0, now)
+            elif there < len(hashes) and not tier.knows(group, hashes[there], now):
                 parent = hashes[there - 1] if there else looking.parent
                 tier.ask(Looking(looking.engine, group, parent, hashes[there:], now))
 
@@ -337,15 +421,13 @@ class Tiering:
         """Have blocks stored that are about to be evicted, if they were ever found."""
         left = AHEAD_BLOCKS
         for account in self._cache.eviction.fair_share.accounts:
-            if not _is_kept(account.group):
-                continue
             for order in account.orders:
                 for leaf in order.next_ones(AHEAD_LEAVES):
                     if leaf.pins == GONE or leaf.child is not None:
                         continue
                     upwards = list(islice(leaf.ancestors(), min(left, LOOK)))
                     left -= len(upwards)
-                    self._store(tier, dropwhile(lambda block: not block.tick & CLASS_MASK, upwards))
+                    _store(tier, _lacking(tier, dropwhile(lambda block: not block.tick & CLASS_MASK, upwards)))
                     if left <= 0:
                         return
 
@@ -383,9 +465,23 @@ class Tiering:
         return [tier.report() for tier in self._tiers.values()]
 
 
-def _is_kept(group: Group) -> bool:
-    """Whether tiers keep blocks of a group."""
-    return not group.tails and group.spec.kind == FULL
+def _has_soon(group: Group, name: bytes) -> bool:
+    return name in group.visible or name in group.pending
+
+
+def _has_or_gets(group: Group, found: set[bytes], name: bytes) -> bool:
+    return name + group.tag in found or _has_soon(group, name)
+
+
+def _lacking(tier: Tier, upwards: Iterable[Block]) -> list[Block]:
+    """Return the blocks of a chain up to the first that the tier has, parents before children."""
+    return list(takewhile(lambda block: not tier.has(block), upwards))[::-1]
+
+
+def _store(tier: Tier, blocks: Sequence[Block]) -> None:
+    """Have blocks stored, which may be of several groups."""
+    for group in dict.fromkeys(block.account.group for block in blocks):
+        tier.store([block for block in blocks if block.account.group is group])
 
 
 def _trusted(group: Group | None, runs: m.Runs) -> m.Runs:

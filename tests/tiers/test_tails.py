@@ -1,0 +1,181 @@
+"""Windows and states below the region: a tier brings all that an engine needs to continue, or nothing of it counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Daemon, StartDaemon
+from tiered import a_tier, hashes, in_a_hurry, listed, tier_of, wait_for, wait_open, wait_tier
+
+from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_proto.types import FULL, TAIL
+
+WINDOW, STATE = GroupSpec(16, (8192, 4096), TAIL, 3), GroupSpec(16, (16384, 512), TAIL, 1)
+MODELS = {
+    "both": (GroupSpec(16, (32768, 8192)), WINDOW, STATE),
+    "followed": (GroupSpec(16, (32768, 8192), followed=True), WINDOW),
+    "windows alone": (WINDOW,),
+    "states alone": (STATE,),
+}
+
+
+def content(name: bytes, group: int, shard: int, size: int) -> bytes:
+    return random.Random(name + bytes([group, shard])).randbytes(size)
+
+
+class HybridEngine:
+    """Saves full blocks, and windows and states at the end of a prompt; compares every loaded byte."""
+
+    def __init__(self, endpoint: str, groups: tuple[GroupSpec, ...]) -> None:
+        self.session = Session.connect(endpoint, engine="hybrid", deadline=5.0)
+        self.namespace = self.session.attach(NamespaceSpec(model="hybrid", groups=groups), range(2))
+        self.groups = groups
+
+    def save(self, names: list[bytes], end: int | None = None) -> int:
+        """Save the blocks of a prompt, and what the tails need after `end` of them; return how many were stored."""
+        end, stored = end or len(names), 0
+        for number, group in enumerate(self.groups):
+            wanted = names if group.kind == FULL else names[end - group.needed(end) : end]
+            reservation = self.namespace.reserve(wanted, group=number)
+            for at, slot in zip(reservation.granted, reservation.slots, strict=True):
+                for shard, size in enumerate(group.shards):
+                    slot.view(shard)[:] = content(wanted[at], number, shard, size)
+            stored += len(reservation.commit())
+        return stored
+
+    def load(self, names: list[bytes]) -> int:
+        with self.namespace.acquire(names) as lease:
+            assert not lease.failed
+            begin = 0
+            for group, count in lease.parts:
+                first = 0 if group.kind == FULL else lease.hits - count
+                for name, slot in zip(names[first : first + count], lease.slots[begin : begin + count], strict=True):
+                    for shard, size in enumerate(group.shards):
+                        assert slot.view(shard) == content(name, self.groups.index(group), shard, size), "wrong bytes"
+                begin += count
+            return lease.hits
+
+    def load_all(self, names: list[bytes], hits: int) -> None:
+        wait_for(lambda: self.load(names) == hits, f"{hits} hits")
+
+
+Connect = Callable[[Daemon, str], HybridEngine]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    engines: list[HybridEngine] = []
+
+    def connect(daemon: Daemon, model: str) -> HybridEngine:
+        engines.append(HybridEngine(daemon.endpoint, MODELS[model]))
+        return engines[-1]
+
+    yield connect
+    for each in engines:
+        each.session.close()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"disk:{tmp_path}/tier?size=256MiB"
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> Daemon:
+    return start_daemon()
+
+
+def usable(model: str, names: list[bytes]) -> int:
+    return len(names) - MODELS[model][0].followed
+
+
+@pytest.mark.parametrize("policy", ["second", "through"])
+@pytest.mark.parametrize("model", MODELS)
+def test_an_engine_continues_where_a_tier_has_what_that_takes(
+    daemon: Daemon, connect: Connect, url: str, tmp_path: Path, model: str, policy: str
+) -> None:
+    engine, names = connect(daemon, model), hashes(1, 24)
+    end = usable(model, names)
+    with a_tier(tmp_path, url, daemon.endpoint, "--writes", policy):
+        wait_open(daemon)
+        stored = engine.save(names, end)
+        assert engine.load(names) == end
+        wait_tier(daemon, "blocks_written", stored)
+        engine.session.clear()
+        assert engine.load(names) == 0
+        engine.load_all(names, end)
+        assert tier_of(daemon)["blocks_brought"] == stored
+        assert engine.load([*names, *hashes(2, 3)]) == end, "a longer prompt continues there, too"
+
+
+@pytest.mark.parametrize("model", ["both", "followed"])
+def test_hot_prompts_come_back_after_a_reboot(
+    start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path, model: str
+) -> None:
+    daemon = start_daemon(tier=url, env=in_a_hurry(tmp_path))
+    engine = connect(daemon, model)
+    wait_open(daemon)
+    system = hashes(0, 12)
+    prompts = [[*system, *hashes(number, 8)] for number in (1, 2)]
+    end = usable(model, prompts[0])
+    stored = 0
+    for names in prompts:
+        stored += engine.save(names, end)
+        assert engine.load(names) == end
+    wait_tier(daemon, "blocks_written", stored)
+    wait_for(lambda: listed(tmp_path / "tier") == {name for names in prompts for name in names}, "the list")
+    assert daemon.stop() == 0
+    daemon = start_daemon(tier=url, fresh=True)
+    connect(daemon, model)
+    wait_for(lambda: daemon.status()["pool"]["blocks"] == stored, "the hot blocks")
+    assert daemon.status()["namespaces"][0]["lookups"] == 0
+    assert [connect(daemon, model).load(names) for names in prompts] == [end, end]
+
+
+def test_what_is_cached_already_is_not_brought_again(
+    daemon: Daemon, connect: Connect, url: str, tmp_path: Path
+) -> None:
+    """The full blocks are still there, but the window and the state at their end are gone."""
+    engine, names = connect(daemon, "both"), hashes(1, 24)
+    with a_tier(tmp_path, url, daemon.endpoint):
+        wait_open(daemon)
+        stored = engine.save(names)
+        assert engine.load(names) == 24
+        wait_tier(daemon, "blocks_written", stored)
+        engine.session.clear()
+        assert engine.save(names, 12) == 24 + 4
+        assert engine.load(names) == 12
+        engine.load_all(names, 24)
+        assert tier_of(daemon)["blocks_brought"] == 4
+
+
+def test_an_earlier_place_to_continue_is_better_than_none(
+    daemon: Daemon, connect: Connect, url: str, tmp_path: Path
+) -> None:
+    engine, names, others = connect(daemon, "both"), hashes(1, 24), hashes(2, 4)
+    with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through"):
+        wait_open(daemon)
+        stored = engine.save(names, 10)  # the blocks after these have no state
+        wait_tier(daemon, "blocks_written", stored)
+        engine.session.clear()
+        assert engine.load([*names[:20], *others]) == 0
+        engine.load_all([*names[:20], *others], 10)
+        assert tier_of(daemon)["blocks_brought"] == 10 + 4, "nothing of use after them"
+
+
+def test_what_only_has_full_blocks_is_not_brought(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    engine, names = connect(daemon, "both"), hashes(1, 24)
+    with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through"):
+        wait_open(daemon)
+        stored = engine.save(names)
+        wait_tier(daemon, "blocks_written", stored)
+        engine.session.clear()
+        assert engine.load(names[:20]) == 0
+        wait_tier(daemon, "looks", 3)
+        wait_for(lambda: not tier_of(daemon)["to_look_up"], "answers")
+        assert engine.load(names[:20]) == 0
+        assert not tier_of(daemon).get("blocks_brought")
+        engine.load_all(names, 24)
