@@ -242,11 +242,11 @@ def test_promotion_does_not_hold_up_a_full_region(start_daemon: StartDaemon, con
     wait_for(lambda: tier_of(daemon)["to_write_blocks"] == 0, "the last write")
     for names in chains:
         until = time.monotonic() + 20
-        while engine.load(names) < 16 and time.monotonic() < until:
+        while (hits := engine.load(names)) < 16 and time.monotonic() < until:
             if tier_of(daemon)["blocks_written"] < 16 * 24:
                 engine.save(names)
             time.sleep(0.005)
-        assert engine.load(names) == 16
+        assert hits == 16
 
 
 def blocks_of(daemon: Daemon) -> int:
