@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 from conftest import Daemon, StartDaemon
-from tiered import ToyEngine, a_tier, hashes, in_a_hurry, listed, tier_of, wait_for, wait_open, wait_tier
+from tiered import (
+    ToyEngine,
+    a_tier,
+    hashes,
+    in_a_hurry,
+    listed,
+    save_below,
+    tier_of,
+    wait_for,
+    wait_open,
+    wait_tier,
+)
 
 from kvcache_server.commands.describe import describe
 from kvcache_server.http.metrics import render
@@ -49,15 +60,6 @@ def pid_of_the_tier(daemon: Daemon) -> int:
     children = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
     (pid,) = [int(each) for path in children for each in path.read_text().split()]
     return pid
-
-
-def save_below(daemon: Daemon, engine: ToyEngine, names: list[bytes]) -> None:
-    """Save blocks, have them written to the tier, and forget those in the region."""
-    before = tier_of(daemon).get("blocks_written", 0)
-    assert engine.save(names) == len(names)
-    assert engine.load(names) == len(names)
-    wait_tier(daemon, "blocks_written", before + len(names))
-    engine.session.clear()
 
 
 def test_blocks_come_back_from_a_tier(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:

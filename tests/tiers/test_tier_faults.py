@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import Daemon, StartDaemon
 from redis_servers import Server
-from tiered import ToyEngine, hashes, wait_for
+from tiered import ToyEngine, all_is_free, hashes, wait_for
 
 SECONDS = 8.0
 
@@ -38,11 +38,6 @@ def work(engine: ToyEngine, draw: random.Random, until: float) -> int:
         engine.save(names)
         hits += engine.load(names)
     return hits
-
-
-def all_is_free(daemon: Daemon) -> bool:
-    pool = daemon.status()["pool"]
-    return not pool["blocks_writing"] and not pool["slots_quarantined"] and not pool["pinned_bytes"]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -48,10 +48,10 @@ class ToyEngine:
                 slot.view(shard)[:] = content(names[at], shard)
         return len(reservation.commit())
 
-    def load(self, names: Sequence[bytes], request: str = "") -> int:
-        """Return the number of hits, after a look at all their bytes."""
+    def load(self, names: Sequence[bytes], request: str = "", answered: bool = True) -> int:
+        """Return the number of hits, after a look at all their bytes. Without `answered`, the daemon may be dead."""
         with self.namespace.acquire(names, request=request) as lease:
-            assert not lease.failed
+            assert not (answered and lease.failed)
             for name, slot in zip(names, lease.slots, strict=False):
                 for shard in range(len(SHARDS)):
                     assert slot.view(shard) == content(name, shard), "wrong bytes"
@@ -70,6 +70,41 @@ def wait_for(found: Callable[[], bool], what: str) -> None:
     while not found():
         assert time.monotonic() < until, f"{what}: not after {SECONDS} s"
         time.sleep(0.01)
+
+
+def tier_of(daemon: Daemon) -> dict[str, Any]:
+    found = daemon.status()["daemon"]["tiers"]
+    return dict(found[0]) if found else {}
+
+
+def wait_tier(daemon: Daemon, name: str, least: int) -> None:
+    wait_for(lambda: tier_of(daemon).get(name, 0) >= least, f"{name} of {least}")
+
+
+def wait_open(daemon: Daemon) -> None:
+    wait_for(lambda: tier_of(daemon).get("off") == "", "a tier that works")
+
+
+def save_below(daemon: Daemon, engine: ToyEngine, names: list[bytes]) -> None:
+    """Save blocks, have them written to the tier, and forget those in the region."""
+    before = tier_of(daemon).get("blocks_written", 0)
+    assert engine.save(names) == len(names)
+    assert engine.load(names) == len(names)
+    wait_tier(daemon, "blocks_written", before + len(names))
+    engine.session.clear()
+
+
+def all_is_free(daemon: Daemon) -> bool:
+    pool = daemon.status()["pool"]
+    return not pool["blocks_writing"] and not pool["slots_quarantined"] and not pool["pinned_bytes"]
+
+
+def patched(folder: Path, code: str) -> dict[str, str]:
+    """Return the environment of a process that runs `code` first."""
+    patches = folder / "patches"
+    patches.mkdir()
+    (patches / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(patches), os.environ.get("PYTHONPATH")]))}
 
 
 class TierRun:
@@ -109,28 +144,9 @@ def a_tier(folder: Path, url: str, endpoint: str, *flags: str, env: dict[str, st
             run.kill()
 
 
-def tier_of(daemon: Daemon) -> dict[str, Any]:
-    found = daemon.status()["daemon"]["tiers"]
-    return dict(found[0]) if found else {}
-
-
-def wait_tier(daemon: Daemon, name: str, least: int) -> None:
-    wait_for(lambda: tier_of(daemon).get(name, 0) >= least, f"{name} of {least}")
-
-
-def wait_open(daemon: Daemon) -> None:
-    wait_for(lambda: tier_of(daemon).get("off") == "", "a tier that works")
-
-
-HURRY = "import kvcache_server.tiering.tiering as tiering\ntiering.TOLD_EVERY = 0.1\n"
-
-
-def in_a_hurry(tmp_path: Path) -> dict[str, str]:
+def in_a_hurry(folder: Path) -> dict[str, str]:
     """Return the environment of a daemon that tells tiers ten times a second what is hot."""
-    folder = tmp_path / "hurry"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(HURRY)
-    return {"PYTHONPATH": str(folder)}
+    return patched(folder, "import kvcache_server.tiering.tiering as tiering\ntiering.TOLD_EVERY = 0.1\n")
 
 
 def listed(folder: Path) -> set[bytes]:
