@@ -173,11 +173,18 @@ class Answers:
             return
         now = time.monotonic()
         for session, (sender, frame, request, came) in list(self._held.items()):
-            jobs = self._tiering.jobs(session, request.id, now)
-            if jobs is None and now - came < HELD:
+            jobs, error = None, None
+            try:
+                jobs = self._tiering.jobs(session, request.id, now)
+            except Exception as failure:  # noqa: BLE001 - as in _refusal
+                error = failure
+            if jobs is None and error is None and now - came < HELD:
                 continue
             del self._held[session]
-            self._finish(sender, frame, session, request, came, jobs or Jobs(request.id), None)
+            self._finish(sender, frame, session, request, came, jobs or Jobs(request.id), error)
+            if error is not None:
+                self._tiering.undo(session)
+                error = None  # as in _answer
 
     def forget(self, session: int) -> None:
         """Drop what is held for a session that has left."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 
 import msgspec
 
 from kvcache_proto.messages import MAX_HOT, Runs
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.sessions import Session
+from kvcache_server.core.slices import LOOK
 
 ABSENT_FOR = 5.0  # seconds for which a tier is not asked again for what it did not have: other hosts may store it
 SLOT = 8  # bytes of a reference that name the slot; the others say which block it is that has been there
 MOST_ABSENT = 1 << 16  # blocks of which that is remembered
-MOST_LOOKS = 256  # that wait; a tier that does not keep up is not asked for more
+MOST_LOOKS = 256  # without an answer; a tier that does not keep up is not asked for more
+MOST_LOOKED_UP = 1 << 16  # blocks in them
+MOST_COMING = 1 << 16  # blocks to bring
 MOST_WRITES = 1 << 16  # blocks that wait to be written
 TOLD_EVERY = 30.0  # seconds between two lists of what is hot
 FIRST_RATE, FIRST_LATENCY = 1e9, 0.005  # bytes per second and seconds, until the first ones were measured
@@ -54,6 +57,11 @@ class Looking(msgspec.Struct, gc=False):
     hashes: list[bytes]
     at: float
     joint: Joint | None = None
+
+    @property
+    def name(self) -> bytes:
+        """By what it is known that this was asked: a hash and a tag."""
+        return self.joint.name if self.joint is not None else self.hashes[0] + self.group.tag
 
 
 class Joint(msgspec.Struct, gc=False):
@@ -103,6 +111,7 @@ class Tier:
         self._moved, self._busy = FIRST_RATE * FIRST_SECONDS, FIRST_SECONDS  # bytes brought and seconds, fading
         self.looks: deque[Looking] = deque()  # that wait
         self.looking: dict[int, Looking] = {}  # that the tier has, by number
+        self.looked_up = 0  # hashes in both
         self.asked: dict[bytes, float] = {}  # the first hash, with its tag, of both, and when it was asked
         self.absent: dict[bytes, float] = {}  # until when
         self.fetches: OrderedDict[str, deque[Fetch]] = OrderedDict()  # by engine; the next one's first
@@ -110,11 +119,13 @@ class Tier:
         self.boundaries: dict[bytes, Fetch] = {}  # in namespaces with tails, the last fetch before each
         self.parts: dict[int, Part] = {}
         self.backlog = self.in_flight = 0  # bytes to bring, and of those the ones in parts
-        self._has: dict[bytes, bytes] = {}  # references of blocks that it has or soon will, by the part for the slot
+        # References of blocks that it has, and of those that wait or are being written, by the part for the slot.
+        self._has: dict[bytes, bytes] = {}
+        self._soon: dict[bytes, bytes] = {}
         self.writes: deque[list[Block]] = deque()
         self.waiting = 0  # blocks in it
         self.writing: dict[int, Writing] = {}
-        self.written_in_flight = 0  # bytes
+        self.blocks_in_flight = self.written_in_flight = 0  # blocks, and bytes
         self.asked_at = self._brought_at = 0.0
         self.recalls: deque[Group] = deque()  # groups of which it is to be asked what was hot
         self.recalling: dict[int, Group] = {}  # by the number of the question
@@ -141,22 +152,33 @@ class Tier:
 
     def ask(self, looking: Looking) -> bool:
         """Ask for blocks of which the tier knows nothing yet; return whether it is not asked for too much already."""
-        if len(self.looks) >= MOST_LOOKS:
+        blocks = len(looking.hashes)
+        if len(self.looks) + len(self.looking) >= MOST_LOOKS or self.looked_up + blocks > MOST_LOOKED_UP:
             self.counts["looks_dropped"] += 1
             return False
+        self.looked_up += blocks
         self.looks.append(looking)
-        self.asked[looking.joint.name if looking.joint else looking.hashes[0] + looking.group.tag] = looking.at
+        self.asked[looking.name] = looking.at
         self.counts["looks"] += 1
         return True
 
     def ask_jointly(self, joint: Joint, engine: str, parts: Sequence[tuple[Group, list[bytes]]], now: float) -> None:
         """Ask what a lookup in a namespace with tails needs, of each group what it lacks."""
-        if len(self.looks) + len(parts) > MOST_LOOKS:
+        blocks = sum(len(hashes) for _, hashes in parts)
+        if len(self.looks) + len(self.looking) + len(parts) > MOST_LOOKS or self.looked_up + blocks > MOST_LOOKED_UP:
             self.counts["looks_dropped"] += 1
             return
         joint.left = len(parts)
         for group, hashes in parts:
             self.ask(Looking(engine, group, None, hashes, now, joint))
+
+    def forget_look(self, looking: Looking) -> None:
+        """Note that a look, which waits no more, has an answer or needs none."""
+        self.looked_up -= len(looking.hashes)
+        if looking.joint is not None:
+            looking.joint.left -= 1
+        if looking.joint is None or not looking.joint.left:
+            del self.asked[looking.name]
 
     def found(self, number: int, flags: bytes, now: float) -> tuple[Looking, int] | None:
         """Take the answer to a look: fetch the blocks before the first that is not there.
@@ -166,6 +188,7 @@ class Tier:
         looking = self.looking.pop(number, None)
         if looking is None:
             return None
+        self.forget_look(looking)
         group, hashes, joint = looking.group, looking.hashes, looking.joint
         self.latency += (now - looking.at - self.latency) * _SMOOTH
         self.counts["blocks_looked_up"] += len(hashes)
@@ -173,11 +196,7 @@ class Tier:
             there = {name + group.tag for name, flag in zip(hashes, flags, strict=False) if flag}
             self.counts["blocks_found"] += len(there)
             joint.found |= there
-            joint.left -= 1
-            if not joint.left:
-                self.asked.pop(joint.name, None)
             return looking, 0
-        del self.asked[hashes[0] + group.tag]
         blocks = _leading(flags, len(hashes))
         self.counts["blocks_found"] += blocks
         if blocks < len(hashes):
@@ -186,8 +205,11 @@ class Tier:
             self.fetch(looking.engine, group, looking.parent, hashes[:blocks], now)
         return looking, blocks
 
-    def fetch(self, engine: str, group: Group, parent: bytes | None, hashes: list[bytes], now: float) -> Fetch:
-        """Have blocks brought that the tier has."""
+    def fetch(self, engine: str, group: Group, parent: bytes | None, hashes: list[bytes], now: float) -> Fetch | None:
+        """Have blocks brought that the tier has, unless it does not keep up."""
+        if len(self.coming) + len(hashes) > MOST_COMING:
+            self.counts["blocks_not_brought"] += len(hashes)
+            return None
         self.backlog += len(hashes) * group.slot_bytes
         fetch = Fetch(engine, group, parent, hashes, now, self.backlog / self.rate)
         self.coming.update((name + group.tag, fetch) for name in hashes)
@@ -199,7 +221,7 @@ class Tier:
         while self.fetches:
             engine, queue = next(iter(self.fetches.items()))
             fetch = queue[0]
-            blocks = max(1, most // fetch.group.slot_bytes)
+            blocks = min(max(1, most // fetch.group.slot_bytes), LOOK)
             part = Part(fetch, fetch.sent, min(fetch.sent + blocks, len(fetch.hashes)), now)
             fetch.sent = part.end
             if fetch.sent == len(fetch.hashes):
@@ -294,15 +316,12 @@ class Tier:
 
     def has(self, block: Block) -> bool:
         """Whether the tier has a block or soon will, as far as is known."""
-        return self._has.get(block.ref[:SLOT]) == block.ref
+        ref = block.ref
+        return self._has.get(ref[:SLOT]) == ref or self._soon.get(ref[:SLOT]) == ref
 
     def mark(self, block: Block) -> None:
-        """Note that the tier has a block or soon will."""
+        """Note that the tier has a block."""
         self._has[block.ref[:SLOT]] = block.ref
-
-    def _unmarked(self, block: Block) -> None:
-        if self.has(block):
-            del self._has[block.ref[:SLOT]]
 
     def store(self, blocks: list[Block]) -> None:
         """Have `blocks` written, parents before children, unless too many wait."""
@@ -310,25 +329,25 @@ class Tier:
             self.counts["writes_dropped"] += len(blocks)
             return
         for block in blocks:
-            self.mark(block)
+            self._soon[block.ref[:SLOT]] = block.ref
         self.writes.append(blocks)
         self.waiting += len(blocks)
 
-    def next_batch(self) -> list[Block]:
-        """Return blocks of one group to write, of about `batch_bytes`; none if none are left."""
+    def next_batch(self, most: int) -> list[Block]:
+        """Return blocks of one group to write, of about `batch_bytes`, after a look at `most` blocks at most."""
         batch: list[Block] = []
         size = 0
-        while self.writes and size < self.batch_bytes:
+        while self.writes and size < self.batch_bytes and most > 0:
             blocks = self.writes[0]
             group = batch[0].account.group if batch else blocks[0].account.group
             if blocks[0].account.group is not group:
                 break
-            most = max(1, (self.batch_bytes - size) // group.slot_bytes)
-            taken = blocks[:most]
-            if most < len(blocks):
-                self.writes[0] = blocks[most:]
+            taken = blocks[: min(most, max(1, (self.batch_bytes - size) // group.slot_bytes))]
+            if len(taken) < len(blocks):
+                self.writes[0] = blocks[len(taken) :]
             else:
                 self.writes.popleft()
+            most -= len(taken)
             self.waiting -= len(taken)
             there = [block for block in taken if block.visible and group.trusts(block)]
             self.counts["writes_too_late"] += len(taken) - len(there)
@@ -336,36 +355,49 @@ class Tier:
             size += len(there) * group.slot_bytes
         return batch
 
-    def stored(self, writing: Writing, flags: bytes, now: float) -> None:
-        """Note which of the blocks of a batch the tier has now."""
-        for block, flag in zip(writing.blocks, flags.ljust(len(writing.blocks), b"\0"), strict=False):
-            size = block.account.group.slot_bytes
-            self.written_in_flight -= size
-            if flag:
-                self.counts["blocks_written"] += 1
-                self.counts["bytes_written"] += size
-                self.absent.pop(block.hash + block.account.group.tag, None)
-            else:
-                self.counts["blocks_not_written"] += 1
-                self._unmark(block)
+    def begin_to_write(self, job: int, writing: Writing) -> None:
+        self.writing[job] = writing
+        self.blocks_in_flight += len(writing.blocks)
+        self.written_in_flight += len(writing.blocks) * writing.blocks[0].account.group.slot_bytes
 
-    def _unmark(self, block: Block) -> None:
-        """Let a block that was not stored, and those below it, be stored later: they are of no use without it."""
-        below = [block]
-        for each in below[:MOST_WRITES]:
-            self._unmarked(each)
-            below.extend(each.children())
+    def stored(self, writing: Writing, flags: bytes) -> list[Block]:
+        """Note which of the blocks of a batch the tier has now. Return the others, for `unmark`."""
+        size, tag = writing.blocks[0].account.group.slot_bytes, writing.blocks[0].account.group.tag
+        self.blocks_in_flight -= len(writing.blocks)
+        self.written_in_flight -= len(writing.blocks) * size
+        failed = []
+        for block, flag in zip(writing.blocks, flags.ljust(len(writing.blocks), b"\0"), strict=False):
+            if self._soon.get(block.ref[:SLOT]) == block.ref:
+                del self._soon[block.ref[:SLOT]]
+            if flag:
+                self.mark(block)
+                self.absent.pop(block.hash + tag, None)
+            else:
+                failed.append(block)
+        stored = len(writing.blocks) - len(failed)
+        self.counts["blocks_written"] += stored
+        self.counts["bytes_written"] += stored * size
+        self.counts["blocks_not_written"] += len(failed)
+        return failed
+
+    def unmark(self, blocks: Iterable[Block]) -> None:
+        """Let blocks that were not stored, and those below them, be stored later: they are of no use without them."""
+        below = list(blocks)
+        most = len(below) + LOOK
+        for block in below:  # which grows
+            slot = block.ref[:SLOT]
+            for marks in (self._has, self._soon):
+                if marks.get(slot) == block.ref:
+                    del marks[slot]
+            below.extend(islice(block.children(), most - len(below)))
 
     # Its end.
 
     def turn_off(self, why: str) -> Sequence[int]:
         """Drop all that was asked of it. Return its leases, which the caller ends."""
         self.off = why
-        for writing in self.writing.values():
-            self.stored(writing, b"", 0.0)
-        for blocks in self.writes:
-            for block in blocks:
-                self._unmarked(block)
+        self.unmark(chain.from_iterable([self.stored(writing, b"") for writing in self.writing.values()]))
+        self._soon = {}
         leases = [writing.lease for writing in self.writing.values()]
         for each in (self.looks, self.looking, self.asked, self.fetches, self.coming, self.parts, self.writes):
             each.clear()
@@ -373,7 +405,7 @@ class Tier:
         self.recalls.extend(self.recalling.values())
         self.recalling.clear()
         self.writing.clear()
-        self.backlog = self.in_flight = self.waiting = self.written_in_flight = 0
+        self.looked_up = self.backlog = self.in_flight = self.waiting = 0
         return leases
 
     def report(self) -> dict[str, object]:

@@ -8,15 +8,17 @@ A tier's reservations are like everybody's. What it has not brought when it leav
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import count, dropwhile, islice, takewhile
+from secrets import randbits
 from typing import Any
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, NotPermitted, Unavailable, UnknownHandle
-from kvcache_proto.types import FULL, SUM_BYTES
+from kvcache_proto.types import FULL, REF_BYTES, SUM_BYTES
 from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, NamespaceClosed, NamespaceOpened, SessionGone, Shown
@@ -31,11 +33,16 @@ MOST_TIERS = 8
 MOST_NAMES = 64  # of tiers, whose counts go on
 HANGING = 60.0  # seconds without a request from a tier that works: one with nothing to do asks twice a second
 MOST_JOBS = 64  # looks in one answer
+MOST_WRITES = 2048  # blocks in one answer, or looked at for it
+MOST_BLOCKS_OUT = 8192  # being written to one tier
+LONGEST = 1 << 14  # blocks of a look; the others are asked for once those are hits
+MESSAGE = 1 << 20  # bytes of an answer after which no job follows; a frame may have 4 MiB
 MOST_BATCH = 1 << 30  # bytes
 FILL = 0.9  # of the pool, which is filled with what was hot before anyone asks for it
 AHEAD_EVERY = 0.1  # seconds between two looks for blocks that are about to be evicted
 AHEAD_LEAVES = 64  # the coldest ones of each order, examined each time
 AHEAD_BLOCKS = 4096  # examined each time, in all
+JOB_BYTES = 128  # of a job in a message, besides its hashes, slots and checksums
 
 
 class Tiering:
@@ -47,7 +54,7 @@ class Tiering:
         """Only sessions of `user` may be tiers."""
         self._cache, self._user = cache, user
         self._tiers: dict[int, Tier] = {}  # by session, in the order in which they are asked
-        self._numbers = count(1)
+        self._numbers = count(randbits(48))  # late reports to the last daemon are not taken for ours
         self._counts: dict[str, Counter[str]] = {}  # by the tiers' names: they go on when a tier comes back
         self._hot: dict[Group, HotPrefixes] = {}
 
@@ -84,7 +91,8 @@ class Tiering:
             self._hot.setdefault(group, HotPrefixes()).found(chain[-1])
         for tier in self._tiers.values():
             if tier.on and tier.policy != m.AHEAD:
-                _store(tier, _lacking(tier, chain[: -LOOK - 1 : -1]))
+                if chain and not tier.has(chain[-1]):
+                    _store_chain(tier, chain)
                 _store(tier, [block for block in tails if not tier.has(block)])
         hashes = request.hashes[:LOOK]
         if hits >= len(hashes):
@@ -131,18 +139,17 @@ class Tiering:
         has = [(tail.spec, partial(_has_or_gets, tail, joint.found)) for tail in tails]
         end = finish(last_end(has, hashes, most, joint.start)) if most > joint.start else 0
         name = hashes[end - 1] + group.tag if end > joint.start else b""
-        fetches = []
+        last = None
         if name and name not in tier.boundaries:
             if group is not tails[0] and cached < end + group.spec.followed:
                 parent = hashes[cached - 1] if cached else None
-                fetches.append(tier.fetch(engine, group, parent, hashes[cached : end + group.spec.followed], now))
+                last = tier.fetch(engine, group, parent, hashes[cached : end + group.spec.followed], now)
             for tail in tails:
                 wanted = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
                 if wanted := [each for each in wanted if not _has_soon(tail, each)]:
-                    fetches.append(tier.fetch(engine, tail, None, wanted, now))
-        if fetches:
-            fetches[-1].boundary = name
-            tier.boundaries[name] = fetches[-1]
+                    last = tier.fetch(engine, tail, None, wanted, now)
+        if last is not None:
+            last.boundary, tier.boundaries[name] = name, last
         if end < len(hashes):
             tier.lacks(joint.name, now)
             tiers = list(self._tiers.values())
@@ -154,7 +161,7 @@ class Tiering:
     def _found_again(self, chain: Sequence[Block]) -> None:
         for tier in self._tiers.values():
             if tier.on and tier.policy != m.AHEAD and not tier.has(chain[-1]):
-                _store(tier, _lacking(tier, chain[: -LOOK - 1 : -1]))
+                _store_chain(tier, chain)
 
     def _missed(
         self, session: Session, group: Group, hashes: Sequence[bytes], hits: int, begin: int, now: float
@@ -169,7 +176,8 @@ class Tiering:
                 if now > fetch.late:
                     return 0, 0
                 end = hits + 1
-                while end < len(hashes) and hashes[end] + group.tag in tier.coming:
+                most = min(len(hashes), hits + LOOK)
+                while end < most and hashes[end] + group.tag in tier.coming:
                     end += 1
                 return end - hits, max(1, round((fetch.due - now) * 1000))
             if begin == len(hashes):
@@ -177,7 +185,8 @@ class Tiering:
             name = hashes[begin]
             if not tier.knows(group, name, now):
                 parent = hashes[begin - 1] if begin else None
-                tier.ask(Looking(session.engine.name, group, parent, list(hashes[begin:]), now))
+                some = list(hashes[begin : begin + LONGEST])
+                tier.ask(Looking(session.engine.name, group, parent, some, now))
             asked = tier.asked.get(name + group.tag)
             if asked is not None:
                 if now < asked + LATE * 2 * tier.latency + LATE_LEAST:
@@ -283,13 +292,15 @@ class Tiering:
                 self._found_jointly(tier, joint, found[0].engine, now)
         for number, flags in request.brought:
             unknown += not tier.brought(number, flags, now)
+        failed: list[Block] = []
         for number, flags in request.written:
             writing = tier.writing.pop(number, None)
             if writing is None:
                 unknown += 1
                 continue
-            tier.stored(writing, flags, now)
+            failed += tier.stored(writing, flags)
             self._end_lease(tier, writing.lease)
+        tier.unmark(failed)
         for number, runs in request.recalled:
             unknown += not tier.recalled(number, _trusted(tier.recalling.get(number), runs))
         self._cache.counters["jobs_unknown"] += unknown
@@ -325,6 +336,7 @@ class Tiering:
             return None
         jobs = m.Jobs(number)
         specs: dict[int, Any] = {}
+        room = MESSAGE
         while tier.recalls:
             group = tier.recalls.popleft()
             if (namespace := self._namespace(group)) is not None:
@@ -337,18 +349,20 @@ class Tiering:
             if runs := self._hot[untold].runs():
                 specs[namespace.number] = namespace
                 jobs.hot.append(m.Hot(namespace.id, untold.number, runs))
-        while tier.looks and len(jobs.looks) < MOST_JOBS:
+                room -= sum(len(hashes) + 1 for _, hashes in runs) * _hash_bytes(untold)
+        while tier.looks and len(jobs.looks) < MOST_JOBS and room > 0:
             looking = tier.looks.popleft()
             namespace = self._namespace(looking.group)
             if namespace is None:
-                tier.asked.pop(looking.joint.name if looking.joint else looking.hashes[0] + looking.group.tag, None)
+                tier.forget_look(looking)
                 continue
             job = next(self._numbers)
             tier.looking[job] = looking
             specs[namespace.number] = namespace
+            room -= _hash_bytes(looking.group) * len(looking.hashes)
             jobs.looks.append(m.Look(job, namespace.id, looking.group.number, looking.hashes))
         budget = max(self._cache.pool.capacity // SHARE, tier.batch_bytes)
-        while tier.in_flight < budget and (part := tier.next_part(tier.batch_bytes, now)) is not None:
+        while tier.in_flight < budget and room > 0 and (part := tier.next_part(tier.batch_bytes, now)) is not None:
             fetch = part.fetch
             job = next(self._numbers)
             tier.parts[job] = part
@@ -359,17 +373,26 @@ class Tiering:
             specs[namespace.number] = namespace
             parent = fetch.hashes[part.begin - 1] if part.begin and fetch.group.spec.kind == FULL else fetch.parent
             hashes = fetch.hashes[part.begin : part.end]
+            room -= _hash_bytes(fetch.group) * (len(hashes) + 1) + JOB_BYTES
             jobs.brings.append(m.Bring(job, namespace.id, fetch.group.number, parent, hashes))
-        while tier.writes and tier.written_in_flight < budget:
-            if (write := self._write_out(tier, specs)) is not None:
+        most = MOST_WRITES
+        while tier.writes and tier.written_in_flight < budget and tier.blocks_in_flight < MOST_BLOCKS_OUT:
+            group = tier.writes[0][0].account.group
+            each = _hash_bytes(group) + REF_BYTES + len(group.spec.shards) * SUM_BYTES
+            if not (taken := min(most, room // each)):
+                break
+            waiting = tier.waiting
+            if (write := self._write_out(tier, specs, taken)) is not None:
+                room -= each * len(write.hashes) + JOB_BYTES
                 jobs.writes.append(write)
+            most -= waiting - tier.waiting
         if not (jobs.looks or jobs.brings or jobs.writes or jobs.recalls or jobs.hot):
             return None
         jobs.specs = [each.spec for number, each in specs.items() if number not in tier.session.attached]
         return jobs
 
-    def _write_out(self, tier: Tier, specs: dict[int, Any]) -> m.WriteOut | None:
-        batch = tier.next_batch()
+    def _write_out(self, tier: Tier, specs: dict[int, Any], most: int) -> m.WriteOut | None:
+        batch = tier.next_batch(most)
         if not batch:
             return None
         group = batch[0].account.group
@@ -381,8 +404,7 @@ class Tiering:
         lookups.last += 1
         lease, job = lookups.last, next(self._numbers)
         tier.session.pin(lease, None, 0, 0, batch)
-        tier.writing[job] = Writing(lease, batch)
-        tier.written_in_flight += len(batch) * group.slot_bytes
+        tier.begin_to_write(job, Writing(lease, batch))
         slots = b"".join([block.ref for block in batch])
         sums = lookups.checksums.read(slots, group.sum_offsets) if lookups.checksums else b""
         sums = sums or bytes(len(batch) * len(group.spec.shards) * SUM_BYTES)
@@ -478,6 +500,12 @@ def _lacking(tier: Tier, upwards: Iterable[Block]) -> list[Block]:
     return list(takewhile(lambda block: not tier.has(block), upwards))[::-1]
 
 
+def _store_chain(tier: Tier, chain: Sequence[Block]) -> None:
+    """Have the first blocks stored that the tier does not have: the others are of no use without them."""
+    begin = bisect_left(chain, True, key=lambda block: not tier.has(block))
+    tier.store([block for block in chain[begin : begin + LOOK] if not tier.has(block)])
+
+
 def _store(tier: Tier, blocks: Sequence[Block]) -> None:
     """Have blocks stored, which may be of several groups."""
     for group in dict.fromkeys(block.account.group for block in blocks):
@@ -493,3 +521,8 @@ def _trusted(group: Group | None, runs: m.Runs) -> m.Runs:
             break
         found.append((parent, hashes))
     return found
+
+
+def _hash_bytes(group: Group) -> int:
+    """Return how many bytes a hash takes in a message."""
+    return group.hash_bytes + 2
