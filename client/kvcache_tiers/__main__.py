@@ -9,13 +9,14 @@ import argparse
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
 
-from kvcache_proto.errors import ConfigError, KVCacheError, NotPermitted
+from kvcache_proto.errors import ClientError, ConfigError, KVCacheError, NotPermitted
 from kvcache_proto.messages import SECOND, WRITE_POLICIES
-from kvcache_tiers.process import RESTART, URL, TierProcess
+from kvcache_tiers.process import RESTART, STOP_SECONDS, URL, TierProcess
 
 
 def main() -> int:
@@ -33,26 +34,36 @@ def main() -> int:
         url = given.url or os.environ.get(URL, "")
         if not url:
             raise ConfigError(f"no URL, neither as an argument nor in ${URL}")
+        _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a large folder has thousands
         process = TierProcess(url, given.endpoint, given.name or url.partition(":")[0], given.writes)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: process.stop())
+            signal.signal(number, lambda *_: _stop(process))
         if given.child:
             threading.Thread(target=_watch_parent, args=(process,), daemon=True).start()
         status = process.run()
     except KVCacheError as error:
         logging.error("%s", error)
-        return 6 if isinstance(error, NotPermitted) else 2
+        return 6 if isinstance(error, NotPermitted) else 2 if isinstance(error, ClientError) else 1
     if status == RESTART:
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # also what a client library has left open
         os.execv(sys.executable, [sys.executable, "-m", "kvcache_tiers", *sys.argv[1:]])
     return status
 
 
+def _stop(process: TierProcess) -> None:
+    """Let the process end: by itself, or after some seconds, though the store does not answer."""
+    process.stop()
+    last = threading.Timer(STOP_SECONDS, os._exit, (1,))
+    last.daemon = True
+    last.start()
+
+
 def _watch_parent(process: TierProcess) -> None:
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
-    process.stop()
+    _stop(process)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from kvcache_client.session.region import Region
 from kvcache_client.session.reservation import Reservation
 from kvcache_client.session.session import Session
 from kvcache_proto import messages as m
-from kvcache_proto.errors import ClientError, KVCacheError, RegionError, Unavailable
+from kvcache_proto.errors import BadArgument, ClientError, KVCacheError, NotPermitted, RegionError, Unavailable
 from kvcache_proto.types import MAX_NAME, NamespaceSpec, Outcome, Refusal
 from kvcache_tiers.backend import Backend, Failed, find_opener
 from kvcache_tiers.moves import Moves
@@ -34,6 +34,7 @@ ABSENT = 0.1  # seconds between two looks for a daemon
 SAY_EVERY = 60.0  # seconds between two lines about what the backend has counted
 IDLE = 60.0  # seconds without a job after which a namespace is left: else the daemon would never forget it
 MOST_ATTACHED = 12  # namespaces; the daemon allows 16
+STOP_SECONDS = 10.0  # after `stop`, for what is being read and written to end
 RESTART = 75  # as an exit status: the backend must be opened with another region, by a process without the old one
 _THERE = (Refusal.GRANTED, Refusal.PRESENT, Refusal.IN_FLIGHT)
 
@@ -107,7 +108,9 @@ class TierProcess:
         assert self._backend is not None
         try:
             jobs = self._session.work(self._name, self._backend.batch_bytes, self._policy)
-        except Unavailable as error:
+        except (NotPermitted, BadArgument):
+            raise
+        except KVCacheError as error:  # also of a daemon that has forgotten the session, or has an error inside
             if str(error) != self._refusal:
                 self._refusal = str(error)
                 log.warning("no work: %s", error)
@@ -182,7 +185,8 @@ class TierProcess:
                 flags = self._moves.look(namespace[0].spec, look.group, look.hashes)
         except Failed as error:
             self._failed(error)
-        self._session.worked(found=[(look.number, flags)])
+        finally:
+            self._session.worked(found=[(look.number, flags)])
 
     def _reserve(self, bring: m.Bring, now: float) -> None:
         """Reserve slots for blocks, and have them read."""
@@ -201,22 +205,22 @@ class TierProcess:
 
     def _bring(self, bring: m.Bring, namespace: Namespace, reservation: Reservation) -> None:
         there = bytearray(answer in _THERE for answer in reservation.answers)
-        if reservation.granted:
-            found: list[bytes | None] = [None] * len(reservation.granted)
-            refs = [slot.ref for slot in reservation.slots]
-            hashes = [bring.hashes[at] for at in reservation.granted]
-            try:
+        found: list[bytes | None] = [None] * len(reservation.granted)
+        refs = [slot.ref for slot in reservation.slots]
+        hashes = [bring.hashes[at] for at in reservation.granted]
+        try:
+            if refs:
                 found = self._moves.bring(namespace.spec, bring.group, hashes, refs, reservation.slots[0].region)
                 self._failures = 0
-            except Failed as error:
-                self._failed(error)
-            except RegionError:
-                self._counts["slots_lost"] += len(refs)
-            finally:
-                self._settle(namespace, reservation, found)
+        except Failed as error:
+            self._failed(error)
+        except RegionError:
+            self._counts["slots_lost"] += len(refs)
+        finally:
+            self._settle(namespace, reservation, found)
             for at, sums in zip(reservation.granted, found, strict=True):
                 there[at] = sums is not None
-        self._session.worked(brought=[(bring.number, bytes(there))])
+            self._session.worked(brought=[(bring.number, bytes(there))])
 
     @staticmethod
     def _settle(namespace: Namespace, reservation: Reservation, found: Sequence[bytes | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import Daemon, StartDaemon
 from redis_servers import Server
-from tiered import ToyEngine, all_is_free, hashes, wait_for
+from tiered import ToyEngine, a_tier, all_is_free, hashes, patched, save_below, wait_for, wait_open
 
 SECONDS = 8.0
 
@@ -105,3 +106,94 @@ def test_a_store_that_is_paused_flushed_and_killed(start_daemon: StartDaemon, st
         wait_for(lambda: all_is_free(daemon), "an idle cache")
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("job", ["look", "bring", "write_out"])
+def test_an_error_inside_a_tier(start_daemon: StartDaemon, tmp_path: Path, job: str) -> None:
+    """The daemon hears of the job nevertheless, and asks again later."""
+    fails = tmp_path / "fails"
+    env = patched(
+        tmp_path,
+        f"""\
+import os
+from kvcache_tiers.moves import Moves
+
+work = Moves.{job}
+
+
+def failing(*args):
+    if os.path.exists({str(fails)!r}):
+        os.unlink({str(fails)!r})
+        raise RuntimeError("a test")
+    return work(*args)
+
+
+Moves.{job} = failing
+""",
+    )
+    daemon = start_daemon(tier=f"disk:{tmp_path}/tier?size=64MiB", env=env)
+    engine, names = ToyEngine(daemon.endpoint), hashes(1, 20)
+    try:
+        wait_open(daemon)
+        save_below(daemon, engine, names)
+        fails.touch()
+        if job == "write_out":
+            engine.save(hashes(2, 20))
+            engine.load(hashes(2, 20))
+            wait_for(lambda: not fails.exists(), "an error")
+            wait_for(lambda: all_is_free(daemon), "leases that end")
+            engine.session.clear()
+        engine.load_all(names)
+        assert not fails.exists() and "a job has failed inside the tier" in daemon.log
+        wait_for(lambda: all_is_free(daemon), "an idle cache")
+    finally:
+        engine.close()
+
+
+def test_an_error_inside_the_daemon(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    """Whatever the reason, engines are served, and so is the tier once there is none."""
+    fails = tmp_path / "fails"
+    env = patched(
+        tmp_path,
+        f"""\
+import os
+from kvcache_server.tiering.tiering import Tiering
+
+jobs = Tiering.jobs
+
+
+def failing(*args):
+    if os.path.exists({str(fails)!r}):
+        raise RuntimeError("a test")
+    return jobs(*args)
+
+
+Tiering.jobs = failing
+""",
+    )
+    daemon = start_daemon(tier=f"disk:{tmp_path}/tier?size=64MiB", env=env)
+    engine, names = ToyEngine(daemon.endpoint), hashes(1, 20)
+    try:
+        wait_open(daemon)
+        save_below(daemon, engine, names)
+        fails.touch()
+        wait_for(lambda: daemon.status()["daemon"]["errors"].get("internal", 0) > 0, "an error")
+        assert engine.load(names) == 0
+        assert engine.save(hashes(2, 20)) == engine.load(hashes(2, 20)) == 20
+        fails.unlink()
+        engine.load_all(names)
+        assert daemon.status()["daemon"]["tier_processes"][0]["starts"] == 1
+    finally:
+        engine.close()
+
+
+def test_a_tier_may_open_many_files(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    daemon = start_daemon()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        with a_tier(tmp_path, f"disk:{tmp_path}/tier?size=64MiB", daemon.endpoint) as tier:
+            wait_open(daemon)
+            assert resource.prlimit(tier.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
