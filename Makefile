@@ -198,9 +198,10 @@ $(VENV)/chromium: $(VENV)/torch
 	@! $(CHROMIUM) >/dev/null || touch $@
 
 # For the tests of tiers: Redis, of which Debian's redis-tools has the program, while redis-server would also start it; the
-# library that Mooncake is linked with; fio, to which the tier on disk is compared; and ip, which makes networks of hosts.
-STORES := redis-tools libibverbs1 fio iproute2
-$(VENV)/stores: $(VENV)/torch
+# library that Mooncake is linked with; fio, to which the tier on disk is compared; ip, which makes networks of hosts; and
+# FUSE, for disks that fail on demand.
+STORES := redis-tools libibverbs1 fio iproute2 fuse3
+$(VENV)/stores: $(VENV)/torch Makefile
 	@dpkg-query --show $(STORES) >/dev/null 2>&1 || { echo "installing $(STORES)"; \
 	  $(APT) install --no-install-recommends $(STORES) || \
 	  { $(APT) update && $(APT) install --no-install-recommends $(STORES); }; } || { \

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ SEGMENTS = 16  # that even a small one has, because each kind of values takes so
 LEAST_RECORDS = 4  # of a segment
 HOTTEST = 3  # times that a value is passed over when room is needed
 YIELD = 0.02  # seconds that a write waits at most for reads to end
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_PAUSE = 1.0  # seconds for which a full disk is not asked for room again
 
 Place = tuple[Segment, int]
 
@@ -52,7 +55,11 @@ class DiskTier:
     batch_bytes = 8 << 20
 
     def __init__(self, folder: Path, size: int, direct: bool = True) -> None:
-        """Open the folder, and find what is in it. Raises Failed, also where another process has it."""
+        """Open the folder, and find what is in it.
+
+        Raises Failed, also where another process has it, and ConfigError for a folder with files of somebody else that
+        are called like a tier's.
+        """
         self.counts: Counter[str] = Counter()
         self._folder, self._size, self._direct = folder, size, direct
         self._lock = threading.Condition()
@@ -64,14 +71,17 @@ class DiskTier:
         self._reads = 0
         self._now = 0
         self._last = 0
+        self._full_until = 0.0
+        self._owner = -1
         self._local = threading.local()
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._owner = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._find()
-        except OSError as error:
-            raise Failed(f"{folder}: {error.strerror or error}") from error
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            try:
+                self._own(folder)
+                self._find()
+            except OSError as error:
+                raise Failed(f"{error.filename or folder}: {error.strerror or error}") from error
+            undo.pop_all()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -115,7 +125,8 @@ class DiskTier:
     def close(self) -> None:
         for segment in self._segments.values():
             segment.close()
-        os.close(self._owner)
+        if self._owner >= 0:
+            os.close(self._owner)
 
     # Reads.
 
@@ -170,17 +181,20 @@ class DiskTier:
         segment, record = place
         try:
             self._move(segment, record, value.data, False)
-        except OSError as error:
-            self.counts["writes_failed"] += 1
-            with self._lock:
-                segment.given_up.add(record)
-            raise Failed(f"{segment.path}: {error.strerror}") from error
-        else:
             with self._lock:
                 segment.enter(record, key, value.header)
                 self._places[key] = place
                 self._touch(place, 0)
             return True
+        except OSError as error:
+            if error.errno not in FULL:
+                # This part of the disk may be broken: it is not used again before the folder is opened again.
+                self.counts["writes_failed"] += 1
+                raise Failed(f"{segment.path}: {error.strerror}") from error
+            self.counts["disk_full"] += 1  # of a file system that promises more than it has
+            with self._lock:
+                segment.given_up.add(record)
+            return False
         finally:
             with self._lock:
                 self._writing.discard(key)
@@ -224,21 +238,32 @@ class DiskTier:
         return free.pop() if free else None
 
     def _grow(self, kind: Kind) -> bool:
-        records = max(LEAST_RECORDS, min(SEGMENT, self._size // SEGMENTS) // kind.stride)
+        """Make another segment, a small one where the disk has no room for more. Raises Failed."""
         held = sum(segment.size for segment in self._segments.values())
-        records = min(records, (self._size - held) // kind.stride)
-        if records < LEAST_RECORDS:
+        usual = max(LEAST_RECORDS, min(SEGMENT, self._size // SEGMENTS) // kind.stride)
+        records = min(usual, (self._size - held) // kind.stride)
+        if records < LEAST_RECORDS or time.monotonic() < self._full_until:
             return False
         try:
-            segment = Segment.make(self._folder, self._last + 1, kind, records)
+            disk = os.statvfs(self._folder)
+            room = disk.f_bavail * disk.f_frsize - 2 * PAGE
+            fitting = min(records, room // (kind.stride + kind.entry))
+            while fitting >= LEAST_RECORDS:
+                try:
+                    segment = Segment.make(self._folder, self._last + 1, kind, fitting)
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+                    fitting //= 2
+                else:
+                    self._last += 1
+                    self._add(segment, range(fitting))
+                    return True
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise Failed(f"{self._folder}: {error.strerror}") from error
-            self.counts["disk_full"] += 1
-            return False
-        self._last += 1
-        self._add(segment, range(records))
-        return True
+            raise Failed(f"{self._folder}: {error.strerror}") from error
+        self.counts["disk_full"] += 1
+        self._full_until = time.monotonic() + FULL_PAUSE
+        return False
 
     def _make_room(self, kind: Kind) -> None:
         own = [segment for segment in self._segments.values() if segment.kind == kind]
@@ -276,6 +301,18 @@ class DiskTier:
 
     # Records.
 
+    def _own(self, folder: Path) -> None:
+        """Make sure that no other process uses the folder. Raises OSError, Failed, ConfigError."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = folder / "lock"
+        if not lock.exists() and numbers(folder):  # what is not whole would be removed
+            raise ConfigError(f"{folder} has files called like a tier's, but no file {lock.name}: name another folder")
+        self._owner = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Failed(f"{folder}: another process uses it") from None
+
     def _find(self) -> None:
         for number in numbers(self._folder):
             self._last = number
@@ -290,6 +327,11 @@ class DiskTier:
                 if self._places.setdefault(key, (segment, record)) == (segment, record):
                     taken.add(record)
             self._add(segment, [record for record in range(segment.records) if record not in taken])
+        held = sum(segment.size for segment in self._segments.values())
+        for segment in list(self._segments.values()):  # the oldest first
+            if held > self._size:  # which was larger when they were made
+                held -= segment.size
+                self._drop(segment)
 
     def _add(self, segment: Segment, free: Sequence[int]) -> None:
         self._segments[segment.number] = segment
@@ -297,6 +339,7 @@ class DiskTier:
 
     def _drop(self, segment: Segment) -> None:
         """Give up a segment, with its values."""
+        self._full_until = 0.0
         del self._segments[segment.number]
         for record, key in segment.entries():
             if self._places.get(key) == (segment, record):
@@ -310,7 +353,10 @@ class DiskTier:
         place = self._places.pop(key, None)
         if place is not None:
             segment, record = place
-            segment.clear(record)
+            try:
+                segment.clear(record)
+            except OSError:  # checksums tell that the value is another one, should its entry be found again
+                self.counts["writes_failed"] += 1
             if record in segment.pins:
                 segment.given_up.add(record)
             else:

@@ -1,14 +1,18 @@
 """The files of the disk tier: segments of equally long records, each with an index that survives the process.
 
-A segment is two files. `N.data` has the data of its records, one after the other, at multiples of PAGE. `N.index` is
-mapped: a page that describes the segment, then for each record an entry with the key and the header of the value that
-is there. A record's data is written before its entry, and its entry is cleared before the data is replaced. After a
-power failure either may be missing: an entry has a checksum, and headers have those of the data.
+A segment is two files. `N.data` has the data of its records, one after the other, at multiples of PAGE. `N.index` has a
+page that describes the segment, then for each record an entry with the key and the header of the value that is there.
+A record's data is written before its entry, and its entry is cleared before the data is replaced. After a power failure
+either may be missing: an entry has a checksum, and headers have those of the data.
+
+The index is read as a whole when a segment is opened, and written entry by entry. It is not mapped: where the disk
+fails, an access to a mapped file ends the process.
 """
 
 from __future__ import annotations
 
-import mmap
+import contextlib
+import errno
 import os
 import struct
 import zlib
@@ -49,20 +53,26 @@ class Segment:
     """
 
     def __init__(self, folder: Path, number: int, kind: Kind, records: int) -> None:
-        """Open the files, which exist. Raises OSError."""
+        """Open the files, which exist and are whole. Raises OSError."""
         self.number, self.kind, self.records = number, kind, records
         self.heat = bytearray(records)
         self.used = 0
         self.pins: dict[int, int] = {}
         self.given_up: set[int] = set()
         self.path, self._index_path = _paths(folder, number)
-        self.file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self.direct_file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError:  # a filesystem without it
-            self.direct_file = -1
-        with self._index_path.open("r+b") as index:
-            self._map = mmap.mmap(index.fileno(), PAGE + records * kind.entry)
+        self._entries = bytearray(self._index_path.read_bytes()[PAGE : PAGE + records * kind.entry])
+        self.direct_file = -1
+        with contextlib.ExitStack() as undo:
+            self.file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            undo.callback(os.close, self.file)
+            self._index = os.open(self._index_path, os.O_RDWR | os.O_CLOEXEC)
+            undo.callback(os.close, self._index)
+            try:
+                self.direct_file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # of a file system without it
+                    raise
+            undo.pop_all()
 
     @property
     def size(self) -> int:
@@ -90,7 +100,10 @@ class Segment:
 
     @classmethod
     def open(cls, folder: Path, number: int) -> Segment | None:
-        """Open a segment that is there; None where its files are not whole."""
+        """Open a segment that is there; None where its files are not whole, or the disk has lost them.
+
+        Raises OSError where they cannot be opened now.
+        """
         data, index = _paths(folder, number)
         try:
             head = _first_page(index)
@@ -102,44 +115,52 @@ class Segment:
             if index.stat().st_size < PAGE + records * kind.entry:
                 return None
             return cls(folder, number, kind, records)
-        except (OSError, struct.error):
+        except struct.error:
             return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EIO):
+                return None
+            raise
 
     def entries(self) -> Iterator[tuple[int, bytes]]:
         """Yield the records that have a value, and its key."""
-        kind, view = self.kind, self._map
+        kind, view = self.kind, self._entries
         length = kind.key + kind.header
         for record in range(self.records):
-            at = PAGE + record * kind.entry
+            at = record * kind.entry
             (crc,) = _ENTRY.unpack_from(view, at)
             if crc:
-                text = view[at + _ENTRY.size : at + _ENTRY.size + length]
+                text = bytes(view[at + _ENTRY.size : at + _ENTRY.size + length])
                 if crc == (zlib.crc32(text) or 1):
                     yield record, text[: kind.key]
 
     def header(self, record: int) -> bytes:
-        at = PAGE + record * self.kind.entry + _ENTRY.size + self.kind.key
-        return bytes(self._map[at : at + self.kind.header])
+        at = record * self.kind.entry + _ENTRY.size + self.kind.key
+        return bytes(self._entries[at : at + self.kind.header])
 
     def key(self, record: int) -> bytes:
-        at = PAGE + record * self.kind.entry + _ENTRY.size
-        return bytes(self._map[at : at + self.kind.key])
+        at = record * self.kind.entry + _ENTRY.size
+        return bytes(self._entries[at : at + self.kind.key])
 
     def enter(self, record: int, key: bytes, header: bytes) -> None:
-        """Say that a record has a value, whose data has been written."""
-        at, text = PAGE + record * self.kind.entry, key + header
-        self._map[at + _ENTRY.size : at + _ENTRY.size + len(text)] = text
-        _ENTRY.pack_into(self._map, at, zlib.crc32(text) or 1)
+        """Say that a record has a value, whose data has been written. Raises OSError."""
+        text = key + header
+        self._write(record, _ENTRY.pack(zlib.crc32(text) or 1) + text)
 
     def clear(self, record: int) -> None:
-        """Say that a record has no value."""
-        _ENTRY.pack_into(self._map, PAGE + record * self.kind.entry, 0)
+        """Say that a record has no value. Raises OSError; then it may have one again when it is opened again."""
+        self._write(record, _ENTRY.pack(0))
+
+    def _write(self, record: int, entry: bytes) -> None:
+        at = record * self.kind.entry
+        self._entries[at : at + len(entry)] = entry
+        if os.pwrite(self._index, entry, PAGE + at) != len(entry):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        self._map.close()
-        os.close(self.file)
-        if self.direct_file >= 0:
-            os.close(self.direct_file)
+        for file in (self.file, self._index, self.direct_file):
+            if file >= 0:
+                os.close(file)
 
     def remove(self) -> None:
         """Close the segment and remove its files."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from contextlib import closing
 from pathlib import Path
 
@@ -77,3 +79,35 @@ class TestDisk(BackendSuite):
         with closing(open_tier()) as tier:
             assert sum(self.stored(tier, 1, 2)) == 1
             assert self.put(tier, 1, 2) == [True, True]
+
+    def test_too_few_descriptors(self, open_tier: Open) -> None:
+        """Segments that cannot be opened now are not removed."""
+        with closing(open_tier()) as tier:
+            for number in range(6):
+                self.put(tier, number, size=(number + 1) * 4096)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+        try:
+            with pytest.raises(Failed, match="Too many open files"):
+                open_tier()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with closing(open_tier()) as tier:
+            assert len(tier) == 6 and not tier.counts["segments_lost"]
+            assert all(self.stored(tier, number, size=(number + 1) * 4096) == [True] for number in range(6))
+
+    def test_a_record_that_cannot_be_written_is_not_used_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(disk, "SEGMENT", 16 * self.size)
+        with closing(DiskTier(tmp_path / "small", 16 * self.size)) as tier:
+            assert all(self.put(tier, *range(15)))
+            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (15 * self.size, hard))  # the last record is beyond it
+            try:
+                with pytest.raises(Failed, match="File too large"):
+                    self.put(tier, 15)
+                assert self.put(tier, 16) == [True]
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert self.stored(tier, 16) == [True]
