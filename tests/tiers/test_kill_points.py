@@ -1,0 +1,113 @@
+"""A tier or the daemon dies at each point of its work: no wrong byte, no failed request, no slot that stays lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Daemon, StartDaemon
+from kill_points import KillPoint
+from tiered import ToyEngine, all_is_free, hashes, save_below, tier_of, wait_for, wait_open
+
+from kvcache_proto.errors import Unavailable
+
+FLAGS = {"quarantine": 0.5, "grace": 1, "keep": "true"}
+READS = ("before a look", "after a look", "before a reservation", "after a reservation", "before a read")
+READS += ("amid a read", "after a read", "before a settlement", "after a settlement")
+WRITES = ("before a write", "amid a write", "before an entry", "after an entry", "after a write")
+PROMOTION = ("before an answer: looks", "after an answer: looks", "before a report: found", "after a report: found")
+PROMOTION += ("before an answer: brings", "after an answer: brings", "before an answer: Reserved")
+PROMOTION += ("after an answer: Reserved", "before an answer: Settled", "after an answer: Settled")
+PROMOTION += ("before a report: brought", "after a report: brought")
+WRITE_OUT = (
+    "before an answer: writes",
+    "after an answer: writes",
+    "before a report: written",
+    "after a report: written",
+)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[Daemon], ToyEngine]]:
+    engines: list[ToyEngine] = []
+
+    def connect(daemon: Daemon) -> ToyEngine:
+        engines.append(ToyEngine(daemon.endpoint))
+        return engines[-1]
+
+    yield connect
+    for each in engines:
+        each.close()
+
+
+Connect = Callable[[Daemon], ToyEngine]
+
+
+def die(point: KillPoint, name: str, engine: ToyEngine, names: list[bytes], writes: bool) -> None:
+    """Have blocks brought, or written, until a process has died."""
+    point.arm(name)
+    if writes:
+        engine.save(names)
+
+    def passed() -> bool:
+        engine.load(names, answered=False)
+        return point.passed
+
+    wait_for(passed, name)
+
+
+def cleared(engine: ToyEngine) -> bool:
+    try:
+        engine.session.clear()
+    except Unavailable:  # engines are reconnecting after a restart
+        return False
+    return True
+
+
+def bring_again(daemon: Daemon, engine: ToyEngine, first: list[bytes], second: list[bytes]) -> None:
+    """Check that both chains can be written, unless they are, and brought."""
+    wait_open(daemon)
+    for names in (first, second):
+        engine.save(names)
+        engine.load(names)
+    wait_for(lambda: tier_of(daemon).get("to_write_blocks") == 0 and not engine.load([]), "the last write")
+    wait_for(lambda: all_is_free(daemon), "free slots")
+    wait_for(lambda: cleared(engine), "an empty region")
+    brought = tier_of(daemon).get("blocks_brought", 0)
+    for names in (first, second):
+        engine.load_all(names)
+    wait_for(lambda: tier_of(daemon).get("blocks_brought", 0) - brought >= len(first) + len(second), "blocks brought")
+    wait_for(lambda: all_is_free(daemon), "free slots")
+    assert "checksums_wrong" not in str(daemon.status()["told"])
+
+
+@pytest.mark.parametrize("name", [*READS, *WRITES])
+def test_a_tier_that_dies(start_daemon: StartDaemon, connect: Connect, tmp_path: Path, name: str) -> None:
+    point = KillPoint(tmp_path, "tier")
+    daemon = start_daemon(tier=f"disk:{tmp_path}/tier?size=64MiB", env=point.environ, **FLAGS)
+    engine = connect(daemon)
+    first, second = hashes(1, 20), hashes(2, 20)
+    wait_open(daemon)
+    save_below(daemon, engine, first)
+    die(point, name, engine, second if name in WRITES else first, name in WRITES)
+    wait_for(lambda: daemon.status()["daemon"]["tier_processes"][0]["starts"] == 2, "the next process")
+    if name in READS:
+        engine.load_all(first)
+    bring_again(daemon, engine, first, second)
+
+
+@pytest.mark.parametrize("name", [*PROMOTION, *WRITE_OUT])
+def test_a_daemon_that_dies(start_daemon: StartDaemon, connect: Connect, tmp_path: Path, name: str) -> None:
+    point = KillPoint(tmp_path, "daemon")
+    flags = {"tier": f"disk:{tmp_path}/tier?size=64MiB", "env": point.environ, **FLAGS}
+    daemon = start_daemon(**flags)
+    engine = connect(daemon)
+    first, second = hashes(1, 20), hashes(2, 20)
+    wait_open(daemon)
+    save_below(daemon, engine, first)
+    die(point, name, engine, second if name in WRITE_OUT else first, name in WRITE_OUT)
+    daemon.process.wait(20)
+    daemon = start_daemon(**flags)
+    wait_for(lambda: engine.namespace.attached, "the engine's return")
+    bring_again(daemon, engine, first, second)
