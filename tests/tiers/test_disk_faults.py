@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from conftest import Daemon, StartDaemon
 from failing_disk import FailingDisk, a_small_disk, failing_disk, missing, remount
 from tiered import ToyEngine, a_tier, all_is_free, hashes, patched, save_below, tier_of, wait_for, wait_open, wait_tier
+
+from kvcache_tiers.backend import Failed
+from kvcache_tiers.disk import DiskTier
 
 MIB = 1 << 20
 BLOCK = 128 << 10
@@ -234,6 +237,21 @@ def test_a_read_only_folder(daemon: Daemon, engine: ToyEngine, small_disk: Path,
         remount(small_disk, 8 * MIB)
         wait_open(daemon)
         wait_for(lambda: engine.load(hashes(1, 8)) == 8 and tier_of(daemon).get("blocks_written", 0) == 8, "writes")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_without_permission(short_folder: Path) -> None:
+    """`short_folder` is in one that all may enter, as no folder of pytest is."""
+    (short_folder / "tier").mkdir()
+    os.seteuid(65534)
+    try:
+        for folder in (short_folder / "tier", short_folder / "new"):
+            with pytest.raises(Failed, match="Permission denied"):
+                DiskTier(folder, 64 * MIB)
+    finally:
+        os.seteuid(0)
+    with closing(DiskTier(short_folder / "tier", 64 * MIB)):
+        pass
 
 
 def test_two_daemons_with_one_folder(start_daemon: StartDaemon, tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from conftest import Daemon, StartDaemon
 from tiered import (
     ToyEngine,
     a_tier,
+    all_is_free,
     hashes,
     in_a_hurry,
     listed,
+    patched,
     save_below,
     tier_of,
     wait_for,
@@ -221,6 +223,40 @@ def test_a_tier_that_hangs_is_killed(start_daemon: StartDaemon, url: str, tmp_pa
     wait_for(lambda: "killed, because it has asked for no work" in daemon.log, "the end of the process that hangs")
     wait_open(daemon)
     assert pid_of_the_tier(daemon) != stopped
+
+
+def test_a_tier_whose_store_hangs_is_killed(start_daemon: StartDaemon, connect: Connect, tmp_path: Path) -> None:
+    """Though it asks for more work. The slots that it should have filled are free then."""
+    hang = tmp_path / "hang"
+    code = f"""\
+import os, sys, time
+
+if "serve" in sys.orig_argv:
+    import kvcache_server.tiering.tiering as tiering
+
+    tiering.HANGING = 1.0
+else:
+    from kvcache_tiers import disk
+
+    move_all = disk._move_all
+
+    def hanging(*args):
+        while os.path.exists({str(hang)!r}):
+            time.sleep(0.05)
+        move_all(*args)
+
+    disk._move_all = hanging
+"""
+    daemon = start_daemon(tier=f"disk:{tmp_path}/tier?size=64MiB", quarantine=0.5, env=patched(tmp_path, code))
+    engine, names = connect(daemon), hashes(1, 20)
+    wait_open(daemon)
+    save_below(daemon, engine, names)
+    hang.touch()
+    assert engine.load(names) == 0
+    wait_for(lambda: "killed, because it has asked for no work, or ended none" in daemon.log, "its end")
+    hang.unlink()
+    wait_for(lambda: all_is_free(daemon), "free slots")
+    engine.load_all(names)
 
 
 def test_a_second_tier_of_one_name_waits(daemon: Daemon, tmp_path: Path, url: str) -> None:

@@ -275,7 +275,7 @@ class Service:
     def _look_after_tiers(self) -> None:
         """End the processes of tiers that hang."""
         for name in self._tiering.hanging(time.monotonic()):
-            self._tier_processes.kill(name, "has asked for no work for too long")
+            self._tier_processes.kill(name, "has asked for no work, or ended none, for too long")
 
     def _summarise(self) -> None:
         """Log one line about what happened since the last one, if anything."""

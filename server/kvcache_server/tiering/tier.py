@@ -11,7 +11,7 @@ import msgspec
 from kvcache_proto.messages import MAX_HOT, Runs
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.sessions import Session
-from kvcache_server.core.slices import LOOK
+from kvcache_server.core.slices import LOOK, Steps
 
 ABSENT_FOR = 5.0  # seconds for which a tier is not asked again for what it did not have: other hosts may store it
 SLOT = 8  # bytes of a reference that name the slot; the others say which block it is that has been there
@@ -126,7 +126,7 @@ class Tier:
         self.waiting = 0  # blocks in it
         self.writing: dict[int, Writing] = {}
         self.blocks_in_flight = self.written_in_flight = 0  # blocks, and bytes
-        self.asked_at = self._brought_at = 0.0
+        self.asked_at = self.heard_at = self._brought_at = 0.0  # of requests for work, and of reports
         self.recalls: deque[Group] = deque()  # groups of which it is to be asked what was hot
         self.recalling: dict[int, Group] = {}  # by the number of the question
         self.warming: deque[Looking] = deque()  # what was hot, in parts that it has not been asked for yet
@@ -142,6 +142,16 @@ class Tier:
     @property
     def on(self) -> bool:
         return not self.off and self.session.connected
+
+    @property
+    def works(self) -> bool:
+        """Whether it has jobs of which it has not reported the end."""
+        return bool(self.looking or self.parts or self.writing)
+
+    @property
+    def active_at(self) -> float:
+        """Return when the tier was seen to do what it has to."""
+        return min(self.asked_at, self.heard_at) if self.works else self.asked_at
 
     # Blocks that lookups missed.
 
@@ -407,6 +417,13 @@ class Tier:
         self.writing.clear()
         self.looked_up = self.backlog = self.in_flight = self.waiting = 0
         return leases
+
+    def forget_marks(self) -> Steps[None]:
+        """Free the memory for what the tier has; at once, that would take too long for millions of blocks."""
+        while self._has:
+            for _ in range(min(LOOK, len(self._has))):
+                self._has.popitem()
+            yield
 
     def report(self) -> dict[str, object]:
         """Return figures for `status`."""

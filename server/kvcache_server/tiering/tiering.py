@@ -31,7 +31,7 @@ from kvcache_server.tiering.tier import LATE, LATE_LEAST, TOLD_EVERY, WARMED_AT_
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
 MOST_NAMES = 64  # of tiers, whose counts go on
-HANGING = 60.0  # seconds without a request from a tier that works: one with nothing to do asks twice a second
+HANGING = 60.0  # seconds without a request, of which there are two a second, or without a report of all jobs
 MOST_JOBS = 64  # looks in one answer
 MOST_WRITES = 2048  # blocks in one answer, or looked at for it
 MOST_BLOCKS_OUT = 8192  # being written to one tier
@@ -203,8 +203,9 @@ class Tiering:
                 case Shown():
                     self._stored(change.blocks)
                 case SessionGone() if change.session in self._tiers:
-                    self._turn_off(self._tiers[change.session], "gone")
-                    del self._tiers[change.session]
+                    tier = self._tiers.pop(change.session)
+                    self._turn_off(tier, "gone")
+                    self._cache.chores.do(tier.forget_marks())
                     self._listen()
                 case NamespaceOpened():
                     for tier in self._tiers.values():
@@ -282,6 +283,7 @@ class Tiering:
 
     def _worked(self, tier: Tier, request: m.Worked, now: float) -> None:
         unknown = 0
+        tier.heard_at = now
         for number, flags in request.found:
             found = tier.found(number, flags, now)
             if found is None:
@@ -334,6 +336,8 @@ class Tiering:
         untold = self._untold(tier, now)
         if not (tier.looks or tier.fetches or tier.writes or tier.recalls or untold):
             return None
+        if not tier.works:
+            tier.heard_at = now
         jobs = m.Jobs(number)
         specs: dict[int, Any] = {}
         room = MESSAGE
@@ -454,8 +458,8 @@ class Tiering:
                         return
 
     def hanging(self, now: float) -> list[str]:
-        """Return the names of connected tiers that ask for no work any more, and turn those off."""
-        found = [tier for tier in self._tiers.values() if tier.on and now - tier.asked_at > HANGING]
+        """Return the names of connected tiers that ask for no work or end none any more, and turn those off."""
+        found = [tier for tier in self._tiers.values() if tier.on and now - tier.active_at > HANGING]
         for tier in found:
             self._turn_off(tier, "hanging")
         return [tier.name for tier in found]
