@@ -50,6 +50,7 @@ if "kvcache_tiers" in sys.orig_argv:
     around(process.TierProcess, "_settle", "a settlement", 0.1)  # a thread of its own sends it
     around(moves.Moves, "write_out", "a write")
     around(segments.Segment, "enter", "an entry")
+    around(segments.Segment, "clear", "an eviction")
     move_all = disk._move_all
 
     def half(file, view, offset, reads):

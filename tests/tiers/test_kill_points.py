@@ -97,6 +97,32 @@ def test_a_tier_that_dies(start_daemon: StartDaemon, connect: Connect, tmp_path:
     bring_again(daemon, engine, first, second)
 
 
+@pytest.mark.parametrize("name", ["before an eviction", "after an eviction", "amid a write", "before an entry"])
+def test_a_tier_that_dies_when_its_folder_is_full(
+    start_daemon: StartDaemon, connect: Connect, tmp_path: Path, name: str
+) -> None:
+    """What was to be replaced is there, or is not; it is never mistaken for what has replaced it."""
+    point = KillPoint(tmp_path, "tier")
+    daemon = start_daemon(tier=f"disk:{tmp_path}/tier?size=4MiB", env=point.environ, **FLAGS)
+    engine = connect(daemon)
+    wait_open(daemon)
+    for chain in (1, 2):  # of 32 blocks in all, for which there is room
+        save_below(daemon, engine, hashes(chain, 16))
+    die(point, name, engine, hashes(3, 16), True)
+    wait_for(lambda: daemon.status()["daemon"]["tier_processes"][0]["starts"] == 2, "the next process")
+    wait_open(daemon)
+    engine.session.clear()
+    engine.load_all(hashes(2, 16)[:8])
+    save_below(daemon, engine, hashes(4, 16))
+    for chain in (1, 2, 3, 4):
+        engine.load(hashes(chain, 16))
+        wait_for(lambda: tier_of(daemon)["to_look_up"] == 0, "what is there")
+        wait_for(lambda: tier_of(daemon)["to_bring_bytes"] == 0, "the last read")
+        engine.load(hashes(chain, 16))
+    wait_for(lambda: all_is_free(daemon), "free slots")
+    assert "checksums_wrong" not in str(daemon.status()["told"])
+
+
 @pytest.mark.parametrize("name", [*PROMOTION, *WRITE_OUT])
 def test_a_daemon_that_dies(start_daemon: StartDaemon, connect: Connect, tmp_path: Path, name: str) -> None:
     point = KillPoint(tmp_path, "daemon")
