@@ -63,6 +63,10 @@ class Amount(NamedTuple):
 
 
 class Contestant(Protocol):
+    def prepare(self) -> None:
+        """Do what need not be measured, before a round."""
+        ...
+
     def write(self) -> float:
         """Write all values; return bytes per second."""
         ...
@@ -78,8 +82,10 @@ class ByBackend:
     def __init__(self, backend: Backend, region: memoryview, amount: Amount) -> None:
         self._make = functools.partial(Bench, backend, region, amount.size, amount.values)
 
-    def write(self) -> float:
+    def prepare(self) -> None:
         self._bench = self._make()
+
+    def write(self) -> float:
         return self._bench.put()
 
     def read(self) -> float:
@@ -88,13 +94,19 @@ class ByBackend:
         return rate
 
 
-def by_turns(contestants: Mapping[str, Contestant], rounds: int) -> list[dict[str, Any]]:
-    """Return bytes per second of each round. What comes before the first one, such as new files, is not counted."""
+def by_turns(contestants: Mapping[str, Contestant], rounds: int, rest: float = 0.0) -> list[dict[str, Any]]:
+    """Return bytes per second of each round. What comes before the first one, such as new files, is not counted.
+
+    Seconds of `rest` come before all that is measured. Disks of virtual machines are often limited to a rate, but
+    faster for a moment after they were idle: all contestants should find them so.
+    """
     found = []
     names = list(contestants)
     for number in range(-1, rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
+            contestants[name].prepare()
             for what in ("write", "read"):
+                time.sleep(rest)
                 rate = getattr(contestants[name], what)()
                 if number >= 0:
                     found.append({"who": name, "what": what, "round": number, "bytes_per_second": rate})
@@ -133,6 +145,9 @@ class Fio:
         with self._path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, amount.values * amount.size)
 
+    def prepare(self) -> None:
+        """The file is there."""
+
     def write(self) -> float:
         return self._run("write", WRITERS)
 
@@ -151,7 +166,7 @@ class Fio:
         return float(job[what]["bw_bytes"])
 
 
-def disk(folder: Path, amount: Amount, direct: bool) -> Iterator[str | dict[str, Any]]:
+def disk(folder: Path, amount: Amount, direct: bool, rest: float) -> Iterator[str | dict[str, Any]]:
     """Yield lines and samples: of the disk tier beside fio, both in `folder`."""
     if not shutil.which("fio"):
         yield "disk is left out: no fio on the PATH (apt-get install fio)"
@@ -163,7 +178,7 @@ def disk(folder: Path, amount: Amount, direct: bool) -> Iterator[str | dict[str,
             "disk tier": ByBackend(tier, region, amount),
             "fio": Fio(folder, amount, direct),
         }
-        samples = by_turns(contestants, amount.rounds)
+        samples = by_turns(contestants, amount.rounds, rest)
     finally:
         tier.close()
     yield f"disk: {amount}; {WRITERS} threads write, {READERS} read{'' if direct else '; through the page cache'}"

@@ -35,7 +35,15 @@ from kvcache_proto.sizes import parse_size
 
 PARTS = ("disk", "redis", "mooncake", "acquire", "ratio", "restart")
 TIERS = ("disk", "redis", "s3", "mooncake")
-TOY = {"total": "64MiB", "values": 5000, "rounds": 2, "seconds": 1.0, "load_block": "256KiB", "small_block": "4KiB"}
+TOY = {
+    "total": "64MiB",
+    "values": 5000,
+    "rounds": 2,
+    "seconds": 1.0,
+    "rest": 0.1,
+    "load_block": "256KiB",
+    "small_block": "4KiB",
+}
 TOY |= {"conversations": 20, "rate": 0.0, "prompts": 40, "after": 3.0}
 
 
@@ -49,6 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block", default="2MiB", help="disk, redis, mooncake: size of a value (default: %(default)s)")
     parser.add_argument("--total", default="1GiB", help="how much is written and read (default: %(default)s)")
     parser.add_argument("--direct", choices=("on", "off"), default="on", help="disk: past the page cache")
+    parser.add_argument("--rest", type=float, default=2.0, help="disk: seconds before each measurement")
     parser.add_argument("--values", type=int, default=100_000, help="disk: values that a restart finds, of 4 KiB")
     parser.add_argument("--lmcache", metavar="FOLDER", help="redis: where LMCache is, if it is not installed")
     parser.add_argument("--tiers", default=",".join(TIERS), help="acquire (default: %(default)s)")
@@ -77,7 +86,7 @@ def measure(given: argparse.Namespace, part: str, disk: Path, folder: Path) -> I
     small = parse_size(given.small_block)
     match part:
         case "disk":
-            yield from rates.disk(disk, amount, given.direct == "on")
+            yield from rates.disk(disk, amount, given.direct == "on", given.rest)
             yield from rates.disk_restart(disk, given.values, given.rounds)
         case "redis":
             yield from rates.redis_and_valkey(folder, amount, given.lmcache)
