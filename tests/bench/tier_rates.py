@@ -355,7 +355,7 @@ def _by_clients(server: Server, native: Any, region: memoryview, amount: Amount)
         tier = redis.open_tier(server.url, region)
         clients: dict[str, Backend] = {f"tier of {server.kind}": tier, "redis-py": PlainRedis(server, tier.batch_bytes)}
         if not isinstance(native, str):
-            for threads in (READERS, LMCACHE_THREADS):
+            for threads in (WRITERS, READERS, LMCACHE_THREADS):
                 client = native(server.address, server.port, threads)
                 clients[f"LMCache's client, {threads} threads"] = LMCacheClient(client, tier.batch_bytes)
         for each in clients.values():
