@@ -24,7 +24,7 @@ MAX_RETAINED = 16_384  # blocks per retention: they are looked up again at once 
 MAX_SECONDS = 30 * 86_400.0  # of a retention
 MAX_JOBS = 4096  # of each kind in a message
 MAX_HOT = 16_384  # blocks in the list of a group's hot prefixes: some milliseconds, 560 KiB
-# When a block is written to a tier: found for the first time; stored; about to be evicted, if it was ever found.
+# When a block is written to a tier: asked for a second time; stored; about to be evicted, if it was ever found.
 SECOND, THROUGH, AHEAD = WRITE_POLICIES = ("second", "through", "ahead")
 LEAST_PRIORITY, PRIORITY, MOST_PRIORITY = 1, 35, 100
 Outcomes = Annotated[list[tuple[int, bytes]], msgspec.Meta(max_length=MAX_JOBS)]  # a job's number, a byte per block

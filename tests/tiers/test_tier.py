@@ -97,6 +97,23 @@ def test_second_does_not(daemon: Daemon, connect: Connect, url: str, tmp_path: P
         assert tier_of(daemon)["blocks_written"] == 5
 
 
+def test_second_writes_what_is_computed_again_after_its_eviction(
+    start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path
+) -> None:
+    daemon = start_daemon(size="16MiB")
+    engine, names = connect(daemon), hashes(1, 20)
+    with a_tier(tmp_path, url, daemon.endpoint):
+        wait_open(daemon)
+        assert not engine.load(names) and engine.save(names) == 20
+        others = 2
+        while daemon.status()["eviction"]["evicted_blocks_by_class"]["once"] < 40:  # those of `names` are the oldest
+            assert not engine.load(hashes(others, 16)) and engine.save(hashes(others, 16)) == 16
+            others += 1
+        assert not tier_of(daemon).get("blocks_written")
+        assert not engine.load(names) and engine.save(names) == 20
+        wait_tier(daemon, "blocks_written", 20)
+
+
 def test_the_daemon_starts_a_tier_again_that_was_killed(start_daemon: StartDaemon, connect: Connect, url: str) -> None:
     daemon = start_daemon(tier=url)
     engine = connect(daemon)

@@ -224,8 +224,11 @@ class Tiering:
             for block in blocks:
                 if block.account.engine == name:
                     tier.mark(block)
-            if tier.policy == m.THROUGH and tier.on:
-                _store(tier, [block for block in blocks if not tier.has(block) and block.parent is not None])
+            if tier.policy != m.AHEAD and tier.on:
+                lacking = [block for block in blocks if not tier.has(block) and block.parent is not None]
+                if tier.policy == m.SECOND:  # computed again, after they were evicted or refused
+                    lacking = [block for block in lacking if block.tick & CLASS_MASK]
+                _store(tier, lacking)
 
     # Requests.
 
