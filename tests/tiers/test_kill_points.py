@@ -12,7 +12,7 @@ from tiered import ToyEngine, all_is_free, hashes, save_below, tier_of, wait_for
 
 from kvcache_proto.errors import Unavailable
 
-FLAGS = {"quarantine": 0.5, "grace": 1, "keep": "true"}
+FLAGS = {"size": "16MiB", "quarantine": 0.5, "grace": 1, "keep": "true"}
 READS = ("before a look", "after a look", "before a reservation", "after a reservation", "before a read")
 READS += ("amid a read", "after a read", "before a settlement", "after a settlement")
 WRITES = ("before a write", "amid a write", "before an entry", "after an entry", "after a write")
@@ -46,6 +46,8 @@ Connect = Callable[[Daemon], ToyEngine]
 
 def die(point: KillPoint, name: str, engine: ToyEngine, names: list[bytes], writes: bool) -> None:
     """Have blocks brought, or written, until a process has died."""
+    engine.save(hashes(100, 120))  # there are other bytes in the slots that they get
+    engine.session.clear()
     point.arm(name)
     if writes:
         engine.save(names)
@@ -74,12 +76,13 @@ def bring_again(daemon: Daemon, engine: ToyEngine, first: list[bytes], second: l
     wait_for(lambda: tier_of(daemon).get("to_write_blocks") == 0 and not engine.load([]), "the last write")
     wait_for(lambda: all_is_free(daemon), "free slots")
     wait_for(lambda: cleared(engine), "an empty region")
-    brought = tier_of(daemon).get("blocks_brought", 0)
+    before = tier_of(daemon)
     for names in (first, second):
         engine.load_all(names)
-    wait_for(lambda: tier_of(daemon).get("blocks_brought", 0) - brought >= len(first) + len(second), "blocks brought")
+    most = before.get("blocks_brought", 0) + len(first) + len(second)
+    wait_for(lambda: tier_of(daemon).get("blocks_brought", 0) >= most, "blocks that are brought")
     wait_for(lambda: all_is_free(daemon), "free slots")
-    assert "checksums_wrong" not in str(daemon.status()["told"])
+    assert tier_of(daemon).get("blocks_not_brought", 0) == before.get("blocks_not_brought", 0), "a wrong value"
 
 
 @pytest.mark.parametrize("name", [*READS, *WRITES])
@@ -112,15 +115,16 @@ def test_a_tier_that_dies_when_its_folder_is_full(
     wait_for(lambda: daemon.status()["daemon"]["tier_processes"][0]["starts"] == 2, "the next process")
     wait_open(daemon)
     engine.session.clear()
-    engine.load_all(hashes(2, 16)[:8])
-    save_below(daemon, engine, hashes(4, 16))
     for chain in (1, 2, 3, 4):
+        if chain == 4:
+            save_below(daemon, engine, hashes(chain, 16))
         engine.load(hashes(chain, 16))
         wait_for(lambda: tier_of(daemon)["to_look_up"] == 0, "what is there")
         wait_for(lambda: tier_of(daemon)["to_bring_bytes"] == 0, "the last read")
-        engine.load(hashes(chain, 16))
+        hits = engine.load(hashes(chain, 16))
+        assert chain != 2 or hits == 16
     wait_for(lambda: all_is_free(daemon), "free slots")
-    assert "checksums_wrong" not in str(daemon.status()["told"])
+    assert tier_of(daemon).get("blocks_not_brought", 0) == 0, "what is found is right"
 
 
 @pytest.mark.parametrize("name", [*PROMOTION, *WRITE_OUT])
