@@ -139,14 +139,39 @@ def _progress_bar() -> Any:
 @commands.command()
 @endpoint_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def status(endpoint: str, as_json: bool) -> None:
+@click.option(
+    "--compare",
+    "other",
+    metavar="FILE",
+    help="Show only which namespaces are shared with another host, or why not. FILE has the output of `status --json` "
+    "there; `-` is standard input.",
+)
+def status(endpoint: str, as_json: bool, other: str | None) -> None:
     """Show what is cached and which engines are attached."""
     from kvcache_server.admin_client import AdminClient
+    from kvcache_server.commands import sharing
     from kvcache_server.commands.describe import describe
 
+    if other is not None and as_json:
+        raise ConfigError("status: --compare has no output in JSON: leave --json out")
+    there = sharing.read(*_content(other)) if other is not None else None
     with AdminClient(endpoint, "status") as admin:
         stats = admin.stats()
-    click.echo(json.dumps(stats, indent=2) if as_json else describe(stats))
+    if there is not None:
+        click.echo("\n".join(map(escaped, sharing.between(sharing.spaces_of(stats), there))))
+    else:
+        click.echo(json.dumps(stats, indent=2) if as_json else describe(stats))
+
+
+def _content(path: str) -> tuple[bytes, str]:
+    """Return the content of a file, or of standard input for `-`, and its name. Raises ConfigError."""
+    if path == "-":
+        return sys.stdin.buffer.read(), "standard input"
+    try:
+        with open(path, "rb") as file:
+            return file.read(), path
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 @commands.command()

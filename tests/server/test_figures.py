@@ -339,6 +339,7 @@ def test_a_report_of_many_sessions_comes_in_slices_and_fits_a_frame() -> None:
     spaces = report.stats["namespaces"]
     assert len(report.stats["sessions"]) == 300
     assert 0 < sum(bool(space["identity"]) for space in spaces) * 4000 <= MOST_IDENTITY < len(spaces) * 4000
+    assert all(bool(space["groups"]) == bool(space["identity"]) for space in spaces)
 
 
 def test_a_session_attaches_a_few_namespaces() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
+from kvcache_server.commands import sharing
 
 _LOST_BELOW = ("blocks_not_brought", "blocks_not_written", "looks_dropped", "writes_dropped", "writes_too_late")
 
@@ -44,6 +45,7 @@ def describe(stats: dict[str, Any]) -> str:
         ],
         left=2,
     )
+    lines += sharing.within(sharing.spaces_of(stats))
     return "\n".join(map(escaped, [*lines, "", *sessions(stats["sessions"]), *away(stats)]))
 
 

@@ -61,12 +61,27 @@ class Pool(msgspec.Struct):
     largest_free_bytes: Annotated[Count, _doc("Size of the largest block that fits without an eviction")]
 
 
+class Group(msgspec.Struct):
+    """The geometry of a KV cache group."""
+
+    block_tokens: Count
+    shard_bytes: Annotated[list[Count], _doc("Per shard of a block")]
+    kind: Annotated[str, _doc("`full`: an engine needs all blocks of a prefix to continue; `tail`: only the last ones")]
+    reach: Annotated[Count, _doc("Of a tail, how many blocks at the end of a prefix an engine needs")]
+    period: Annotated[Count, _doc("Of a tail, after how many blocks an engine needs none from before; 0 for never")]
+    followed: Annotated[bool, _doc("Whether the block after a prefix must be cached, too")]
+
+
 class Namespace(msgspec.Struct):
     """What is cached of one model, and how often it was requested."""
 
     id: str
     model: str
     identity: Annotated[dict[str, str], _doc("Every fact that makes the bytes of equal hashes differ")]
+    groups: Annotated[
+        list[Group], _doc("The KV cache groups; empty, as the identity, if there are too many namespaces to say")
+    ]
+    hash_bytes: Annotated[Count, _doc("Bytes of a block's hash")]
     block_tokens: Annotated[list[Count], _doc("Per KV cache group")]
     block_bytes: Annotated[list[Count], _doc("Per KV cache group")]
     overhead: Annotated[float, _doc("Share of an extent that holds none of its blocks: slot rows, and the end")]

@@ -25,6 +25,7 @@ from kvcache_server.core.index import TAG_BYTES, Group, tag, tagged
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.insight.differences import differences
 from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
 
 MOST_BLOCKS = 8192  # examined per lookup, from the first miss on,
@@ -353,7 +354,7 @@ class _Walk:
             if number != self._asked.namespace and spec.hash_bytes == mine.hash_bytes:
                 others.append((len(ours ^ self._facts[number]), -number, spec))
         return [
-            (-number, {"namespace": spec.id, "model": spec.model, "fields": _differences(mine, spec)})
+            (-number, {"namespace": spec.id, "model": spec.model, "fields": differences(_facts(mine), _facts(spec))})
             for _, number, spec in nsmallest(OTHERS, others, key=lambda each: each[:2])
         ]
 
@@ -376,10 +377,5 @@ _LEFT = {*EVICTED_FOR, "cleared", "corrupt", "different"}
 UNKNOWN = {"new", "diverged", "salted", "other_hashes", "began_empty"}
 
 
-def _differences(here: NamespaceSpec, there: NamespaceSpec) -> list[list[str]]:
-    """Return [field, here, there] for each fact in which two namespaces differ."""
-    facts = [{"model": spec.model, **spec.identity} for spec in (here, there)]
-    keys = [*facts[0], *(key for key in facts[1] if key not in facts[0])]
-    return [
-        [key, facts[0].get(key, ""), facts[1].get(key, "")] for key in keys if facts[0].get(key) != facts[1].get(key)
-    ]
+def _facts(spec: NamespaceSpec) -> dict[str, str]:
+    return {"model": spec.model, **spec.identity}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvcache_proto.counts import OTHER
+from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import Reservation
 from kvcache_server.core.sessions import Namespace
@@ -15,8 +16,8 @@ from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.telemetry import Telemetry
 
-# A report is one frame. Beyond this many characters, namespaces are reported without identities. Of a namespace's
-# engines, only those with the most bytes are named.
+# A report is one frame. Beyond this many characters, namespaces are reported without identities and groups. Of a
+# namespace's engines, only those with the most bytes are named.
 MOST_IDENTITY = 1 << 20
 MOST_ENGINES = 64
 
@@ -99,20 +100,22 @@ class Report:
         found: list[dict[str, Any]] = []
         said = 0
         for namespace in list(self._cache.namespaces.values()):
-            said += sum(map(len, [*namespace.spec.identity, *namespace.spec.identity.values()]))
+            said += _length(namespace.spec)
             found.append(self._namespace(namespace, engines.get(namespace.number, Counter()), said <= MOST_IDENTITY))
             if len(found) % STEP == 0:
                 yield
         return found
 
-    def _namespace(self, namespace: Namespace, engines: Counter[str], with_identity: bool) -> dict[str, Any]:
+    def _namespace(self, namespace: Namespace, engines: Counter[str], with_spec: bool) -> dict[str, Any]:
         named = dict(engines.most_common(MOST_ENGINES))
         if len(named) < len(engines):
             named[OTHER] = named.get(OTHER, 0) + engines.total() - sum(named.values())
         return {
             "id": namespace.id,
             "model": namespace.spec.model,
-            "identity": namespace.spec.identity if with_identity else {},
+            "identity": namespace.spec.identity if with_spec else {},
+            "groups": [_group(group.spec) for group in namespace.groups] if with_spec else [],
+            "hash_bytes": namespace.spec.hash_bytes,
             "block_tokens": [group.spec.block_tokens for group in namespace.groups],
             "block_bytes": [group.spec.block_bytes for group in namespace.groups],
             "overhead": round(namespace.fit.overhead, 4),
@@ -213,3 +216,20 @@ class Report:
         """Return the blocks of a group that lookups missed because they had been evicted."""
         infinite = self._infinite.get(tag)
         return infinite.missed_blocks if infinite is not None else 0
+
+
+def _group(spec: GroupSpec) -> dict[str, Any]:
+    """Return the fields of a group, in their order."""
+    return {
+        "block_tokens": spec.block_tokens,
+        "shard_bytes": list(spec.shards),
+        "kind": spec.kind,
+        "reach": spec.reach,
+        "period": spec.period,
+        "followed": spec.followed,
+    }
+
+
+def _length(spec: NamespaceSpec) -> int:
+    """Return about how many characters a report has for the identity and the groups of a namespace."""
+    return sum(map(len, [*spec.identity, *spec.identity.values()])) + len(spec.groups) * (80 + 8 * spec.shards)
