@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_cache import Engine, chain, hashes, make_cache
 
+from kvcache_proto import messages as m
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.messages import Work
 from kvcache_proto.types import GroupSpec
+from kvcache_server.commands.why import TIERS
 from kvcache_server.core.index import Group
 from kvcache_server.core.slices import LOOK
-from kvcache_server.tiering.tier import MOST_COMING, Looking, Tier
+from kvcache_server.tiering.tier import MOST_COMING, MOST_LOOKS, Looking, Tier
 from kvcache_server.tiering.tiering import Tiering
 
 SIZE = 1 << 20
@@ -97,7 +101,137 @@ def test_a_tier_that_does_not_keep_up_is_not_asked_to_bring_more(tier: Tier, gro
     most = 1 << 14
     for turn in range(6):
         tier.looking[turn] = looking = Looking("engine", group, None, names(most, f"{turn} "), 100.0)
-        tier.asked[looking.hashes[0] + group.tag] = 100.0
+        tier.asked[looking.name] = looking
         assert tier.found(turn, b"\1" * most, 100.0) == (looking, most)
     assert len(tier.coming) == MOST_COMING == 4 * most
     assert tier.backlog == MOST_COMING * SIZE and tier.counts["blocks_not_brought"] == 2 * most
+
+
+# What `why` says of tiers.
+
+
+class Host:
+    """A cache with an engine and tiers, whose answers to jobs a test gives."""
+
+    def __init__(self, *tiers: str) -> None:
+        self.cache = make_cache()
+        self.engine = Engine(self.cache, "engine")
+        self.engine.store(chain("p", 2))
+        session = self.cache.sessions[self.engine.session]
+        self.group = session.group(self.engine.namespace, 0)[1]
+        self.tiering = Tiering(self.cache, session.user)
+        self.now = 100.0
+        self.tiers = {name: self.cache.open_session(f"tier {name}", "", self.now) for name in tiers}
+        for name in tiers:
+            self.work(name)
+
+    def work(self, name: str) -> None:
+        self.tiering.begin(self.tiers[name], m.Work(1, b"", name, 4 * self.group.slot_bytes), self.now)
+
+    def jobs(self, name: str) -> m.Jobs:
+        jobs = self.tiering.jobs(self.tiers[name], 1, self.now)
+        assert jobs is not None
+        return jobs
+
+    def worked(self, name: str, **outcomes: Any) -> None:
+        self.tiering.begin(self.tiers[name], m.Worked(1, b"", **outcomes), self.now)
+
+    def has(self, name: str, blocks: int) -> None:
+        """Let a tier have the first `blocks` of what it is asked for."""
+        (look,) = self.jobs(name).looks
+        self.worked(name, found=[(look.number, b"\1" * blocks + bytes(len(look.hashes) - blocks))])
+
+    def look_up(self, length: int = 12, of: str = "p") -> Callable[[], list[dict[str, Any]]]:
+        """Look a chain up, of which two blocks are cached; return a function that says what `why` says of tiers."""
+        hashes_of = hashes([*chain("p", 2), *chain(of, length)[2:]])
+        now = self.now
+        self.cache.tick(now)
+        reply = self.cache.handle(self.engine.session, m.Acquire(1, b"", self.engine.namespace, hashes_of), now)
+        assert isinstance(reply, m.Acquired) and reply.hits == 2
+        said = self.tiering.said(self.group, hashes_of, reply.hits, reply.pending, now)
+        return lambda: [facts for each in said for facts in each.told(now)]
+
+
+def told(*cause: Any, **facts: Any) -> dict[str, Any]:
+    tier, which, first, last = cause
+    assert which in TIERS
+    return {"tier": tier, "cause": which, "first": first, "last": last, **facts}
+
+
+def test_a_tier_that_has_not_answered_and_one_that_has_nothing() -> None:
+    host = Host("disk", "redis")
+    said = host.look_up()
+    assert said() == [told("disk", "asked", 2, 11)], "the next tier is asked for what this one does not have"
+    host.has("disk", 0)
+    assert said() == [told("disk", "absent", 2, 11), told("redis", "asked", 2, 11)]
+    host.has("redis", 0)
+    assert said() == [told("disk", "absent", 2, 11), told("redis", "absent", 2, 11)]
+    host.now += 1.0
+    assert host.look_up()() == [told("disk", "absent", 2, 11), told("redis", "absent", 2, 11)], "what is known"
+
+
+def test_blocks_of_two_tiers_that_come_too_late() -> None:
+    host = Host("disk", "redis")
+    said = host.look_up()
+    host.has("disk", 4)
+    assert said()[:2] == [told("disk", "coming", 2, 5), told("disk", "absent", 6, 11)]
+    host.has("redis", 6)
+    host.now += 0.02
+    coming = host.look_up()
+    assert coming() == [told("disk", "coming", 2, 5), told("disk", "absent", 6, 11), told("redis", "coming", 6, 11)]
+    host.now += 0.03
+    (bring,) = host.jobs("disk").brings
+    host.worked("disk", brought=[(bring.number, b"\1" * 4)])
+    late = {"brought": 4, "found": 4}
+    assert said()[0] == told("disk", "late", 2, 5, **late, after_s=0.05)
+    assert coming()[0] == told("disk", "late", 2, 5, **late, after_s=0.03)
+    first, second = host.jobs("redis").brings
+    host.worked("redis", brought=[(first.number, b"\1" * 4)])
+    assert coming()[2] == told("redis", "coming", 6, 11), "not all have come"
+    host.worked("redis", brought=[(second.number, b"\1\0")])
+    assert coming()[2] == told("redis", "lost", 6, 11, brought=5, found=6, after_s=0.03)
+
+
+def test_blocks_that_are_overdue() -> None:
+    host = Host("disk")
+    host.look_up()
+    host.has("disk", 10)
+    host.now += 5.0
+    assert host.look_up()() == [told("disk", "overdue", 2, 11)]
+
+
+def test_blocks_that_come_for_another_request_are_those_of_both() -> None:
+    host = Host("disk")
+    host.look_up(6)
+    said = host.look_up(12)
+    assert said() == [told("disk", "asked", 2, 5)]
+    hashes_of = hashes([*chain("p", 4), *chain("q", 4)])
+    (other,) = host.tiering.said(host.group, hashes_of, 2, 0, host.now)
+    assert (other.first, other.blocks) == (2, 2), "and of one that goes on otherwise, the first ones"
+
+
+def test_tiers_that_are_off() -> None:
+    host = Host("disk", "redis")
+    said = host.look_up()
+    host.worked("disk", off="the disk is full")
+    off = told("disk", "off", 2, 11, why="the disk is full")
+    assert said() == [off], "it was asked, and will not answer"
+    again = host.look_up()
+    assert again() == [off, told("redis", "asked", 2, 11)]
+    host.has("redis", 10)
+    coming = host.look_up()
+    host.worked("redis", off="no route to host")
+    assert coming() == [off, told("redis", "off", 2, 11, why="no route to host")]
+    host.work("disk")
+    assert said() == [off], "as it was then"
+
+
+def test_a_tier_that_is_asked_for_too_much() -> None:
+    host = Host("disk")
+    for number in range(MOST_LOOKS):
+        host.look_up(of=f"q{number} ")
+    assert host.look_up(of="r")() == [told("disk", "not_asked", 2, 11)]
+
+
+def test_nothing_is_said_without_tiers() -> None:
+    assert Host().look_up()() == []

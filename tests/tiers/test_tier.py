@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Daemon, StartDaemon
@@ -27,7 +28,10 @@ from tiered import (
     wait_tier,
 )
 
+from kvcache_proto import messages as m
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.describe import describe
+from kvcache_server.commands.why import describe as explain
 from kvcache_server.http.metrics import render
 
 
@@ -415,3 +419,94 @@ def test_an_operator_sees_what_a_tier_does(start_daemon: StartDaemon, connect: C
     assert "tier        disk: it ended with status -9" in describe(daemon.status())
     wait_open(daemon)
     assert tier_of(daemon)["blocks_brought"] == 30, "counters never fall"
+
+
+def why(daemon: Daemon, request: str) -> tuple[list[dict[str, Any]], str]:
+    """Return what `why` says of tiers, and its text."""
+    with AdminClient(daemon.endpoint, "test") as admin:
+        answer = admin.ask(m.Why(0, b"", request)).answer
+    (told,) = answer["explained"]
+    return told["tiers"], explain(answer)
+
+
+def wait_why(daemon: Daemon, request: str, *causes: str) -> str:
+    """Return the text once the tiers have said what is awaited."""
+    wait_for(lambda: [each["cause"] for each in why(daemon, request)[0]] == [*causes], f"{causes} of {request}")
+    return why(daemon, request)[1]
+
+
+def test_why_says_what_tiers_said(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    names = hashes(1, 20)
+    engine = connect(daemon)
+    assert engine.load(hashes(9, 3), "nobody asked") == 0
+    with a_tier(tmp_path, url, daemon.endpoint):
+        wait_open(daemon)
+        assert engine.save(names) == 20
+        assert engine.load([*names, *hashes(2, 5)], "beyond") == 20
+        said = wait_why(daemon, "beyond", "absent")
+        assert "\n  tier disk, blocks 20-24: it does not have them\n" in said
+        wait_tier(daemon, "blocks_written", 20)
+        engine.session.clear()
+        assert engine.load(names, "late") == 0
+        engine.load_all(names)
+        said = wait_why(daemon, "late", "late")
+        assert "\n  tier disk, blocks 0-19: it had them, but they came too late for this lookup: the last one " in said
+        assert "  blocks 0-19  cleared" in said, "what else is known of them"
+        (late,) = why(daemon, "late")[0]
+        assert late["found"] == late["brought"] == 20 and late["after_s"] > 0
+    facts, said = why(daemon, "nobody asked")
+    assert facts == [] and "  tier " not in said
+
+
+def test_why_says_which_tier_of_two_had_blocks(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    engine = connect(daemon)
+    names = hashes(1, 20)
+    with a_tier(tmp_path, url, daemon.endpoint, "--name", "other", "--writes", "through"):
+        wait_open(daemon)
+        assert engine.save(names) == 20  # nothing finds them, so that they are not hot, and do not come back at once
+        wait_tier(daemon, "blocks_written", 20)
+        engine.session.clear()
+    wait_for(lambda: not tier_of(daemon), "the tier's end")
+    with a_tier(tmp_path, f"disk:{tmp_path}/first?size=64MiB", daemon.endpoint):
+        wait_open(daemon)
+        with a_tier(tmp_path, url, daemon.endpoint, "--name", "other"):
+            wait_for(lambda: [each["off"] for each in daemon.status()["daemon"]["tiers"]] == ["", ""], "both")
+            assert engine.load(names, "two") == 0
+            engine.load_all(names)
+            said = wait_why(daemon, "two", "absent", "late")
+            assert "\n  tier disk, blocks 0-19: it does not have them\n" in said
+            assert "\n  tier other, blocks 0-19: it had them, but they came too late" in said
+
+
+def test_why_says_that_a_tier_is_off(start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    hurry = tmp_path / "sitecustomize.py"
+    hurry.write_text("import kvcache_server.tiering.tiering as tiering\ntiering.HANGING = 1.0\n")
+    daemon = start_daemon(env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    engine = connect(daemon)
+    with a_tier(tmp_path, url, daemon.endpoint) as tier:
+        wait_open(daemon)
+        tier.process.send_signal(signal.SIGSTOP)
+        assert engine.load(hashes(1, 4), "unanswered") == 0
+        wait_why(daemon, "unanswered", "off")
+        assert engine.load(hashes(1, 4), "off") == 0
+        assert "\n  tier disk, blocks 0-3: it was off: hanging\n" in wait_why(daemon, "off", "off")
+        tier.process.send_signal(signal.SIGCONT)
+
+
+def test_why_says_that_blocks_were_wrong(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    engine = connect(daemon)
+    names = hashes(1, 20)
+    with a_tier(tmp_path, url, daemon.endpoint):
+        wait_open(daemon)
+        save_below(daemon, engine, names)
+    wait_for(lambda: not tier_of(daemon), "the tier's end")
+    (data,) = (tmp_path / "tier").glob("*.data")
+    content = bytearray(data.read_bytes())
+    for at in range(0, len(content), 4096):
+        content[at] ^= 1
+    data.write_bytes(content)
+    with a_tier(tmp_path, url, daemon.endpoint):
+        wait_open(daemon)
+        assert engine.load(names, "wrong") == 0
+        said = wait_why(daemon, "wrong", "lost")
+        assert "tier disk, blocks 0-19: it had 20 blocks, but brought only 0: it could not read the others" in said

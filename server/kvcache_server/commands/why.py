@@ -92,6 +92,17 @@ NOTES = {
     "refused": "the daemon refused the lookup: see the engine's log",
     "came": "blocks that were being written or withheld were available after a short wait",
 }
+# What a tier said of blocks that were not in memory.
+TIERS = {
+    "off": "it was off: {why}",
+    "asked": "it was being asked for them, and has not answered",
+    "absent": "it does not have them",
+    "not_asked": "it was not asked: too many lookups waited for its answer",
+    "coming": "it has them, and is bringing them",
+    "overdue": "it is bringing them, but takes so much longer than expected that no request waits",
+    "late": "it had them, but they came too late for this lookup: the last one {after} after it",
+    "lost": "it had {found} blocks, but brought only {brought}: it could not read the others, or there was no room",
+}
 _ASKED = {"once": "once", "twice": "twice", "more": "more than twice"}
 _OTHERS = {
     "room": "every other block that could go",
@@ -162,6 +173,10 @@ def _explained(told: dict[str, Any], memory: dict[str, Any]) -> list[str]:
     lines = [head]
     width = max((len(_blocks(run)) for run in told["runs"]), default=0)
     lines += [f"  {_blocks(run).ljust(width)}  {_sentence(run, told, memory)}" for run in told["runs"]]
+    for each in told.get("tiers", ()):  # not in 0.1.0
+        facts = defaultdict(str, each, after=_age(each.get("after_s", 0.0)))
+        said = TIERS.get(each["cause"], each["cause"]).format_map(facts)
+        lines.append(f"  tier {each['tier']}, {_blocks(each)}: {said}")
     for kept in told.get("retained", ()):  # not in 0.1.0
         lines.append(
             f"  retained: {kept['blocks']:,} of {kept['wanted']:,} blocks, for {_age(kept['ends_s'])} from now on"

@@ -278,7 +278,7 @@ class Answers:
     def _looked_up(self, session: int, request: Acquire, reply: Acquired, frame: bytes, now: float) -> None:
         self._deliver()  # its misses may be on blocks that are gone since the last turn
         try:
-            self._insight.looked_up(session, request, reply, frame, now)
+            self._insight.looked_up(session, request, reply, frame, now, self._tiering.said)
         except Exception as error:  # noqa: BLE001 - as in _answer
             self.failed(0, error)
 

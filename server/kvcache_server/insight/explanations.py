@@ -151,6 +151,7 @@ class Explanations:
             "blocks": len(asked.hashes),
             "hits": last.hits,
             "runs": (yield from _Walk(self._cache, self._misses, last, asked).runs()),
+            "tiers": [facts for each in last.below for facts in each.told(last.at)],
         }
         return told
 

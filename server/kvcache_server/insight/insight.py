@@ -5,7 +5,7 @@ It answers the requests that ask about the cache and change nothing in it: Stats
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -29,10 +29,12 @@ from kvcache_server.insight.chains import Chains
 from kvcache_server.insight.explanations import Explanations, kept_back
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.lookup_tap import LookupTap
-from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
+from kvcache_server.insight.miss_log import Below, EngineNote, Lookup, MissLog
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.stats import Report
 from kvcache_server.insight.telemetry import Telemetry
+
+Says = Callable[[Group, Sequence[bytes], int, int, float], tuple[Below, ...]]
 
 _CHOSEN = {ROOM, OWN_CEILING, NAMESPACE_CEILING}  # causes of evictions for which one of many blocks is chosen
 _GROUP = attrgetter("account.group")
@@ -112,10 +114,13 @@ class Insight:
         """Whether `looked_up` must be called for a lookup."""
         return reply.hits < len(request.hashes) or self.tap.on
 
-    def looked_up(self, session: int, request: m.Acquire, reply: m.Acquired, frame: bytes, now: float) -> None:
+    def looked_up(
+        self, session: int, request: m.Acquire, reply: m.Acquired, frame: bytes, now: float, said: Says | None = None
+    ) -> None:
         """Record a lookup that was just answered, for later questions. `frame` is the encoded request.
 
-        Call it after the reply was sent, so that no client waits for it.
+        `said(group, hashes, hits, pending, now)` returns what tiers said of the blocks that it missed. Call this after
+        the reply was sent, so that no client waits for it.
         """
         cache, asker = self._cache, self._cache.sessions[session]
         _, group = asker.group(request.namespace, request.group)
@@ -129,7 +134,12 @@ class Insight:
             infinite.missed(request.hashes[reply.hits + (0 if cause == "pending" else blocks) :])
         if request.request:
             engine, generation = asker.engine.name, cache.pool.generation
-            self.misses.missed(Lookup(now, engine, request.request, frame, reply.hits, cause, blocks, generation))
+            below: tuple[Below, ...] = ()
+            if said is not None and cause in ("", "pending") and not group.tails:  # else no tier is asked
+                below = said(group, request.hashes, reply.hits, blocks, now)
+            self.misses.missed(
+                Lookup(now, engine, request.request, frame, reply.hits, cause, blocks, generation, below)
+            )
 
     def tick(self, now: float) -> None:
         """Call it a few times per second."""

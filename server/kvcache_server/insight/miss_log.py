@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -17,11 +17,19 @@ from kvcache_server.core.effects import Actor
 from kvcache_server.core.eviction.worth import one_off
 from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, TICKS_PER_SECOND, Block
 
-LOOKUPS = 16 << 20  # bytes of remembered lookups; each counts as EACH more
+LOOKUPS = 16 << 20  # bytes of remembered lookups; each, and what each tier said of it, counts as EACH more
 EACH = 512
 GENERATIONS, GENERATION = 8, 1 << 14  # removed blocks: number of dicts, and names in each; the oldest dict is dropped
 NOTES = 4096
 SPACES = 1024
+
+
+class Below(Protocol):
+    """What a tier said of blocks that a lookup missed."""
+
+    def told(self, at: float) -> Iterable[dict[str, Any]]:
+        """Return the facts, one dict per run of blocks; `at` is the time of the lookup."""
+        ...
 
 
 class Lookup(msgspec.Struct, gc=False, frozen=True):
@@ -29,7 +37,7 @@ class Lookup(msgspec.Struct, gc=False, frozen=True):
 
     `frame` is the encoded request. It is only decoded for an answer, because keeping dozens of objects costs more than
     keeping one. After its `hits`, `blocks` blocks were withheld for `cause`. `generation` is that of the last slot
-    granted before.
+    granted before. `below` is what tiers said of the blocks after the hits.
     """
 
     at: float
@@ -40,6 +48,12 @@ class Lookup(msgspec.Struct, gc=False, frozen=True):
     cause: str
     blocks: int
     generation: int
+    below: tuple[Below, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Its share of LOOKUPS."""
+        return len(self.frame) + EACH * (1 + len(self.below))
 
 
 class Occasion(msgspec.Struct, gc=False, frozen=True):
@@ -96,9 +110,9 @@ class MissLog:
     def missed(self, lookup: Lookup) -> None:
         """Remember a lookup."""
         self.lookups.append(lookup)
-        self._held += len(lookup.frame) + EACH
+        self._held += lookup.size
         while self._held > LOOKUPS:
-            self._held -= len(self.lookups.popleft().frame) + EACH
+            self._held -= self.lookups.popleft().size
 
     # Blocks.
 

@@ -12,6 +12,7 @@ from kvcache_proto.messages import MAX_HOT, Runs
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import LOOK, Steps
+from kvcache_server.tiering.inquiry import Inquiry
 
 ABSENT_FOR = 5.0  # seconds for which a tier is not asked again for what it did not have: other hosts may store it
 SLOT = 8  # bytes of a reference that name the slot; the others say which block it is that has been there
@@ -36,13 +37,12 @@ class Fetch:
     `due` is when the last one is expected; if it has not come by `late`, nobody is told to wait for it any more.
     """
 
-    __slots__ = ("boundary", "due", "engine", "group", "hashes", "late", "parent", "sent")
+    __slots__ = ("boundary", "due", "engine", "group", "hashes", "inquiry", "late", "parent", "sent")
 
-    def __init__(
-        self, engine: str, group: Group, parent: bytes | None, hashes: list[bytes], now: float, seconds: float
-    ) -> None:
+    def __init__(self, looking: Looking, hashes: list[bytes], now: float, seconds: float) -> None:
         """It is expected to take `seconds`."""
-        self.engine, self.group, self.parent, self.hashes = engine, group, parent, hashes
+        self.engine, self.group, self.parent = looking.engine, looking.group, looking.parent
+        self.hashes, self.inquiry = hashes, looking.inquiry
         self.due, self.late = now + seconds, now + LATE * seconds + LATE_LEAST
         self.sent = 0  # hashes of which parts were made
         self.boundary: bytes | None = None  # the hash and tag of the block after which an engine can continue then
@@ -56,6 +56,7 @@ class Looking(msgspec.Struct, gc=False):
     parent: bytes | None
     hashes: list[bytes]
     at: float
+    inquiry: Inquiry = msgspec.field(default_factory=Inquiry)
     joint: Joint | None = None
 
     @property
@@ -112,7 +113,7 @@ class Tier:
         self.looks: deque[Looking] = deque()  # that wait
         self.looking: dict[int, Looking] = {}  # that the tier has, by number
         self.looked_up = 0  # hashes in both
-        self.asked: dict[bytes, float] = {}  # the first hash, with its tag, of both, and when it was asked
+        self.asked: dict[bytes, Looking] = {}  # both, by name
         self.absent: dict[bytes, float] = {}  # until when
         self.fetches: OrderedDict[str, deque[Fetch]] = OrderedDict()  # by engine; the next one's first
         self.coming: dict[bytes, Fetch] = {}  # by hash and tag
@@ -160,6 +161,15 @@ class Tier:
         tagged = name + group.tag
         return tagged in self.coming or tagged in self.asked or self.absent.get(tagged, 0.0) > now
 
+    def answers_in(self, name: bytes, now: float) -> float | None:
+        """Return in how many seconds the tier should answer a question, 0 if it is late, None if it was not asked."""
+        asked = self.asked.get(name)
+        if asked is None:
+            return None
+        return (
+            max(asked.at + 2 * self.latency - now, 1e-3) if now < asked.at + LATE * 2 * self.latency + LATE_LEAST else 0
+        )
+
     def ask(self, looking: Looking) -> bool:
         """Ask for blocks of which the tier knows nothing yet; return whether it is not asked for too much already."""
         blocks = len(looking.hashes)
@@ -168,7 +178,8 @@ class Tier:
             return False
         self.looked_up += blocks
         self.looks.append(looking)
-        self.asked[looking.name] = looking.at
+        self.asked[looking.name] = looking
+        looking.inquiry.tier, looking.inquiry.asked = self.name, len(looking.hashes)
         self.counts["looks"] += 1
         return True
 
@@ -180,7 +191,7 @@ class Tier:
             return
         joint.left = len(parts)
         for group, hashes in parts:
-            self.ask(Looking(engine, group, None, hashes, now, joint))
+            self.ask(Looking(engine, group, None, hashes, now, joint=joint))
 
     def forget_look(self, looking: Looking) -> None:
         """Note that a look, which waits no more, has an answer or needs none."""
@@ -199,7 +210,7 @@ class Tier:
         if looking is None:
             return None
         self.forget_look(looking)
-        group, hashes, joint = looking.group, looking.hashes, looking.joint
+        group, hashes, joint, inquiry = looking.group, looking.hashes, looking.joint, looking.inquiry
         self.latency += (now - looking.at - self.latency) * _SMOOTH
         self.counts["blocks_looked_up"] += len(hashes)
         if joint is not None:
@@ -209,21 +220,23 @@ class Tier:
             return looking, 0
         blocks = _leading(flags, len(hashes))
         self.counts["blocks_found"] += blocks
+        inquiry.answered, inquiry.found, inquiry.at = True, blocks, now
         if blocks < len(hashes):
             self.lacks(hashes[blocks] + group.tag, now)
         if blocks:
-            self.fetch(looking.engine, group, looking.parent, hashes[:blocks], now)
+            self.fetch(looking, hashes[:blocks], now)
         return looking, blocks
 
-    def fetch(self, engine: str, group: Group, parent: bytes | None, hashes: list[bytes], now: float) -> Fetch | None:
+    def fetch(self, looking: Looking, hashes: list[bytes], now: float) -> Fetch | None:
         """Have blocks brought that the tier has, unless it does not keep up."""
         if len(self.coming) + len(hashes) > MOST_COMING:
             self.counts["blocks_not_brought"] += len(hashes)
+            looking.inquiry.lost += len(hashes)
             return None
-        self.backlog += len(hashes) * group.slot_bytes
-        fetch = Fetch(engine, group, parent, hashes, now, self.backlog / self.rate)
-        self.coming.update((name + group.tag, fetch) for name in hashes)
-        self.fetches.setdefault(engine, deque()).append(fetch)
+        self.backlog += len(hashes) * looking.group.slot_bytes
+        fetch = Fetch(looking, hashes, now, self.backlog / self.rate)
+        self.coming.update((name + looking.group.tag, fetch) for name in hashes)
+        self.fetches.setdefault(looking.engine, deque()).append(fetch)
         return fetch
 
     def next_part(self, most: int, now: float) -> Part | None:
@@ -253,6 +266,9 @@ class Tier:
         tag = fetch.group.tag
         wanted = part.end - part.begin
         blocks = _leading(flags, wanted)
+        fetch.inquiry.brought += blocks
+        fetch.inquiry.lost += wanted - blocks
+        fetch.inquiry.at = now
         self.in_flight -= size
         self.backlog -= size
         for name in fetch.hashes[part.begin : part.end]:
@@ -279,6 +295,7 @@ class Tier:
         rest = fetch.hashes[fetch.sent :]
         self.backlog -= len(rest) * fetch.group.slot_bytes
         self.counts["blocks_not_brought"] += len(rest)
+        fetch.inquiry.lost += len(rest)
         for name in rest:
             self.coming.pop(name + fetch.group.tag, None)
         fetch.sent = len(fetch.hashes)
@@ -406,6 +423,10 @@ class Tier:
     def turn_off(self, why: str) -> Sequence[int]:
         """Drop all that was asked of it. Return its leases, which the caller ends."""
         self.off = why
+        for looking in self.asked.values():
+            looking.inquiry.off = why
+        for fetch in self.coming.values():
+            fetch.inquiry.off = why
         self.unmark(chain.from_iterable([self.stored(writing, b"") for writing in self.writing.values()]))
         self._soon = {}
         leases = [writing.lease for writing in self.writing.values()]

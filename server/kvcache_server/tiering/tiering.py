@@ -26,7 +26,8 @@ from kvcache_server.core.index import CLASS_MASK, GONE, Block, Group
 from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.core.slices import LOOK, finish
 from kvcache_server.tiering.hot import HotPrefixes
-from kvcache_server.tiering.tier import LATE, LATE_LEAST, TOLD_EVERY, WARMED_AT_ONCE, Joint, Looking, Tier, Writing
+from kvcache_server.tiering.inquiry import Said
+from kvcache_server.tiering.tier import TOLD_EVERY, WARMED_AT_ONCE, Joint, Looking, Tier, Writing
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
@@ -107,9 +108,8 @@ class Tiering:
                         return (0, 0) if now > fetch.late else (end - hits, max(1, round((fetch.due - now) * 1000)))
             if not tier.knows(group, hashes[-1], now):
                 self._ask_jointly(tier, session.engine.name, group, hashes, request.start, now)
-            if (asked := tier.asked.get(name)) is not None:
-                if now < asked + LATE * 2 * tier.latency + LATE_LEAST:
-                    waits = max(asked + 2 * tier.latency - now, 1e-3)
+            if (wait := tier.answers_in(name, now)) is not None:
+                waits = wait
                 break  # the next tier is asked for what this one does not have
         return 0, round(waits * 1000)
 
@@ -143,11 +143,12 @@ class Tiering:
         if name and name not in tier.boundaries:
             if group is not tails[0] and cached < end + group.spec.followed:
                 parent = hashes[cached - 1] if cached else None
-                last = tier.fetch(engine, group, parent, hashes[cached : end + group.spec.followed], now)
+                rest = hashes[cached : end + group.spec.followed]
+                last = tier.fetch(Looking(engine, group, parent, rest, now), rest, now)
             for tail in tails:
                 wanted = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
                 if wanted := [each for each in wanted if not _has_soon(tail, each)]:
-                    last = tier.fetch(engine, tail, None, wanted, now)
+                    last = tier.fetch(Looking(engine, tail, None, wanted, now), wanted, now)
         if last is not None:
             last.boundary, tier.boundaries[name] = name, last
         if end < len(hashes):
@@ -187,12 +188,41 @@ class Tiering:
                 parent = hashes[begin - 1] if begin else None
                 some = list(hashes[begin : begin + LONGEST])
                 tier.ask(Looking(session.engine.name, group, parent, some, now))
-            asked = tier.asked.get(name + group.tag)
-            if asked is not None:
-                if now < asked + LATE * 2 * tier.latency + LATE_LEAST:
-                    waits = max(asked + 2 * tier.latency - now, 1e-3)
+            if (wait := tier.answers_in(name + group.tag, now)) is not None:
+                waits = wait
                 break  # the next tier is asked for what this one does not have
         return 0, round(waits * 1000)
+
+    def said(self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float) -> tuple[Said, ...]:
+        """Return what tiers have said of the blocks that a lookup has just missed. O(misses)."""
+        found: list[Said] = []
+        begin = hits
+        for tier in self._tiers.values():
+            if not tier.on:
+                found.append(Said(tier.name, "off", begin, len(hashes) - begin, tier.off or "disconnected"))
+                continue
+            fetch = tier.coming.get(hashes[begin] + group.tag)
+            if fetch is not None:
+                end = begin + 1
+                while end < len(hashes) and hashes[end] + group.tag in tier.coming:
+                    end += 1
+                cause = "coming" if now <= fetch.late else "overdue"
+                found.append(Said(tier.name, cause, begin, end - begin, "", fetch.inquiry))
+                begin = end
+            elif begin == hits:
+                begin += pending  # others are writing these
+            if begin == len(hashes):
+                break
+            name = hashes[begin] + group.tag
+            asked = tier.asked.get(name)
+            if asked is not None:
+                found.append(Said(tier.name, "asked", begin, _common(asked.hashes, hashes, begin), "", asked.inquiry))
+                break  # the next tier is asked for what this one does not have
+            if tier.absent.get(name, 0.0) > now:
+                found.append(Said(tier.name, "absent", begin, len(hashes) - begin))
+            elif fetch is None:
+                found.append(Said(tier.name, "not_asked", begin, len(hashes) - begin))
+        return tuple(found)
 
     def follow(self, changes: Iterable[Change]) -> None:
         """Take up changes that the core has reported."""
@@ -321,7 +351,9 @@ class Tiering:
         tiers = list(self._tiers.values())
         for other in tiers[tiers.index(tier) + 1 :]:
             if other.on and not other.knows(looking.group, rest[0], now):
-                other.ask(Looking(looking.engine, looking.group, parent, rest, now))
+                following = Looking(looking.engine, looking.group, parent, rest, now)
+                if other.ask(following):
+                    looking.inquiry.then = following.inquiry
                 return
 
     # Jobs.
@@ -533,3 +565,9 @@ def _trusted(group: Group | None, runs: m.Runs) -> m.Runs:
 def _hash_bytes(group: Group) -> int:
     """Return how many bytes a hash takes in a message."""
     return group.hash_bytes + 2
+
+
+def _common(asked: Sequence[bytes], hashes: Sequence[bytes], begin: int) -> int:
+    """Return how many of `asked` are the hashes of a lookup from `begin` on."""
+    pairs = zip(asked, islice(hashes, begin, None), strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(asked), len(hashes) - begin))

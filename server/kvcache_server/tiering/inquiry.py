@@ -1,0 +1,75 @@
+"""What tiers said of the blocks that a lookup missed, for those who ask why it had few hits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+
+class Inquiry(msgspec.Struct, gc=False):
+    """A question which blocks of a chain a tier has, and what has become of it. Times are in seconds.
+
+    It is `answered` once the tier has said that it has the first `found` blocks of those `asked` for, and no others.
+    Of these, `brought` ones are in the region, and `lost` ones will not come; the last change was `at`. `off` says why
+    the tier was turned off before that. `then` is what the next tier was asked of the others.
+    """
+
+    tier: str = ""
+    asked: int = 0
+    answered: bool = False
+    found: int = 0
+    brought: int = 0
+    lost: int = 0
+    at: float = 0.0
+    off: str = ""
+    then: Inquiry | None = None
+
+
+class Said(msgspec.Struct, gc=False, frozen=True):
+    """What a tier said of `blocks` blocks of a lookup, from number `first` on, or was about to say: see `inquiry`."""
+
+    tier: str
+    cause: str  # as long as the inquiry has no result: a key of TIERS in commands/why.py
+    first: int
+    blocks: int
+    why: str = ""
+    inquiry: Inquiry | None = None
+
+    def told(self, at: float) -> Iterator[dict[str, Any]]:
+        """Yield the facts, one dict per run of blocks; `at` is the time of the lookup."""
+        if self.inquiry is not None and self.cause == "asked":
+            yield from _asked(self.inquiry, self.first, self.blocks, at)
+        elif self.inquiry is not None:
+            yield _came(self.inquiry, self.first, self.blocks, at, self.cause)
+        else:
+            yield _facts(self.tier, self.cause, self.first, self.blocks, self.why)
+
+
+def _asked(inquiry: Inquiry, first: int, blocks: int, at: float) -> Iterator[dict[str, Any]]:
+    if not inquiry.answered:
+        yield _facts(inquiry.tier, "off" if inquiry.off else "asked", first, blocks, inquiry.off)
+        return
+    there = min(inquiry.found, blocks)
+    if there:
+        yield _came(inquiry, first, there, at, "coming")
+    if there < blocks:
+        yield _facts(inquiry.tier, "absent", first + there, blocks - there)
+        if inquiry.then is not None:
+            yield from _asked(inquiry.then, first + there, blocks - there, at)
+
+
+def _came(inquiry: Inquiry, first: int, blocks: int, at: float, cause: str) -> dict[str, Any]:
+    if inquiry.brought + inquiry.lost >= inquiry.found:
+        cause = "lost" if inquiry.lost else "late"
+    elif inquiry.off:
+        return _facts(inquiry.tier, "off", first, blocks, inquiry.off)
+    facts = _facts(inquiry.tier, cause, first, blocks)
+    if cause in ("lost", "late"):
+        facts |= {"brought": inquiry.brought, "found": inquiry.found, "after_s": round(max(inquiry.at - at, 0.0), 3)}
+    return facts
+
+
+def _facts(tier: str, cause: str, first: int, blocks: int, why: str = "") -> dict[str, Any]:
+    return {"tier": tier, "cause": cause, "first": first, "last": first + blocks - 1, **({"why": why} if why else {})}
