@@ -14,7 +14,7 @@ import pytest
 from conftest import a_stuck_engine
 from dashboard_rig import ODD, status_of, traffic, wait
 
-from kvcache_client import Session
+from kvcache_client import GroupSpec, NamespaceSpec, Session
 
 MIB = 1 << 20
 
@@ -132,6 +132,41 @@ def test_the_page_shows_what_the_api_returns(scene: Scene, start_dashboard: Any,
     assert size(pool["pinned_bytes"]) in texts(page, "#pool-facts")[0]
     assert "memory" in texts(page, "#host")[0] and " of " in texts(page, "#host")[0]
     assert "NVIDIA" in texts(page, "#host-more")[0] or "device" in texts(page, "#host")[0]
+
+
+def test_tiers(start_daemon: Any, start_dashboard: Any, open_page: Any, tmp_path: Path) -> None:
+    config = tmp_path / "kv.toml"
+    tiers = {"disk": f"disk:{tmp_path}/tier?size=64MiB", "wrong": f"disk:{tmp_path}/other"}
+    config.write_text("".join(f'[[tier]]\nname = "{name}"\nurl = "{url}"\n' for name, url in tiers.items()))
+    daemon = start_daemon(http="127.0.0.1:0", config=config)
+
+    def tier() -> dict[str, Any]:
+        return next(iter(daemon.status()["daemon"]["tiers"]), {"off": "it is not there"})
+
+    def row(page: Any, of: str) -> str:
+        return " ".join(texts(page, f"#tiers tr[data-key={of}]"))
+
+    wait(lambda: not tier()["off"], "the tier")
+    page = loaded(open_page(start_dashboard("--api", daemon.status()["daemon"]["http"]["address"]).url))
+    assert row(page, "disk") == "disk on 0 – 0 B 0 B/s 0 B 0 B/s"
+    wait(lambda: row(page, "wrong") == "wrong its URL or settings are wrong – – – – – –", "why the other one is off")
+    with Session.connect(daemon.endpoint, engine="first", deadline=5.0) as session:
+        traffic(session, "llama", 32)
+        wait(lambda: tier().get("blocks_written") == 32, "what is written")
+        wait(lambda: "2.0 MiB" in row(page, "disk"), "what is written on the page")
+        session.clear()
+        namespace = session.attach(NamespaceSpec(model="llama", groups=[GroupSpec(16, 64 << 10)]), (0,))
+        hashes = [f"llama{number}".encode().ljust(32, b".") for number in range(32)]
+        namespace.acquire([*hashes, bytes(32)]).release()
+        # 32 blocks were asked for when they were stored, and 33 now, of which it has 32.
+        wait(lambda: row(page, "disk") == "disk on 65 49.2 % 2.0 MiB 0 B/s 2.0 MiB 0 B/s", "what is read on the page")
+        assert texts(page, "#tile-engines") == ["1"], "a tier is no engine"
+        assert texts(page, "#tile-engines-more") == ["1 session, 0 away"]
+
+
+def test_without_tiers_there_is_no_table(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+    page = loaded(open_page(start_dashboard("--api", scene.api).url))
+    assert page.locator("#namespaces").is_visible() and not page.locator("#tiers-section").is_visible()
 
 
 def test_a_reload_keeps_the_history(scene: Scene, start_dashboard: Any, open_page: Any) -> None:

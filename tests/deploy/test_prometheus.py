@@ -43,9 +43,13 @@ def promtool(*arguments: str | Path, text: bytes = b"") -> str:
 
 
 @pytest.fixture(scope="module")
-def exported(start_module_daemon: Any) -> Iterator[tuple[bytes, list[tuple[str, dict[str, str]]]]]:
+def exported(
+    start_module_daemon: Any, tmp_path_factory: Any
+) -> Iterator[tuple[bytes, list[tuple[str, dict[str, str]]]]]:
     """The text of a daemon that has met everything once, and its samples: (name, labels)."""
-    daemon = start_module_daemon(http="127.0.0.1:0", events="tcp://127.0.0.1:0")
+    tier = f"disk:{tmp_path_factory.mktemp('tier')}/tier?size=64MiB"
+    daemon = start_module_daemon(http="127.0.0.1:0", events="tcp://127.0.0.1:0", tier=tier)
+    daemon.wait_status(lambda status: status["daemon"]["tiers"], "the tier")
     with AdminClient(daemon.endpoint, engine="e") as engine:
         spec = NamespaceSpec("m", (GroupSpec(16, 4096),))
         namespace = engine.ask(m.Attach(0, b"", spec, (0,))).namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from tiered import (
 from kvcache_proto import messages as m
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.describe import describe
+from kvcache_server.commands.top import Sample, frame
 from kvcache_server.commands.why import describe as explain
 from kvcache_server.http.metrics import render
 
@@ -416,7 +418,9 @@ def test_an_operator_sees_what_a_tier_does(start_daemon: StartDaemon, connect: C
     assert "kvcache_engines 1.0" in lines, "a tier is none"
     os.kill(pid_of_the_tier(daemon), signal.SIGKILL)
     wait_for(lambda: not tier_of(daemon), "the tier's end")
-    assert "tier        disk: it ended with status -9" in describe(daemon.status())
+    ended = daemon.status()
+    assert "tier        disk: it ended with status -9" in describe(ended)
+    assert 'kvcache_tier_up{tier="disk"} 0.0' in render(ended).decode().splitlines(), "as an alert needs it"
     wait_open(daemon)
     assert tier_of(daemon)["blocks_brought"] == 30, "counters never fall"
 
@@ -510,3 +514,49 @@ def test_why_says_that_blocks_were_wrong(daemon: Daemon, connect: Connect, url: 
         assert engine.load(names, "wrong") == 0
         said = wait_why(daemon, "wrong", "lost")
         assert "tier disk, blocks 0-19: it had 20 blocks, but brought only 0: it could not read the others" in said
+
+
+def table_of_tiers(before: Sample, after: Sample) -> list[list[str]]:
+    """Return the cells of the table of tiers that `top` shows."""
+    lines = [line.text for line in frame(before, after)]
+    at = next((at for at, line in enumerate(lines) if line.startswith("tier ")), None)
+    if at is None:
+        return []
+    return [re.split("  +", line) for line in lines[at : lines.index("", at)]]
+
+
+def test_top_shows_rates_of_tiers(start_daemon: StartDaemon, connect: Connect, url: str) -> None:
+    daemon = start_daemon(tier=url)
+    engine = connect(daemon)
+    names = hashes(1, 32)
+    wait_open(daemon)
+    before = Sample(daemon.status(), 100.0)
+    save_below(daemon, engine, names)
+    assert engine.load([*names, *hashes(2, 32)]) == 0
+    engine.load_all(names)
+    wait_tier(daemon, "blocks_brought", 32)
+    after = Sample(daemon.status(), 102.0)
+    head, row = table_of_tiers(before, after)
+    assert head == ["tier", "had now", "overall", "read", "written", "to read", "blocks to write"]
+    assert row == ["disk", "50.0%", "50.0%", "2.0 MiB/s", "4.0 MiB", "2.0 MiB/s", "4.0 MiB", "0 B", "0", "on"]
+    (_, row) = table_of_tiers(after, Sample(after.stats, 103.0))
+    assert row == ["disk", "-", "50.0%", "0 B/s", "4.0 MiB", "0 B/s", "4.0 MiB", "0 B", "0", "on"]
+    os.kill(pid_of_the_tier(daemon), signal.SIGKILL)
+    wait_for(lambda: not tier_of(daemon), "the tier's end")
+    away = Sample(daemon.status(), 104.0)
+    (_, row) = table_of_tiers(after, away)
+    assert row == ["disk", "it ended with status -9"]
+    wait_open(daemon)
+    (_, row) = table_of_tiers(away, Sample(daemon.status(), 105.0))
+    assert row[1:5] == ["-", "50.0%", "0 B/s", "4.0 MiB"], "what it did before it went is no rate"
+
+
+def test_top_shows_why_a_tier_is_off_and_nothing_without_tiers(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    daemon = start_daemon(tier=f"disk:{tmp_path}/tier")
+    wait_for(lambda: "not started again" in daemon.log, "the verdict")
+    command = [sys.executable, "-m", "kvcache_server", "top", "--once", "--interval", "0.1", "--endpoint"]
+    shown = subprocess.run([*command, daemon.endpoint], capture_output=True, text=True, check=True).stdout
+    assert re.search(r"^disk .* its URL or settings are wrong$", shown, re.MULTILINE)
+    assert daemon.stop() == 0
+    shown = subprocess.run([*command, start_daemon().endpoint], capture_output=True, text=True, check=True).stdout
+    assert "tier" not in shown and "hits  now" in shown

@@ -115,16 +115,24 @@ def below(daemon: dict[str, Any]) -> list[str]:
         brought, written = (format_size(each.get(f"bytes_{key}", 0)) for key in ("brought", "written"))
         lost = {key: n for key, n in each.items() if key in _LOST_BELOW and n}
         lines += [
-            f"tier        {each['name']}: {'off: ' + each['off'] if each['off'] else 'on'}; "
+            f"tier        {each['name']}: {tier_state(each)}; "
             f"asked for {asked:,} blocks, had {had:,}, brought {came:,} ({brought})",
             f"            {out:,} blocks written ({written}), {each['to_write_blocks']:,} to write"
             + (f"; {counts(lost)}" if lost else ""),
         ]
-    there = {each["name"] for each in tiers}
-    for each in daemon.get("tier_processes", ()):
-        if each["name"] not in there:
-            lines.append(f"tier        {each['name']}: {each['ended'] or 'starting'}")
-    return lines
+    return lines + [f"tier        {name}: {state}" for name, state in absent_tiers(daemon).items()]
+
+
+def tier_state(tier: dict[str, Any]) -> str:
+    """Return whether an attached tier is used, or why not."""
+    return f"off: {tier['off']}" if tier["off"] else "on"
+
+
+def absent_tiers(daemon: dict[str, Any]) -> dict[str, str]:
+    """Return the states of the tiers that the daemon starts and that are not attached, by name."""
+    there = {each["name"] for each in daemon.get("tiers", ())}  # not in 0.1.0
+    processes = daemon.get("tier_processes", ())
+    return {each["name"]: each["ended"] or "starting" for each in processes if each["name"] not in there}
 
 
 def in_comparison(eviction: dict[str, Any]) -> str | None:

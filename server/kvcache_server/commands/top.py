@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 import tty
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, TextIO
 
@@ -62,6 +63,7 @@ def frame(before: Sample, after: Sample) -> list[Line]:
         Line(""),
         *_traffic(before, after),
         Line(""),
+        *_tiers(before, after),
         *_headed(_namespaces(before, after)),
         Line(""),
         *_headed(_sessions(stats)),
@@ -109,6 +111,32 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
     sample = describe.in_comparison(eviction) if eviction else None
     lines = [Line(hits, True), *([Line(f"      lately, in a sample: {sample}")] if sample else [])]
     return [*lines, *_headed(describe.table(head, rows, left=1))]
+
+
+def _tiers(before: Sample, after: Sample) -> list[Line]:
+    """Return a table of the tiers and an empty line; nothing if there are none."""
+    seconds = max(after.at - before.at, 1e-9)
+    earlier = {each["name"]: each for each in before.stats["daemon"].get("tiers", ())}  # not in 0.1.0
+    rows, states = [], []
+    for tier in after.stats["daemon"].get("tiers", ()):
+        total: Counter[str] = Counter({key: n for key, n in tier.items() if isinstance(n, int)})
+        # One that has just come back goes on with its former counts: this is no rate.
+        now = {key: n - earlier.get(tier["name"], tier).get(key, 0) for key, n in total.items()}
+        gained = Counter(now)
+        row = [tier["name"]]
+        row += [describe.ratio(each["blocks_found"], each["blocks_looked_up"]) for each in (gained, total)]
+        for key in ("bytes_brought", "bytes_written"):
+            row += [f"{format_size(gained[key] / seconds)}/s", format_size(total[key])]
+        rows.append([*row, format_size(tier["to_bring_bytes"]), f"{tier['to_write_blocks']:,}"])
+        states.append(describe.tier_state(tier))
+    for name, state in describe.absent_tiers(after.stats["daemon"]).items():
+        rows.append([name, *[""] * 8])
+        states.append(state)
+    if not rows:
+        return []
+    head = ("tier", "had now", "overall", "read", "", "written", "", "to read", "blocks to write")
+    table = describe.table(head, rows, left=1)
+    return [*_headed([table[0], *map("  ".join, zip(table[1:], states, strict=True))]), Line("")]
 
 
 def _gain(before: Sample, after: Sample, kind: str, name: str) -> tuple[int, int]:

@@ -158,7 +158,8 @@ def _tiers(daemon: Mapping[str, Any]) -> Iterator[Metric]:
     def of(key: str, scale: float = 1) -> dict[str, float]:
         return {name: each.get(key, 0) * scale for name, each in tiers.items()}
 
-    up = {name: int(not each["off"]) for name, each in tiers.items()}
+    up = {each["name"]: 0 for each in daemon.get("tier_processes", ())}  # one whose process has ended is off, too
+    up |= {name: int(not each["off"]) for name, each in tiers.items()}
     yield _gauge("tier_up", "1 while a tier is used, 0 while it is off", up, "tier")
     blocks = CounterMetricFamily("kvcache_tier_blocks", "Blocks, by what a tier did", labels=("tier", "event"))
     for name, each in tiers.items():

@@ -214,6 +214,39 @@ class Http(msgspec.Struct):
     cuts: Annotated[Counts, _doc("HTTP connections that were cut off, by reason")]
 
 
+class Tier(msgspec.Struct):
+    """An attached tier, and what it has done: also before it was attached, since the daemon's start."""
+
+    name: str
+    off: Annotated[str, _doc("Why it is not used; empty while it is")]
+    writes: Annotated[str, _doc("`second`: it gets blocks that were found again; `through`: all")]
+    rate: Annotated[Count, _doc("Bytes per second that it brings, of late")]
+    latency_ms: Annotated[float, _doc("How long it takes to say what it has, of late")]
+    to_look_up: Annotated[Count, _doc("Lookups that it has not answered")]
+    to_bring_bytes: Count
+    to_write_blocks: Count
+    looks: Annotated[Count, _doc("Lookups that it was asked about")] = 0
+    looks_dropped: Annotated[Count, _doc("Lookups that it was not asked about, because too many waited")] = 0
+    blocks_looked_up: Annotated[Count, _doc("Blocks that lookups missed and that it was asked for")] = 0
+    blocks_found: Annotated[Count, _doc("Of these, what it had")] = 0
+    blocks_brought: Annotated[Count, _doc("Of these, what it has brought into memory")] = 0
+    bytes_brought: Count = 0
+    blocks_not_brought: Annotated[Count, _doc("What it had and could not bring")] = 0
+    blocks_written: Count = 0
+    bytes_written: Count = 0
+    blocks_not_written: Annotated[Count, _doc("What it could not write")] = 0
+    writes_dropped: Annotated[Count, _doc("Blocks that were not written, because too many waited")] = 0
+    writes_too_late: Annotated[Count, _doc("Blocks that were evicted before they were written")] = 0
+
+
+class TierProcess(msgspec.Struct):
+    """The process of a tier that the daemon starts."""
+
+    name: str
+    starts: Count
+    ended: Annotated[str, _doc("How it has ended; empty while it runs")]
+
+
 class Daemon(msgspec.Struct):
     """The process."""
 
@@ -232,6 +265,8 @@ class Daemon(msgspec.Struct):
     door_refused: Annotated[Counts, _doc("Handshakes refused, by reason")]
     integrity: Integrity
     http: Http
+    tiers: list[Tier]
+    tier_processes: list[TierProcess]
 
 
 class Status(msgspec.Struct):

@@ -166,9 +166,10 @@ class Tier:
         asked = self.asked.get(name)
         if asked is None:
             return None
-        return (
-            max(asked.at + 2 * self.latency - now, 1e-3) if now < asked.at + LATE * 2 * self.latency + LATE_LEAST else 0
-        )
+        usual = 2 * self.latency
+        if now > asked.at + LATE * usual + LATE_LEAST:
+            return 0.0
+        return max(asked.at + usual - now, 1e-3)
 
     def ask(self, looking: Looking) -> bool:
         """Ask for blocks of which the tier knows nothing yet; return whether it is not asked for too much already."""

@@ -10,6 +10,7 @@ const STYLES = ["a", "b", "c", "d", "e", "f"];
 const STATES = [["ready", "a"], ["writing", "b"], ["quarantined", "e"], ["overhead", "f"], ["free", "free"]];
 const OPERATOR = "kvcache-server"; // what `status` and `top` attach as
 
+let tiersThen = { at: 0, tiers: [] }, tierRates = new Map(); // the last report of tiers, and rates since the one before
 let points = [], next = 0, began = 0, span = 900, data = null, heard = 0, failed = 0;
 
 const rate = (name) => (bucket) => (bucket.seconds ? bucket[name] / bucket.seconds : null);
@@ -91,13 +92,14 @@ function tellState() {
   document.querySelectorAll("button.acts, .acts select, #namespaces button, #sessions button").forEach((each) => (each.disabled = !acts));
 }
 
-function show({ status, now, host }) {
+function show({ status, now, host, answered }) {
   const last = points.filter((point) => point.at > now - 60);
   const sum = (list, name) => list.reduce((total, each) => total + each[name], 0);
   const spaces = [...status.namespaces].sort((one, other) => other.bytes - one.bytes || one.id.localeCompare(other.id));
   const [asked, hit, lost] = ["requested_blocks", "hit_blocks", "lost_blocks"].map((name) => sum(spaces, name));
   const { pool, daemon } = status;
-  const engines = status.sessions.filter((session) => session.engine !== OPERATOR);
+  const others = [OPERATOR, ...(daemon.tiers ?? []).map((tier) => `tier ${tier.name}`)];
+  const engines = status.sessions.filter((session) => !others.includes(session.engine));
 
   tell(id("which"), `${daemon.endpoint}, version ${daemon.version}, up ${duration(daemon.uptime_s)}`);
   tell(id("tile-now"), ratio(sum(last, "hit_blocks"), sum(last, "requested_blocks")));
@@ -128,6 +130,7 @@ function show({ status, now, host }) {
   table("namespaces", spaces, (space) => space.id, namespaceCells, "Clear…", clearOf, "No namespace yet.");
   const away = status.away.map((each) => ({ ...each, away: true }));
   table("sessions", [...away, ...status.sessions], (session) => session.id, sessionCells, "Fence off…", (session) => session.away && fenceOff(session), "No session is attached.");
+  showTiers(daemon, answered);
   showHost(host);
   facts("daemon", [
     ["process", `pid ${daemon.pid}, up ${duration(daemon.uptime_s)}`], ["region", `${daemon.region}, ${size(daemon.region_bytes)}`],
@@ -240,6 +243,31 @@ const sessionCells = (session) => [
   ["Leases", session.away ? "–" : count(session.leases), "n"], ["Open saves", count(session.reservations), "n"],
   ["Breaker", session.away ? "–" : words(session.breaker)],
 ];
+
+function showTiers({ tiers = [], tier_processes: processes = [] }, at) {
+  if (at !== tiersThen.at) {
+    const then = new Map(tiersThen.tiers.map((tier) => [tier.name, tier]));
+    // One that has just come back goes on with its former counts: they are no rate.
+    const rate = (tier, key) => Math.max(0, (tier[key] ?? 0) - ((then.get(tier.name) ?? tier)[key] ?? 0)) / (at - tiersThen.at);
+    tierRates = new Map(tiers.map((tier) => [tier.name, ["bytes_brought", "bytes_written"].map((key) => rate(tier, key))]));
+    tiersThen = { at, tiers };
+  }
+  const ended = processes.filter(({ name }) => !tiers.some((tier) => tier.name === name));
+  const rows = [...tiers, ...ended.map(({ name, ended: why }) => ({ name, off: why || "starting", absent: true }))];
+  id("tiers-section").hidden = !rows.length;
+  table("tiers", rows, (tier) => tier.name, tierCells, "", () => null, "No tier.");
+}
+
+function tierCells(tier) {
+  const figure = (text) => (tier.absent ? "–" : text());
+  const [read, written] = tierRates.get(tier.name) ?? [0, 0];
+  return [
+    ["Tier", tier.name], ["State", tier.off ? (tier.absent ? tier.off : `off: ${tier.off}`) : "on"],
+    ["Asked for", figure(() => count(tier.blocks_looked_up ?? 0)), "n"], ["Had", figure(() => ratio(tier.blocks_found ?? 0, tier.blocks_looked_up ?? 0)), "n"],
+    ["Read", figure(() => size(tier.bytes_brought ?? 0)), "n"], ["Reads", figure(() => `${size(read)}/s`), "n"],
+    ["Written", figure(() => size(tier.bytes_written ?? 0)), "n"], ["Writes", figure(() => `${size(written)}/s`), "n"],
+  ];
+}
 
 function showHost(host) {
   if (!host.cpu) return;
