@@ -99,7 +99,7 @@ class TestDisk(BackendSuite):
     def test_a_record_that_cannot_be_written_is_not_used_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(disk, "SEGMENT", 16 * self.size)
+        monkeypatch.setattr(disk, "SEGMENTS", 1)
         with closing(DiskTier(tmp_path / "small", 16 * self.size)) as tier:
             assert all(self.put(tier, *range(15)))
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

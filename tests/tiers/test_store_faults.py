@@ -58,7 +58,7 @@ def test_values_that_change_in_redis(
         wait_open(daemon)
         save_below(daemon, engine, names)
         with server.client() as client:
-            stored = client.keys("*")
+            stored = client.keys("kvcache:{*")
             assert len(stored) == len(names)
             for each in stored:
                 value = client.get(each)

@@ -20,6 +20,7 @@ from tiered import (
     all_is_free,
     hashes,
     in_a_hurry,
+    leave_below,
     listed,
     patched,
     save_below,
@@ -174,9 +175,9 @@ def test_a_tier_of_its_own_follows_to_the_next_region(
 def test_wrong_bytes_in_the_store_are_a_miss(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
     engine = connect(daemon)
     names = hashes(1, 20)
-    with a_tier(tmp_path, url, daemon.endpoint):
+    with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through"):
         wait_open(daemon)
-        save_below(daemon, engine, names)
+        leave_below(daemon, engine, names)
     wait_for(lambda: not tier_of(daemon), "the tier's end")
     (data,) = (tmp_path / "tier").glob("*.data")
     content = bytearray(data.read_bytes())
@@ -467,9 +468,7 @@ def test_why_says_which_tier_of_two_had_blocks(daemon: Daemon, connect: Connect,
     names = hashes(1, 20)
     with a_tier(tmp_path, url, daemon.endpoint, "--name", "other", "--writes", "through"):
         wait_open(daemon)
-        assert engine.save(names) == 20  # nothing finds them, so that they are not hot, and do not come back at once
-        wait_tier(daemon, "blocks_written", 20)
-        engine.session.clear()
+        leave_below(daemon, engine, names)
     wait_for(lambda: not tier_of(daemon), "the tier's end")
     with a_tier(tmp_path, f"disk:{tmp_path}/first?size=64MiB", daemon.endpoint):
         wait_open(daemon)
@@ -500,9 +499,9 @@ def test_why_says_that_a_tier_is_off(start_daemon: StartDaemon, connect: Connect
 def test_why_says_that_blocks_were_wrong(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
     engine = connect(daemon)
     names = hashes(1, 20)
-    with a_tier(tmp_path, url, daemon.endpoint):
+    with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through"):
         wait_open(daemon)
-        save_below(daemon, engine, names)
+        leave_below(daemon, engine, names)
     wait_for(lambda: not tier_of(daemon), "the tier's end")
     (data,) = (tmp_path / "tier").glob("*.data")
     content = bytearray(data.read_bytes())

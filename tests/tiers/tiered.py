@@ -94,6 +94,14 @@ def save_below(daemon: Daemon, engine: ToyEngine, names: list[bytes]) -> None:
     engine.session.clear()
 
 
+def leave_below(daemon: Daemon, engine: ToyEngine, names: list[bytes]) -> None:
+    """The same for a tier that gets all blocks: nothing finds them, so that they do not come back by themselves."""
+    before = tier_of(daemon).get("blocks_written", 0)
+    assert engine.save(names) == len(names)
+    wait_tier(daemon, "blocks_written", before + len(names))
+    engine.session.clear()
+
+
 def all_is_free(daemon: Daemon) -> bool:
     pool = daemon.status()["pool"]
     return not pool["blocks_writing"] and not pool["slots_quarantined"] and not pool["pinned_bytes"]
