@@ -1,10 +1,11 @@
 """Ask, on a host with a GPU, whether hits change a token: models of several kinds, in real engines with one daemon.
 
     python tests/bench/models.py [--models gemma,granite,...] [--tp N] [--pp N] [--at-once N] [--memory GIB]
-                                 [--rounds N] [--overlap]
+                                 [--rounds N] [--overlap] [--below]
 
 For each model: two engines without the connector, of which the second shows whether the model itself answers alike
-twice; one that saves, one that loads the prompts, and one that loads prompts and answers. Random weights in float32,
+twice; one that saves, one that loads the prompts, and one that loads prompts and answers. With --below, all of them
+come from a disk below the region, which has forgotten them. Random weights in float32,
 greedy. tests/e2e/test_models.py does the same on a CPU, where vLLM has no kernels for states (Mamba, linear
 attention), and none that continue a prompt of an MLA model.
 """
@@ -24,12 +25,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from one_daemon import one_daemon
+from one_daemon import Daemon, one_daemon
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "e2e")]
 
 from engine import Engine as Writer  # noqa: E402
 from model_configs import COMMON, MODELS, STATES  # noqa: E402
+
+from kvcache_server.admin_client import AdminClient  # noqa: E402
 
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
@@ -54,7 +57,7 @@ def run_engine(name: str, folder: str, endpoint: str, tp: int, pp: int, memory: 
         more["model_class_overrides"] = {"DeepseekV32ForCausalLM": plain}
     if endpoint:
         # A load that is verified does not overlap.
-        settings = {"overlap": "auto"} if overlap else {"verify": "all"}
+        settings = {"overlap": "auto"} if overlap else {"verify": "all", "gate": "off"}
         more["kv_transfer_config"] = {
             "kv_connector": "KVCacheServerConnector",
             "kv_role": "kv_both",
@@ -133,8 +136,16 @@ class Engine:
         return [each for each in lines if "KV cache server" in each or "needed;" in each or each.startswith("ready")]
 
 
-def compare(name: str, endpoint: str, options: argparse.Namespace) -> str:
+def forget(daemon: Daemon) -> None:
+    """Leave nothing in the region, once the tier has all."""
+    daemon.wait_status(lambda status: not any(each["to_write_blocks"] for each in status["daemon"]["tiers"]))
+    with AdminClient(daemon.endpoint) as admin:
+        admin.clear()
+
+
+def compare(name: str, daemon: Daemon, options: argparse.Namespace) -> str:
     """Return a line of the table."""
+    endpoint = daemon.endpoint
     with tempfile.TemporaryDirectory(prefix="kvm") as parent, ExitStack() as after:
         folder = Path(parent) / "model"
         subprocess.run([sys.executable, __file__, "--write", name, str(folder)], check=True, capture_output=True)
@@ -151,6 +162,8 @@ def compare(name: str, endpoint: str, options: argparse.Namespace) -> str:
         asked = ((prompts, expected), (prompts, expected), (prompts, expected), (longer, continued))
         for engine, (texts, right) in zip(engines, asked, strict=True):
             found = engine.ask(texts)
+            if options.below:
+                forget(daemon)
             rows.append([sum(tokens == one for (tokens, _), one in zip(found, right, strict=True))])
             rows[-1].append(sum(cached for _, cached in found))
         different = len({tuple(answer) for answer in expected})
@@ -176,15 +189,27 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2, help="models that are compared at the same time")
     parser.add_argument("--memory", type=float, default=1.0, help="GiB of KV cache of each engine")
     parser.add_argument("--overlap", action="store_true", help="loads overlap with the computation of the rest")
+    parser.add_argument("--below", action="store_true", help="all blocks come from a disk below the region")
     options = parser.parse_args()
-    with one_daemon(size="4GiB") as daemon, ThreadPoolExecutor(options.at_once) as several:
-        work = {name: several.submit(compare, name, daemon.endpoint, options) for name in options.models.split(",")}
+    if options.below:
+        options.at_once = 1  # what one model has forgotten, another one has not stored yet
+    with ExitStack() as after:
+        flags = {}
+        if options.below:
+            config = Path(after.enter_context(tempfile.TemporaryDirectory())) / "kv.toml"
+            config.write_text(f'[[tier]]\nurl = "disk:{config.parent}/tier?size=8GiB"\nwrites = "through"\n')
+            flags["config"] = config
+        daemon = after.enter_context(one_daemon(size="4GiB", **flags))
+        several = after.enter_context(ThreadPoolExecutor(options.at_once))
+        work = {name: several.submit(compare, name, daemon, options) for name in options.models.split(",")}
         for name, each in work.items():
             try:
                 print(each.result(), flush=True)
             except (RuntimeError, subprocess.CalledProcessError) as error:
                 said = getattr(error, "stderr", b"") or b""
                 print(f"{name:12} {error}\n{said.decode()[-2000:]}", flush=True)
+        if options.below:
+            print(json.dumps(daemon.status()["daemon"]["tiers"]), flush=True)
         if options.overlap:
             print(f"loads that overlapped: {daemon.status()['told'].get('loads_layered', 0)}", flush=True)
 

@@ -95,7 +95,7 @@ class Tiering:
                 if chain and not tier.has(chain[-1]):
                     _store_chain(tier, chain)
                 _store(tier, [block for block in tails if not tier.has(block)])
-        hashes = request.hashes[:LOOK]
+        hashes = request.hashes[: _longest(group)]
         if hits >= len(hashes):
             return 0, 0
         name, waits = hashes[-1] + group.tag, 0.0
@@ -463,7 +463,7 @@ class Tiering:
             looking = tier.warming.popleft()
             group, hashes = looking.group, looking.hashes
             if group.tails:
-                hashes = tier.chain_of(looking)[:LOOK]
+                hashes = tier.chain_of(looking)[: _longest(group)]
             hits = len(group.prefix(hashes))
             there = hits + group.pending_after(hashes, hits)
             wanted = len(hashes)
@@ -524,6 +524,11 @@ class Tiering:
     def report(self) -> list[dict[str, object]]:
         """Return figures of each tier for `status`."""
         return [tier.report() for tier in self._tiers.values()]
+
+
+def _longest(group: Group) -> int:
+    """Return how many blocks of a chain are asked for with tails: all groups are examined in one turn."""
+    return 2 * LOOK // (1 + len(group.tails))
 
 
 def _has_soon(group: Group, name: bytes) -> bool:
