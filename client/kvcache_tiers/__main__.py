@@ -18,6 +18,8 @@ from kvcache_proto.errors import ClientError, ConfigError, KVCacheError, NotPerm
 from kvcache_proto.messages import SECOND, WRITE_POLICIES
 from kvcache_tiers.process import RESTART, STOP_SECONDS, URL, TierProcess
 
+MOST_FILES = 1 << 18  # more would take long to close
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="kvcache-server tier")
@@ -35,6 +37,7 @@ def main() -> int:
         if not url:
             raise ConfigError(f"no URL, neither as an argument nor in ${URL}")
         _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = min(files, MOST_FILES) if files >= 0 else MOST_FILES
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a large folder has thousands
         process = TierProcess(url, given.endpoint, given.name or url.partition(":")[0], given.writes)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -237,7 +237,10 @@ class MooncakeTier:
         self._count(code, 0)
 
     def get_note(self, name: bytes) -> bytes | None:
-        return self.store.get(note_name(name)) or None
+        code = self.store.is_exist(note_name(name))
+        if code in _MASTER:
+            raise self._no_master(code)
+        return (self.store.get(note_name(name)) or None) if code == 1 else None
 
     def close(self) -> None:
         if self.store.close():

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote
 
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvcache_proto.errors import ConfigError
@@ -181,14 +181,17 @@ class ObjectTier:
                 self._write_without(pack, set(keys))
 
     def put_note(self, name: bytes, note: bytes) -> None:
-        with self._call():
-            self._store.put(f"{NOTES}/{name.hex()}", note)
+        try:
+            with self._call():
+                self._store.put(f"{NOTES}/{name.hex()}", note)
+        except _Denied:  # the rights of others may end at the packs
+            self.counts["notes_failed"] += 1
 
     def get_note(self, name: bytes) -> bytes | None:
         try:
             with self._call():
                 return bytes(self._store.get(f"{NOTES}/{name.hex()}").bytes())
-        except _Gone:
+        except (_Gone, _Denied):
             return None
 
     def close(self) -> None:
@@ -322,6 +325,8 @@ class ObjectTier:
             yield
         except FileNotFoundError as error:
             raise _Gone(f"{self._name}: {_text(error)}") from None
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            raise _Denied(f"{self._name}: {_text(error)}") from None
         except (BaseError, OSError, ValueError) as error:
             with self._lock:
                 self.counts["calls_failed"] += 1
@@ -330,6 +335,10 @@ class ObjectTier:
 
 class _Gone(Failed):
     """The object is not there."""
+
+
+class _Denied(Failed):
+    """The store does not allow this."""
 
 
 def _all(pool: ThreadPoolExecutor, call: Callable[[T], R], items: Iterable[T]) -> list[R]:

@@ -124,15 +124,17 @@ class TierProcess:
         except KVCacheError as error:
             log.warning("a namespace cannot be attached: %s", error)
         for look in jobs.looks:
-            self._looker.submit(self._guarded, self._look, look)
+            self._looker.submit(self._guarded, self._look, look, self._spec(look.namespace, now))
         for bring in jobs.brings:
             self._reserve(bring, now)
         for write in jobs.writes:
-            self._writers.submit(self._guarded, self._write_out, write, self._session.region)
+            spec = self._spec(write.namespace, now)
+            self._writers.submit(self._guarded, self._write_out, write, spec, self._session.region)
         for recall in jobs.recalls:
-            self._looker.submit(self._guarded, self._recall, recall)
+            self._looker.submit(self._guarded, self._recall, recall, self._spec(recall.namespace, now))
         for hot in jobs.hot:
-            self._writers.submit(self._guarded, self._keep_hot, hot)
+            if (spec := self._spec(hot.namespace, now)) is not None:
+                self._writers.submit(self._guarded, self._keep_hot, hot, key_prefix(spec, hot.group))
         self._leave(now)
         if now >= self._say_at:
             self._say_at = now + SAY_EVERY
@@ -168,6 +170,10 @@ class TierProcess:
             self._namespaces[number] = found[0], now
         return found[0] if found else None
 
+    def _spec(self, number: str, now: float) -> NamespaceSpec | None:
+        found = self._namespace(number, now)
+        return found.spec if found is not None else None
+
     # Jobs.
 
     def _guarded(self, work: Callable[..., None], *args: object) -> None:
@@ -177,12 +183,11 @@ class TierProcess:
             log.exception("a job has failed inside the tier")
             self._counts["internal"] += 1
 
-    def _look(self, look: m.Look) -> None:
+    def _look(self, look: m.Look, spec: NamespaceSpec | None) -> None:
         flags = b""
-        namespace = self._namespaces.get(look.namespace)
         try:
-            if namespace is not None:
-                flags = self._moves.look(namespace[0].spec, look.group, look.hashes)
+            if spec is not None:
+                flags = self._moves.look(spec, look.group, look.hashes)
         except Failed as error:
             self._failed(error)
         finally:
@@ -233,12 +238,10 @@ class TierProcess:
         if lost:
             namespace.settle(reservation.id, Outcome.FAILED, lost, region_id=region)
 
-    def _write_out(self, write: m.WriteOut, region: Region) -> None:
+    def _write_out(self, write: m.WriteOut, spec: NamespaceSpec | None, region: Region) -> None:
         flags = b""
-        namespace = self._namespaces.get(write.namespace)
         try:
-            if namespace is not None:
-                spec = namespace[0].spec
+            if spec is not None:
                 flags = self._moves.write_out(spec, write.group, write.hashes, write.slots, write.sums, region)
                 self._failures = 0
         except Failed as error:
@@ -248,23 +251,19 @@ class TierProcess:
         finally:
             self._session.worked(written=[(write.number, flags)])
 
-    def _recall(self, recall: m.Recall) -> None:
+    def _recall(self, recall: m.Recall, spec: NamespaceSpec | None) -> None:
         runs: m.Runs = []
-        namespace = self._namespaces.get(recall.namespace)
         try:
-            if namespace is not None:
-                runs = self._hot(key_prefix(namespace[0].spec, recall.group))
+            if spec is not None:
+                runs = self._hot(key_prefix(spec, recall.group))
         except Failed as error:
-            self._failed(error)
-        self._session.worked(recalled=[(recall.number, runs)])
+            self._failed(error)  # then it is asked again
+        else:
+            self._session.worked(recalled=[(recall.number, runs)])
 
-    def _keep_hot(self, hot: m.Hot) -> None:
+    def _keep_hot(self, hot: m.Hot, name: bytes) -> None:
         """Keep also what was hot before, or on other hosts."""
         assert self._backend is not None
-        namespace = self._namespaces.get(hot.namespace)
-        if namespace is None:
-            return
-        name = key_prefix(namespace[0].spec, hot.group)
         try:
             self._backend.put_note(name, pack_hot(merge_hot(hot.runs, self._hot(name))))
         except Failed as error:
@@ -277,7 +276,7 @@ class TierProcess:
         runs = unpack_hot(note) if note is not None else []
         if runs is None:
             self._counts["notes_wrong"] += 1
-        return runs or []
+        return merge_hot([], runs or [])
 
     # The store.
 

@@ -15,6 +15,7 @@ import xxhash
 
 from kvcache_proto.messages import MAX_HOT, Runs
 from kvcache_proto.types import SUM_BYTES, NamespaceSpec
+from kvcache_tiers.backend import MAX_NOTE
 
 FORMAT = 1
 _FIXED = struct.Struct("<4sBBHI")  # magic, format, length of the key, shards, checksum of the rest
@@ -62,7 +63,7 @@ def pack_hot(runs: Runs) -> bytes:
 def unpack_hot(note: bytes) -> Runs | None:
     """Return the runs of a stored list, None if it is none."""
     packed = note[len(_HOT) + 8 :]
-    if note != _HOT + xxhash.xxh3_64_digest(packed) + packed:
+    if len(note) > MAX_NOTE or note != _HOT + xxhash.xxh3_64_digest(packed) + packed:
         return None
     try:
         return _runs.decode(packed)

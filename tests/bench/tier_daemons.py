@@ -33,6 +33,7 @@ from kvcache_proto.messages import SECOND, THROUGH  # noqa: E402
 from kvcache_proto.region import slots_per_extent  # noqa: E402
 from kvcache_proto.sizes import format_size  # noqa: E402
 from kvcache_server.replay.trace import read_trace  # noqa: E402
+from kvcache_server.tiering.tier import TOLD_EVERY  # noqa: E402
 
 EXTENT = 4 << 20
 DEADLINE = 10.0  # seconds; a lookup that takes longer says something about the host
@@ -424,6 +425,7 @@ def restart(disk: Path, block: int, prompts: int, seconds: float) -> Iterator[st
                     for chain in hot:
                         replayer.ask(chain)
                 _wait_written(daemon, prompts * length)
+                time.sleep(2 * TOLD_EVERY)  # what is hot is told now and then
             daemon.kill() if how == "killed" else daemon.stop()
         with (
             daemon_with(disk, url, size=size, extent_size=EXTENT, fresh=True) as daemon,

@@ -14,6 +14,7 @@ from kvcache_proto.errors import NotPermitted
 from kvcache_proto.messages import Work
 from kvcache_proto.types import GroupSpec
 from kvcache_server.commands.why import TIERS
+from kvcache_server.core.effects import NamespaceClosed, SessionGone
 from kvcache_server.core.index import Group
 from kvcache_server.core.slices import LOOK
 from kvcache_server.tiering.tier import MOST_COMING, MOST_LOOKS, Looking, Tier
@@ -235,3 +236,49 @@ def test_a_tier_that_is_asked_for_too_much() -> None:
 
 def test_nothing_is_said_without_tiers() -> None:
     assert Host().look_up()() == []
+
+
+# Bounds of one answer, and what was hot.
+
+
+def test_long_looks_leave_no_room_for_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that is longer than usual has no writes in it; they are in the next one."""
+    monkeypatch.setattr("kvcache_server.tiering.tiering.MESSAGE", 256)
+    host = Host("disk")
+    host.look_up(12)
+    host.look_up(12, of="q")
+    assert host.jobs("disk").writes == [], "and the daemon goes on"
+    assert len(host.jobs("disk").writes) == 1
+
+
+def test_what_was_hot_goes_with_its_namespace_also_without_tiers() -> None:
+    host = Host("disk")
+    host.look_up()
+    (hot,) = host.jobs("disk").hot
+    assert [len(hashes) for _, hashes in hot.runs] == [2]
+    (namespace,) = host.cache.namespaces.values()
+    host.tiering.follow([SessionGone(host.tiers["disk"]), NamespaceClosed(namespace)])
+    host.tiering.follow([NamespaceClosed(namespace)])
+    host.tiers["disk"] = host.cache.open_session("tier disk", "", host.now)
+    host.work("disk")
+    assert not host.jobs("disk").hot
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(b"b" * 16, [b"a" * 16]), (b"a" * 16, [b"b" * 16])],
+        [(b"", [])],
+        [(b"", [b"a" * 16, b""])],
+        [(b"", [b"a" * 17])],
+        [(b"x" * 16, [b"a" * 16])],
+    ],
+    ids=["a circle", "empty", "no hash", "too long", "no parent"],
+)
+def test_a_list_that_cannot_be_right_is_not_followed(runs: m.Runs) -> None:
+    host = Host("disk")
+    (recall,) = host.jobs("disk").recalls
+    good: m.Runs = [(b"", [b"c" * 16]), (b"c" * 16, [b"d" * 16])]
+    host.worked("disk", recalled=[(recall.number, good + runs + [(b"", [b"e" * 16])])])
+    (tier,) = host.tiering.report()
+    assert tier["to_warm_blocks"] == 2

@@ -362,6 +362,10 @@ class Group:
             return found
         return found
 
+    def has_soon(self, name: bytes) -> bool:
+        """Whether a block is visible or pending."""
+        return name in self.visible or name in self.pending
+
     def pending_after(self, hashes: Sequence[bytes], hits: int) -> int:
         """Return how many visible or pending blocks follow the first `hits` without a gap, at most MOST_PENDING."""
         if not self.pending or hits == len(hashes):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 from kvcache_proto import messages as m
@@ -129,7 +128,7 @@ class Lookups:
             most_pending = most + group.pending_after(hashes, len(chain))
         soon = 0
         if group.pending or any(tail.pending for tail in tails):
-            has = [(tail.spec, partial(_has_soon, tail)) for tail in tails]
+            has = [(tail.spec, tail.has_soon) for tail in tails]
             soon = yield from self._holding(session, chain, last_end(has, hashes, most_pending, start))
         found = yield from self._holding(session, chain, boundary(tails, hashes, most, start))
         pins, whole = session.engine.pins, found[0]
@@ -388,7 +387,3 @@ class _Chains:
 
 def _bytes(blocks: Sequence[Block]) -> int:
     return sum([block.account.group.slot_bytes for block in blocks])
-
-
-def _has_soon(group: Group, name: bytes) -> bool:
-    return name in group.visible or name in group.pending

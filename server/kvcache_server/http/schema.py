@@ -219,12 +219,13 @@ class Tier(msgspec.Struct):
 
     name: str
     off: Annotated[str, _doc("Why it is not used; empty while it is")]
-    writes: Annotated[str, _doc("`second`: it gets blocks that were found again; `through`: all")]
+    writes: Annotated[str, _doc("When it gets blocks: `second`, asked for again; `through`, stored; `ahead`, evicted")]
     rate: Annotated[Count, _doc("Bytes per second that it brings, of late")]
     latency_ms: Annotated[float, _doc("How long it takes to say what it has, of late")]
     to_look_up: Annotated[Count, _doc("Lookups that it has not answered")]
     to_bring_bytes: Count
     to_write_blocks: Count
+    to_warm_blocks: Annotated[Count, _doc("What was hot and may be brought back")]
     looks: Annotated[Count, _doc("Lookups that it was asked about")] = 0
     looks_dropped: Annotated[Count, _doc("Lookups that it was not asked about, because too many waited")] = 0
     blocks_looked_up: Annotated[Count, _doc("Blocks that lookups missed and that it was asked for")] = 0

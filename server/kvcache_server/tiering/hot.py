@@ -41,9 +41,9 @@ class HotPrefixes:
                     parent = block.hash
                     break
                 new.append(block.hash)
-                if len(seen) + len(new) > MAX_HOT:
-                    return runs
-            if new:
+            if new := new[: -1 - MAX_HOT + len(seen) : -1]:  # the first ones: the others are of no use without them
                 seen.update(new)
-                runs.append((parent, new[::-1]))
+                runs.append((parent, new))
+            if len(seen) == MAX_HOT:
+                break
         return runs

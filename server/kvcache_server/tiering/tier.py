@@ -21,7 +21,7 @@ MOST_LOOKS = 256  # without an answer; a tier that does not keep up is not asked
 MOST_LOOKED_UP = 1 << 16  # blocks in them
 MOST_COMING = 1 << 16  # blocks to bring
 MOST_WRITES = 1 << 16  # blocks that wait to be written
-TOLD_EVERY = 30.0  # seconds between two lists of what is hot
+TOLD_EVERY = 5.0  # seconds between two lists of what is hot
 FIRST_RATE, FIRST_LATENCY = 1e9, 0.005  # bytes per second and seconds, until the first ones were measured
 FIRST_SECONDS = 0.05  # what FIRST_RATE counts as having been measured for
 RATE_SECONDS = 0.5  # of bringing that the rate is an average of, or half as many
@@ -63,6 +63,23 @@ class Looking(msgspec.Struct, gc=False):
     def name(self) -> bytes:
         """By what it is known that this was asked: a hash and a tag."""
         return self.joint.name if self.joint is not None else self.hashes[0] + self.group.tag
+
+
+class HotRun(msgspec.Struct, gc=False):
+    """Blocks that were hot, below `parent`, which is in the run `above`; that is known only with tails."""
+
+    group: Group
+    parent: bytes | None
+    hashes: list[bytes]
+    above: HotRun | None = None
+
+    def chain(self) -> list[bytes]:
+        """Return the hashes from the root on."""
+        pieces, run = [self.hashes], self
+        while run.above is not None and run.parent is not None:
+            pieces.append(run.above.hashes[: run.above.hashes.index(run.parent) + 1])
+            run = run.above
+        return [name for piece in reversed(pieces) for name in piece]
 
 
 class Joint(msgspec.Struct, gc=False):
@@ -130,10 +147,10 @@ class Tier:
         self.asked_at = self.heard_at = self._brought_at = 0.0  # of requests for work, and of reports
         self.recalls: deque[Group] = deque()  # groups of which it is to be asked what was hot
         self.recalling: dict[int, Group] = {}  # by the number of the question
-        self.warming: deque[Looking] = deque()  # what was hot, in parts that it has not been asked for yet
-        self._above: dict[bytes, tuple[bytes, list[bytes]]] = {}  # with tails: runs, by the hashes and tag
+        self.warming: deque[HotRun] = deque()  # what was hot and it has not been asked for yet
         self.told: dict[bytes, tuple[int, float]] = {}  # what was hot, by the group's tag: HotPrefixes.changes, when
-        self.looked_ahead_at = 0.0
+        self.told_at = self.looked_ahead_at = 0.0
+        self.next_ahead = 0  # the account at which the next look begins
 
     @property
     def rate(self) -> float:
@@ -315,26 +332,19 @@ class Tier:
         group = self.recalling.pop(number, None)
         if group is None:
             return False
+        self.warming = deque(run for run in self.warming if run.group is not group)
         # With tails, an engine may only be able to continue at the end of a run.
         most = MAX_HOT if group.tails else max(1, WARMED_AT_ONCE * self.batch_bytes // group.slot_bytes)
-        for run in runs:
-            parent: bytes | None = run[0] or None
-            for at in range(0, len(run[1]), most):
-                hashes = run[1][at : at + most]
-                self.warming.append(Looking(WARMING, group, parent, hashes, 0.0))
-                parent = hashes[-1]
-            self._above.update((name + group.tag, run) for name in run[1] if group.tails)
+        above: dict[bytes, HotRun] = {}
+        for first, names in runs:
+            parent: bytes | None = first or None
+            for at in range(0, len(names), most):
+                run = HotRun(group, parent, names[at : at + most], above.get(parent) if parent else None)
+                self.warming.append(run)
+                parent = run.hashes[-1]
+                if group.tails:
+                    above.update(dict.fromkeys(run.hashes, run))
         return True
-
-    def chain_of(self, looking: Looking) -> list[bytes]:
-        """Return what was hot from the root on to the end of a run."""
-        chain, above, tag = looking.hashes, looking.parent, looking.group.tag
-        while above and len(chain) < MAX_HOT and (run := self._above.get(above + tag)) is not None:
-            chain = run[1][: run[1].index(above) + 1] + chain
-            above = run[0]
-        if not self.warming:
-            self._above.clear()
-        return chain
 
     @staticmethod
     def _bytes(part: Part) -> int:
@@ -457,8 +467,8 @@ class Tier:
             "latency_ms": round(self.latency * 1000, 3),
             "to_look_up": len(self.looks) + len(self.looking),
             "to_bring_bytes": self.backlog,
-            "to_write_blocks": self.waiting + sum(len(each.blocks) for each in self.writing.values()),
-            "to_warm_blocks": sum(len(each.hashes) for each in self.warming),
+            "to_write_blocks": self.waiting + self.blocks_in_flight,
+            "to_warm_blocks": sum(len(run.hashes) for run in self.warming),
             **self.counts,
         }
 

@@ -9,7 +9,7 @@ A tier's reservations are like everybody's. What it has not brought when it leav
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import count, dropwhile, islice, takewhile
@@ -27,13 +27,14 @@ from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.core.slices import LOOK, finish
 from kvcache_server.tiering.hot import HotPrefixes
 from kvcache_server.tiering.inquiry import Said
-from kvcache_server.tiering.tier import TOLD_EVERY, WARMED_AT_ONCE, Joint, Looking, Tier, Writing
+from kvcache_server.tiering.tier import TOLD_EVERY, WARMED_AT_ONCE, WARMING, Joint, Looking, Tier, Writing
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
 MOST_NAMES = 64  # of tiers, whose counts go on
 HANGING = 60.0  # seconds without a request, of which there are two a second, or without a report of all jobs
 MOST_JOBS = 64  # looks in one answer
+MOST_RECALLS = 4  # in one answer: a tier attaches only some namespaces at a time
 MOST_WRITES = 2048  # blocks in one answer, or looked at for it
 MOST_BLOCKS_OUT = 8192  # being written to one tier
 LONGEST = 1 << 14  # blocks of a look; the others are asked for once those are hits
@@ -57,7 +58,7 @@ class Tiering:
         self._tiers: dict[int, Tier] = {}  # by session, in the order in which they are asked
         self._numbers = count(randbits(48))  # late reports to the last daemon are not taken for ours
         self._counts: dict[str, Counter[str]] = {}  # by the tiers' names: they go on when a tier comes back
-        self._hot: dict[Group, HotPrefixes] = {}
+        self._hot: defaultdict[Group, HotPrefixes] = defaultdict(HotPrefixes)
 
     # What happens in the cache.
 
@@ -68,7 +69,7 @@ class Tiering:
         if session.id in self._tiers:
             return 0, 0
         if chain:
-            self._hot.setdefault(group, HotPrefixes()).found(chain[-1])
+            self._hot[group].found(chain[-1])
             self._found_again(chain)
         hits = len(chain)
         if hits == len(hashes):
@@ -89,11 +90,10 @@ class Tiering:
         if session.id in self._tiers:
             return 0, 0
         if chain:
-            self._hot.setdefault(group, HotPrefixes()).found(chain[-1])
+            self._hot[group].found(chain[-1])
+            self._found_again(chain)
         for tier in self._tiers.values():
             if tier.on and tier.policy != m.AHEAD:
-                if chain and not tier.has(chain[-1]):
-                    _store_chain(tier, chain)
                 _store(tier, [block for block in tails if not tier.has(block)])
         hashes = request.hashes[: _longest(group)]
         if hits >= len(hashes):
@@ -121,13 +121,15 @@ class Tiering:
             cached = len(group.prefix(hashes))
             parts.append((group, hashes[cached + group.pending_after(hashes, cached) :]))
         for tail in group.tails:
-            parts.append((tail, [name for name in hashes[start:] if not _has_soon(tail, name)]))
+            parts.append((tail, [name for name in hashes[start:] if not tail.has_soon(name)]))
         joint = Joint(hashes[-1] + group.tag, group, hashes, start, set())
         tier.ask_jointly(joint, engine, [part for part in parts if part[1]], now)
 
     def _found_jointly(self, tier: Tier, joint: Joint, engine: str, now: float) -> None:
         """Have brought what an engine needs to continue as far as possible, and ask the next tier for more."""
         group, hashes = joint.group, joint.hashes
+        if self._namespace(group) is None:
+            return
         tails, most, cached = group.tails, len(hashes), 0
         if group is not tails[0]:
             cached = len(group.prefix(hashes))
@@ -147,17 +149,20 @@ class Tiering:
                 last = tier.fetch(Looking(engine, group, parent, rest, now), rest, now)
             for tail in tails:
                 wanted = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
-                if wanted := [each for each in wanted if not _has_soon(tail, each)]:
+                if wanted := [each for each in wanted if not tail.has_soon(each)]:
                     last = tier.fetch(Looking(engine, tail, None, wanted, now), wanted, now)
         if last is not None:
             last.boundary, tier.boundaries[name] = name, last
         if end < len(hashes):
             tier.lacks(joint.name, now)
-            tiers = list(self._tiers.values())
-            for other in tiers[tiers.index(tier) + 1 :]:
-                if other.on and not other.knows(group, hashes[-1], now):
-                    self._ask_jointly(other, engine, group, hashes, joint.start, now)
-                    return
+            if (other := self._next(tier, group, hashes[-1], now)) is not None:
+                self._ask_jointly(other, engine, group, hashes, joint.start, now)
+
+    def _next(self, tier: Tier, group: Group, name: bytes, now: float) -> Tier | None:
+        """Return the tier to ask for what this one does not have."""
+        tiers = list(self._tiers.values())
+        after = tiers[tiers.index(tier) + 1 :]
+        return next((each for each in after if each.on and not each.knows(group, name, now)), None)
 
     def _found_again(self, chain: Sequence[Block]) -> None:
         for tier in self._tiers.values():
@@ -226,7 +231,7 @@ class Tiering:
 
     def follow(self, changes: Iterable[Change]) -> None:
         """Take up changes that the core has reported."""
-        if not self._tiers:
+        if not (self._tiers or self._hot):
             return
         for change in changes:
             match change:
@@ -283,9 +288,10 @@ class Tiering:
 
     @staticmethod
     def _recall(tier: Tier, namespace: Namespace) -> int:
-        groups = [group for group in namespace.groups if group.spec.kind == FULL and group not in tier.recalls]
-        tier.recalls.extend(groups)
-        return len(groups)
+        groups = [group for group in namespace.groups if group.spec.kind == FULL]
+        asked = {*tier.recalls, *tier.recalling.values()}
+        tier.recalls.extend(group for group in groups if group not in asked)
+        return len(groups)  # those that are asked for already, too
 
     def _enlist(self, session: Session, request: m.Work, now: float) -> None:
         if session.user != self._user:
@@ -343,18 +349,15 @@ class Tiering:
             self._turn_off(tier, request.off)
 
     def _ask_next(self, tier: Tier, looking: Looking, blocks: int, now: float) -> None:
-        """Ask the tiers after this one for what it does not have."""
+        """Ask the next tier for what this one does not have."""
         if blocks == len(looking.hashes):
             return
         rest = looking.hashes[blocks:]
         parent = looking.hashes[blocks - 1] if blocks else looking.parent
-        tiers = list(self._tiers.values())
-        for other in tiers[tiers.index(tier) + 1 :]:
-            if other.on and not other.knows(looking.group, rest[0], now):
-                following = Looking(looking.engine, looking.group, parent, rest, now)
-                if other.ask(following):
-                    looking.inquiry.then = following.inquiry
-                return
+        if (other := self._next(tier, looking.group, rest[0], now)) is not None:
+            following = Looking(looking.engine, looking.group, parent, rest, now)
+            if other.ask(following):
+                looking.inquiry.then = following.inquiry
 
     # Jobs.
 
@@ -376,7 +379,7 @@ class Tiering:
         jobs = m.Jobs(number)
         specs: dict[int, Any] = {}
         room = MESSAGE
-        while tier.recalls:
+        while tier.recalls and len(jobs.recalls) < MOST_RECALLS:
             group = tier.recalls.popleft()
             if (namespace := self._namespace(group)) is not None:
                 job = next(self._numbers)
@@ -418,7 +421,7 @@ class Tiering:
         while tier.writes and tier.written_in_flight < budget and tier.blocks_in_flight < MOST_BLOCKS_OUT:
             group = tier.writes[0][0].account.group
             each = _hash_bytes(group) + REF_BYTES + len(group.spec.shards) * SUM_BYTES
-            if not (taken := min(most, room // each)):
+            if (taken := min(most, room // each)) <= 0:
                 break
             waiting = tier.waiting
             if (write := self._write_out(tier, specs, taken)) is not None:
@@ -451,6 +454,9 @@ class Tiering:
 
     def _untold(self, tier: Tier, now: float) -> Group | None:
         """Return a group of which a tier is to be told what is hot."""
+        if now < tier.told_at + 1.0:  # seconds; this is asked in each turn of the loop
+            return None
+        tier.told_at = now
         for group, hot in self._hot.items():
             changes, at = tier.told.get(group.tag, (0, -TOLD_EVERY))
             if hot.changes != changes and now >= at + TOLD_EVERY:
@@ -459,11 +465,15 @@ class Tiering:
 
     def _go_on_warming(self, tier: Tier, now: float) -> None:
         """Ask a tier for more of what was hot, as long as memory is free."""
-        while tier.warming and not tier.looks and not tier.looking and tier.backlog < WARMED_AT_ONCE * tier.batch_bytes:
-            looking = tier.warming.popleft()
-            group, hashes = looking.group, looking.hashes
+        most, at_once = LOOK, WARMED_AT_ONCE * tier.batch_bytes
+        while tier.warming and most > 0 and tier.backlog < at_once and not tier.looks and not tier.looking:
+            run = tier.warming.popleft()
+            group, hashes = run.group, run.hashes
+            if self._namespace(group) is None:
+                continue
             if group.tails:
-                hashes = tier.chain_of(looking)[: _longest(group)]
+                hashes = run.chain()[: _longest(group)]
+            most -= len(hashes)
             hits = len(group.prefix(hashes))
             there = hits + group.pending_after(hashes, hits)
             wanted = len(hashes)
@@ -473,24 +483,27 @@ class Tiering:
                 tier.warming.clear()  # what follows is less hot
             if group.tails:
                 if len(hashes) == wanted and not tier.knows(group, hashes[-1], now):
-                    self._ask_jointly(tier, looking.engine, group, hashes, 0, now)
+                    self._ask_jointly(tier, WARMING, group, hashes, 0, now)
             elif there < len(hashes) and not tier.knows(group, hashes[there], now):
-                parent = hashes[there - 1] if there else looking.parent
-                tier.ask(Looking(looking.engine, group, parent, hashes[there:], now))
+                parent = hashes[there - 1] if there else run.parent
+                tier.ask(Looking(WARMING, group, parent, hashes[there:], now))
 
     def _look_ahead(self, tier: Tier) -> None:
         """Have blocks stored that are about to be evicted, if they were ever found."""
-        left = AHEAD_BLOCKS
-        for account in self._cache.eviction.fair_share.accounts:
-            for order in account.orders:
-                for leaf in order.next_ones(AHEAD_LEAVES):
-                    if leaf.pins == GONE or leaf.child is not None:
-                        continue
-                    upwards = list(islice(leaf.ancestors(), min(left, LOOK)))
-                    left -= len(upwards)
-                    _store(tier, _lacking(tier, dropwhile(lambda block: not block.tick & CLASS_MASK, upwards)))
-                    if left <= 0:
-                        return
+        left, accounts = AHEAD_BLOCKS, self._cache.eviction.fair_share.accounts
+        for number in range(len(accounts)):
+            account = accounts[(tier.next_ahead + number) % len(accounts)]
+            for leaf in (leaf for order in account.orders for leaf in order.next_ones(AHEAD_LEAVES)):
+                left -= 1
+                if leaf.pins == GONE or leaf.child is not None:
+                    continue
+                upwards = takewhile(lambda block: not tier.has(block), leaf.ancestors())
+                new = list(islice(upwards, max(0, left)))
+                left -= len(new)
+                _store(tier, list(dropwhile(lambda block: not block.tick & CLASS_MASK, new))[::-1])
+            if left <= 0:
+                tier.next_ahead = (tier.next_ahead + number + 1) % len(accounts)
+                return
 
     def hanging(self, now: float) -> list[str]:
         """Return the names of connected tiers that ask for no work or end none any more, and turn those off."""
@@ -531,17 +544,8 @@ def _longest(group: Group) -> int:
     return 2 * LOOK // (1 + len(group.tails))
 
 
-def _has_soon(group: Group, name: bytes) -> bool:
-    return name in group.visible or name in group.pending
-
-
 def _has_or_gets(group: Group, found: set[bytes], name: bytes) -> bool:
-    return name + group.tag in found or _has_soon(group, name)
-
-
-def _lacking(tier: Tier, upwards: Iterable[Block]) -> list[Block]:
-    """Return the blocks of a chain up to the first that the tier has, parents before children."""
-    return list(takewhile(lambda block: not tier.has(block), upwards))[::-1]
+    return name + group.tag in found or group.has_soon(name)
 
 
 def _store_chain(tier: Tier, chain: Sequence[Block]) -> None:
@@ -558,10 +562,13 @@ def _store(tier: Tier, blocks: Sequence[Block]) -> None:
 
 def _trusted(group: Group | None, runs: m.Runs) -> m.Runs:
     """Return what a list can have of a group's blocks: it comes from a store that others may write to."""
-    left, found = m.MAX_HOT, []
+    found: m.Runs = []
+    seen = {b""}
     for parent, hashes in runs:
-        left -= len(hashes)
-        if group is None or left < 0 or {len(name) for name in (parent, *hashes) if name} != {group.hash_bytes}:
+        if group is None or parent not in seen or {len(name) for name in hashes} != {group.hash_bytes}:
+            break
+        seen.update(hashes)
+        if len(seen) > m.MAX_HOT + 1:
             break
         found.append((parent, hashes))
     return found
