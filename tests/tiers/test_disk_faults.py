@@ -20,18 +20,6 @@ BLOCK = 128 << 10
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon) -> Daemon:
-    return start_daemon(quarantine=0.5)
-
-
-@pytest.fixture
-def engine(daemon: Daemon) -> Iterator[ToyEngine]:
-    engine = ToyEngine(daemon.endpoint)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 8 MiB."""
     with ExitStack() as stack:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Daemon, StartDaemon
 from kill_points import KillPoint
-from tiered import ToyEngine, all_is_free, hashes, save_below, tier_of, wait_for, wait_open
+from tiered import Connect, ToyEngine, all_is_free, hashes, save_below, tier_of, wait_for, wait_open
 
 from kvcache_proto.errors import Unavailable
 
@@ -26,22 +25,6 @@ WRITE_OUT = (
     "before a report: written",
     "after a report: written",
 )
-
-
-@pytest.fixture
-def connect() -> Iterator[Callable[[Daemon], ToyEngine]]:
-    engines: list[ToyEngine] = []
-
-    def connect(daemon: Daemon) -> ToyEngine:
-        engines.append(ToyEngine(daemon.endpoint))
-        return engines[-1]
-
-    yield connect
-    for each in engines:
-        each.close()
-
-
-Connect = Callable[[Daemon], ToyEngine]
 
 
 def die(point: KillPoint, name: str, engine: ToyEngine, names: list[bytes], writes: bool) -> None:

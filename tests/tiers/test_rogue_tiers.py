@@ -19,18 +19,6 @@ ABSURD = [(0, b""), (1, b"\1"), (-1, b"\1" * 1000), (2**63, b"\0"), (2**64 - 1, 
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon) -> Daemon:
-    return start_daemon(quarantine=0.5)
-
-
-@pytest.fixture
-def engine(daemon: Daemon) -> Iterator[ToyEngine]:
-    engine = ToyEngine(daemon.endpoint)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
 def tier(daemon: Daemon) -> Iterator[Session]:
     """A session that asks for work, and does what the test says."""
     with Session.connect(daemon.endpoint, engine="tier rogue", label="tier", deadline=5.0) as session:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -12,23 +11,7 @@ from conftest import Daemon, StartDaemon
 from mooncake_servers import MooncakeStore, kill, missing
 from redis_servers import Server
 from s3_server import S3Server, find_weed
-from tiered import ToyEngine, all_is_free, hashes, save_below, tier_of, wait_for, wait_open, wait_tier
-
-
-@pytest.fixture
-def connect() -> Iterator[Callable[[Daemon], ToyEngine]]:
-    engines: list[ToyEngine] = []
-
-    def connect(daemon: Daemon) -> ToyEngine:
-        engines.append(ToyEngine(daemon.endpoint))
-        return engines[-1]
-
-    yield connect
-    for each in engines:
-        each.close()
-
-
-Connect = Callable[[Daemon], ToyEngine]
+from tiered import Connect, ToyEngine, all_is_free, hashes, save_below, tier_of, wait_for, wait_open, wait_tier
 
 
 def flipped(value: bytes, at: int) -> bytes:

@@ -78,16 +78,6 @@ def connect() -> Iterator[Connect]:
         each.session.close()
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"disk:{tmp_path}/tier?size=256MiB"
-
-
-@pytest.fixture
-def daemon(start_daemon: StartDaemon) -> Daemon:
-    return start_daemon()
-
-
 def usable(model: str, names: list[bytes]) -> int:
     return len(names) - MODELS[model][0].followed
 

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from conftest import Daemon, StartDaemon
 from tiered import (
+    Connect,
     ToyEngine,
     a_tier,
     all_is_free,
@@ -36,32 +35,6 @@ from kvcache_server.commands.describe import describe
 from kvcache_server.commands.top import Sample, frame
 from kvcache_server.commands.why import describe as explain
 from kvcache_server.http.metrics import render
-
-
-@pytest.fixture
-def daemon(start_daemon: StartDaemon) -> Daemon:
-    return start_daemon()
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"disk:{tmp_path}/tier?size=256MiB"
-
-
-@pytest.fixture
-def connect() -> Iterator[Callable[[Daemon], ToyEngine]]:
-    engines: list[ToyEngine] = []
-
-    def connect(daemon: Daemon) -> ToyEngine:
-        engines.append(ToyEngine(daemon.endpoint))
-        return engines[-1]
-
-    yield connect
-    for each in engines:
-        each.close()
-
-
-Connect = Callable[[Daemon], ToyEngine]
 
 
 def pid_of_the_tier(daemon: Daemon) -> int:

@@ -65,6 +65,9 @@ class ToyEngine:
         self.session.close()
 
 
+Connect = Callable[[Daemon], ToyEngine]
+
+
 def wait_for(found: Callable[[], bool], what: str) -> None:
     until = time.monotonic() + SECONDS
     while not found():
