@@ -108,6 +108,7 @@ class DiskTier:
         path = self._folder / f"{name.hex()}.note"
         new = path.with_suffix(f".{threading.get_ident()}")
         try:
+            new.touch(mode=0o600)
             new.write_bytes(note)
             new.replace(path)
         except OSError:  # the disk may be full, but for values there are segments

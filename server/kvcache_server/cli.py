@@ -199,7 +199,7 @@ def warm(endpoint: str, namespace: str) -> None:
         asked = admin.warm(namespace)
     if not asked:
         raise click.ClickException("there is nothing to ask for: no tier is attached, or no engine")
-    click.echo(f"tiers are asked what was hot: {asked} lists")
+    click.echo(f"lists of what was hot that tiers are asked for: {asked}")
 
 
 @commands.group()

@@ -339,7 +339,7 @@ def test_an_operator_warms_the_cache(start_daemon: StartDaemon, connect: Connect
     engine.session.clear()
     assert not blocks_of(daemon)
     done = command(daemon, "warm")
-    assert (done.returncode, done.stdout) == (0, "tiers are asked what was hot: 1 lists\n")
+    assert (done.returncode, done.stdout) == (0, "lists of what was hot that tiers are asked for: 1\n")
     wait_for(lambda: blocks_of(daemon) == 10, "the hot blocks")
     assert engine.load(names) == 10
     done = command(daemon, "warm", "--namespace", "none")
