@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Daemon, StartDaemon
-from tiered import a_tier, hashes, in_a_hurry, listed, patched, tier_of, wait_for, wait_open, wait_tier
+from tiered import a_tier, hashes, in_a_hurry, listed, patched, tier_of, wait_for, wait_open, wait_tier, wait_why
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.types import FULL, TAIL
@@ -46,8 +46,8 @@ class HybridEngine:
             stored += len(reservation.commit())
         return stored
 
-    def load(self, names: list[bytes]) -> int:
-        with self.namespace.acquire(names) as lease:
+    def load(self, names: list[bytes], request: str = "") -> int:
+        with self.namespace.acquire(names, request=request) as lease:
             assert not lease.failed
             begin = 0
             for group, count in lease.parts:
@@ -198,3 +198,15 @@ def test_what_only_has_full_blocks_is_not_brought(daemon: Daemon, connect: Conne
         assert tier_of(daemon)["looks"] == 3, "it is not asked again at once"
         assert not tier_of(daemon).get("blocks_brought")
         engine.load_all(names, 24)
+
+
+def test_why_says_what_was_known_of_tiers(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
+    engine, names = connect(daemon, "both"), hashes(1, 24)
+    with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through"):
+        wait_open(daemon)
+        assert engine.load(names, "first") == 0
+        said = wait_why(daemon, "first", "asked")
+        assert "\n  tier disk, blocks 0-23: it was being asked for them, and has not answered\n" in said
+        wait_for(lambda: not tier_of(daemon)["to_look_up"], "answers")
+        assert engine.load(names, "second") == 0
+        assert "\n  tier disk, blocks 0-23: it does not have them\n" in wait_why(daemon, "second", "absent")

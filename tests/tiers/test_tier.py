@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from conftest import Daemon, StartDaemon
 from tiered import (
@@ -27,13 +26,12 @@ from tiered import (
     wait_for,
     wait_open,
     wait_tier,
+    wait_why,
+    why,
 )
 
-from kvcache_proto import messages as m
-from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.describe import describe
 from kvcache_server.commands.top import Sample, frame
-from kvcache_server.commands.why import describe as explain
 from kvcache_server.http.metrics import render
 
 
@@ -397,20 +395,6 @@ def test_an_operator_sees_what_a_tier_does(start_daemon: StartDaemon, connect: C
     assert 'kvcache_tier_up{tier="disk"} 0.0' in render(ended).decode().splitlines(), "as an alert needs it"
     wait_open(daemon)
     assert tier_of(daemon)["blocks_brought"] == 30, "counters never fall"
-
-
-def why(daemon: Daemon, request: str) -> tuple[list[dict[str, Any]], str]:
-    """Return what `why` says of tiers, and its text."""
-    with AdminClient(daemon.endpoint, "test") as admin:
-        answer = admin.ask(m.Why(0, b"", request)).answer
-    (told,) = answer["explained"]
-    return told["tiers"], explain(answer)
-
-
-def wait_why(daemon: Daemon, request: str, *causes: str) -> str:
-    """Return the text once the tiers have said what is awaited."""
-    wait_for(lambda: [each["cause"] for each in why(daemon, request)[0]] == [*causes], f"{causes} of {request}")
-    return why(daemon, request)[1]
 
 
 def test_why_says_what_tiers_said(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from conftest import Daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.session.namespace import Namespace
+from kvcache_proto import messages as m
+from kvcache_server.admin_client import AdminClient
+from kvcache_server.commands.why import describe as explain
 from kvcache_tiers.records import unpack_hot
 
 SHARDS = (96 << 10, 32 << 10)
@@ -164,3 +167,17 @@ def listed(folder: Path) -> set[bytes]:
     """Return the blocks on the lists of what is hot that the tier in a folder keeps."""
     notes = [unpack_hot(path.read_bytes()) or [] for path in folder.glob("*.note")]
     return {name for runs in notes for _, run in runs for name in run}
+
+
+def why(daemon: Daemon, request: str) -> tuple[list[dict[str, Any]], str]:
+    """Return what `why` says of tiers, and its text."""
+    with AdminClient(daemon.endpoint, "test") as admin:
+        answer = admin.ask(m.Why(0, b"", request)).answer
+    (told,) = answer["explained"]
+    return told["tiers"], explain(answer)
+
+
+def wait_why(daemon: Daemon, request: str, *causes: str) -> str:
+    """Return the text once the tiers have said what is awaited."""
+    wait_for(lambda: [each["cause"] for each in why(daemon, request)[0]] == [*causes], f"{causes} of {request}")
+    return why(daemon, request)[1]

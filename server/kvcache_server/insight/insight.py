@@ -135,7 +135,7 @@ class Insight:
         if request.request:
             engine, generation = asker.engine.name, cache.pool.generation
             below: tuple[Below, ...] = ()
-            if said is not None and cause in ("", "pending") and not group.tails:  # nothing is kept of what tails lack
+            if said is not None and cause in ("", "pending"):
                 below = said(group, request.hashes, reply.hits, blocks, now)
             self.misses.missed(
                 Lookup(now, engine, request.request, frame, reply.hits, cause, blocks, generation, below)

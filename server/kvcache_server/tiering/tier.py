@@ -188,6 +188,14 @@ class Tier:
             return 0.0
         return max(asked.at + usual - now, 1e-3)
 
+    def next_boundary(self, group: Group, hashes: Sequence[bytes], hits: int) -> tuple[int, Fetch | None]:
+        """Return after how many blocks an engine can continue once all that is coming is there, more than `hits`, and
+        the last fetch before that."""
+        for end in range(len(hashes), hits, -1) if self.boundaries else ():
+            if (fetch := self.boundaries.get(hashes[end - 1] + group.tag)) is not None:
+                return end, fetch
+        return hits, None
+
     def ask(self, looking: Looking) -> bool:
         """Ask for blocks of which the tier knows nothing yet; return whether it is not asked for too much already."""
         blocks = len(looking.hashes)

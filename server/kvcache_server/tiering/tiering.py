@@ -102,10 +102,9 @@ class Tiering:
         for tier in self._tiers.values():
             if not tier.on:
                 continue
-            if tier.boundaries:
-                for end in range(len(hashes), hits, -1):
-                    if (fetch := tier.boundaries.get(hashes[end - 1] + group.tag)) is not None:
-                        return (0, 0) if now > fetch.late else (end - hits, max(1, round((fetch.due - now) * 1000)))
+            end, fetch = tier.next_boundary(group, hashes, hits)
+            if fetch is not None:
+                return (0, 0) if now > fetch.late else (end - hits, max(1, round((fetch.due - now) * 1000)))
             if not tier.knows(group, hashes[-1], now):
                 self._ask_jointly(tier, session.engine.name, group, hashes, request.start, now)
             if (wait := tier.answers_in(name, now)) is not None:
@@ -200,6 +199,8 @@ class Tiering:
 
     def said(self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float) -> tuple[Said, ...]:
         """Return what tiers have said of the blocks that a lookup has just missed. O(misses)."""
+        if group.tails:
+            return self._said_with_tails(group, hashes, hits, now)
         found: list[Said] = []
         begin = hits
         for tier in self._tiers.values():
@@ -227,6 +228,27 @@ class Tiering:
                 found.append(Said(tier.name, "absent", begin, len(hashes) - begin))
             elif fetch is None:
                 found.append(Said(tier.name, "not_asked", begin, len(hashes) - begin))
+        return tuple(found)
+
+    def _said_with_tails(self, group: Group, hashes: Sequence[bytes], hits: int, now: float) -> tuple[Said, ...]:
+        """The same in a namespace with tails, where a question is for all groups; later answers do not change it."""
+        hashes = hashes[: _longest(group)]
+        found: list[Said] = []
+        if hits >= len(hashes):
+            return ()
+        name, missed = hashes[-1] + group.tag, len(hashes) - hits
+        for tier in self._tiers.values():
+            end, fetch = tier.next_boundary(group, hashes, hits)
+            if not tier.on:
+                found.append(Said(tier.name, "off", hits, missed, tier.off or "disconnected"))
+            elif fetch is not None:
+                found.append(Said(tier.name, "coming" if now <= fetch.late else "overdue", hits, end - hits))
+            elif name in tier.asked:
+                found.append(Said(tier.name, "asked", hits, missed))
+                break  # the next tier is asked for what this one does not have
+            else:
+                known = tier.absent.get(name, 0.0) > now
+                found.append(Said(tier.name, "absent" if known else "not_asked", hits, missed))
         return tuple(found)
 
     def follow(self, changes: Iterable[Change]) -> None:
