@@ -179,7 +179,7 @@ class TierProcess:
     def _guarded(self, work: Callable[..., None], *args: object) -> None:
         try:
             work(*args)
-        except Exception:
+        except Exception:  # whatever a backend raises: it costs this job, and the thread goes on
             log.exception("a job has failed inside the tier")
             self._counts["internal"] += 1
 

@@ -149,7 +149,7 @@ class Tier:
         self.recalling: dict[int, Group] = {}  # by the number of the question
         self.warming: deque[HotRun] = deque()  # what was hot and it has not been asked for yet
         self.told: dict[bytes, tuple[int, float]] = {}  # what was hot, by the group's tag: HotPrefixes.changes, when
-        self.told_at = self.looked_ahead_at = 0.0
+        self.lists_checked_at = self.looked_ahead_at = 0.0
         self.next_ahead = 0  # the account at which the next look begins
 
     @property

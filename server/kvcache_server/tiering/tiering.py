@@ -41,6 +41,7 @@ LONGEST = 1 << 14  # blocks of a look; the others are asked for once those are h
 MESSAGE = 1 << 20  # bytes of an answer after which no job follows; a frame may have 4 MiB
 MOST_BATCH = 1 << 30  # bytes
 FILL = 0.9  # of the pool, which is filled with what was hot before anyone asks for it
+CHECK_LISTS_EVERY = 1.0  # seconds, and not in each turn of the loop
 AHEAD_EVERY = 0.1  # seconds between two looks for blocks that are about to be evicted
 AHEAD_LEAVES = 64  # the coldest ones of each order, examined each time
 AHEAD_BLOCKS = 4096  # examined each time, in all
@@ -69,8 +70,7 @@ class Tiering:
         if session.id in self._tiers:
             return 0, 0
         if chain:
-            self._hot[group].found(chain[-1])
-            self._found_again(chain)
+            self._found_again(group, chain)
         hits = len(chain)
         if hits == len(hashes):
             return 0, 0
@@ -90,8 +90,7 @@ class Tiering:
         if session.id in self._tiers:
             return 0, 0
         if chain:
-            self._hot[group].found(chain[-1])
-            self._found_again(chain)
+            self._found_again(group, chain)
         for tier in self._tiers.values():
             if tier.on and tier.policy != m.AHEAD:
                 _store(tier, [block for block in tails if not tier.has(block)])
@@ -163,7 +162,8 @@ class Tiering:
         after = tiers[tiers.index(tier) + 1 :]
         return next((each for each in after if each.on and not each.knows(group, name, now)), None)
 
-    def _found_again(self, chain: Sequence[Block]) -> None:
+    def _found_again(self, group: Group, chain: Sequence[Block]) -> None:
+        self._hot[group].found(chain[-1])
         for tier in self._tiers.values():
             if tier.on and tier.policy != m.AHEAD and not tier.has(chain[-1]):
                 _store_chain(tier, chain)
@@ -476,9 +476,9 @@ class Tiering:
 
     def _untold(self, tier: Tier, now: float) -> Group | None:
         """Return a group of which a tier is to be told what is hot."""
-        if now < tier.told_at + 1.0:  # seconds; this is asked in each turn of the loop
+        if now < tier.lists_checked_at + CHECK_LISTS_EVERY:
             return None
-        tier.told_at = now
+        tier.lists_checked_at = now
         for group, hot in self._hot.items():
             changes, at = tier.told.get(group.tag, (0, -TOLD_EVERY))
             if hot.changes != changes and now >= at + TOLD_EVERY:
