@@ -314,11 +314,14 @@ class Replayer:
     def __init__(self, namespace: Namespace, patience: float) -> None:
         self._namespace, self._patience = namespace, patience
         self._data = os.urandom(namespace.spec.groups[0].block_bytes)
+        self._requests = map(str, itertools.count())
 
     def ask(self, prompt: list[bytes]) -> Found:
+        """Ask for a prompt as one request, however often, and save what is not found."""
         begin = now = 0.0
+        request = next(self._requests)
         while True:
-            lease = self._namespace.acquire(prompt)
+            lease = self._namespace.acquire(prompt, request=request)
             assert not lease.failed
             now = time.monotonic()
             begin = begin or now
@@ -371,7 +374,9 @@ def ratio(
     spec = NamespaceSpec("bench-ratio", (GroupSpec(16, block),))
     found: dict[str, list[Found]] = {}
     engines: dict[str, Replayer] = {}
+    written: dict[str, int] = {}
     with ExitStack() as stack:
+        daemons: dict[str, Daemon] = {}
         for name, size, writes in (
             ("whole", whole, ""),
             ("a quarter, and a disk: through", quarter, THROUGH),
@@ -379,7 +384,7 @@ def ratio(
             ("a quarter", quarter, ""),
         ):
             url = f"disk:{disk}/{writes}?size={4 * whole + (1 << 30)}" if writes else ""
-            daemon = stack.enter_context(daemon_with(disk, url, writes, size=size, extent_size=EXTENT))
+            daemon = daemons[name] = stack.enter_context(daemon_with(disk, url, writes, size=size, extent_size=EXTENT))
             session = stack.enter_context(Session.connect(daemon.endpoint, engine="bench", deadline=DEADLINE))
             engines[name], found[name] = Replayer(session.attach(spec, (0,)), patience), []
         for prompt in prompts:
@@ -387,20 +392,25 @@ def ratio(
             for name, engine in engines.items():
                 found[name].append(engine.ask([names[each] for each in prompt]))
             time.sleep(max(0.0, due - time.monotonic()))
+        for name, daemon in daemons.items():
+            written[name] = tier_of(daemon).get("blocks_written", 0)
     yield (
         f"ratio: {len(prompts):,} requests, {blocks:,} different blocks of {format_size(block)}; a request waits"
         f" {patience:g} s at most"
     )
-    yield f"{'pool':<34}{'hit ratio':>11}{'of whole':>10}{'waited':>9}{'median wait':>13}{'p99':>10}"
+    yield f"{'pool':<34}{'hit ratio':>11}{'of whole':>10}{'waited':>9}{'median wait':>13}{'p99':>10}{'written':>10}"
     ratios = {name: sum(e.hits for e in each) / sum(e.asked for e in each) for name, each in found.items()}
     for name, each in found.items():
         waits = sorted(e.waited for e in each if e.waited)
         middle, most = (waits[int(len(waits) * share)] * 1e3 if waits else 0.0 for share in (0.5, 0.99))
         yield (
             f"{name:<34}{ratios[name]:>11.2%}{ratios[name] / ratios['whole']:>10.1%}{len(waits):>9,}"
-            f"{middle:>10.1f} ms{most:>7.1f} ms"
+            f"{middle:>10.1f} ms{most:>7.1f} ms{written[name]:>10,}"
         )
-    yield from ({"pool": name, "requests": [e._asdict() for e in each]} for name, each in found.items())
+    yield from (
+        {"pool": name, "written": written[name], "requests": [e._asdict() for e in each]}
+        for name, each in found.items()
+    )
 
 
 # What is in the region some time after it was lost.

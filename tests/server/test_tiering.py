@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvcache_proto.messages import Work
 from kvcache_proto.types import GroupSpec
 from kvcache_server.commands.why import TIERS
 from kvcache_server.core.effects import NamespaceClosed, SessionGone
+from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
 from kvcache_server.core.index import Group
 from kvcache_server.core.slices import LOOK
 from kvcache_server.tiering.tier import MOST_COMING, MOST_LOOKS, Looking, Tier
@@ -236,6 +238,80 @@ def test_a_tier_that_is_asked_for_too_much() -> None:
 
 def test_nothing_is_said_without_tiers() -> None:
     assert Host().look_up()() == []
+
+
+# What is written.
+
+
+class Stores(Engine):
+    """An engine whose blocks the tiers of a host learn of, as in the daemon."""
+
+    def __init__(self, host: Host, name: str) -> None:
+        self.host = host
+        super().__init__(host.cache, name)
+
+    def ask(self, request: Any) -> Any:
+        reply = self.cache.handle(self.session, request, self.now)
+        changes, self.cache.effects.changes = self.cache.effects.changes, []
+        self.host.tiering.follow(changes)
+        return reply
+
+
+@pytest.mark.parametrize(
+    ("writes", "returning", "factor", "written"),
+    [
+        ("second", 0.0, 1.0, 0),
+        ("second", 0.4, 1.0, 0),
+        ("second", 0.6, 1.0, 5),
+        ("second", 0.6, 0.9, 0),
+        ("through", 0.0, 1.0, 5),
+        ("ahead", 0.6, 1.0, 0),
+    ],
+)
+def test_new_blocks_are_written_if_most_blocks_return_or_all_are_to_be(
+    writes: str, returning: float, factor: float, written: int
+) -> None:
+    host = Host()
+    host.tiers["disk"] = host.cache.open_session("tier disk", "", host.now)
+    work = m.Work(1, b"", "disk", 64 * host.group.slot_bytes, writes=writes)
+    host.tiering.begin(host.tiers["disk"], work, host.now)
+    host.tiering.jobs(host.tiers["disk"], 1, host.now)
+    engine = Stores(host, "other")
+    host.cache.learner.worths.returning = returning
+    engine.store(["first"])
+    (account,) = (each for each in host.cache.eviction.fair_share.accounts if each.engine == "other")
+    account.share.factor = factor
+    host.tiering.jobs(host.tiers["disk"], 1, host.now)
+    engine.store(chain("n", 5))
+    jobs = host.tiering.jobs(host.tiers["disk"], 1, host.now)
+    assert (sum(len(each.hashes) for each in jobs.writes) if jobs else 0) == written
+
+
+def test_blocks_of_little_worth_are_stored_for_a_tier() -> None:
+    host = Host()
+    reader, stream = Engine(host.cache, "reader"), Engine(host.cache, "stream")
+    (account,) = (each for each in host.cache.eviction.fair_share.accounts if each.engine == "stream")
+    account.share.factor, host.cache.eviction.guard.by_age = FACTOR_ONE_OFF / 2, True
+    tier = host.tiers["disk"] = host.cache.open_session("tier disk", "", host.now)
+    new = count()
+
+    def declined() -> int:
+        for number in islice(new, 16):
+            reader.store(chain(f"kept {number} ", 8))
+        before = host.cache.eviction.declined
+        for number in islice(new, 100):
+            stream.store(chain(f"once {number} ", 8))
+        return host.cache.eviction.declined - before
+
+    assert declined()
+    host.tiering.begin(tier, m.Work(1, b"", "disk", 1 << 20, writes="through"), host.now)
+    assert not declined(), "the tier gets them"
+    host.worked("disk", off="the disk is full")
+    assert declined()
+    host.work("disk")
+    assert not declined()
+    host.tiering.follow([SessionGone(tier)])
+    assert declined()
 
 
 # Bounds of one answer, and what was hot.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 
 import pytest
 from host import Client, Host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from insights import follow, insight
-from small_cache import Engine, chain, hashes, make_cache
+from small_cache import Engine, chain, hashes, make_cache, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec
@@ -183,6 +184,24 @@ def test_a_request_counts_once_however_often_it_asks() -> None:
         return next(iter(group.visible.values())).tick & CLASS_MASK
 
     assert [ask(name) for name in ("r1", "r1", "r1", "r2", "r2", "r3")] == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.7])
+def test_how_many_blocks_return_is_learned_from_those_that_had_the_time(part: float) -> None:
+    draw, cache = random.Random(5), make_cache(extents=4)
+    engine = Engine(cache, "one")
+    again: defaultdict[int, list[list[str]]] = defaultdict(list)
+    assert cache.learner.worths.returning == 0
+    for turn in range(600):
+        engine.now += 0.1
+        pass_time(cache, engine.now)
+        new = chain(f"{turn} ", 4)
+        if draw.random() < part:
+            again[turn + draw.randrange(5, 60)].append(new)
+        for prompt in [new, *again.pop(turn, [])]:
+            engine.hits(prompt)
+            engine.store(prompt)
+    assert cache.learner.worths.returning == pytest.approx(part, abs=0.1)
 
 
 def test_the_blocks_above_a_hit_go_up_one_class_too() -> None:

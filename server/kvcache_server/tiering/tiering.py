@@ -22,7 +22,8 @@ from kvcache_proto.types import FULL, REF_BYTES, SUM_BYTES
 from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, NamespaceClosed, NamespaceOpened, SessionGone, Shown
-from kvcache_server.core.index import CLASS_MASK, GONE, Block, Group
+from kvcache_server.core.eviction.worth import likely
+from kvcache_server.core.index import CLASS_MASK, GONE, Account, Block, Group
 from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.core.slices import LOOK, finish
 from kvcache_server.tiering.hot import HotPrefixes
@@ -283,9 +284,17 @@ class Tiering:
                     tier.mark(block)
             if tier.policy != m.AHEAD and tier.on:
                 lacking = [block for block in blocks if not tier.has(block) and block.parent is not None]
-                if tier.policy == m.SECOND:  # computed again, after they were evicted or refused
-                    lacking = [block for block in lacking if block.tick & CLASS_MASK]
+                if tier.policy == m.SECOND:  # computed again after they were evicted or refused, or as most blocks are
+                    lacking = [each for each in lacking if each.tick & CLASS_MASK or self._likely(each.account)]
                 _store(tier, lacking)
+
+    def _stored_below(self, account: Account) -> bool:
+        """Whether a tier gets the blocks that an account stores, even if nobody asks for them again."""
+        policies = {tier.policy for tier in self._tiers.values() if tier.on}
+        return m.THROUGH in policies or (m.SECOND in policies and self._likely(account))
+
+    def _likely(self, account: Account) -> bool:
+        return likely(self._cache.eviction.learner.worths, account.share)
 
     # Requests.
 
@@ -555,6 +564,7 @@ class Tiering:
 
     def _listen(self) -> None:
         self._cache.lookups.tiers = self if self._tiers else None
+        self._cache.eviction.stored_below = self._stored_below if self._tiers else None
 
     def report(self) -> list[dict[str, object]]:
         """Return figures of each tier for `status`."""

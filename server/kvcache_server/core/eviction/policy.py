@@ -92,6 +92,8 @@ class Eviction:
         self.retaining = False  # whether an engine retains blocks
         # Ends what an engine retains, before the account loses a block, or is refused one, below its floor.
         self.give_way: Callable[[Account, bool], bool] = lambda account, refused: False
+        # Whether a tier gets the blocks that an account stores: then none is declined, however little it is worth here.
+        self.stored_below: Callable[[Account], bool] | None = None
         self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
         self.set_limits(limits)
 
@@ -150,8 +152,7 @@ class Eviction:
             tail = self._least_tail(account.group, found)
             if tail is None:
                 break
-            if not of_use and ranking.worth_of_new(account, cls) < tail[0]:
-                self.declined += 1
+            if not of_use and self._declines(account, cls, tail[0]):
                 return Refusal.NO_SPACE
             self._pool.give_back(*self._evicted(ranking.pop(tail), ROOM))
             place = self._pool.take(size)
@@ -161,8 +162,7 @@ class Eviction:
         others = len(ranking.sizes) > (size in ranking.sizes)
         other = self._to_reassign(account, found, fixed) if others else None
         least = other or found
-        if least is not None and not of_use and ranking.worth_of_new(account, cls) < least[0]:
-            self.declined += 1
+        if least is not None and not of_use and self._declines(account, cls, least[0]):
             return Refusal.NO_SPACE
         if other is not None:
             return Reassign(other[4].group.slot_bytes)
@@ -175,6 +175,13 @@ class Eviction:
         if self.retaining and self.give_way(account, False):
             return self.make_room(account, fixed, cls)
         return (self._pool.take(size) if self._evict_from([account], ROOM) else None) or Refusal.NO_SPACE
+
+    def _declines(self, account: Account, cls: int, least: float) -> bool:
+        """Return whether a block is worth less than what would be evicted for it, and of no use to a tier; count it."""
+        if self.ranking.worth_of_new(account, cls) >= least or (self.stored_below and self.stored_below(account)):
+            return False
+        self.declined += 1
+        return True
 
     def _least_tail(self, group: Group, found: Entry | None) -> Entry | None:
         """Return the entry of a tail of the same namespace that is worth less than `found`, of another slot size."""

@@ -25,6 +25,8 @@ MOST_COUNTED = 1 << 16  # outcomes; then all counts are halved
 FACTOR_PRIOR = 50  # expected and actual returns that every share starts with
 FACTOR_IGNORED = 2  # shares whose blocks return up to this much more or less often than others are treated alike
 FACTOR_ONE_OFF = 1 / 4  # shares with a lower factor are streams of prompts that nobody repeats
+LIKELY = 0.5  # of the blocks
+ENOUGH = 50  # blocks that reached an age, to say how many return by then
 FACTOR_COUNTED = 1000  # expected returns of a share; then its counts are halved
 WIDTHS = [2 ** ((at + 1) / 2) - 2 ** (at / 2) for at in range(BINS)]  # seconds
 BIN_BEGINS = [math.ceil((2 ** (at / 2) - 1) * TICKS_PER_SECOND) for at in range(BINS)]  # ages in ticks
@@ -43,6 +45,11 @@ def one_off(share: Share, cls: int) -> bool:
     An engine that reads a long stream would otherwise leave the others only their floors while age is the order.
     """
     return cls == 0 and share.factor < FACTOR_ONE_OFF
+
+
+def likely(worths: Worths, share: Share) -> bool:
+    """Whether most blocks of a share that were asked for once will be asked for again."""
+    return worths.returning > LIKELY and share.factor >= 1
 
 
 def gittins(hazards: Sequence[float]) -> list[float]:
@@ -66,7 +73,10 @@ def gittins(hazards: Sequence[float]) -> list[float]:
 
 
 class Worths:
-    """The evidence, and the table made from it. Lists have one entry per class and bin: `cls * BINS + bin`."""
+    """The evidence, and the table made from it. Lists have one entry per class and bin: `cls * BINS + bin`.
+
+    `returning` is the part of blocks asked for once that are asked for again, by the ages that were seen; at first 0.
+    """
 
     def __init__(self) -> None:
         self.again = [0.0] * (CLASSES * BINS)  # blocks asked for again at that age
@@ -138,6 +148,7 @@ class Worths:
             self.table += gittins(hazards)
             if cls == 0:
                 self._expected = _accumulate(hazards)
+                self.returning = _returning(again, risk)
 
     def _at_risk(self, still: Sequence[float], cls: int) -> list[float]:
         """Return how many blocks of the class reached each bin; those that are in it now count half."""
@@ -147,6 +158,16 @@ class Worths:
             reached += self.again[here] + self.never[here] + still[here]
             risk[at] = reached - still[here] / 2
         return risk
+
+
+def _returning(again: Sequence[float], risk: Sequence[float]) -> float:
+    """Return which part of the blocks is asked for again, up to the age that enough of them have reached."""
+    left = 1.0
+    for back, those in zip(again, risk, strict=True):
+        if those < ENOUGH:
+            break
+        left *= 1 - back / those
+    return 1 - left
 
 
 def _accumulate(hazards: Sequence[float]) -> list[float]:
