@@ -16,6 +16,7 @@ import pytest
 from insights import figures
 
 from kvcache_proto.errors import ConfigError
+from kvcache_proto.types import TAIL, GroupSpec
 from kvcache_server.cli import commands
 from kvcache_server.core.extent_sizing import room
 from kvcache_server.core.integrity import check_integrity
@@ -151,6 +152,15 @@ def test_the_simulated_daemon_uses_the_real_index_and_stays_sound() -> None:
     assert figures(shadow.cache, 0.0)["pool"]["pinned_bytes"] == 0
     assert figures(shadow.cache, 0.0)["pool"]["blocks"] == place.slots
     assert figures(shadow.cache, 0.0)["counters"]["blocks_evicted"] > 0
+
+
+@pytest.mark.parametrize(("junctions", "hits"), [(False, [0, 0, 0, 39]), (True, [0, 0, 20, 39])])
+def test_simulated_engines_save_windows_where_prompts_part(junctions: bool, hits: list[int]) -> None:
+    """Those of the second prompt that begins alike, although its whole first step is cached."""
+    window = GroupSpec(512, MIB, TAIL, 2)
+    shadow = SimulatedDaemon(room(512 * MIB, MIB), 512, 1, tails=[window], junctions=junctions)
+    prompts = [[block_hash(at if at < 20 else f"{name} {at}") for at in range(39)] for name in "abcb"]
+    assert [shadow.ask(0, prompt, 0.0, time.perf_counter)[0] for prompt in prompts] == hits
 
 
 def test_a_region_of_terabytes_takes_only_the_memory_of_its_rows() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
-from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry
+from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Refusal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.extent_sizing import Room
@@ -41,7 +41,8 @@ def sparse_region(geometry: PoolGeometry) -> memoryview:
 class SimulatedDaemon:
     """A daemon with the capacity `room`, and `engines` engines that save everything that they compute.
 
-    Of `tails`, they save what is needed to continue after a prompt, and after every `checkpoint` blocks.
+    Of `tails`, they save what is needed to continue after a prompt, after every `checkpoint` blocks in it and, with
+    `junctions`, where it parts from what the group of full attention has.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class SimulatedDaemon:
         policy: str = WORTH,
         tails: Sequence[GroupSpec] = (),
         checkpoint: int = 1 << 30,
+        junctions: bool = False,
     ) -> None:
         self.engines = engines
-        self._tails, self._checkpoint = tails, checkpoint
+        self._tails, self._checkpoint, self._junctions = tails, checkpoint, junctions
         self._step = max(1, STEP_TOKENS // block_tokens)
         self.cache = Cache(sparse_region(room.geometry), room.geometry, limits, seed=1, policy=policy)
         spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes), *tails))
@@ -65,9 +67,12 @@ class SimulatedDaemon:
             assert isinstance(attached, m.Attached)
             self._namespace = attached.namespace
 
-    def saved(self, tail: GroupSpec, length: int, begin: int, end: int) -> list[int]:
-        """Return which blocks of a tail are saved for boundaries from block `begin` to `end` of a prompt."""
-        ends = [at for at in range(begin + 1, end + 1) if at % self._checkpoint == 0 or at == length]
+    def saved(self, tail: GroupSpec, length: int, begin: int, end: int, junction: int = 0) -> list[int]:
+        """Return which blocks of a tail are saved for boundaries from block `begin` to `end` of a prompt.
+
+        It has `length` blocks; `junction` is one more boundary in it, 0 for none.
+        """
+        ends = [at for at in range(begin + 1, end + 1) if at % self._checkpoint == 0 or at in (junction, length)]
         return sorted({each for at in ends for each in range(at - tail.needed(at), at)})
 
     def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
@@ -83,15 +88,24 @@ class SimulatedDaemon:
         assert isinstance(found, m.Acquired)
         if found.lease:
             handle(session, m.Release(1, b"", [found.lease]), now)
+        junction = self._whole(hashes) if self._junctions else 0
         for begin in range(found.hits, len(hashes), self._step):
             end = min(begin + self._step, len(hashes))
             runs = [m.Run(hashes[begin:end], hashes[begin - 1] if begin else None)]
             for number, tail in enumerate(self._tails, 1):
-                runs += [m.Run([hashes[at]], None, number) for at in self.saved(tail, len(hashes), begin, end)]
+                slots = self.saved(tail, len(hashes), begin, end, junction)
+                runs += [m.Run([hashes[at]], None, number) for at in slots]
             reserved = handle(session, m.Reserve(1, b"", self._namespace, runs), now)
             assert isinstance(reserved, m.Reserved)
             if not reserved.reservation:
+                if set(reserved.answers) == {Refusal.PRESENT}:
+                    continue  # what a tail needs may follow
                 break
             region = self.cache.geometry.region_id
             handle(session, m.Settle(1, b"", region, reserved.reservation, (0,), Outcome.COMMITTED), now)
         return found.hits, seconds
+
+    def _whole(self, hashes: list[bytes]) -> int:
+        """Return how many blocks of a prompt the group of full attention has."""
+        (namespace,) = self.cache.namespaces.values()
+        return len(namespace.groups[0].prefix(hashes))
