@@ -389,6 +389,9 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
 
     A tier is bringing the `coming` blocks after the hits, of which some may be pending, in about `eta_ms`. If only
     `eta_ms` is not 0, tiers are being asked for them, and it is known by then whether one has them.
+
+    In a namespace with tails, the engine could continue after `junction` blocks, more than the hits, if the tails had
+    what that takes; 0 if there is no such number.
     """
 
     id: int
@@ -400,6 +403,7 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     sums: bytes = b""
     coming: int = 0
     eta_ms: int = 0
+    junction: int = 0
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):

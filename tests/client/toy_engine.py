@@ -42,6 +42,7 @@ class Lease:
     region_id: bytes = b""
     coming: int = 0
     eta: float = 0.0
+    junction: int = 0
 
     def release(self) -> None:
         self.cache.leases.discard(self.id)

@@ -117,6 +117,31 @@ def test_a_hit_ends_where_every_group_has_what_the_engine_needs() -> None:
     check_integrity(engine.cache)
 
 
+def test_a_lookup_says_where_a_prompt_parts_from_what_is_cached() -> None:
+    engine = Engine(make_cache())
+    engine.store("abcdefgh")
+    found = engine.acquire("abcdex", pin=False)
+    assert (found.hits, found.junction) == (0, 5)
+    engine.store("abcd")
+    found = engine.acquire("abcdex")
+    assert (found.hits, found.junction) == (4, 5), "also beyond a hit"
+    engine.store("abcdexyz", end=5)
+    found = engine.acquire("abcdexyw")
+    assert (found.hits, found.junction) == (5, 7)
+    assert engine.acquire("abcdefgh").junction == 0, "a hit ends there"
+    assert engine.acquire("abcdexw", start=6).junction == 6, "where the engine continues by itself"
+
+
+def test_where_a_prompt_parts_the_next_block_is_cached_too() -> None:
+    engine = Engine(make_cache(), FOLLOWED)
+    engine.store("abcdefgh")
+    assert engine.acquire("abcdex").junction == 4
+    assert engine.acquire("ax").junction == 0
+    alone = Engine(make_cache(), (WINDOW,))
+    alone.store("abcd")
+    assert alone.acquire("abx").junction == 0, "there is no full group"
+
+
 def test_one_reply_has_the_slots_of_all_groups() -> None:
     engine = Engine(make_cache())
     engine.store("abcd")
@@ -317,6 +342,7 @@ def test_the_quota_of_leases_counts_tails() -> None:
     engine.store("abcdef")
     found = engine.acquire("abcdef")
     assert (found.hits, found.withheld, len(found.slots) // REF_BYTES) == (3, 3, 6)
+    assert found.junction == 0, "what is withheld has its tails"
     assert cache.engines["one"].pins.bytes == 6 * cache.namespaces[1].groups[0].slot_bytes
     check_integrity(cache)
 

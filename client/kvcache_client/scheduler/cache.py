@@ -21,6 +21,7 @@ class CacheLease(Protocol):
     withheld: int
     coming: int
     eta: float
+    junction: int
     packed: bytes
     sums: bytes
     failed: bool

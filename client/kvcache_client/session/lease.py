@@ -25,6 +25,8 @@ class Lease:
         withheld: number of blocks after the hits that are cached, but beyond what this engine may pin at one time.
         coming: number of blocks after the hits that a tier is bringing; some may be pending already.
         eta: seconds until those are expected; if there are none, until it is known whether tiers have some, else 0.
+        junction: number of blocks after which an engine could continue if it had the tails there; 0 where that is not
+            above the hits.
         failed: whether the daemon did not answer; the lease then says nothing about the cache.
         sums: where they were asked for, a checksum per shard of each slot, SUM_BYTES each, 0 for none.
         region_id: the region that the slots lie in; b"" where there are none.
@@ -32,7 +34,8 @@ class Lease:
 
     __slots__ = (
         *("_connection", "_daemon", "_slots"),
-        *("coming", "eta", "failed", "hits", "id", "packed", "parts", "pending", "region_id", "sums", "withheld"),
+        *("coming", "eta", "failed", "hits", "id", "junction", "packed", "parts", "pending", "region_id", "sums"),
+        "withheld",
     )
 
     def __init__(
@@ -49,11 +52,13 @@ class Lease:
         sums: bytes = b"",
         coming: int = 0,
         eta: float = 0.0,
+        junction: int = 0,
     ) -> None:
         self._daemon, self._connection, self.parts = daemon, connection, parts
         self._slots: list[Slot] | None = None
         self.id, self.hits, self.pending, self.packed, self.failed = lease, hits, pending, packed, failed
         self.withheld, self.sums, self.coming, self.eta = withheld, sums, coming, eta
+        self.junction = junction
         self.region_id = connection.region.id if connection and hits else b""
         if lease and connection is not None:
             full, count = parts[0]

@@ -182,7 +182,7 @@ class Namespace:
             return self._no_lease("lookups_refused")
         pinned = (reply.lease, reply.hits, reply.pending, reply.slots)
         below = (reply.withheld, reply.sums, reply.coming, reply.eta_ms / 1000)
-        return Lease(self._daemon, connection, parts, *pinned, False, *below)
+        return Lease(self._daemon, connection, parts, *pinned, False, *below, junction=reply.junction)
 
     def _no_lease(self, reason: str) -> Lease:
         self._daemon.count(reason)

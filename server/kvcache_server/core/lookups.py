@@ -25,7 +25,7 @@ class _Match(NamedTuple):
     """What all groups of a namespace with tails have for a lookup.
 
     `chain` are blocks of the full group, `tails` those that the engine needs to continue after `hits` blocks. See
-    Acquired for `pending` and `withheld`. `proof` is the block that follows the hits, if there must be one.
+    Acquired for `pending`, `withheld` and `junction`. `proof` is the block that follows the hits, if there must be one.
     """
 
     chain: list[Block]
@@ -34,6 +34,7 @@ class _Match(NamedTuple):
     pending: int
     withheld: int
     proof: Block | None
+    junction: int
 
 
 class Tiers(Protocol):
@@ -121,10 +122,11 @@ class Lookups:
         hashes, start, tails = request.hashes, request.start, group.tails
         chain: list[Block] = []
         most = most_pending = len(hashes)
+        junction = 0
         if group is not tails[0]:
             long = len(hashes) > LOOK
             chain = (yield from self._long_prefix(session, group, hashes)) if long else group.prefix(hashes)
-            most = len(chain) - group.spec.followed
+            junction = most = len(chain) - group.spec.followed
             most_pending = most + group.pending_after(hashes, len(chain))
         soon = 0
         if group.pending or any(tail.pending for tail in tails):
@@ -142,7 +144,8 @@ class Lookups:
             found = yield from self._holding(session, chain, boundary(tails, hashes, affordable, start))
         end, needed = found
         proof = chain[end] if end and group.spec.followed else None
-        return _Match(chain[:end], end, needed, max(soon - whole, 0), whole - end, proof)
+        beyond = junction if junction > whole else 0
+        return _Match(chain[:end], end, needed, max(soon - whole, 0), whole - end, proof, beyond)
 
     def _holding(self, session: Session, chain: Sequence[Block], steps: Steps[Result]) -> Steps[Result]:
         """Do `steps`, between which the blocks of `chain` stay."""
@@ -199,6 +202,7 @@ class Lookups:
         pending: int = 0,
         withheld: int = 0,
         proof: Block | None = None,
+        junction: int = 0,
     ) -> m.Acquired:
         """Answer with `hits`: the blocks of `chain`, and those of `tails` that the engine needs with them.
 
@@ -242,7 +246,7 @@ class Lookups:
             self._refusals["quota"] += withheld
             pending = coming = eta = 0
         if not hits:
-            return m.Acquired(request.id, 0, 0, pending, b"", withheld, b"", coming, eta)
+            return m.Acquired(request.id, 0, 0, pending, b"", withheld, b"", coming, eta, junction)
         if request.pin:
             self.last = lease = self.last + 1
             session.pin(lease, chain[-1] if chain else None, size, cover, tails)
@@ -259,7 +263,7 @@ class Lookups:
         sums = b""
         if request.verify and self.checksums:
             sums = self.checksums.read(slots, group.sum_offsets) if not tails else b"".join(map(self._sums, blocks))
-        return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta)
+        return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, junction)
 
     def _sums(self, block: Block) -> bytes:
         """Return the checksums of one block, 0 for shards that have none."""
