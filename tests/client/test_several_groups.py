@@ -143,6 +143,16 @@ def test_windows_at_checkpoints(every: int, wanted: list[int]) -> None:
     assert steps == wanted, "also in small steps"
 
 
+@pytest.mark.parametrize(
+    ("junction", "wanted"), [(5, [3, 4, 8, 9]), (1, [0, 8, 9]), (9, [7, 8, 9]), (10, [8, 9]), (0, [8, 9])]
+)
+def test_windows_where_a_prompt_parts_from_others(junction: int, wanted: list[int]) -> None:
+    group = several(FULL, WINDOW)
+    assert group.tail_slots(1, request(41), 0, 10, None, junction) == wanted
+    steps = [slot for at in range(10) for slot in group.tail_slots(1, request(41), at, at + 1, None, junction)]
+    assert steps == wanted, "also in small steps"
+
+
 def test_a_window_is_saved_while_it_is_there() -> None:
     """Before token 12 the engine has computed 8, and keeps the five before those."""
     group = several(FULL, WINDOW)

@@ -177,7 +177,8 @@ class SeveralGroups(FullAttention):
         checkpoint_tokens: int = 0,
         volatile: int = 0,
     ) -> None:
-        """`checkpoint_tokens` are those between two boundaries in a prompt whose tails are saved; 0: only at its end.
+        """`checkpoint_tokens` are those between two boundaries in a prompt whose tails are saved; 0: there are none
+        but its junction and its end.
 
         What is generated is saved as it comes: the engine does not keep a window until it is known where a request
         ends.
@@ -217,19 +218,22 @@ class SeveralGroups(FullAttention):
                 found[slot] = blocks
         return found
 
-    def tail_slots(self, number: int, request: RequestView, first: int, end: int, limit: int | None) -> list[int]:
+    def tail_slots(
+        self, number: int, request: RequestView, first: int, end: int, limit: int | None, junction: int = 0
+    ) -> list[int]:
         """Return which slots of a tail, from `first` to `end`, are to be saved.
 
         Those that are needed at the end of the prompt, also by a request that has to compute its last token, or what is
-        volatile; at a `limit` of what is saved; at each checkpoint; and all that are generated. States are saved as
-        they are made.
+        volatile; at a `limit` of what is saved; at the `junction`, where it parts from what is cached; at each
+        checkpoint; and all that are generated. States are saved as they are made.
         """
         if self._groups[number].is_state:
             return []
         needed, step = self._specs[number].needed, self._checkpoint
         prompt = request.prompt_tokens // self.slot_tokens
         ends = {prompt, prompt if limit is None else limit}
-        boundaries = {(request.prompt_tokens - 1) // self.slot_tokens, *ends, *(end - self.volatile for end in ends)}
+        last = (request.prompt_tokens - 1) // self.slot_tokens
+        boundaries = {junction, last, *ends, *(end - self.volatile for end in ends)}
         if step:
             reach = self._specs[number].reach
             boundaries.update(range(-(-(first + 1) // step) * step, min(end + reach, prompt) + 1, step))

@@ -94,7 +94,7 @@ class Lookups:
         if lease.failed:
             self._notes.note(state, "deadline" if namespace.attached else "down", now)
         else:
-            state.saved = lease.hits + lease.pending
+            state.saved, state.junction = lease.hits + lease.pending, lease.junction
             if self._events is not None and not lease.withheld:
                 # With tails, what follows the hits may be there: from another boundary on, it can be loaded.
                 self._events.looked_up(request, lease.hits, lease.hits if self._group.tails else len(keys))

@@ -78,6 +78,7 @@ class RequestState:
     retry_at: float = 0.0  # no saves before that
     pause: float = PAUSE
     barred: bool = False  # it has KV of other weights
+    junction: int = 0  # cached blocks after which others could continue if its windows there were saved
     save_limit: int | None = None  # cached blocks from the root on that may be saved; None: all
     limited_by: str = "drop"  # why no more of them
     counted: bool = False  # whether it was counted among the requests that ask for its blocks

@@ -145,7 +145,7 @@ class Saves:
         state.saved = full
         if isinstance(group, SeveralGroups):
             for number in group.tails:
-                wanted = group.tail_slots(number, request, first, full, state.save_limit)
+                wanted = group.tail_slots(number, request, first, full, state.save_limit, state.junction)
                 self._ask_tail(state, keys, number, group.tail_blocks(number, state.tables, wanted, before))
 
     def ask_states(self, state: RequestState, offers: Sequence[tuple[int, int, int]]) -> None:

@@ -123,6 +123,24 @@ def test_prompts_that_begin_alike_continue_at_a_checkpoint(
         idle()
 
 
+@pytest.mark.parametrize("chunk", [1024, 3 * BLOCK])
+@pytest.mark.parametrize("name", [name for name in WINDOWS if name != "windows alone"])
+def test_the_third_prompt_that_begins_alike_continues_where_the_second_parted(
+    pair: Any, sim: Any, prompt: Any, idle: Any, name: str, chunk: int
+) -> None:
+    """The second one finds the blocks of full attention there, and saves the window when it comes by."""
+    one, two = pair(name, max_num_batched_tokens=chunk, extra={"checkpoint_tokens": 0, "verify": "all"})
+    shared = prompt(9 * BLOCK + 5)
+    for engine, hit in ((one, 0), (two, 0), (one, 9 * BLOCK)):
+        assert engine.reset()
+        tokens = prompt(16 * BLOCK, shared)
+        engine.outputs.clear()
+        engine.prefills.clear()
+        assert slowly(engine, tokens, 3) == sim.expected(tokens, 3)
+        assert engine.prefills["slow"] == (len(tokens) - hit, 0, hit)
+        idle()
+
+
 @pytest.mark.parametrize("name", ["Gemma 3", "windows alone", *STATES])
 def test_what_the_engine_has_of_its_own_is_not_loaded(pair: Any, sim: Any, prompt: Any, idle: Any, name: str) -> None:
     one, two = pair(name)
