@@ -16,9 +16,10 @@ CONNECTOR = "KVCacheServerConnector"  # as vLLM knows it
 # Each block is looked up, reserved, settled and indexed by itself. Blocks of 16 tokens, an engine's default on GPUs,
 # mean eight times the work, and save the computation of 64 tokens per prompt.
 BLOCK_TOKENS = 128
-# Of Gemma 3, whose windows have 1,024 tokens and five times the layers, this saves half as much as without windows. A
-# prompt that shares only its beginning with others has half of these tokens to compute again, on average.
-CHECKPOINT_TOKENS = 2048
+# Windows are also saved where prompts part, so that the second of two that begin alike has no more than this to compute
+# again. In replayed traces, fewer tokens find less: the windows take the room of other blocks. See
+# tests/bench/hybrids.py.
+CHECKPOINT_TOKENS = 16384
 SAVES = ("all", "prompt")
 SAVE_MODES = ("eager", "lazy")
 VERIFY_MODES = ("off", "sample", "all")
@@ -74,8 +75,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         save_mode: blocks are saved as soon as they are full (`eager`), or when the device is about to evict them
             (`lazy`).
         min_hits: a block is saved only once so many requests of this engine have asked for it; 0 is no limit.
-        checkpoint_tokens: of a model with windows, tokens between two places in a prompt where others can continue; 0:
-            only at the end of the prompt.
+        checkpoint_tokens: of a model with windows, tokens between two places in a prompt where others can continue,
+            besides its end and where it parts from others; 0: none.
         drain_ms: how long a shutdown waits for running saves.
         share_tp: whether engines share blocks with others that have another number of tensor-parallel ranks.
         weights_version: names the weights; engines that name the same share, others do not.
