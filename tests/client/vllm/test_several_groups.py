@@ -364,6 +364,24 @@ def test_a_drafter_has_the_last_block_of_a_hit_computed_again(
         idle()
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", [name for name in DRAFTED if name not in STATES_DRAFTED])
+def test_with_a_drafter_prompts_part_one_block_earlier(
+    drafted: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool
+) -> None:
+    extra = {"checkpoint_tokens": 0, "verify": "all"}
+    one, two = drafted(name, async_scheduling=is_async, extra=extra, max_num_batched_tokens=3 * BLOCK)
+    shared = prompt(9 * BLOCK + 5)
+    for engine, hit in ((one, 0), (two, 0), (one, 8 * BLOCK)):
+        assert engine.reset()
+        engine.outputs.clear()
+        engine.prefills.clear()
+        tokens = prompt(13 * BLOCK + 7, shared)
+        assert slowly(engine, tokens, 5) == sim.expected(tokens, 5)
+        assert engine.prefills["slow"] == (len(tokens) - hit, 0, hit)
+        idle()
+
+
 @pytest.mark.parametrize("rest", [0, 1, 5])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", DRAFTED)
