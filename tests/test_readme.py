@@ -82,9 +82,12 @@ def test_the_settings_of_the_connector(key: str) -> None:
     value = getattr(ConnectorSettings(), key)
     if key == "block_size":
         value = connector.BLOCK_TOKENS  # what 0 stands for
+    if key == "checkpoint_tokens":  # what None stands for
+        value = connector.CHECKPOINT_TOKENS
+        assert default.endswith(f"; {connector.CHECKPOINT_TOKENS_ALONE} for models with windows alone")
     if value != "":
         said = str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
-        assert default.replace("`", "").split(" ")[0].rstrip(":") == said
+        assert default.replace("`", "").split(" ")[0].rstrip(":;") == said
     choices = {"save": connector.SAVES, "save_mode": connector.SAVE_MODES, "verify": connector.VERIFY_MODES}
     choices["gate"] = connector.GATES
     choices["kv_load_failure_policy"] = connector.FAILURE_POLICIES

@@ -18,8 +18,9 @@ CONNECTOR = "KVCacheServerConnector"  # as vLLM knows it
 BLOCK_TOKENS = 128
 # Windows are also saved where prompts part, so that the second of two that begin alike has no more than this to compute
 # again. In replayed traces, fewer tokens find less: the windows take the room of other blocks. See
-# tests/bench/hybrids.py.
+# tests/bench/hybrids.py. With windows alone, it is not known where prompts part.
 CHECKPOINT_TOKENS = 16384
+CHECKPOINT_TOKENS_ALONE = 2048
 SAVES = ("all", "prompt")
 SAVE_MODES = ("eager", "lazy")
 VERIFY_MODES = ("off", "sample", "all")
@@ -76,7 +77,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             (`lazy`).
         min_hits: a block is saved only once so many requests of this engine have asked for it; 0 is no limit.
         checkpoint_tokens: of a model with windows, tokens between two places in a prompt where others can continue,
-            besides its end and where it parts from others; 0: none.
+            besides its end and where it parts from others; 0: none. None: CHECKPOINT_TOKENS, or
+            CHECKPOINT_TOKENS_ALONE of a model with windows alone.
         drain_ms: how long a shutdown waits for running saves.
         share_tp: whether engines share blocks with others that have another number of tensor-parallel ranks.
         weights_version: names the weights; engines that name the same share, others do not.
@@ -101,7 +103,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     save: str = "all"
     save_mode: str = "eager"
     min_hits: int = 0
-    checkpoint_tokens: int = CHECKPOINT_TOKENS
+    checkpoint_tokens: int | None = None
     drain_ms: float = 5000.0
     share_tp: bool = False
     weights_version: str = ""
@@ -144,7 +146,7 @@ def parse_settings(extra: Mapping[str, Any]) -> tuple[ConnectorSettings, list[st
 
 def _check(settings: ConnectorSettings) -> None:
     for name in ("block_size", "num_cpu_blocks", "drain_ms", "canary_every", "checkpoint_tokens", "min_hits"):
-        if getattr(settings, name) < 0:
+        if (getattr(settings, name) or 0) < 0:
             raise ConfigError(f"kv_connector_extra_config: {name} {getattr(settings, name)} is negative")
     if not 1 <= settings.deadline_ms <= 10_000:
         raise ConfigError(f"kv_connector_extra_config: deadline_ms {settings.deadline_ms}: 1 to 10000")

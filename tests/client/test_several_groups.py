@@ -143,6 +143,14 @@ def test_windows_at_checkpoints(every: int, wanted: list[int]) -> None:
     assert steps == wanted, "also in small steps"
 
 
+@pytest.mark.parametrize(("groups", "every"), [((FULL, WINDOW), 16384), ((WINDOW,), 2048)])
+def test_windows_alone_have_more_checkpoints(groups: tuple[Group, ...], every: int) -> None:
+    """The daemon does not know where prompts part."""
+    prompt, slots, step = RequestView("r", 20_001, 20_001, []), 20_000 // 4, every // 4
+    found = several(*groups, checkpoint_tokens=None).tail_slots(len(groups) - 1, prompt, 0, slots, None)
+    assert found == [end - back for end in [*range(step, slots, step), slots] for back in (2, 1)]
+
+
 @pytest.mark.parametrize(
     ("junction", "wanted"), [(5, [3, 4, 8, 9]), (1, [0, 8, 9]), (9, [7, 8, 9]), (10, [8, 9]), (0, [8, 9])]
 )

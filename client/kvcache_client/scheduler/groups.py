@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from kvcache_client.scheduler.views import BlockTables, RequestView
+from kvcache_client.settings import CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE
 from kvcache_client.step_plan import LoadJob
 from kvcache_proto.types import FULL, REF_BYTES, GroupSpec
 
@@ -174,11 +175,11 @@ class SeveralGroups(FullAttention):
         specs: Sequence[GroupSpec],
         hash_tokens: int,
         prompt_only: bool = False,
-        checkpoint_tokens: int = 0,
+        checkpoint_tokens: int | None = 0,
         volatile: int = 0,
     ) -> None:
         """`checkpoint_tokens` are those between two boundaries in a prompt whose tails are saved; 0: there are none
-        but its junction and its end.
+        but its junction and its end; None: as many as ConnectorSettings says.
 
         What is generated is saved as it comes: the engine does not keep a window until it is known where a request
         ends.
@@ -186,9 +187,11 @@ class SeveralGroups(FullAttention):
         slot_tokens = specs[0].block_tokens
         super().__init__(hash_tokens, slot_tokens // hash_tokens, volatile, prompt_only)
         self._groups, self._specs = groups, specs
-        self._checkpoint = checkpoint_tokens // slot_tokens
         self.align = math.lcm(*(table.block_tokens for group in groups for table in group.tables))
         self.has_full = specs[0].kind == FULL
+        if checkpoint_tokens is None:
+            checkpoint_tokens = CHECKPOINT_TOKENS if self.has_full else CHECKPOINT_TOKENS_ALONE
+        self._checkpoint = checkpoint_tokens // slot_tokens
         self.tails = tuple(range(int(self.has_full), len(groups)))
 
     def usable(self, hits: int) -> int:
