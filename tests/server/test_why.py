@@ -342,6 +342,23 @@ def test_unnamed_lookups_and_full_hits_are_not_remembered() -> None:
     assert not insight(world.cache).misses.lookups
 
 
+def test_a_waiting_request_is_remembered_once_a_second_and_when_something_has_changed() -> None:
+    world = World(3)
+    engine, other = Engine(world, "one"), Engine(world, "two")
+    log, run = insight(world.cache).misses, world.chain(4)
+    for _ in range(10):
+        engine.look_up(run, "waits")
+        other.look_up(run, "waits too")
+    assert [each.request for each in log.lookups] == ["waits", "waits too"]
+    engine.store(run[:2])
+    for _ in range(10):
+        engine.look_up(run, "waits")
+    world.tick(miss_log.REPEATED_AFTER)
+    engine.look_up(run, "waits")
+    assert [each.hits for each in log.lookups if each.engine == "one"] == [0, 2, 2]
+    assert runs_of(*world.why("waits")["explained"])[0] == (2, "hit")
+
+
 def test_the_memory_for_explanations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(miss_log, "LOOKUPS", 40_000)
     monkeypatch.setattr(miss_log, "GENERATION", 50)

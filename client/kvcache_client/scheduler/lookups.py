@@ -24,7 +24,6 @@ TIER_WAIT = (
 LEAST_WAIT = 0.002  # seconds between two lookups of a request that waits for a tier
 QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give back what the engine may pin
 MAX_AGE = 0.1  # seconds after which a lookup that found less than all is repeated
-NAME_EVERY = 1.0  # seconds between two lookups of a request that bear its name
 IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is given back
 
 
@@ -71,8 +70,6 @@ class Lookups:
         The engine has the first `start` blocks of its own.
         """
         request, waited, state.waited = state.request, state.waited, False
-        # A request that waits to be scheduled is looked up again and again: the daemon hears its name now and then.
-        named = waited or not state.named_at or now - state.named_at > NAME_EVERY
         self.forget(state)
         keys = self._group.keys(request.hashes)[: limit + self._group.volatile]
         had = start // self._group.blocks_per_slot if self._group.tails else 0
@@ -80,7 +77,7 @@ class Lookups:
             lease = namespace.acquire(
                 keys,
                 verify=self._verify != "off",
-                request=request.id if named else "",
+                request=request.id,
                 tokens=request.prompt_tokens,
                 salted=request.salted,
                 start=had,
@@ -89,8 +86,6 @@ class Lookups:
             self._counters.warn("lookups_refused", f"lookups are refused: {error}")
             self._notes.note(state, "refused", now)
             lease = namespace.acquire(())
-        if named:
-            state.named_at = now
         if lease.failed:
             self._notes.note(state, "deadline" if namespace.attached else "down", now)
         else:

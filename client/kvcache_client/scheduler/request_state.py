@@ -59,7 +59,6 @@ class RequestState:
     start: int = 0  # device blocks that the engine had itself when it asked last
     logged: bool = False  # whether its line was logged
     noted: str = ""  # the cause that was noted for the daemon last
-    named_at: float = 0.0  # when a lookup last had its name
     waited: bool = False  # whether its last lookup was put off for what was on its way, or kept back
     pending_until: float = 0.0  # how long it waits for blocks that are being written; it does so once
     tier_asked: float = 0.0  # when it first waited for a tier

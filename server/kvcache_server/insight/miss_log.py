@@ -19,6 +19,7 @@ from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, TICKS_PER_SECOND, 
 
 LOOKUPS = 16 << 20  # bytes of remembered lookups; each, and what each tier said of it, counts as EACH more
 EACH = 512
+REPEATED_AFTER = 1.0
 GENERATIONS, GENERATION = 8, 1 << 14  # removed blocks: number of dicts, and names in each; the oldest dict is dropped
 NOTES = 4096
 SPACES = 1024
@@ -54,6 +55,11 @@ class Lookup(msgspec.Struct, gc=False, frozen=True):
     def size(self) -> int:
         """Its share of LOOKUPS."""
         return len(self.frame) + EACH * (1 + len(self.below))
+
+    def repeats(self, other: Lookup) -> bool:
+        """Whether it is another lookup of the same request, with the same result."""
+        found = self.request, self.hits, self.cause, self.blocks, self.below
+        return found == (other.request, other.hits, other.cause, other.blocks, other.below)
 
 
 class Occasion(msgspec.Struct, gc=False, frozen=True):
@@ -92,6 +98,7 @@ class MissLog:
         self.facts: dict[int, frozenset[tuple[str, str]]] = {}  # by namespace: the facts that identify it
         self.started_at = 0.0
         self.empty_reason = ""
+        self._last: dict[str, Lookup] = {}  # by engine
         self._held = 0
         self._names: deque[dict[bytes, Occasion]] = deque([{}], GENERATIONS)
         self._since: deque[float] = deque([0.0], GENERATIONS)
@@ -108,11 +115,22 @@ class MissLog:
     # Lookups.
 
     def missed(self, lookup: Lookup) -> None:
-        """Remember a lookup."""
+        """Remember a lookup.
+
+        A request that waits to be scheduled is looked up again and again. If nothing has changed, that is remembered
+        once in REPEATED_AFTER seconds.
+        """
+        last = self._last.get(lookup.engine)
+        if last is not None and lookup.at - last.at < REPEATED_AFTER and lookup.repeats(last):
+            return
+        self._last[lookup.engine] = lookup
         self.lookups.append(lookup)
         self._held += lookup.size
         while self._held > LOOKUPS:
-            self._held -= self.lookups.popleft().size
+            oldest = self.lookups.popleft()
+            self._held -= oldest.size
+            if self._last.get(oldest.engine) is oldest:
+                del self._last[oldest.engine]
 
     # Blocks.
 
