@@ -19,7 +19,7 @@ from kvcache_server.core.effects import NamespaceClosed, SessionGone
 from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
 from kvcache_server.core.index import Group
 from kvcache_server.core.slices import LOOK
-from kvcache_server.tiering.tier import MOST_COMING, MOST_LOOKS, Looking, Tier
+from kvcache_server.tiering.tier import MOST_COMING, MOST_LOOKS, MOST_WRITES, Looking, Tier
 from kvcache_server.tiering.tiering import Tiering
 
 SIZE = 1 << 20
@@ -285,6 +285,48 @@ def test_new_blocks_are_written_if_most_blocks_return_or_all_are_to_be(
     engine.store(chain("n", 5))
     jobs = host.tiering.jobs(host.tiers["disk"], 1, host.now)
     assert (sum(len(each.hashes) for each in jobs.writes) if jobs else 0) == written
+
+
+def test_what_lies_above_new_blocks_is_written_with_them() -> None:
+    """The daemon learns that blocks return while it stores a prompt."""
+    host = Host("disk")
+    host.tiering.jobs(host.tiers["disk"], 1, host.now)
+    engine = Stores(host, "other")
+    engine.store(chain("n", 5))
+    assert host.tiering.jobs(host.tiers["disk"], 1, host.now) is None
+    host.cache.learner.worths.returning = 0.6
+    engine.store(chain("n", 10))
+    jobs = host.tiering.jobs(host.tiers["disk"], 1, host.now)
+    assert jobs is not None
+    first = [name for each in jobs.writes for name in each.hashes]
+    assert first and first == hashes(chain("n", 10))[: len(first)]
+    assert host.tiering.report()[0]["to_write_blocks"] == 10
+
+
+@pytest.mark.parametrize(
+    ("writes", "cls", "returning", "factor", "waiting", "stored"),
+    [
+        ("through", 0, 0.0, 1.0, 0, True),
+        ("through", 0, 0.0, 1.0, MOST_WRITES, False),
+        ("second", 0, 0.6, 1.0, 0, True),
+        ("second", 0, 0.4, 1.0, 0, False),
+        ("second", 0, 0.4, 2.0, 0, True),
+        ("second", 0, 0.9, 0.9, 0, False),
+        ("second", 1, 0.0, 1.0, 0, True),
+        ("ahead", 1, 0.9, 1.0, 0, False),
+    ],
+)
+def test_the_pool_stores_what_a_tier_gets(
+    writes: str, cls: int, returning: float, factor: float, waiting: int, stored: bool
+) -> None:
+    host = Host()
+    tier = host.cache.open_session("tier disk", "", host.now)
+    host.tiering.begin(tier, m.Work(1, b"", "disk", 1 << 20, writes=writes), host.now)
+    (account,) = host.cache.eviction.fair_share.accounts
+    account.share.factor, host.cache.learner.worths.returning = factor, returning
+    host.tiering._tiers[tier].waiting = waiting
+    policy = host.cache.eviction.stored_below
+    assert policy is not None and policy(account, cls) is stored
 
 
 def test_blocks_of_little_worth_are_stored_for_a_tier() -> None:

@@ -153,6 +153,11 @@ class Tier:
         self.next_ahead = 0  # the account at which the next look begins
 
     @property
+    def keeps_up(self) -> bool:
+        """Whether it writes about as fast as it is asked to."""
+        return self.waiting <= MOST_WRITES // 2
+
+    @property
     def rate(self) -> float:
         """Bytes per second that it brings, of late."""
         return self._moved / max(self._busy, 1e-6)

@@ -286,12 +286,12 @@ class Tiering:
                 lacking = [block for block in blocks if not tier.has(block) and block.parent is not None]
                 if tier.policy == m.SECOND:  # computed again after they were evicted or refused, or as most blocks are
                     lacking = [each for each in lacking if each.tick & CLASS_MASK or self._likely(each.account)]
-                _store(tier, lacking)
+                _store(tier, _with_ancestors(tier, lacking))
 
-    def _stored_below(self, account: Account) -> bool:
-        """Whether a tier gets the blocks that an account stores, even if nobody asks for them again."""
-        policies = {tier.policy for tier in self._tiers.values() if tier.on}
-        return m.THROUGH in policies or (m.SECOND in policies and self._likely(account))
+    def _stored_below(self, account: Account, cls: int) -> bool:
+        """Whether a tier gets a block of class `cls` that an account stores, even if nobody asks for it again."""
+        policies = {tier.policy for tier in self._tiers.values() if tier.on and tier.keeps_up}
+        return m.THROUGH in policies or (m.SECOND in policies and (cls > 0 or self._likely(account)))
 
     def _likely(self, account: Account) -> bool:
         return likely(self._cache.eviction.learner.worths, account.share)
@@ -584,6 +584,16 @@ def _store_chain(tier: Tier, chain: Sequence[Block]) -> None:
     """Have the first blocks stored that the tier does not have: the others are of no use without them."""
     begin = bisect_left(chain, True, key=lambda block: not tier.has(block))
     tier.store([block for block in chain[begin : begin + LOOK] if not tier.has(block)])
+
+
+def _with_ancestors(tier: Tier, blocks: Sequence[Block]) -> Sequence[Block]:
+    """Return `blocks`, each after those above it that the tier lacks: without these it is of no use."""
+    found: dict[int, Block] = {}
+    most = len(blocks) + LOOK
+    for block in blocks:
+        above = takewhile(lambda each: id(each) not in found and not tier.has(each), block.ancestors())
+        found.update((id(each), each) for each in list(islice(above, most - len(found)))[::-1])
+    return list(found.values())
 
 
 def _store(tier: Tier, blocks: Sequence[Block]) -> None:

@@ -92,8 +92,9 @@ class Eviction:
         self.retaining = False  # whether an engine retains blocks
         # Ends what an engine retains, before the account loses a block, or is refused one, below its floor.
         self.give_way: Callable[[Account, bool], bool] = lambda account, refused: False
-        # Whether a tier gets the blocks that an account stores: then none is declined, however little it is worth here.
-        self.stored_below: Callable[[Account], bool] | None = None
+        # Whether a tier gets a block of this class that an account stores: then it is not declined, however little
+        # it is worth here.
+        self.stored_below: Callable[[Account, int], bool] | None = None
         self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
         self.set_limits(limits)
 
@@ -178,7 +179,7 @@ class Eviction:
 
     def _declines(self, account: Account, cls: int, least: float) -> bool:
         """Return whether a block is worth less than what would be evicted for it, and of no use to a tier; count it."""
-        if self.ranking.worth_of_new(account, cls) >= least or (self.stored_below and self.stored_below(account)):
+        if self.ranking.worth_of_new(account, cls) >= least or (self.stored_below and self.stored_below(account, cls)):
             return False
         self.declined += 1
         return True

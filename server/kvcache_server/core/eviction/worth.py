@@ -48,8 +48,11 @@ def one_off(share: Share, cls: int) -> bool:
 
 
 def likely(worths: Worths, share: Share) -> bool:
-    """Whether most blocks of a share that were asked for once will be asked for again."""
-    return worths.returning > LIKELY and share.factor >= 1
+    """Whether most blocks of a share that were asked for once will be asked for again.
+
+    That is known of all shares together, and how far this one differs.
+    """
+    return share.factor >= 1 and worths.returning * share.factor > LIKELY
 
 
 def gittins(hazards: Sequence[float]) -> list[float]:
