@@ -13,6 +13,7 @@ import pytest
 from kvcache_client import settings as connector
 from kvcache_client.settings import ConnectorSettings
 from kvcache_proto import __version__
+from kvcache_server.capacity.figures import CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE, DEFAULT_BLOCK_TOKENS
 from kvcache_server.cli import EXIT_CODES, commands
 from kvcache_server.config import reference
 from kvcache_server.doctor import SECTIONS
@@ -92,6 +93,11 @@ def test_the_settings_of_the_connector(key: str) -> None:
     choices["gate"] = connector.GATES
     choices["kv_load_failure_policy"] = connector.FAILURE_POLICIES
     assert all(f"`{choice}`" in what for choice in choices.get(key, ()))
+
+
+def test_a_plan_counts_with_the_defaults_of_the_connector() -> None:
+    server = (CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE, DEFAULT_BLOCK_TOKENS)
+    assert server == (connector.CHECKPOINT_TOKENS, connector.CHECKPOINT_TOKENS_ALONE, connector.BLOCK_TOKENS)
 
 
 def test_every_command_that_is_named_exists() -> None:

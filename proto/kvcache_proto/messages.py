@@ -390,8 +390,8 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     A tier is bringing the `coming` blocks after the hits, of which some may be pending, in about `eta_ms`. If only
     `eta_ms` is not 0, tiers are being asked for them, and it is known by then whether one has them.
 
-    In a namespace with tails, the engine could continue after `junction` blocks, more than the hits, if the tails had
-    what that takes; 0 if there is no such number.
+    In a namespace with tails, the engine could continue after `junction` blocks, more than are cached, if the tails
+    had what that takes; 0 if there is no such number.
     """
 
     id: int

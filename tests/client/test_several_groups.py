@@ -161,6 +161,11 @@ def test_windows_where_a_prompt_parts_from_others(junction: int, wanted: list[in
     assert steps == wanted, "also in small steps"
 
 
+def test_nobody_continues_where_a_state_is_missing() -> None:
+    group = several(FULL, WINDOW, STATE)
+    assert group.tail_slots(1, request(41), 0, 10, None, 5) == [8, 9]
+
+
 def test_a_window_is_saved_while_it_is_there() -> None:
     """Before token 12 the engine has computed 8, and keeps the five before those."""
     group = several(FULL, WINDOW)
@@ -200,6 +205,20 @@ def test_what_was_found_for_another_beginning_is_looked_up_again() -> None:
     state.lookup = LookupResult(SimpleNamespace(id=1), 4, 4, 0.0, had=2)  # type: ignore[arg-type]
     assert [lookups.known(state, 4, start, 0.0) is None for start in (6, 4, 3, 2)] == [False, False, True, True]
     assert lookups.known(state, 3, 4, 0.0) is None, "another boundary"
+
+
+def test_a_preempted_request_does_not_part_from_what_it_has_saved_itself() -> None:
+    lookups = Lookups(several(FULL, WINDOW), 1, "off", Counters(), None)  # type: ignore[arg-type]
+    state = RequestState(request(41))
+
+    def junction(found: int) -> int:
+        lease = SimpleNamespace(id=0, hits=0, pending=0, sums=b"", region_id=b"", failed=False, junction=found)
+        lookups.ask(state, SimpleNamespace(acquire=lambda *_, **__: lease), 10, 0, 0.0)  # type: ignore[arg-type]
+        return state.junction
+
+    assert [junction(4), junction(5)] == [4, 5], "while it waits, others go on"
+    state.blocks = [1, 2, 3]
+    assert junction(8) == 5
 
 
 def test_a_null_block_is_not_filled() -> None:

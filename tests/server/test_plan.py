@@ -134,15 +134,15 @@ def test_both_cache_types_of_a_plan() -> None:
 
 
 def test_windows_are_saved_where_prompts_may_continue() -> None:
-    found = plan("gpt-oss-20b", length=8192, ram=64 * GIB)
+    found = plan("gpt-oss-20b", length=65536, ram=64 * GIB)
     (window,) = found["kv"]["tails"]
     block = 128 * 12 * 8 * 128 * 2  # tokens x layers x heads x (64 + 64) x 2 bytes
     assert (window["kind"], window["layers"], window["window"], window["bytes"]) == ("sliding", 12, 128, block)
     assert found["kv"]["block_bytes"] == block, "the other half of the layers"
     assert window["conversation_bytes"] == 4 * block, "three checkpoints and the end"
-    assert found["host"]["conversations"] == found["host"]["blocks"] // (64 + 4)
+    assert found["host"]["conversations"] == found["host"]["blocks"] // (512 + 4)
     shown = run(str(MODELS / "gpt-oss-20b.json"))
-    assert "12 layers, sliding 128 tokens: at the end of a prompt, and at every 2,048 tokens" in shown
+    assert "12 layers, sliding 128 tokens: at the end of a prompt, and at every 16,384 tokens" in shown
     assert "needs vLLM 0.32 or later" in shown and "--kv-transfer-config" in shown
 
 

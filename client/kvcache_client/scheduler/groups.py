@@ -178,8 +178,8 @@ class SeveralGroups(FullAttention):
         checkpoint_tokens: int | None = 0,
         volatile: int = 0,
     ) -> None:
-        """`checkpoint_tokens` are those between two boundaries in a prompt whose tails are saved; 0: there are none
-        but its junction and its end; None: as many as ConnectorSettings says.
+        """`checkpoint_tokens` are those between two boundaries in a prompt whose tails are saved; 0: only at its
+        junction and its end; None: what is best for these groups.
 
         What is generated is saved as it comes: the engine does not keep a window until it is known where a request
         ends.
@@ -236,6 +236,8 @@ class SeveralGroups(FullAttention):
         prompt = request.prompt_tokens // self.slot_tokens
         ends = {prompt, prompt if limit is None else limit}
         last = (request.prompt_tokens - 1) // self.slot_tokens
+        if any(group.is_state for group in self._groups):
+            junction = 0  # nobody can continue there: the engine has no state of it
         boundaries = {junction, last, *ends, *(end - self.volatile for end in ends)}
         if step:
             reach = self._specs[number].reach

@@ -89,7 +89,9 @@ class Lookups:
         if lease.failed:
             self._notes.note(state, "deadline" if namespace.attached else "down", now)
         else:
-            state.saved, state.junction = lease.hits + lease.pending, lease.junction
+            state.saved = lease.hits + lease.pending
+            if not state.blocks:  # else it was preempted, and parts from what it has saved itself
+                state.junction = lease.junction
             if self._events is not None and not lease.withheld:
                 # With tails, what follows the hits may be there: from another boundary on, it can be loaded.
                 self._events.looked_up(request, lease.hits, lease.hits if self._group.tails else len(keys))

@@ -26,7 +26,7 @@ class Lease:
         coming: number of blocks after the hits that a tier is bringing; some may be pending already.
         eta: seconds until those are expected; if there are none, until it is known whether tiers have some, else 0.
         junction: number of blocks after which an engine could continue if it had the tails there; 0 where that is not
-            above the hits.
+            above what is cached, `withheld` included.
         failed: whether the daemon did not answer; the lease then says nothing about the cache.
         sums: where they were asked for, a checksum per shard of each slot, SUM_BYTES each, 0 for none.
         region_id: the region that the slots lie in; b"" where there are none.

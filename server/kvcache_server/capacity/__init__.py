@@ -12,7 +12,7 @@ import click
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import format_size, parse_size
-from kvcache_server.capacity.figures import CHECKPOINT_TOKENS, Options, figures
+from kvcache_server.capacity.figures import Options, figures
 from kvcache_server.config import read_file
 
 RUNNING = (
@@ -94,7 +94,7 @@ def describe(found: Mapping[str, Any]) -> Iterator[str]:
     for tail in kv["tails"]:
         what = f"{tail['layers']} layers, {tail['kind']}" + f" {tail['window']:,} tokens" * (tail["window"] > 0)
         yield f"  saved     {format_size(tail['bytes']):>10}   {what}: at the end of a prompt" + (
-            f", and at every {CHECKPOINT_TOKENS:,} tokens in it" if tail["window"] else ""
+            f", and at every {tail['checkpoint_tokens']:,} tokens in it" if tail["window"] else ""
         )
     yield from _describe_host(host)
     yield from _describe_device(found)

@@ -27,7 +27,8 @@ from kvcache_server.core.extent_sizing import room, slots_by_default
 
 KV_ITEMS = {"bf16": 2, "fp8": 1}
 ENDLESS = 1 << 22  # tokens, if the model does not state its limit
-CHECKPOINT_TOKENS = 2048  # the connector's default: at each multiple within a prompt, windows are saved
+# The connector's defaults: at each multiple within a prompt, windows are saved. The second one is for windows alone.
+CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE = 16384, 2048
 DEFAULT_BLOCK_TOKENS = 128
 
 
@@ -87,7 +88,10 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
     estimated = options.weights is None
     weights = weight_bytes(model, config, options.tp) if options.weights is None else options.weights // options.tp
     host = _host(options, number * shard_bytes)
-    tails = [_tail(slot, number, block_tokens, length) for slot in (others if not first.reach else slots_of_block)]
+    every = CHECKPOINT_TOKENS_ALONE if first.reach else CHECKPOINT_TOKENS
+    tails = [
+        _tail(slot, number, block_tokens, length, every) for slot in (others if not first.reach else slots_of_block)
+    ]
     conversation = sum(tail["conversation_bytes"] for tail in tails)
     if not first.reach:  # only full blocks are kept
         conversation += length // block_tokens * number * shard_bytes
@@ -169,14 +173,15 @@ def _pages(model: Model, options: Options, engine_block: int, item: int) -> Page
     return pages(model, options.tp, item, engine_block, 2 * options.batched_tokens, hybrid)
 
 
-def _tail(slot: Slot, number: int, block_tokens: int, length: int) -> dict[str, Any]:
+def _tail(slot: Slot, number: int, block_tokens: int, length: int, every: int) -> dict[str, Any]:
     """Return what is saved of a window or a state: at each boundary where prompts may continue, and of a conversation
-    of `length` tokens, in which windows may overlap."""
-    boundaries = 1 + (length - 1) // CHECKPOINT_TOKENS if slot.window else 1
+    of `length` tokens, in which windows may overlap. Of windows, there is one at `every` so many tokens."""
+    boundaries = 1 + (length - 1) // every if slot.window else 1
     return {
         "kind": slot.kind,
         "layers": slot.layers,
         "window": slot.window,
+        "checkpoint_tokens": every if slot.window else 0,
         "bytes": number * slot.bytes * slot.reach,
         "conversation_bytes": number * slot.bytes * min(slot.reach * boundaries, max(length // block_tokens, 1)),
     }
