@@ -84,6 +84,7 @@ class Engine:
             engine.add_request(names[-1], given | more, parameters, lora_request=adapter)
         doomed = [names[index] for index in abort or ()]
         tokens: dict[str, list[int]] = {}
+        cached: dict[str, int | None] = {}
         first: dict[str, float] = {}
         steps = 0
         while engine.has_unfinished_requests():
@@ -91,12 +92,14 @@ class Engine:
                 first.setdefault(output.request_id, time.perf_counter() - begin)
                 if output.finished:
                     tokens[output.request_id] = list(output.outputs[0].token_ids)
+                    cached[output.request_id] = output.num_cached_tokens
             steps += 1
             if doomed and steps >= steps_before_abort:
                 engine.abort_request(doomed)
                 doomed = []
         return {
             "tokens": [tokens.get(name) for name in names],
+            "cached": [cached.get(name) for name in names],
             "seconds": time.perf_counter() - begin,
             "first": [first.get(name) for name in names],
         }

@@ -81,6 +81,27 @@ def test_the_second_engine_continues_and_no_token_differs(name: str, start: Any,
     assert len(daemon.status()["namespaces"][-1]["block_bytes"]) == GROUPS
 
 
+def test_the_third_prompt_that_begins_alike_continues_where_the_second_parted(
+    name: str, start: Any, daemon: Any
+) -> None:
+    if name == "mla":
+        pytest.skip("declined on a CPU, see above")
+    draw = random.Random(name + " parts")
+    shared = [draw.randrange(3, 512) for _ in range(11 * BLOCK + 5)]
+    prompts = [shared + [draw.randrange(3, 512) for _ in range(5 * BLOCK)] for _ in range(3)]
+    alone = start()
+    expected = [alone.generate(prompt) for prompt in prompts]
+    running = start("parts")
+    cached = []
+    for prompt, answer in zip(prompts, expected, strict=True):
+        running.ask("reset")
+        found = running.ask("generate", prompts=[prompt])
+        assert found["tokens"] == answer
+        cached += found["cached"]
+        hits(daemon, running)
+    assert cached == [0, 0, 11 * BLOCK]
+
+
 def test_an_engine_continues_with_what_a_tier_has(name: str, start: Any, daemon: Any) -> None:
     """Windows, too, come back from the disk: the region has forgotten all, and no token differs."""
     if name == "mla":
