@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -94,6 +95,7 @@ class S3Server:
     def paused(self) -> Iterator[None]:
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # until then, some of its threads may go on
         try:
             yield
         finally:
