@@ -123,13 +123,12 @@ def test_prompts_that_begin_alike_continue_at_a_checkpoint(
         idle()
 
 
-@pytest.mark.parametrize("chunk", [1024, 3 * BLOCK])
 @pytest.mark.parametrize("name", [name for name in WINDOWS if name != "windows alone"])
 def test_the_third_prompt_that_begins_alike_continues_where_the_second_parted(
-    pair: Any, sim: Any, prompt: Any, idle: Any, name: str, chunk: int
+    pair: Any, sim: Any, prompt: Any, idle: Any, name: str
 ) -> None:
     """The second one finds the blocks of full attention there, and saves the window when it comes by."""
-    one, two = pair(name, max_num_batched_tokens=chunk, extra={"checkpoint_tokens": 0, "verify": "all"})
+    one, two = pair(name, extra={"checkpoint_tokens": 0, "verify": "all"})
     shared = prompt(9 * BLOCK + 5)
     for engine, hit in ((one, 0), (two, 0), (one, 9 * BLOCK)):
         assert engine.reset()
@@ -370,7 +369,7 @@ def test_with_a_drafter_prompts_part_one_block_earlier(
     drafted: Any, sim: Any, prompt: Any, idle: Any, name: str, is_async: bool
 ) -> None:
     extra = {"checkpoint_tokens": 0, "verify": "all"}
-    one, two = drafted(name, async_scheduling=is_async, extra=extra, max_num_batched_tokens=3 * BLOCK)
+    one, two = drafted(name, async_scheduling=is_async, extra=extra)
     shared = prompt(9 * BLOCK + 5)
     for engine, hit in ((one, 0), (two, 0), (one, 8 * BLOCK)):
         assert engine.reset()
