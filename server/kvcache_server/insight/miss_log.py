@@ -19,7 +19,7 @@ from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, TICKS_PER_SECOND, 
 
 LOOKUPS = 16 << 20  # bytes of remembered lookups; each, and what each tier said of it, counts as EACH more
 EACH = 512
-REPEATED_AFTER = 1.0
+REPEATED_AFTER = 1.0  # seconds
 GENERATIONS, GENERATION = 8, 1 << 14  # removed blocks: number of dicts, and names in each; the oldest dict is dropped
 NOTES = 4096
 SPACES = 1024
