@@ -414,7 +414,40 @@ def test_slots_that_long_prompts_leave_are_not_cut_for_states() -> None:
         engine.store(next(short))
     assert not engine.cached(0) & set(digests("abcdefghijklmno") + digests("ABCDEFGHIJK"))
     assert not cache.eviction.evictions["recut"]
-    check_integrity(cache)
+
+
+def test_no_extent_is_reassigned_under_the_block_that_a_state_is_to_hang_on() -> None:
+    """It would hang on a block that is gone: never found, never evicted."""
+    for others, expected in ((0, Refusal.NO_SPACE), (1, Refusal.GRANTED)):
+        cache = make_cache(extents=1 + others, policy="lru")
+        engine = Engine(cache, (GroupSpec(16, 2 * BYTES), GroupSpec(16, 3 * BYTES, TAIL, 1)))
+        slots = cache.pool.slots_of(2 * BYTES) // (1 + others)
+        if others:
+            engine.store("o" * slots, tails=False)
+        path = "p" * (slots - 1)
+        engine.store(path, tails=False)
+        engine.store("q", tails=False)  # a leaf in the same extent, which may go
+        assert not cache.pool.uncut
+        assert engine.store(path) == [Refusal.PRESENT] * (slots - 1) + [expected]
+        check_integrity(cache)
+        finish(audit(cache))
+        assert engine.hits(path) == (slots - 1 if expected is Refusal.GRANTED else 0)
+
+
+def test_nothing_is_lost_while_extents_are_cut_for_other_sizes_again_and_again() -> None:
+    for seed in range(40):
+        draw = random.Random(seed)
+        cache = make_cache(extents=draw.choice([1, 2, 3]), policy=draw.choice(["lru", "worth"]), namespace_floor=0.0)
+        sizes = [BYTES * draw.randrange(1, 5) for _ in range(3)]
+        tails = [GroupSpec(16, size, TAIL, draw.choice([1, 2])) for size in sizes[1:]]
+        engine = Engine(cache, (GroupSpec(16, sizes[0]), *tails))
+        for _ in range(60):
+            path = draw.choice("abc") * draw.randrange(1, 6) + draw.choice("xyz")
+            engine.store(path, tails=[number for number in (1, 2) if draw.random() < 0.7])
+            assert not any(group.pending for group in cache.namespaces[1].groups), "what waits for ever"
+            check_integrity(cache)
+            while cache.chores.go_on():
+                pass
 
 
 def test_an_engine_s_ceiling_is_for_all_groups_together() -> None:

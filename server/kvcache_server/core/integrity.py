@@ -231,6 +231,7 @@ def _check_slot(cache: Cache, extent: Extent[Block], slot: int) -> None:
 def _check_block(cache: Cache, block: Block) -> None:
     group, parent = block.account.group, block.parent
     assert parent is not None
+    assert parent.pins != GONE, "a block below one that is gone"
     assert (parent.child if block.prev is None else block.prev.next) is block, "a block that its parent does not know"
     assert block.next is None or block.next.prev is block, "a block that its parent does not know"
     if block.visible:

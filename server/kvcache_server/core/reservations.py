@@ -253,10 +253,11 @@ class Reservations:
         emptying = self._eviction.reassign(wanted)
         try:
             while parent is not None:
-                try:
-                    next(emptying)  # never evicts blocks of the parent's slot size
-                except StopIteration as done:
-                    return done.value, parent
+                with self._holds.hold(reservation, parent):  # a tail's parent may be in the extent that is emptied
+                    try:
+                        next(emptying)
+                    except StopIteration as done:
+                        return done.value, parent
                 parent = yield from self._pause(reservation, parent)
         finally:
             emptying.close()
