@@ -192,6 +192,33 @@ def test_hits_and_lost_blocks_are_the_hits_of_an_infinite_pool(seed: int, policy
     assert few["hit_blocks"] + few["lost_blocks"] == all_of_them["hit_blocks"]
 
 
+def test_a_request_that_is_looked_up_again_counts_once_with_the_most_that_it_found():
+    cache = make_cache(extents=2, policy=LRU)
+    engine = Engine(cache, "one", block_bytes=200 << 10)
+    slots = cache.pool.slots_of(200 << 10)
+    blocks = chain("a", slots)
+    engine.store(blocks[:8])
+
+    def look_up(names: list[str], request: str) -> tuple[int, ...]:
+        engine.ask(m.Acquire(1, b"", engine.namespace, hashes(names), pin=False, request=request))
+        (space,) = figures(cache, 0.0)["namespaces"]
+        assert space["hit_bytes"] == space["hit_blocks"] * (200 << 10)
+        return tuple(space[key] for key in ("lookups", "requested_blocks", "hit_blocks", "lost_blocks"))
+
+    assert look_up(blocks[:8], "r") == (1, 8, 8, 0)
+    assert look_up(blocks[:8], "r") == (2, 8, 8, 0)
+    assert look_up(blocks[:10], "r") == (3, 10, 8, 0), "it has generated more, and was preempted"
+    engine.store(blocks[:10])
+    assert look_up(blocks[:10], "r") == (4, 10, 10, 0), "it waited, and more has come"
+    assert look_up(blocks[:4], "r") == (5, 10, 10, 0)
+    assert look_up(blocks[:4], "s") == (6, 14, 14, 0)
+    assert look_up(blocks[:4], "") == (7, 18, 18, 0)
+    assert look_up(blocks[:4], "") == (8, 22, 22, 0), "two requests, as far as is known"
+    engine.store(chain("b", slots))
+    assert look_up(blocks[:10], "t") == (9, 32, 22, 10)
+    assert look_up(blocks[:10], "t") == (10, 32, 22, 10)
+
+
 def test_many_lost_blocks_are_estimated_from_a_sample():
     draw = random.Random(3)
     lost, blocks = InfiniteCache(1, Lots(keyed_draw(b"a"))), [draw.randbytes(32) for _ in range(200_000)]

@@ -215,11 +215,15 @@ class Lookups:
                 check_hashes(missed, group.hash_bytes)
         engine = session.engine
         used = chain if proof is None else [*chain, proof]
-        self._learner.asked(engine, group, request, used, hits + (proof is not None), tails)
-        requested = max(0, len(hashes) - group.spec.followed)
+        asked = engine.asked(request.request, group)
+        self._learner.asked(engine, group, request, used, hits + (proof is not None), tails, not asked.lookups)
+        asked.lookups += 1
         namespace.lookups += 1
-        namespace.requested_blocks += requested
-        self._counters["blocks_requested"] += requested
+        more = len(hashes) - group.spec.followed - asked.blocks
+        if more > 0:
+            asked.blocks += more
+            namespace.requested_blocks += more
+            self._counters["blocks_requested"] += more
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler is offered.
             self._counters["ranks_missing"] += 1
@@ -250,14 +254,19 @@ class Lookups:
         if request.pin:
             self.last = lease = self.last + 1
             session.pin(lease, chain[-1] if chain else None, size, cover, tails)
-        namespace.hit_blocks += hits
         if chain:
             self._pool.read(proof or chain[-1])
-            group.read_blocks += hits
         for block in tails:
             self._pool.read(block)
-            block.account.group.read_blocks += 1
-        self._counters["blocks_hit"] += hits
+        more = hits - asked.hits
+        if more > 0:
+            asked.hits += more
+            namespace.hit_blocks += more
+            self._counters["blocks_hit"] += more
+            if chain:
+                group.read_blocks += more
+            for block in tails:
+                block.account.group.read_blocks += 1
         blocks = [*chain, *tails] if tails else chain
         slots = b"".join([block.ref for block in blocks])
         sums = b""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
 from kvcache_proto.types import FULL, TAIL, NamespaceSpec
 from kvcache_server.core.extent_sizing import Fit
 from kvcache_server.core.index import Account, Block, Group, Reservation, Share
 from kvcache_server.core.pins import Lease, Pins, new_lease
 
-REMEMBERED = 1024  # requests per engine whose first lookup was counted
+REMEMBERED = 1024  # requests per engine whose lookups were counted
 NOBODY = -1  # the user of sessions without a process, and of those that an older daemon stored without a user
 
 
@@ -40,6 +42,15 @@ class Namespace:
             group.forget()
 
 
+class Asked(msgspec.Struct, gc=False):
+    """What one request of an engine has asked of a group: in how many lookups, for how many blocks, and how many of
+    them were found. Lookups of the same blocks count once."""
+
+    lookups: int = 0
+    blocks: int = 0
+    hits: int = 0
+
+
 class Engine:
     """The sessions with one engine id, and what they hold together."""
 
@@ -58,23 +69,25 @@ class Engine:
         self.shares: dict[int, Share] = {}  # by namespace
         self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None if a shard has no writer
         self.pins = Pins()
-        self._asked: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # the last requests, and the groups' tags
+        self._asked: OrderedDict[tuple[str, bytes], Asked] = OrderedDict()  # by request and group's tag, the last ones
         self.brings = False  # what lookups have asked for: it is stored, whatever it seems to be worth
         self.writing = 0  # bytes of slots that are unsettled in its reservations
 
-    def asks_first(self, request: str, group: Group) -> bool:
-        """Whether `request` asks for blocks of `group` for the first time, as far as is remembered.
+    def asked(self, request: str, group: Group) -> Asked:
+        """Return what `request` has asked of `group` before, as far as is remembered; its caller keeps that up to date.
 
         An engine asks again for a request that waits, or that it has preempted. That says nothing about how often its
-        blocks are used.
+        blocks are used. Lookups without a request's name are each a request of their own.
         """
+        if not request:
+            return Asked()
         key, asked = (request, group.tag), self._asked
-        if key in asked:
-            return False
-        asked[key] = None
-        if len(asked) > REMEMBERED:
-            asked.popitem(last=False)
-        return True
+        found = asked.get(key)
+        if found is None:
+            asked[key] = found = Asked()
+            if len(asked) > REMEMBERED:
+                asked.popitem(last=False)
+        return found
 
     def check_writers(self, joining: Session, namespace: Namespace, shards: Collection[int]) -> None:
         """Raise NotPermitted if two sessions would write one shard once `joining` writes `shards`.

@@ -188,7 +188,7 @@ def _namespaces(namespaces: list[Mapping[str, Any]]) -> Iterator[Metric]:
     shown = namespaces[:MAX_NAMESPACES]
     info = GaugeMetricFamily("kvcache_namespace_info", "Model of a namespace", labels=("namespace", "model"))
     hits = CounterMetricFamily(
-        "kvcache_hit_blocks", "Blocks that lookups found, by the tier that had them", labels=("namespace", "tier")
+        "kvcache_hit_blocks", "Blocks that requests found, by the tier that had them", labels=("namespace", "tier")
     )
     for each in shown:
         info.add_metric((each["id"], each["model"]), 1)
@@ -201,7 +201,9 @@ def _namespaces(namespaces: list[Mapping[str, Any]]) -> Iterator[Metric]:
 
     where = "namespace"
     yield _counter("lookups", "Lookups", of("lookups"), where)
-    yield _counter("requested_blocks", "Blocks that lookups asked for", of("requested_blocks"), where)
+    yield _counter(
+        "requested_blocks", "Blocks that requests asked for, once per request", of("requested_blocks"), where
+    )
     unlimited = {each["id"]: each["hit_blocks"] + each["lost_blocks"] for each in shown}
     doc = "Estimated blocks that lookups would have found if nothing had ever been evicted"
     yield _counter("unlimited_hit_blocks", doc, unlimited, where)

@@ -89,8 +89,10 @@ class Namespace(msgspec.Struct):
         Count, _doc("The `extent_size` that would waste less; 0 where little or nothing would be gained")
     ]
     lookups: Annotated[Count, _doc("Lookups")]
-    requested_blocks: Annotated[Count, _doc("Blocks that lookups asked for")]
-    hit_blocks: Annotated[Count, _doc("Blocks that lookups found")]
+    requested_blocks: Annotated[
+        Count, _doc("Blocks that requests asked for; a request that is looked up again counts once")
+    ]
+    hit_blocks: Annotated[Count, _doc("Blocks that requests found, counted once, too")]
     hit_bytes: Annotated[
         Count,
         _doc("Bytes of the blocks that lookups found; engines load only what their devices lack"),

@@ -130,8 +130,8 @@ class Insight:
             return
         cause, blocks = kept_back(asker, request, reply, cache.limits)
         infinite = self._infinite.get(group.tag)
-        if infinite is not None:
-            infinite.missed(request.hashes[reply.hits + (0 if cause == "pending" else blocks) :])
+        if infinite is not None and asker.engine.asked(request.request, group).lookups <= 1:
+            infinite.missed(request.hashes[reply.hits + reply.coming + (0 if cause == "pending" else blocks) :])
         if request.request:
             engine, generation = asker.engine.name, cache.pool.generation
             below: tuple[Below, ...] = ()
