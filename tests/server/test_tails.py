@@ -489,6 +489,17 @@ def test_a_retained_prompt_keeps_its_tails() -> None:
     check_integrity(cache)
 
 
+def test_a_retention_without_a_full_group_is_sound() -> None:
+    """Also one that holds no block: a chunk begins where it ends."""
+    for group, stored in ((WINDOW, 2), (STATE, 1), (CHUNK, 0)):
+        engine = Engine(make_cache(), (group,))
+        engine.store("abcd")
+        assert engine.ask(m.Retain(1, b"", engine.namespace, digests("abcd"), 60.0)).blocks == 4
+        assert len(engine.cached(0)) == stored
+        check_integrity(engine.cache)
+        finish(audit(engine.cache))
+
+
 # What people are told.
 
 

@@ -7,6 +7,7 @@ checks one part after the other, in slices, while requests are served.
 from __future__ import annotations
 
 from kvcache_proto.region import DOOMED, FREE, READY, WRITING
+from kvcache_proto.types import TAIL
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.extent import Extent
 from kvcache_server.core.index import CLASSES, GONE, HIDDEN, SPARE, UNQUEUED, Block, Group, Reservation, Share
@@ -65,7 +66,9 @@ def _check_retentions(cache: Cache) -> list[Lease]:
         assert (each.lease is None) == (each.held == 0) and each.held <= each.wanted <= len(each.names)
         if each.lease is not None:
             held = each.lease.block
-            assert held is not None and held.visible and held.hash == each.names[each.held - 1]
+            assert (held is None) == (each.group.spec.kind == TAIL), "a retention without a block of its full group"
+            assert held is None or held.hash == each.names[each.held - 1], "retains another block than it names"
+            assert all(block.visible for block in each.lease.blocks), "retains what is hidden"
             gives_way = cache.eviction.retaining and retentions.gives_way(each)
             assert each.owner is retentions.operator or gives_way, "a retention that never gives way"
             assert retentions.doubted or cache.invalidation.waiting or each.sound, "retains what is distrusted"
