@@ -22,7 +22,7 @@ from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
 
 CUT = (
     *("core.eviction.policy", "core.index", "core.integrity", "core.invalidation", "core.lookups", "core.pool"),
-    *("core.reservations", "insight.explanations", "insight.stats"),
+    *("core.reservations", "core.retention", "insight.explanations", "insight.stats"),
 )
 
 
@@ -473,6 +473,30 @@ def test_distrusted_blocks_are_hidden_from_the_first_slice_on(tiny: None) -> Non
     assert other.hits(names) == 1
     other.ask(m.Release(1, b"", [lease.lease]))
     check_integrity(cache)
+
+
+def test_what_is_retained_may_be_distrusted_until_a_tick_has_looked(tiny: None) -> None:
+    """The state is sound in all that time."""
+    cache = make_cache(retain_quota=0.5)
+    engine = Engine(cache, "one")
+    slots = b""
+    for name in "abc":
+        names = chain(name, 3)
+        reserved = engine.reserve(names)
+        engine.settle(reserved)
+        engine.ask(m.Retain(1, b"", engine.namespace, hashes(names), 60.0))
+        slots += reserved.slots
+    long = Long(engine, m.Distrust(1, b"", cache.geometry.region_id, slots, 0, Finding.CORRUPT))
+    while long.under_way:
+        if long.slices % 5 == 0:
+            cache.tick(0.0)
+            do_chores(cache)
+        long.take_slice()
+    assert long.reply.blocks == 9
+    cache.tick(0.0)
+    check_integrity(cache)
+    assert do_chores(cache) > 1
+    assert not cache.retentions.doubted and not cache.retentions.retained_bytes
 
 
 def test_the_end_of_a_writer_takes_slices_and_its_slots_stay_quarantined(tiny: None) -> None:

@@ -164,10 +164,12 @@ class Cache:
         return self._for(session, now, self._distrusting(session, request))
 
     def _distrusting(self, session: Session, request: m.Distrust) -> Steps[m.Distrusted]:
+        self.retentions.distrusting += 1
         try:
             return (yield from self.invalidation.distrust(session, request))
         finally:
-            self.retentions.doubted = True
+            self.retentions.distrusting -= 1
+            self.retentions.doubts += 1
 
     def _retain(self, session: Session, request: m.Retain, now: float) -> m.Retained | Steps[m.Retained]:
         return self._for(session, now, self.retentions.retain(session, request, now))

@@ -71,7 +71,7 @@ def _check_retentions(cache: Cache) -> list[Lease]:
             assert all(block.visible for block in each.lease.blocks), "retains what is hidden"
             gives_way = cache.eviction.retaining and retentions.gives_way(each)
             assert each.owner is retentions.operator or gives_way, "a retention that never gives way"
-            assert retentions.doubted or cache.invalidation.waiting or each.sound, "retains what is distrusted"
+            assert retentions.doubted or each.sound, "retains what is distrusted"
     return leases
 
 

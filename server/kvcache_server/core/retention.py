@@ -107,8 +107,9 @@ class Retention:
 class Retentions:
     """All retentions, and what engines say of blocks that nobody needs again.
 
-    Attributes: `refused` counts blocks that were not retained, by reason; `ended` counts retentions by cause. `doubted`
-    is set when blocks were forgotten although they are held.
+    Attributes: `refused` counts blocks that were not retained, by reason; `ended` counts retentions by cause. `doubts`
+    counts the requests that forgot blocks, which may be held, `distrusting` those under way; retentions have let go
+    of what the first `examined` of them forgot.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Retentions:
         self.refused: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.dropped = 0  # blocks
-        self.doubted = False
+        self.doubts = self.examined = self.distrusting = 0
         self.operator, self.former = Owner(""), Owner("")
         self.engines: dict[str, Owner] = {}
         self.waiting: dict[int, Retention] = {}  # those that want more than they hold, by number
@@ -142,6 +143,11 @@ class Retentions:
     def all(self) -> list[Retention]:
         """Return all retentions. O(retentions)."""
         return [each for owner in self.owners() for each in owner.retentions.values()]
+
+    @property
+    def doubted(self) -> bool:
+        """Whether blocks may be held that were forgotten."""
+        return self.distrusting > 0 or self.doubts > self.examined
 
     @property
     def retained_bytes(self) -> int:
@@ -354,14 +360,14 @@ class Retentions:
             yield from self._end_all((each for each in self.all() if each.until <= now), "expired")
             self._next_end = min((each.until for each in self.all()), default=FOR_EVER)
             yield
-        if self.doubted:
-            self.doubted = False
+        if (doubts := self.doubts) > self.examined:
             for done, each in enumerate(self.all(), 1):
                 if not each.sound:
                     self._let_go(each)
                     self.waiting[each.number] = each
                 if done % STEP == 0:
                     yield
+            self.examined = doubts
         for done, each in enumerate(list(self.waiting.values()), 1):
             if self._namespaces.get(each.group.namespace) is None:
                 self._end(each, "namespace_gone")
