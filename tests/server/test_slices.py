@@ -14,8 +14,9 @@ from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, UnknownHandle
 from kvcache_proto.region import SLOT_ROW
-from kvcache_proto.types import TAIL, Finding, GroupSpec, Outcome, Refusal, Verdict, unpack_refs
+from kvcache_proto.types import TAIL, Finding, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
 from kvcache_server.core.cache import Cache
+from kvcache_server.core.eviction.policy import Reassign
 from kvcache_server.core.integrity import audit, check_integrity
 from kvcache_server.core.slices import LOOK, STEP, finish
 from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
@@ -416,6 +417,39 @@ def test_no_slot_of_an_extent_being_emptied_is_granted(tiny: None) -> None:
         long.take_slice()
         small.store([f"b{long.slices}"])
     assert answers(long.reply) == [Refusal.GRANTED]
+
+
+@pytest.mark.parametrize("slices", range(1, 6))
+def test_an_extent_is_not_emptied_under_a_writer_whose_block_was_doomed_meanwhile(tiny: None, slices: int) -> None:
+    """Nothing can evict that block, and its slot stays taken: the daemon would try for ever."""
+    cache = make_cache(extents=1, policy="lru")
+    session = cache.open_session("one", "", 0.0)
+
+    def ask(request: m.Request) -> Any:
+        return cache.handle(session, request, 0.0)
+
+    spec = NamespaceSpec("m", (GroupSpec(16, (32 * KIB, 32 * KIB)),), hash_bytes=16)
+    namespace = ask(m.Attach(1, b"", spec, (0, 1))).namespace
+
+    def reserve(name: str) -> m.Reserved:
+        return ask(m.Reserve(1, b"", namespace, [m.Run(hashes([name]))]))
+
+    def settle(reserved: m.Reserved, shards: tuple[int, ...], outcome: Outcome) -> None:
+        ask(m.Settle(1, b"", cache.geometry.region_id, reserved.reservation, shards, outcome))
+
+    first, second = reserve("first"), reserve("second")
+    for each in (first, second):
+        settle(each, (0, 1), Outcome.COMMITTED)
+    ask(m.Distrust(1, b"", cache.geometry.region_id, first.slots, 0, Finding.CORRUPT))  # so its slot is the next
+    size = cache.namespaces[namespace].groups[0].slot_bytes
+    emptying = cache.eviction.reassign(Reassign(size))
+    for _ in range(slices):
+        next(emptying)
+    doomed = reserve("doomed")
+    settle(doomed, (0,), Outcome.FAILED)
+    assert doomed.slots[:8] == first.slots[:8]
+    assert finish(emptying) is False
+    check_integrity(cache)
 
 
 # Clear, distrust, ends and quarantines.

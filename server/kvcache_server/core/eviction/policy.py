@@ -517,7 +517,7 @@ class Eviction:
                         continue
                     seen[at] = 1
                 waiting.append(block.child)
-        return True
+        return not extent.busy  # a slot may have been granted meanwhile, and its block doomed
 
 
 def _may_go(extent: Extent[Block]) -> bool:
