@@ -640,6 +640,19 @@ def test_an_audit_finds_what_is_broken(spoil: Any) -> None:
         check_integrity(cache)
 
 
+@pytest.mark.parametrize("slices", range(1, 12))
+def test_an_audit_passes_over_extents_that_are_cut_again_meanwhile(slices: int) -> None:
+    cache = make_cache(extents=1)
+    engine, other = Engine(cache, "one"), Engine(cache, "two", 100 * KIB, "other")
+    engine.store(chain("a", 3))
+    auditing = audit(cache)
+    for _ in range(slices):
+        next(auditing, None)
+    cache.clear("", "an operator", 0.0)
+    assert other.reserve(["b"]).reservation  # in the same extent; it is written now
+    finish(auditing)
+
+
 def test_an_audit_runs_in_slices_while_the_cache_changes() -> None:
     cache = make_cache(extents=8)
     engine = Engine(cache, "one", block_bytes=1 * KIB)

@@ -189,8 +189,8 @@ def audit(cache: Cache) -> Steps[None]:
     survey, quarantine = finish(cache.pool.surveying()), cache.pool.quarantine.bytes
     assert survey.used == quarantine + cache.eviction.fair_share.used, "slots without account"
     for extent in list(cache.pool.extents.values()):
+        yield
         if cache.pool.extents.get(extent.index) is extent:
-            yield
             _check_extent(cache, extent)
         for slot in range(len(extent.blocks)):
             if slot % STEP == 0:
