@@ -509,6 +509,24 @@ def test_distrusted_blocks_are_hidden_from_the_first_slice_on(tiny: None) -> Non
     check_integrity(cache)
 
 
+def test_nothing_below_a_distrusted_block_is_found_through_a_new_one(tiny: None) -> None:
+    """Another engine computes the block again while those below it are still being forgotten."""
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    names = chain("a", 8)
+    reserved = engine.reserve(names)
+    engine.settle(reserved)
+    long = Long(engine, m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[:24], 0, Finding.CORRUPT))
+    while other.hits(names):
+        long.take_slice()
+    while long.under_way:
+        other.store(names[:1])
+        assert other.hits(names) <= 1
+        long.take_slice()
+    other.store(names[:1])
+    assert other.hits(names) == 1
+
+
 def test_what_is_retained_may_be_distrusted_until_a_tick_has_looked(tiny: None) -> None:
     """The state is sound in all that time."""
     cache = make_cache(retain_quota=0.5)

@@ -90,6 +90,8 @@ class Invalidation:
         """
         forgotten = done = 0
         waiting, below = [top], []
+        name = top.hash + top.account.group.tag
+        self._reservations.forgetting.add(name)
         self.waiting.append(waiting)
         self._lookups.start_over()
         try:
@@ -116,6 +118,7 @@ class Invalidation:
                     yield
         finally:
             self.waiting.remove(waiting)
+            self._reservations.forgetting.remove(name)
         for block in below[::-1]:
             if block.pins == GONE:
                 continue

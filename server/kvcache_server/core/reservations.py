@@ -45,7 +45,7 @@ class Reservations:
 
     Attributes: `last` is the number of the last reservation. `writers` has the numbers, used in slots' rows, of tuples
     of sessions that write the shards of a block. `showing` are READY blocks below visible ones that are about to become
-    visible.
+    visible. `forgetting` are the names, with tags, of distrusted blocks below which some have not been forgotten yet.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Reservations:
         self.last = self.last_writers = 0
         self.writers: dict[tuple[int, ...], int] = {}
         self.showing: list[list[Block]] = []
+        self.forgetting: set[bytes] = set()
         self.checksums: Checksums | None = None  # set if there is a file for them
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
         self._engines, self._holds = engines, holds
@@ -282,6 +283,8 @@ class Reservations:
         A Reassign is not an answer: an extent must be reassigned first, or its size added to `fixed`.
         """
         group = account.group
+        if self.forgetting and block_hash + group.tag in self.forgetting:
+            return Refusal.NO_PARENT, None  # lookups would find what is below the distrusted one through the new one
         block = group.visible.get(block_hash)
         if block is not None and block.parent is parent:
             self._pool.touch(block)
