@@ -452,6 +452,27 @@ def test_an_extent_is_not_emptied_under_a_writer_whose_block_was_doomed_meanwhil
     check_integrity(cache)
 
 
+@pytest.mark.parametrize("slices", range(1, 20))
+def test_two_requests_do_not_empty_one_extent(tiny: None, slices: int) -> None:
+    """One that gives up would let others take slots that the other one has emptied already."""
+    cache = make_cache(extents=1, policy="lru")
+    engine = Engine(cache, "one")
+    names = chain("a", 4)
+    for name in names:
+        engine.store([name])
+    size = cache.namespaces[1].groups[0].slot_bytes
+    first, second = (cache.eviction.reassign(Reassign(size)) for _ in range(2))
+    for _ in range(slices):
+        next(first, None)
+        next(second, None)
+    lease = engine.acquire(names[-1:]).lease
+    finish(first)
+    engine.ask(m.Release(1, b"", [lease]))
+    engine.store(["b"])
+    finish(second)
+    check_integrity(cache)
+
+
 # Clear, distrust, ends and quarantines.
 
 

@@ -470,7 +470,7 @@ class Eviction:
 
     def _empty(self, extent: Extent[Block], cause: str) -> Steps[bool]:
         """Evict the blocks of the extent and all below them; return False if one is being read or written."""
-        if not (yield from self._unused(extent)):
+        if not (yield from self._unused(extent)) or extent.closed:  # others may have begun to empty it meanwhile
             return False
         self._pool.close(extent)
         try:
