@@ -704,3 +704,19 @@ def test_the_check_of_an_almost_empty_extent_terminates():
         cache.pool._lay_out(extent)
     assert len(extent.vacant) > 100_000
     check_integrity(cache)
+
+
+def test_an_internal_error_in_a_reserve_leaves_nothing_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    engine.store(["a0"])
+    make_room, calls = cache.eviction.make_room, count()
+    monkeypatch.setattr(cache.eviction, "make_room", lambda *given: make_room(*given) if next(calls) < 2 else 1 / 0)
+    for names in (chain("a", 8), ["a0", "b"]):
+        with pytest.raises(ZeroDivisionError):
+            engine.reserve(names)
+    monkeypatch.undo()
+    assert not cache.engines["one"].reservations and not cache.engines["one"].writing
+    check_integrity(cache)
+    assert engine.store(chain("a", 8)) == [Refusal.PRESENT, *[Refusal.GRANTED] * 7]
+    assert engine.hits(chain("a", 8)) == 8

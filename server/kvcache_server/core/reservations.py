@@ -119,14 +119,14 @@ class Reservations:
         answers = bytearray()
         accounts = {run.group: account_in(namespace.groups[run.group or group.number]) for run in request.runs}
         granting = self._grant_runs(reservation, accounts, request.runs, answers, now)
-        for _ in granting:
-            yield
-            try:
+        try:
+            for _ in granting:
+                yield
                 _check_connected(session, writers)
-            except UnknownHandle:
-                granting.close()
-                yield from self.abandon(reservation)
-                raise
+        except Exception:  # or an internal error, after which nobody else could give back what it has been granted
+            granting.close()
+            yield from self.abandon(reservation)
+            raise
         for refusal, count in Counter(answers).items():
             if refusal == Refusal.NO_SPACE and reservation.declined:
                 self._refusals["not_worth_it"] += reservation.declined
@@ -301,15 +301,17 @@ class Reservations:
         engine = self._engines[account.engine]
         if engine.writing and engine.writing + group.slot_bytes > self._quota:
             return Refusal.QUOTA, None
-        parent.pins += 1  # it must not be evicted for its own child
         eviction = self._eviction
         cls, declined = self._classes.get(block_hash, 0), eviction.declined
-        # Without the tails' blocks, the block of the full group, which is there, would be of no use.
-        place = eviction.make_room(account, fixed, CLASSES if group.is_tail or engine.brings else cls)
-        if eviction.declined > declined and block_hash in eviction.learner.wanted:
-            eviction.declined = declined
-            place = eviction.make_room(account, fixed, CLASSES)
-        parent.pins -= 1
+        parent.pins += 1  # it must not be evicted for its own child
+        try:
+            # Without the tails' blocks, the block of the full group, which is there, would be of no use.
+            place = eviction.make_room(account, fixed, CLASSES if group.is_tail or engine.brings else cls)
+            if eviction.declined > declined and block_hash in eviction.learner.wanted:
+                eviction.declined = declined
+                place = eviction.make_room(account, fixed, CLASSES)
+        finally:
+            parent.pins -= 1
         if not isinstance(place, tuple):
             reservation.declined += eviction.declined - declined
             parent.account.enter(parent)
