@@ -57,6 +57,9 @@ class Host:
     def hits(self) -> int:
         return sum(each["hit_blocks"] for each in self.daemon.status()["namespaces"])
 
+    def requested(self) -> int:
+        return sum(each["requested_blocks"] for each in self.daemon.status()["namespaces"])
+
 
 def wait_for(reached: Callable[[], bool], what: str, host: Host) -> None:
     until = time.monotonic() + SECONDS
@@ -125,6 +128,7 @@ def test_one_host_hits_what_another_one_has_computed(
         for _ in range(ATTEMPTS):
             prompts = [prompt(length) for length in (97, 200, 333, 480, 640)]
             wanted, hits = one.figure("blocks_written") + full(prompts), other.hits()
+            requested = other.requested()
             assert one.engine.generate(*prompts) == reference(prompts)
             wait_for(lambda wanted=wanted: one.figure("blocks_written") >= wanted, "writes", one)
             if kind == "s3":
@@ -133,6 +137,7 @@ def test_one_host_hits_what_another_one_has_computed(
             if other.hits() - hits >= full(prompts):
                 break
         assert other.hits() - hits >= full(prompts), "a first pass hits"
+        assert other.requested() - requested == full(prompts), "a request that waits for the store counts once"
         assert other.figure("blocks_brought") >= full(prompts)
 
         # The store is killed while both work.
