@@ -27,6 +27,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Npu | None]:
     npu.simulation.fake_acl_reset()
     monkeypatch.setenv("KVCACHE_NPU_REGISTER", "1")  # whatever the kernel of this host
     yield npu
+    npu.simulation.fake_acl_finish()  # or what a device that is gone has left would run in the next test
     for wrong in ("unpinned_async", "inflight_violation"):
         assert npu.count(wrong) == 0, f"{npu.count(wrong)} times {wrong}"
     npu.simulation.fake_acl_reset()

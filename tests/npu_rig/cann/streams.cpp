@@ -145,6 +145,7 @@ extern "C" {
 int fake_acl_delay(aclrtStream handle, long us);
 int fake_acl_hold(aclrtStream handle);
 void fake_acl_release();
+void fake_acl_finish();
 
 // What is queued on the stream from now on runs `us` later.
 int fake_acl_delay(aclrtStream handle, long us) {
@@ -171,6 +172,12 @@ void fake_acl_release() {
   std::lock_guard<std::mutex> lock(gate_mutex);
   gate_is_open = true;
   gate_opened.notify_all();
+}
+
+// Waits until all that is queued has run, also of a device that is gone. Its failures are forgotten.
+void fake_acl_finish() {
+  fake_acl_release();
+  synchronize_all(10'000);
 }
 
 aclError aclrtCreateStreamWithConfig(aclrtStream *handle, uint32_t priority, uint32_t) {
