@@ -135,9 +135,9 @@ def a_stuck_engine(endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
     """The process of engine `stuck`, which holds a reservation of nine blocks, and does nothing more."""
     code = (
         "import sys, time; from kvcache_client import *\n"
-        "session = Session.connect(sys.argv[1], engine='stuck')\n"
+        "session = Session.connect(sys.argv[1], engine='stuck', deadline=20.0)\n"
         "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
-        "namespace.reserve([bytes([n]) * 32 for n in range(9)])\n"
+        "assert len(namespace.reserve([bytes([n]) * 32 for n in range(9)]).granted) == 9\n"
         "print('reserved', flush=True); time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", code, endpoint], stdout=subprocess.PIPE) as engine:

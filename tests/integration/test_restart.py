@@ -150,9 +150,9 @@ def test_an_engine_that_died_with_the_daemon_holds_nothing_after_the_quarantine(
 ) -> None:
     code = (
         "import sys, time; from kvcache_client import *\n"
-        "session = Session.connect(sys.argv[1], engine='dying')\n"
+        "session = Session.connect(sys.argv[1], engine='dying', deadline=20.0)\n"
         "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
-        "namespace.reserve([bytes([n]) * 32 for n in range(9)])\n"
+        "assert len(namespace.reserve([bytes([n]) * 32 for n in range(9)]).granted) == 9\n"
         "print('reserved', flush=True); time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", code, warm.endpoint], stdout=subprocess.PIPE) as dying:
