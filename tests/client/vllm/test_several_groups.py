@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,13 +45,13 @@ def pair(engines: Any, model: Any) -> Any:
 
 
 def slowly(engine: Any, tokens: list[int], max_tokens: int) -> Any:
-    """Generate in steps that are as long as a model's, so that the daemon answers before the next one.
+    """Generate in steps that are long enough for the daemon to answer what each of them has asked.
 
     vLLM gives the blocks behind a window away at once.
     """
     engine.add("slow", tokens, max_tokens)
     while engine.step():
-        time.sleep(0.005)
+        engine.scheduler.connector._session.ping()  # a session's requests are answered in order
     engine.step()
     return engine.outputs["slow"]
 
