@@ -414,6 +414,7 @@ def test_slots_that_long_prompts_leave_are_not_cut_for_states() -> None:
         engine.store(next(short))
     assert not engine.cached(0) & set(digests("abcdefghijklmno") + digests("ABCDEFGHIJK"))
     assert not cache.eviction.evictions["recut"]
+    check_integrity(cache)
 
 
 def test_no_extent_is_reassigned_under_the_block_that_a_state_is_to_hang_on() -> None:

@@ -216,7 +216,8 @@ class Lookups:
         engine = session.engine
         used = chain if proof is None else [*chain, proof]
         asked = engine.asked(request.request, group)
-        self._learner.asked(engine, group, request, used, hits + (proof is not None), tails, not asked.lookups)
+        if not asked.lookups:  # asking again says nothing about how often blocks are used
+            self._learner.asked(engine, group, request, used, hits + (proof is not None), tails)
         asked.lookups += 1
         namespace.lookups += 1
         more = len(hashes) - group.spec.followed - asked.blocks

@@ -76,8 +76,8 @@ class Engine:
     def asked(self, request: str, group: Group) -> Asked:
         """Return what `request` has asked of `group` before, as far as is remembered; its caller keeps that up to date.
 
-        An engine asks again for a request that waits, or that it has preempted. That says nothing about how often its
-        blocks are used. Lookups without a request's name are each a request of their own.
+        An engine asks again for a request that waits, or that it has preempted. Lookups without a request's name are
+        each a request of their own.
         """
         if not request:
             return Asked()

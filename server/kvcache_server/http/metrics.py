@@ -207,7 +207,7 @@ def _namespaces(namespaces: list[Mapping[str, Any]]) -> Iterator[Metric]:
     unlimited = {each["id"]: each["hit_blocks"] + each["lost_blocks"] for each in shown}
     doc = "Estimated blocks that lookups would have found if nothing had ever been evicted"
     yield _counter("unlimited_hit_blocks", doc, unlimited, where)
-    yield _counter("hit_bytes", "Bytes of the blocks that lookups found", of("hit_bytes"), where)
+    yield _counter("hit_bytes", "Bytes of the blocks that requests found", of("hit_bytes"), where)
     doc = "Deprecated, removed in 0.3: use kvcache_hit_bytes_total; engines loaded kvcache_engine_copied_bytes_total"
     yield _counter("loaded_bytes", doc, of("hit_bytes"), where)
     yield _counter("saved_blocks", "Blocks that were stored completely", of("saved_blocks"), where)

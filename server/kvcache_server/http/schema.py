@@ -90,12 +90,12 @@ class Namespace(msgspec.Struct):
     ]
     lookups: Annotated[Count, _doc("Lookups")]
     requested_blocks: Annotated[
-        Count, _doc("Blocks that requests asked for; a request that is looked up again counts once")
+        Count, _doc("Blocks that requests asked for, once per request however often it is looked up")
     ]
-    hit_blocks: Annotated[Count, _doc("Blocks that requests found, counted once, too")]
+    hit_blocks: Annotated[Count, _doc("Blocks that requests found, once per request")]
     hit_bytes: Annotated[
         Count,
-        _doc("Bytes of the blocks that lookups found; engines load only what their devices lack"),
+        _doc("Bytes of the blocks that requests found; engines load only what their devices lack"),
     ]
     lost_blocks: Annotated[
         Count, _doc("Estimated misses of evicted blocks: lookups would have hit them with more memory")

@@ -42,20 +42,19 @@ _MOST_LEFT = LOOK // 4  # evicted blocks of a group that are not in the sketch y
 
 
 class _Lookup(NamedTuple):
-    """A lookup by an engine, for blocks of which the first one has the hash `begin`.
+    """A lookup by an engine, for blocks of which the first one has the hash `first`.
 
     It keeps no decoded hash: their memory is in the processor's cache when the next request needs it.
     """
 
     engine: Engine
     group: Group
-    begin: bytes
+    first: bytes
     blocks: int  # that were asked for
     hits: int
     found: Sequence[Block]  # of those, what the engine may load; without a full group, nothing
     tails: Sequence[Block]  # of other groups, that it needs with those
     missed: bytes  # the hashes of the blocks behind the hits, without gaps, of _MOST_MISSES at most
-    first: bool  # whether it is the first one of its request
 
 
 class Learner:
@@ -90,14 +89,13 @@ class Learner:
         found: Sequence[Block],
         hits: int,
         tails: Sequence[Block] = (),
-        first: bool = True,
     ) -> None:
-        """Note a lookup of an engine with `hits`, for which it needs the blocks `found` and those of `tails`; whether
-        it is the `first` one of its request."""
+        """Note the first lookup of a request, with `hits`, for which the engine needs the blocks `found` and those of
+        `tails`."""
         hashes = request.hashes
         if self._enabled and hashes:
             missed = b"".join(hashes[hits : hits + _MOST_MISSES]) if hits < len(hashes) else b""
-            self._asked.append(_Lookup(engine, group, hashes[0], len(hashes), hits, found, tails, missed, first))
+            self._asked.append(_Lookup(engine, group, hashes[0], len(hashes), hits, found, tails, missed))
             self._waiting += len(hashes)
             if self._waiting > _MOST_WAITING or len(self._asked) >= _TOGETHER:
                 self.learn()
@@ -113,7 +111,7 @@ class Learner:
             shares: list[Share] = []
             for each in lookups:
                 share = each.engine.shares.get(group.namespace)
-                if share is not None and each.first:
+                if share is not None:
                     first.append(each)
                     shares.append(share)
                     self.guard.note_prompt(each.blocks / self.monitor.every)
@@ -133,7 +131,7 @@ class Learner:
             self._missed += each.blocks - each.hits
         watches = not group.number  # the other groups of a namespace are asked for the same hashes at the same time
         step, thin = self.monitor.steps(group.spec.block_tokens)
-        firsts = [self._draw(each.begin) % step if watches and step > 1 else 0 for each in lookups]
+        firsts = [self._draw(each.first) % step if watches and step > 1 else 0 for each in lookups]
         if watches:
             chains = [each.found or each.tails[-1:] for each in lookups]
             hits = [block for chain, at in zip(chains, firsts, strict=True) for block in chain[at::step]]
