@@ -20,7 +20,7 @@ _CONNECTION = """
     sessions_resumed socket_full stale_reports unsent
 """
 _LOOKUPS = """
-    gate_disabled gate_explored leases_given_back lookups_declined_by_request lookups_declined_down
+    leases_given_back lookups_declined_by_request lookups_declined_down
     lookups_declined_load_failed lookups_declined_loads_fail lookups_declined_lora lookups_declined_lora_unread
     lookups_declined_multimodal lookups_declined_prompt_embeds lookups_declined_rank lookups_declined_slow
     lookups_declined_streaming lookups_declined_unaligned lookups_declined_weights lookups_down lookups_not_wanted

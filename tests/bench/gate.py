@@ -75,8 +75,6 @@ def measure(config: dict[str, Any], tokens: int, rounds: int, times: float) -> d
         "auto_hit_of_auto_new": ratio("auto", "hit", "auto", "new"),
         "off_hit_of_off_new": ratio("off", "hit", "off", "new"),
         "declined": counts.get("lookups_declined_slow", 0),
-        "explored": counts.get("gate_explored", 0),
-        "disabled": counts.get("gate_disabled", 0),
         "rounds": rounds,
     }
 

@@ -271,7 +271,7 @@ def test_a_tier_is_waited_for_while_computing_takes_longer(
 ) -> None:
     engine, run = Engine(cache), chain("a", 4)
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(engine.scheduler.gate, "patience", lambda begin, end, now: asked.append((begin, end)) or 2.0)
+    monkeypatch.setattr(engine.scheduler.gate, "patience", lambda begin, end: asked.append((begin, end)) or 2.0)
     cache.store(run[:1])
     cache.below = dict.fromkeys(run[1:3], eta)
     assert (engine.ask(engine.request("r", run)) == ASK_AGAIN) == waits

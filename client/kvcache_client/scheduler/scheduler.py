@@ -167,7 +167,7 @@ class Scheduler:
             self._lookups.spent += self._clock() - now
         coming = lookup.lease.pending + lookup.lease.withheld
         wanted = min(lookup.lease.hits + coming, limit) * self._group.slot_tokens
-        patience = self.gate.patience(computed, wanted, now) if coming and wanted > computed else 0.0
+        patience = self.gate.patience(computed, wanted) if coming and wanted > computed else 0.0
         if coming and self._lookups.worth_waiting(
             state, lookup, start, len(self._loads), self._loads.ended, patience, now
         ):
@@ -184,7 +184,7 @@ class Scheduler:
         if tokens <= 0:
             self._lookups.release(state)
             return 0, False
-        if not self.gate.admits(state, computed, computed + tokens, now):
+        if not self.gate.admits(state, computed, computed + tokens):
             return self._decline(state, "slow", now)
         if self._loads.follow(state, start, hits, now):
             self._counters.add("lookups_waited_for_load")
@@ -200,7 +200,7 @@ class Scheduler:
         lease, tokens = lookup.lease, self._group.slot_tokens
         begin, end = lease.hits * tokens, min(lease.hits + (lease.coming or lookup.wanted), limit) * tokens
         begin = max(begin, computed)
-        return end > begin and self._lookups.waits_for_tier(state, lookup, self.gate.patience(begin, end, now), now)
+        return end > begin and self._lookups.waits_for_tier(state, lookup, self.gate.patience(begin, end), now)
 
     def _no_lookup(self, state: RequestState, computed: int, now: float) -> str:
         """Return why a request is not looked up, "" where it is."""
@@ -296,7 +296,7 @@ class Scheduler:
         for request_id in received:
             load = self._loads.end(request_id, now)
             if load is not None:
-                self.gate.load_ended(request_id, load.failed, now)
+                self.gate.pace.load_ended(request_id, load.failed, now)
             state = self._requests.get(request_id) if load is not None else None
             if load is not None and state is not None:
                 state.loading = False
@@ -310,7 +310,7 @@ class Scheduler:
 
     def step_ended(self, timed: Sequence[int]) -> None:
         """Note that a step has ended on all ranks, and the numbers of the plans in it that say that it is timed."""
-        self.gate.ended(timed, self._clock())
+        self.gate.pace.ended(timed, self._clock())
 
     def arrived(self, loads: Sequence[tuple[str, float]]) -> None:
         """Note layered loads of which a rank has got all bytes, and how many seconds the copy took."""
@@ -341,8 +341,8 @@ class Scheduler:
         self._loads.scheduled()
         now = self._clock()
         for request_id, tokens in self._loads.take_begun():
-            self.gate.load_began(request_id, tokens, now)
-        timed = self.gate.step(self._step, step, now, learns=not self._loads.are_coming)
+            self.gate.pace.load_began(request_id, tokens, now)
+        timed = self.gate.pace.step(self._step, step, now, learns=not self._loads.are_coming)
         membership = self._membership
         if membership.unsettled:
             membership.settle()
@@ -440,7 +440,6 @@ class Scheduler:
         if state is None:
             return
         self._lookups.forget(state)
-        self.gate.finished(request_id)
         self._finished.append(request_id)
         self._canaries.computed(state, computed)
         may_save = self._may_save
