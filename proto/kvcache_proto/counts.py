@@ -25,7 +25,7 @@ _LOOKUPS = """
     lookups_declined_multimodal lookups_declined_prompt_embeds lookups_declined_rank lookups_declined_slow
     lookups_declined_streaming lookups_declined_unaligned lookups_declined_weights lookups_down lookups_not_wanted
     lookups_over_budget lookups_refused lookups_unanswered lookups_waited_for_load lookups_waited_for_quota
-    lookups_waited_for_tier
+    lookups_waited_for_tier loads_behind_waiting loads_without_room
     notes_dropped notes_unsaid stale_releases waits_declined_slow
 """
 _SAVES = """

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 
 import msgspec
 
+from kvcache_client.scheduler.admission import Admission
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.demand import Demand
@@ -62,6 +63,9 @@ class Scheduler:
         hash_of: Callable[[int], bytes] = lambda block: b"",
         step_tokens: int = 0,
         ranks: int = 1,
+        device_blocks: int = 0,
+        lookahead: int = 0,
+        in_order: bool = True,
     ) -> None:
         """Decide for an engine whose blocks have `block_tokens` tokens.
 
@@ -81,6 +85,8 @@ class Scheduler:
             hash_of: returns the hash of a device block in the engine's own prefix cache, b"" if it is not there.
             step_tokens: most tokens that a step schedules.
             ranks: of the engine, all that copy.
+            device_blocks: of an engine that could wait for ever for requests that load: see `admission`; else 0.
+            lookahead, in_order: of such an engine, as there.
         """
         group = spec.groups[0]
         self._session, self._clock = session, clock
@@ -109,6 +115,10 @@ class Scheduler:
             # What the next step may give away, and as much again: a save takes a step.
             ahead = 2 * step_tokens // block_tokens
             self._lazy = Lazy(self._group, ahead, evicted_next, hash_of, self._counters)
+        self._admission: Admission | None = None
+        if device_blocks:
+            tables = table_tokens or (block_tokens,)
+            self._admission = Admission(self._counters, device_blocks, tables, lookahead, in_order)
         self._saves = Saves(self._group, settings.verify, self._counters, self._notes, self.events, clock, self._lazy)
         self._demand = Demand(self._group, settings.min_hits)
         self._hints = Hints(self._group, self._counters)
@@ -136,9 +146,15 @@ class Scheduler:
         """Return how many tokens beyond the `computed` ones the cache has, and whether they come asynchronously.
 
         (None, False): to be asked again. Blocks are being written that are worth a short wait, running loads hold all
-        that this engine may pin, or another request's load brings most of what this one would load.
+        that this engine may pin, another request's load brings most of what this one would load, or the engine could
+        wait for ever for the device blocks that it would hold.
         """
-        state, now = self._track(request), self._clock()
+        state = self._track(request)
+        tokens, is_load = self._match(state, computed)
+        return (tokens, is_load) if self._admission is None else self._admission.answer(state, tokens, is_load)
+
+    def _match(self, state: RequestState, computed: int) -> tuple[int | None, bool]:
+        request, now = state.request, self._clock()
         if self._membership.waits(now):
             return None, False
         if state.barred and computed == 0:
@@ -254,6 +270,8 @@ class Scheduler:
             self._lookups.forget(state)
             self._allocated.append(state)
             return
+        if self._admission is not None:
+            self._admission.hold(state)
         lookup = self._lookups.take(state)
         group, count = self._group, external // self._group.block_tokens
         self._counters.add("needed_blocks", -(-external // group.slot_tokens))
@@ -338,6 +356,8 @@ class Scheduler:
         """
         self._step += 1
         self._lookups.spent = 0.0
+        if self._admission is not None:
+            self._admission.scheduled(step.scheduled)
         self._loads.scheduled()
         now = self._clock()
         for request_id, tokens in self._loads.take_begun():
@@ -440,6 +460,8 @@ class Scheduler:
         if state is None:
             return
         self._lookups.forget(state)
+        if self._admission is not None:
+            self._admission.leave((request_id,))
         self._finished.append(request_id)
         self._canaries.computed(state, computed)
         may_save = self._may_save

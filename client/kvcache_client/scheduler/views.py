@@ -32,6 +32,8 @@ class RequestView(msgspec.Struct, frozen=True):
         bad_hint: what is wrong with what it says; then `hint` is None.
         key: distinguishes it from an earlier request of the same name; compared by identity, never looked into.
         adapter: number and name that the engine has for its LoRA adapter; None for none.
+        set_aside: whether the engine may have set it aside before it asked for it first, as it does while it compiles
+            the grammar of an answer.
     """
 
     id: str
@@ -46,6 +48,7 @@ class RequestView(msgspec.Struct, frozen=True):
     bad_hint: str = ""
     key: object = None
     adapter: tuple[int, str] | None = None
+    set_aside: bool = False
 
 
 class NewTable(msgspec.Struct, frozen=True):

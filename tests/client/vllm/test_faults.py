@@ -151,3 +151,46 @@ def test_what_is_being_saved_when_a_side_fails_does_not_count(
     idle()
     assert two.generate(tokens) == sim.expected(tokens, 1)
     assert two.prefills["r0"] == (4 * BLOCK + 1, 0, 0)
+
+
+@pytest.mark.parametrize("where", ["the plan of the load", "a rank", "the lookup of another"])
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_only_what_was_to_be_loaded_is_reported_as_not_loaded(
+    engines: Any, sim: Any, prompt: Any, idle: Any, where: str, overlaps: bool, policy: str
+) -> None:
+    """`b` shares its first blocks with `a`, which runs, and is to load the others when something fails."""
+    short = prompt(4 * BLOCK)
+    long, running = prompt(8 * BLOCK + 5, short), prompt(4 * BLOCK + 3, short)
+    engines("other").generate(long)
+    idle()
+    one = engines("one", async_scheduling=overlaps, extra={"kv_load_failure_policy": policy})
+    reported: set[int] = set()
+    update, ours = one.scheduler.update_from_output, one.connector._scheduler
+
+    def noted(step: Any, output: Any) -> Any:
+        if done := output.kv_connector_output:
+            reported.update(done.invalid_block_ids or ())
+        return update(step, output)
+
+    def fault(*arguments: Any, **named: Any) -> Any:
+        raise RuntimeError("a fault of ours")
+
+    one.scheduler.update_from_output = noted
+    one.add("a", running, 60)
+    one.run(lambda: len(one.outputs["a"]) >= 9)
+    shared = {*one.scheduler.kv_cache_manager.get_block_ids("a")[0]}
+    one.add("b", long, 20)
+    if where == "a rank":
+        one.workers[0].load = fault
+    elif where == "the plan of the load":
+        ours.plan = fault
+    else:
+        matched = ours.matched_tokens
+        ours.matched_tokens = lambda request, computed: (fault if request.id == "c" else matched)(request, computed)
+        one.add("c", prompt(2 * BLOCK), 20)
+    one.run()
+    one.step()
+    assert reported and not reported & shared
+    assert one.outputs["a"] == sim.expected(running, 60) and one.finished["a"] == "length"
+    assert policy == "fail" or one.outputs["b"] == sim.expected(long, 20)

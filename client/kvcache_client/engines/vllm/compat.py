@@ -209,3 +209,28 @@ def reads_next_token(vllm_config: Any) -> bool:
         return False
     says = getattr(drafter, "use_eagle_block_drop", drafter.use_eagle)
     return bool(says())
+
+
+def stops_before_loading_requests() -> bool:
+    """Return whether a request that does not fit into device memory stops the engine from seeing those that load.
+
+    From 0.32 on, the scheduler keeps those in a queue of their own.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "kv_holding_waiting" not in Scheduler.__init__.__code__.co_names
+
+
+def asks_in_order(vllm_config: Any) -> bool:
+    """Return whether each waiting request is seen before those that came later.
+
+    Not with priorities, nor if requests are set aside because too many LoRA adapters run already.
+    """
+    policy = getattr(vllm_config.scheduler_config, "policy", "fcfs")
+    return policy == "fcfs" and getattr(vllm_config, "lora_config", None) is None
+
+
+def lookahead(vllm_config: Any) -> int:
+    """Return for how many tokens a request needs room in a step beyond those that it has."""
+    drafter = vllm_config.speculative_config
+    return 1 + (int(drafter.num_speculative_tokens or 0) + 1 if drafter is not None else 0)

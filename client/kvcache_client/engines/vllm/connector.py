@@ -161,6 +161,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         # Loads that the engine waits for, by request, with their device blocks: on the scheduler's side those that no
         # plan has yet, on a rank those that it has not reported. Whatever fails here, the engine learns how each ended.
         self._awaited: dict[str, list[int]] = {}
+        self._computed: dict[str, int] = {}  # tokens that requests had when they were offered a load
         self._coming: set[str] = set()  # of a rank, layered loads of which it has not reported that all bytes are there
         self._not_loaded: set[int] = set()  # device blocks of such loads that have failed
         self._groups: list[Merged] = []  # of an engine that has not just one of full attention
@@ -291,6 +292,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 table_tokens=[int(first_spec(group).block_size) for group in config.kv_cache_groups],
                 joining=list(joining),
                 ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+                # vLLM keeps one block for itself.
+                device_blocks=config.num_blocks - 1 if compat.stops_before_loading_requests() else 0,
+                lookahead=compat.lookahead(self._vllm_config),
+                in_order=compat.asks_in_order(self._vllm_config),
             )
         except KVCacheError as error:
             logger.error("this engine runs without the KV cache server: %s", error)
@@ -417,13 +422,19 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.matched_tokens(request_view(request, self._contents), num_computed_tokens)
+        tokens, is_load = self._scheduler.matched_tokens(request_view(request, self._contents), num_computed_tokens)
+        if tokens:
+            self._computed[request.request_id] = num_computed_tokens
+        return tokens, is_load
 
     @guard()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         table, *others = blocks.get_block_ids()
         if num_external_tokens > 0:
-            self._awaited[request.request_id] = list(table)
+            # Those before may be shared with requests that run.
+            tokens = engine_block_size(self._kv_cache_config)
+            first = self._computed.pop(request.request_id, 0) // tokens
+            self._awaited[request.request_id] = list(table[first : first + -(-num_external_tokens // tokens)])
         if self._scheduler is not None:
             view = request_view(request, self._contents)
             self._scheduler.allocated(view, table, num_external_tokens, others)
@@ -494,6 +505,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guard(lambda *_: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._computed.pop(request.request_id, None)
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id, request.num_computed_tokens)
         return False, None
