@@ -20,7 +20,7 @@ from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
 from kvcache_server.core.index import Group
 from kvcache_server.core.slices import LOOK
 from kvcache_server.tiering.tier import MOST_COMING, MOST_LOOKS, MOST_WRITES, Looking, Tier
-from kvcache_server.tiering.tiering import Tiering
+from kvcache_server.tiering.tiering import STARTING, Tiering
 
 SIZE = 1 << 20
 BATCH = 8 << 20
@@ -151,6 +151,7 @@ class Host:
         self.cache.tick(now)
         reply = self.cache.handle(self.engine.session, m.Acquire(1, b"", self.engine.namespace, hashes_of), now)
         assert isinstance(reply, m.Acquired) and reply.hits == 2
+        self.reply = reply
         said = self.tiering.said(self.group, hashes_of, reply.hits, reply.pending, now)
         return lambda: [facts for each in said for facts in each.told(now)]
 
@@ -195,12 +196,65 @@ def test_blocks_of_two_tiers_that_come_too_late() -> None:
     assert coming()[2] == told("redis", "lost", 6, 11, brought=5, found=6, after_s=0.03)
 
 
-def test_blocks_that_are_overdue() -> None:
+@pytest.mark.parametrize("brings", [False, True], ids=["asked", "coming"])
+def test_what_is_late_is_expected_later_and_asked_for_ever_more_rarely(brings: bool) -> None:
     host = Host("disk")
     host.look_up()
-    host.has("disk", 10)
-    host.now += 5.0
-    assert host.look_up()() == [told("disk", "overdue", 2, 11)]
+    if brings:
+        host.has("disk", 10)
+    asked, began = 0, host.now
+    while host.now < began + 5.0:
+        assert host.look_up()() == [told("disk", "coming" if brings else "asked", 2, 11)]
+        assert host.reply.coming == (10 if brings else 0) and host.reply.eta_ms
+        host.now += host.reply.eta_ms / 1000
+        asked += 1
+    assert asked < 60
+
+
+def test_a_tier_that_is_asked_for_too_much_is_asked_later() -> None:
+    host = Host("disk")
+    for number in range(MOST_LOOKS):
+        host.look_up(of=f"q{number} ")
+    said = host.look_up(of="r")
+    assert said() == [told("disk", "not_asked", 2, 11)] and host.reply.eta_ms
+
+
+def test_what_follows_blocks_that_others_write_is_coming() -> None:
+    host = Host("disk")
+    Engine(host.cache, "writer").reserve(chain("p", 5)[2:], chain("p", 2)[-1])
+    host.look_up()
+    host.has("disk", 7)
+    host.look_up()
+    assert (host.reply.pending, host.reply.coming) == (3, 10)
+
+
+def test_tiers_that_are_starting_are_waited_for_until_they_fail_or_for_some_time() -> None:
+    host = Host()
+
+    def eta() -> int:
+        host.look_up()
+        return host.reply.eta_ms
+
+    def expect() -> list[dict[str, Any]]:
+        host.tiering.expect(["disk"], host.now)
+        return host.look_up()()
+
+    assert not eta()
+    assert expect() == [told("disk", "starting", 2, 11)] and eta()
+    host.tiering.expect_no_more("disk")
+    assert not eta()
+    assert expect() and eta()
+    host.tiers["disk"] = host.cache.open_session("tier disk", "", host.now)
+    host.worked("disk", off="no such folder")
+    assert not eta()
+    assert expect() and eta()
+    host.now += STARTING
+    assert not eta()
+    expect()
+    host.work("disk")
+    assert host.look_up()() == [told("disk", "asked", 2, 11)]
+    host.has("disk", 0)
+    assert not eta(), "it has said that it has nothing"
 
 
 def test_blocks_that_come_for_another_request_are_those_of_both() -> None:
@@ -227,13 +281,6 @@ def test_tiers_that_are_off() -> None:
     assert coming() == [off, told("redis", "off", 2, 11, why="no route to host")]
     host.work("disk")
     assert said() == [off], "as it was then"
-
-
-def test_a_tier_that_is_asked_for_too_much() -> None:
-    host = Host("disk")
-    for number in range(MOST_LOOKS):
-        host.look_up(of=f"q{number} ")
-    assert host.look_up(of="r")() == [told("disk", "not_asked", 2, 11)]
 
 
 def test_nothing_is_said_without_tiers() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Daemon, StartDaemon
+from hybrid import MODELS, ConnectHybrid, HybridEngine
 from tiered import Connect, ToyEngine
 
 
@@ -32,6 +33,19 @@ def connect() -> Iterator[Connect]:
     yield connect
     for each in engines:
         each.close()
+
+
+@pytest.fixture
+def connect_hybrid() -> Iterator[ConnectHybrid]:
+    engines: list[HybridEngine] = []
+
+    def connect(daemon: Daemon, model: str) -> HybridEngine:
+        engines.append(HybridEngine(daemon.endpoint, MODELS[model]))
+        return engines[-1]
+
+    yield connect
+    for each in engines:
+        each.session.close()
 
 
 @pytest.fixture

@@ -2,80 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Daemon, StartDaemon
+from hybrid import MODELS, ConnectHybrid
 from tiered import a_tier, hashes, in_a_hurry, listed, patched, tier_of, wait_for, wait_open, wait_tier, wait_why
-
-from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_proto.types import FULL, TAIL
-
-WINDOW, STATE = GroupSpec(16, (8192, 4096), TAIL, 3), GroupSpec(16, (16384, 512), TAIL, 1)
-MODELS = {
-    "both": (GroupSpec(16, (32768, 8192)), WINDOW, STATE),
-    "followed": (GroupSpec(16, (32768, 8192), followed=True), WINDOW),
-    "windows alone": (WINDOW,),
-    "states alone": (STATE,),
-}
-
-
-def content(name: bytes, group: int, shard: int, size: int) -> bytes:
-    return random.Random(name + bytes([group, shard])).randbytes(size)
-
-
-class HybridEngine:
-    """Saves full blocks, and windows and states at the end of a prompt; compares every loaded byte."""
-
-    def __init__(self, endpoint: str, groups: tuple[GroupSpec, ...]) -> None:
-        self.session = Session.connect(endpoint, engine="hybrid", deadline=5.0)
-        self.namespace = self.session.attach(NamespaceSpec(model="hybrid", groups=groups), range(2))
-        self.groups = groups
-
-    def save(self, names: list[bytes], end: int | None = None) -> int:
-        """Save the blocks of a prompt, and what the tails need after `end` of them; return how many were stored."""
-        end, stored = end or len(names), 0
-        for number, group in enumerate(self.groups):
-            wanted = names if group.kind == FULL else names[end - group.needed(end) : end]
-            reservation = self.namespace.reserve(wanted, group=number)
-            for at, slot in zip(reservation.granted, reservation.slots, strict=True):
-                for shard, size in enumerate(group.shards):
-                    slot.view(shard)[:] = content(wanted[at], number, shard, size)
-            stored += len(reservation.commit())
-        return stored
-
-    def load(self, names: list[bytes], request: str = "") -> int:
-        with self.namespace.acquire(names, request=request) as lease:
-            assert not lease.failed
-            begin = 0
-            for group, count in lease.parts:
-                first = 0 if group.kind == FULL else lease.hits - count
-                for name, slot in zip(names[first : first + count], lease.slots[begin : begin + count], strict=True):
-                    for shard, size in enumerate(group.shards):
-                        assert slot.view(shard) == content(name, self.groups.index(group), shard, size), "wrong bytes"
-                begin += count
-            return lease.hits
-
-    def load_all(self, names: list[bytes], hits: int) -> None:
-        wait_for(lambda: self.load(names) == hits, f"{hits} hits")
-
-
-Connect = Callable[[Daemon, str], HybridEngine]
-
-
-@pytest.fixture
-def connect() -> Iterator[Connect]:
-    engines: list[HybridEngine] = []
-
-    def connect(daemon: Daemon, model: str) -> HybridEngine:
-        engines.append(HybridEngine(daemon.endpoint, MODELS[model]))
-        return engines[-1]
-
-    yield connect
-    for each in engines:
-        each.session.close()
 
 
 def usable(model: str, names: list[bytes]) -> int:
@@ -85,9 +17,9 @@ def usable(model: str, names: list[bytes]) -> int:
 @pytest.mark.parametrize("policy", ["second", "through"])
 @pytest.mark.parametrize("model", MODELS)
 def test_an_engine_continues_where_a_tier_has_what_that_takes(
-    daemon: Daemon, connect: Connect, url: str, tmp_path: Path, model: str, policy: str
+    daemon: Daemon, connect_hybrid: ConnectHybrid, url: str, tmp_path: Path, model: str, policy: str
 ) -> None:
-    engine, names = connect(daemon, model), hashes(1, 24)
+    engine, names = connect_hybrid(daemon, model), hashes(1, 24)
     end = usable(model, names)
     with a_tier(tmp_path, url, daemon.endpoint, "--writes", policy):
         wait_open(daemon)
@@ -102,9 +34,9 @@ def test_an_engine_continues_where_a_tier_has_what_that_takes(
 
 
 def test_each_block_of_a_tail_may_come_in_a_part_of_its_own(
-    daemon: Daemon, connect: Connect, url: str, tmp_path: Path
+    daemon: Daemon, connect_hybrid: ConnectHybrid, url: str, tmp_path: Path
 ) -> None:
-    engine, names = connect(daemon, "both"), hashes(1, 24)
+    engine, names = connect_hybrid(daemon, "both"), hashes(1, 24)
     small = patched(tmp_path, "import kvcache_tiers.disk as disk\ndisk.DiskTier.batch_bytes = 4096\n")
     with a_tier(tmp_path, url, daemon.endpoint, env=small):
         wait_open(daemon)
@@ -117,9 +49,9 @@ def test_each_block_of_a_tail_may_come_in_a_part_of_its_own(
 
 
 def test_an_engine_with_a_drafter_continues_a_block_earlier(
-    daemon: Daemon, connect: Connect, url: str, tmp_path: Path
+    daemon: Daemon, connect_hybrid: ConnectHybrid, url: str, tmp_path: Path
 ) -> None:
-    engine, names = connect(daemon, "followed"), hashes(1, 24)
+    engine, names = connect_hybrid(daemon, "followed"), hashes(1, 24)
     with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through"):
         wait_open(daemon)
         stored = engine.save(names, 23) + engine.save(names, 24)
@@ -130,10 +62,10 @@ def test_an_engine_with_a_drafter_continues_a_block_earlier(
 
 @pytest.mark.parametrize("model", ["both", "followed"])
 def test_hot_prompts_come_back_after_a_reboot(
-    start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path, model: str
+    start_daemon: StartDaemon, connect_hybrid: ConnectHybrid, url: str, tmp_path: Path, model: str
 ) -> None:
     daemon = start_daemon(tier=url, env=in_a_hurry(tmp_path))
-    engine = connect(daemon, model)
+    engine = connect_hybrid(daemon, model)
     wait_open(daemon)
     system = hashes(0, 12)
     prompts = [[*system, *hashes(number, 8)] for number in (1, 2)]
@@ -146,17 +78,17 @@ def test_hot_prompts_come_back_after_a_reboot(
     wait_for(lambda: listed(tmp_path / "tier") == {name for names in prompts for name in names}, "the list")
     assert daemon.stop() == 0
     daemon = start_daemon(tier=url, fresh=True)
-    connect(daemon, model)
+    connect_hybrid(daemon, model)
     wait_for(lambda: daemon.status()["pool"]["blocks"] == stored, "the hot blocks")
     assert daemon.status()["namespaces"][0]["lookups"] == 0
-    assert [connect(daemon, model).load(names) for names in prompts] == [end, end]
+    assert [connect_hybrid(daemon, model).load(names) for names in prompts] == [end, end]
 
 
 def test_what_is_cached_already_is_not_brought_again(
-    daemon: Daemon, connect: Connect, url: str, tmp_path: Path
+    daemon: Daemon, connect_hybrid: ConnectHybrid, url: str, tmp_path: Path
 ) -> None:
     """The full blocks are still there, but the window and the state at their end are gone."""
-    engine, names = connect(daemon, "both"), hashes(1, 24)
+    engine, names = connect_hybrid(daemon, "both"), hashes(1, 24)
     with a_tier(tmp_path, url, daemon.endpoint):
         wait_open(daemon)
         stored = engine.save(names)
@@ -170,9 +102,9 @@ def test_what_is_cached_already_is_not_brought_again(
 
 
 def test_an_earlier_place_to_continue_is_better_than_none(
-    daemon: Daemon, connect: Connect, url: str, tmp_path: Path
+    daemon: Daemon, connect_hybrid: ConnectHybrid, url: str, tmp_path: Path
 ) -> None:
-    engine, names, others = connect(daemon, "both"), hashes(1, 24), hashes(2, 4)
+    engine, names, others = connect_hybrid(daemon, "both"), hashes(1, 24), hashes(2, 4)
     with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through"):
         wait_open(daemon)
         stored = engine.save(names, 10)  # the blocks after these have no state
@@ -183,8 +115,10 @@ def test_an_earlier_place_to_continue_is_better_than_none(
         assert tier_of(daemon)["blocks_brought"] == 10 + 4, "nothing of use after them"
 
 
-def test_what_only_has_full_blocks_is_not_brought(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
-    engine, names = connect(daemon, "both"), hashes(1, 24)
+def test_what_only_has_full_blocks_is_not_brought(
+    daemon: Daemon, connect_hybrid: ConnectHybrid, url: str, tmp_path: Path
+) -> None:
+    engine, names = connect_hybrid(daemon, "both"), hashes(1, 24)
     with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through"):
         wait_open(daemon)
         stored = engine.save(names)
@@ -200,8 +134,10 @@ def test_what_only_has_full_blocks_is_not_brought(daemon: Daemon, connect: Conne
         engine.load_all(names, 24)
 
 
-def test_why_says_what_was_known_of_tiers(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:
-    engine, names = connect(daemon, "both"), hashes(1, 24)
+def test_why_says_what_was_known_of_tiers(
+    daemon: Daemon, connect_hybrid: ConnectHybrid, url: str, tmp_path: Path
+) -> None:
+    engine, names = connect_hybrid(daemon, "both"), hashes(1, 24)
     with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through"):
         wait_open(daemon)
         assert engine.load(names, "first") == 0

@@ -18,9 +18,7 @@ from kvcache_proto.errors import KVCacheError
 
 PENDING_WAIT = 0.05  # seconds that a request waits, once, for blocks that are being written
 PRODUCER_WAIT = 1.0  # the same in an engine that leaves prompts to others: what is being written is being handed over
-TIER_WAIT = (
-    0.25  # seconds that it waits, in all, for blocks from a tier while it is not known how long they take to compute
-)
+TIER_WAIT = 2.0  # the same in all for blocks from a tier, while it is not known how long they take to compute
 LEAST_WAIT = 0.002  # seconds between two lookups of a request that waits for a tier
 QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give back what the engine may pin
 MAX_AGE = 0.1  # seconds after which a lookup that found less than all is repeated

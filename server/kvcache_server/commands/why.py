@@ -99,7 +99,7 @@ TIERS = {
     "absent": "it does not have them",
     "not_asked": "it was not asked: too many lookups waited for its answer",
     "coming": "it has them, and is bringing them",
-    "overdue": "it is bringing them, but takes so much longer than expected that no request waits",
+    "starting": "it was starting, and could not be asked yet",
     "late": "it had them, but they came too late for this lookup: the last one {after} after it",
     "lost": "it had {found} blocks, but brought only {brought}: it could not read the others, or there was no room",
 }

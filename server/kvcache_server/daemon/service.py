@@ -159,6 +159,7 @@ class Service:
         self._loop.add_signal_handler(signal.SIGUSR1, self._admin_ops.check_soon)
         self._manager.ready(self._state())
         self._tier_processes.apply(self._config.tier)
+        self._tiering.expect([each.name for each in self._config.tier], time.monotonic())
         signals.unblock()
 
     def _reload(self) -> None:
@@ -273,7 +274,10 @@ class Service:
                 self._loop.stop()
 
     def _look_after_tiers(self) -> None:
-        """End the processes of tiers that hang."""
+        """End the processes of tiers that hang, and expect nothing of those that have ended."""
+        for each in self._tier_processes.report():
+            if each["ended"]:
+                self._tiering.expect_no_more(str(each["name"]))
         for name in self._tiering.hanging(time.monotonic()):
             self._tier_processes.kill(name, "has asked for no work, or ended none, for too long")
 

@@ -34,7 +34,7 @@ from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.stats import Report
 from kvcache_server.insight.telemetry import Telemetry
 
-Says = Callable[[Group, Sequence[bytes], int, int, float], tuple[Below, ...]]
+Says = Callable[[Group, Sequence[bytes], int, int, float, int], tuple[Below, ...]]
 
 _CHOSEN = {ROOM, OWN_CEILING, NAMESPACE_CEILING}  # causes of evictions for which one of many blocks is chosen
 _GROUP = attrgetter("account.group")
@@ -119,8 +119,8 @@ class Insight:
     ) -> None:
         """Record a lookup that was just answered, for later questions. `frame` is the encoded request.
 
-        `said(group, hashes, hits, pending, now)` returns what tiers said of the blocks that it missed. Call this after
-        the reply was sent, so that no client waits for it.
+        `said(group, hashes, hits, pending, now, start)` returns what tiers said of the blocks that it missed. Call this
+        after the reply was sent, so that no client waits for it.
         """
         cache, asker = self._cache, self._cache.sessions[session]
         _, group = asker.group(request.namespace, request.group)
@@ -136,7 +136,7 @@ class Insight:
             engine, generation = asker.engine.name, cache.pool.generation
             below: tuple[Below, ...] = ()
             if said is not None and cause in ("", "pending"):
-                below = said(group, request.hashes, reply.hits, blocks, now)
+                below = said(group, request.hashes, reply.hits, blocks, now, request.start)
             self.misses.missed(
                 Lookup(now, engine, request.request, frame, reply.hits, cause, blocks, generation, below)
             )

@@ -25,7 +25,8 @@ TOLD_EVERY = 5.0  # seconds between two lists of what is hot
 FIRST_RATE, FIRST_LATENCY = 1e9, 0.005  # bytes per second and seconds, until the first ones were measured
 FIRST_SECONDS = 0.05  # what FIRST_RATE counts as having been measured for
 RATE_SECONDS = 0.5  # of bringing that the rate is an average of, or half as many
-LATE, LATE_LEAST = 2.0, 0.05  # times what was expected, and seconds: then a tier is late
+LEAST_ETA = 0.001  # seconds
+PUT_OFF = 4  # what is late by some time is expected after so small a part of that
 WARMING = ""  # as the engine that asks for what was hot
 WARMED_AT_ONCE = 2  # batches that are asked for together, of what was hot
 _SMOOTH = 0.2  # the weight of a new measurement
@@ -34,18 +35,17 @@ _SMOOTH = 0.2  # the weight of a new measurement
 class Fetch:
     """Blocks of a chain that a tier has and that are brought into the region, in parts.
 
-    `due` is when the last one is expected; if it has not come by `late`, nobody is told to wait for it any more.
+    `due` is when the last one is expected.
     """
 
-    __slots__ = ("boundary", "due", "engine", "group", "hashes", "inquiry", "late", "parent", "sent")
+    __slots__ = ("due", "engine", "group", "hashes", "inquiry", "parent", "sent")
 
     def __init__(self, looking: Looking, hashes: list[bytes], now: float, seconds: float) -> None:
         """It is expected to take `seconds`."""
         self.engine, self.group, self.parent = looking.engine, looking.group, looking.parent
         self.hashes, self.inquiry = hashes, looking.inquiry
-        self.due, self.late = now + seconds, now + LATE * seconds + LATE_LEAST
+        self.due = now + seconds
         self.sent = 0  # hashes of which parts were made
-        self.boundary: bytes | None = None  # the hash and tag of the block after which an engine can continue then
 
 
 class Looking(msgspec.Struct, gc=False):
@@ -134,7 +134,6 @@ class Tier:
         self.absent: dict[bytes, float] = {}  # until when
         self.fetches: OrderedDict[str, deque[Fetch]] = OrderedDict()  # by engine; the next one's first
         self.coming: dict[bytes, Fetch] = {}  # by hash and tag
-        self.boundaries: dict[bytes, Fetch] = {}  # in namespaces with tails, the last fetch before each
         self.parts: dict[int, Part] = {}
         self.backlog = self.in_flight = 0  # bytes to bring, and of those the ones in parts
         # References of blocks that it has, and of those that wait or are being written, by the part for the slot.
@@ -183,23 +182,22 @@ class Tier:
         tagged = name + group.tag
         return tagged in self.coming or tagged in self.asked or self.absent.get(tagged, 0.0) > now
 
-    def answers_in(self, name: bytes, now: float) -> float | None:
-        """Return in how many seconds the tier should answer a question, 0 if it is late, None if it was not asked."""
-        asked = self.asked.get(name)
-        if asked is None:
-            return None
-        usual = 2 * self.latency
-        if now > asked.at + LATE * usual + LATE_LEAST:
-            return 0.0
-        return max(asked.at + usual - now, 1e-3)
+    def answers_in(self, tagged: bytes, now: float) -> float | None:
+        """Return in how many seconds the tier should say whether it has a block; None if it has said that it has not.
 
-    def next_boundary(self, group: Group, hashes: Sequence[bytes], hits: int) -> tuple[int, Fetch | None]:
-        """Return after how many blocks an engine can continue once all that is coming is there, more than `hits`, and
-        the last fetch before that."""
-        for end in range(len(hashes), hits, -1) if self.boundaries else ():
-            if (fetch := self.boundaries.get(hashes[end - 1] + group.tag)) is not None:
-                return end, fetch
-        return hits, None
+        It may have too many questions to be asked now: then it is asked later.
+        """
+        if self.absent.get(tagged, 0.0) > now:
+            return None
+        asked = self.asked.get(tagged)
+        return eta((now if asked is None else asked.at) + 2 * self.latency, now)
+
+    def coming_after(self, group: Group, hashes: Sequence[bytes], begin: int) -> int:
+        """Return before which block the tier stops that is bringing block `begin`; O(LOOK)."""
+        end, most = begin + 1, min(len(hashes), begin + LOOK)
+        while end < most and hashes[end] + group.tag in self.coming:
+            end += 1
+        return end
 
     def ask(self, looking: Looking) -> bool:
         """Ask for blocks of which the tier knows nothing yet; return whether it is not asked for too much already."""
@@ -266,7 +264,8 @@ class Tier:
             return None
         self.backlog += len(hashes) * looking.group.slot_bytes
         fetch = Fetch(looking, hashes, now, self.backlog / self.rate)
-        self.coming.update((name + looking.group.tag, fetch) for name in hashes)
+        for name in hashes:
+            self.coming.setdefault(name + looking.group.tag, fetch)  # what comes already comes first
         self.fetches.setdefault(looking.engine, deque()).append(fetch)
         return fetch
 
@@ -302,8 +301,7 @@ class Tier:
         fetch.inquiry.at = now
         self.in_flight -= size
         self.backlog -= size
-        for name in fetch.hashes[part.begin : part.end]:
-            self.coming.pop(name + tag, None)
+        self._came(fetch, part.begin, part.end)
         if blocks < wanted:
             self.counts["blocks_not_brought"] += wanted - blocks
             self._give_up(fetch)
@@ -315,8 +313,6 @@ class Tier:
             if self._busy > RATE_SECONDS:
                 self._moved, self._busy = self._moved / 2, self._busy / 2
         self._brought_at = now
-        if fetch.boundary is not None and (blocks < wanted or part.end == len(fetch.hashes)):
-            self.boundaries.pop(fetch.boundary, None)
         self.counts["blocks_brought"] += blocks
         self.counts["bytes_brought"] += blocks * fetch.group.slot_bytes
         return True
@@ -327,9 +323,14 @@ class Tier:
         self.backlog -= len(rest) * fetch.group.slot_bytes
         self.counts["blocks_not_brought"] += len(rest)
         fetch.inquiry.lost += len(rest)
-        for name in rest:
-            self.coming.pop(name + fetch.group.tag, None)
+        self._came(fetch, fetch.sent, len(fetch.hashes))
         fetch.sent = len(fetch.hashes)
+
+    def _came(self, fetch: Fetch, begin: int, end: int) -> None:
+        """Note that some blocks of a fetch are not on their way any more."""
+        for name in fetch.hashes[begin:end]:
+            if self.coming.get(tagged := name + fetch.group.tag) is fetch:
+                del self.coming[tagged]
 
     def lacks(self, tagged: bytes, now: float) -> None:
         """Do not ask for this for a while."""
@@ -456,7 +457,6 @@ class Tier:
         leases = [writing.lease for writing in self.writing.values()]
         for each in (self.looks, self.looking, self.asked, self.fetches, self.coming, self.parts, self.writes):
             each.clear()
-        self.boundaries.clear()
         self.recalls.extend(self.recalling.values())
         self.recalling.clear()
         self.writing.clear()
@@ -484,6 +484,12 @@ class Tier:
             "to_warm_blocks": sum(len(run.hashes) for run in self.warming),
             **self.counts,
         }
+
+
+def eta(due: float, now: float) -> float:
+    """Return in how many seconds to ask again for what is expected at `due`: if it is late, again and again, ever more
+    rarely. How long to wait is up to who waits."""
+    return max(due - now, (now - due) / PUT_OFF, LEAST_ETA)
 
 
 def _leading(flags: bytes, most: int) -> int:

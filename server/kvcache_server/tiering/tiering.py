@@ -28,12 +28,13 @@ from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.core.slices import LOOK, finish
 from kvcache_server.tiering.hot import HotPrefixes
 from kvcache_server.tiering.inquiry import Said
-from kvcache_server.tiering.tier import TOLD_EVERY, WARMED_AT_ONCE, WARMING, Joint, Looking, Tier, Writing
+from kvcache_server.tiering.tier import TOLD_EVERY, WARMED_AT_ONCE, WARMING, Fetch, Joint, Looking, Tier, Writing, eta
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
 MOST_NAMES = 64  # of tiers, whose counts go on
 HANGING = 60.0  # seconds without a request, of which there are two a second, or without a report of all jobs
+STARTING, STARTING_ETA = 20.0, 0.05  # seconds for which a tier may start, and until a lookup is to be repeated then
 MOST_JOBS = 64  # looks in one answer
 MOST_RECALLS = 4  # in one answer: a tier attaches only some namespaces at a time
 MOST_WRITES = 2048  # blocks in one answer, or looked at for it
@@ -61,6 +62,8 @@ class Tiering:
         self._numbers = count(randbits(48))  # late reports to the last daemon are not taken for ours
         self._counts: dict[str, Counter[str]] = {}  # by the tiers' names: they go on when a tier comes back
         self._hot: defaultdict[Group, HotPrefixes] = defaultdict(HotPrefixes)
+        self._starting: set[str] = set()  # tiers that were never on
+        self._starting_until = 0.0
 
     # What happens in the cache.
 
@@ -98,31 +101,69 @@ class Tiering:
         hashes = request.hashes[: _longest(group)]
         if hits >= len(hashes):
             return 0, 0
-        name, waits = hashes[-1] + group.tag, 0.0
+        end, fetches = self._on_their_way(group, hashes, hits, request.start)
+        if fetches:
+            return end - hits, _milliseconds(eta(max(fetch.due for _, fetch in fetches), now))
+        name, wait = hashes[-1] + group.tag, self._starts_in(now)
         for tier in self._tiers.values():
             if not tier.on:
                 continue
-            end, fetch = tier.next_boundary(group, hashes, hits)
-            if fetch is not None:
-                return (0, 0) if now > fetch.late else (end - hits, max(1, round((fetch.due - now) * 1000)))
-            if not tier.knows(group, hashes[-1], now):
-                self._ask_jointly(tier, session.engine.name, group, hashes, request.start, now)
-            if (wait := tier.answers_in(name, now)) is not None:
-                waits = wait
+            if (
+                name not in tier.asked
+                and tier.absent.get(name, 0.0) <= now
+                and not self._ask_jointly(tier, session.engine.name, group, hashes, request.start, now)
+            ):
+                break  # others are writing all that is missing
+            if (answer := tier.answers_in(name, now)) is not None:
+                wait = answer
                 break  # the next tier is asked for what this one does not have
-        return 0, round(waits * 1000)
+        return 0, _milliseconds(wait)
+
+    def _on_their_way(
+        self, group: Group, hashes: Sequence[bytes], hits: int, start: int
+    ) -> tuple[int, list[tuple[Tier, Fetch]]]:
+        """Return after how many blocks an engine can continue once all is there that tiers are bringing, and what
+        brings the blocks for that; nothing if those would not be more than `hits`.
+
+        The engine has the first `start` blocks itself.
+        """
+        bringing = [tier for tier in self._tiers.values() if tier.on and tier.coming]
+        if not bringing:
+            return hits, []
+
+        def soon(each: Group, name: bytes) -> bool:
+            return each.has_soon(name) or any(name + each.tag in tier.coming for tier in bringing)
+
+        end = len(hashes)
+        if group is not group.tails[0]:
+            end = next((at for at in range(hits, end) if not soon(group, hashes[at])), end) - group.spec.followed
+        if end > hits:
+            end = finish(last_end([(tail.spec, partial(soon, tail)) for tail in group.tails], hashes, end, start))
+        if end <= hits:
+            return hits, []
+        needed = [(tail, hashes[max(start, end - tail.spec.needed(end)) : end]) for tail in group.tails]
+        if group is not group.tails[0]:
+            needed.append((group, hashes[hits : end + group.spec.followed]))
+        found = {}
+        for each, names in needed:
+            for name in names:
+                for tier in bringing:
+                    if (fetch := tier.coming.get(name + each.tag)) is not None:
+                        found[id(fetch)] = tier, fetch
+        return end, list(found.values())
 
     @staticmethod
-    def _ask_jointly(tier: Tier, engine: str, group: Group, hashes: list[bytes], start: int, now: float) -> None:
-        """Ask a tier what it has of all groups, beyond what is cached."""
+    def _ask_jointly(tier: Tier, engine: str, group: Group, hashes: list[bytes], start: int, now: float) -> bool:
+        """Ask a tier what it has of all groups, beyond what is cached; return whether anything is missing."""
         parts = []
         if group is not group.tails[0]:
             cached = len(group.prefix(hashes))
             parts.append((group, hashes[cached + group.pending_after(hashes, cached) :]))
         for tail in group.tails:
             parts.append((tail, [name for name in hashes[start:] if not tail.has_soon(name)]))
-        joint = Joint(hashes[-1] + group.tag, group, hashes, start, set())
-        tier.ask_jointly(joint, engine, [part for part in parts if part[1]], now)
+        if parts := [part for part in parts if part[1]]:
+            tier.ask_jointly(Joint(hashes[-1] + group.tag, group, hashes, start, set()), engine, parts, now)
+        return bool(parts)
 
     def _found_jointly(self, tier: Tier, joint: Joint, engine: str, now: float) -> None:
         """Have brought what an engine needs to continue as far as possible, and ask the next tier for more."""
@@ -139,19 +180,15 @@ class Tiering:
             most -= group.spec.followed
         has = [(tail.spec, partial(_has_or_gets, tail, joint.found)) for tail in tails]
         end = finish(last_end(has, hashes, most, joint.start)) if most > joint.start else 0
-        name = hashes[end - 1] + group.tag if end > joint.start else b""
-        last = None
-        if name and name not in tier.boundaries:
+        if end > joint.start:
             if group is not tails[0] and cached < end + group.spec.followed:
                 parent = hashes[cached - 1] if cached else None
                 rest = hashes[cached : end + group.spec.followed]
-                last = tier.fetch(Looking(engine, group, parent, rest, now), rest, now)
+                tier.fetch(Looking(engine, group, parent, rest, now), rest, now)
             for tail in tails:
                 wanted = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
-                if wanted := [each for each in wanted if not tail.has_soon(each)]:
-                    last = tier.fetch(Looking(engine, tail, None, wanted, now), wanted, now)
-        if last is not None:
-            last.boundary, tier.boundaries[name] = name, last
+                if wanted := [each for each in wanted if not (tail.has_soon(each) or each + tail.tag in tier.coming)]:
+                    tier.fetch(Looking(engine, tail, None, wanted, now), wanted, now)
         if end < len(hashes):
             tier.lacks(joint.name, now)
             if (other := self._next(tier, group, hashes[-1], now)) is not None:
@@ -172,20 +209,13 @@ class Tiering:
     def _missed(
         self, session: Session, group: Group, hashes: Sequence[bytes], hits: int, begin: int, now: float
     ) -> tuple[int, int]:
-        first = hashes[hits] + group.tag
-        waits = 0.0
+        wait = self._starts_in(now) if begin < len(hashes) else 0.0
         for tier in self._tiers.values():
             if not tier.on:
                 continue
-            fetch = tier.coming.get(first)
-            if fetch is not None:
-                if now > fetch.late:
-                    return 0, 0
-                end = hits + 1
-                most = min(len(hashes), hits + LOOK)
-                while end < most and hashes[end] + group.tag in tier.coming:
-                    end += 1
-                return end - hits, max(1, round((fetch.due - now) * 1000))
+            for first in {hits: None, begin: None}:  # what others are writing may come from a tier, or not
+                if first < len(hashes) and (fetch := tier.coming.get(hashes[first] + group.tag)) is not None:
+                    return tier.coming_after(group, hashes, first) - hits, _milliseconds(eta(fetch.due, now))
             if begin == len(hashes):
                 continue  # others are writing all that is missing
             name = hashes[begin]
@@ -193,15 +223,29 @@ class Tiering:
                 parent = hashes[begin - 1] if begin else None
                 some = list(hashes[begin : begin + LONGEST])
                 tier.ask(Looking(session.engine.name, group, parent, some, now))
-            if (wait := tier.answers_in(name + group.tag, now)) is not None:
-                waits = wait
+            if (answer := tier.answers_in(name + group.tag, now)) is not None:
+                wait = answer
                 break  # the next tier is asked for what this one does not have
-        return 0, round(waits * 1000)
+        return 0, _milliseconds(wait)
 
-    def said(self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float) -> tuple[Said, ...]:
+    def _starts_in(self, now: float) -> float:
+        """Return in how many seconds tiers that are starting may have some of what is missing; 0 if there are none."""
+        return STARTING_ETA if self._starting and now < self._starting_until else 0.0
+
+    def said(
+        self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float, start: int = 0
+    ) -> tuple[Said, ...]:
         """Return what tiers have said of the blocks that a lookup has just missed. O(misses)."""
+        found = self._said(group, hashes, hits, pending, now, start)
+        if self._starts_in(now):
+            found += tuple(Said(name, "starting", hits, len(hashes) - hits) for name in sorted(self._starting))
+        return found
+
+    def _said(
+        self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float, start: int
+    ) -> tuple[Said, ...]:
         if group.tails:
-            return self._said_with_tails(group, hashes, hits, now)
+            return self._said_with_tails(group, hashes, hits, now, start)
         found: list[Said] = []
         begin = hits
         for tier in self._tiers.values():
@@ -210,11 +254,8 @@ class Tiering:
                 continue
             fetch = tier.coming.get(hashes[begin] + group.tag)
             if fetch is not None:
-                end = begin + 1
-                while end < len(hashes) and hashes[end] + group.tag in tier.coming:
-                    end += 1
-                cause = "coming" if now <= fetch.late else "overdue"
-                found.append(Said(tier.name, cause, begin, end - begin, "", fetch.inquiry))
+                end = tier.coming_after(group, hashes, begin)
+                found.append(Said(tier.name, "coming", begin, end - begin, "", fetch.inquiry))
                 begin = end
             elif begin == hits:
                 begin += pending  # others are writing these
@@ -231,19 +272,23 @@ class Tiering:
                 found.append(Said(tier.name, "not_asked", begin, len(hashes) - begin))
         return tuple(found)
 
-    def _said_with_tails(self, group: Group, hashes: Sequence[bytes], hits: int, now: float) -> tuple[Said, ...]:
+    def _said_with_tails(
+        self, group: Group, hashes: Sequence[bytes], hits: int, now: float, start: int
+    ) -> tuple[Said, ...]:
         """The same in a namespace with tails, where a question is for all groups; later answers do not change it."""
         hashes = hashes[: _longest(group)]
         found: list[Said] = []
         if hits >= len(hashes):
             return ()
         name, missed = hashes[-1] + group.tag, len(hashes) - hits
+        end, fetches = self._on_their_way(group, hashes, hits, start)
         for tier in self._tiers.values():
-            end, fetch = tier.next_boundary(group, hashes, hits)
             if not tier.on:
                 found.append(Said(tier.name, "off", hits, missed, tier.off or "disconnected"))
-            elif fetch is not None:
-                found.append(Said(tier.name, "coming" if now <= fetch.late else "overdue", hits, end - hits))
+            elif any(each is tier for each, _ in fetches):
+                found.append(Said(tier.name, "coming", hits, end - hits))
+            elif fetches:
+                continue  # no tier is asked before these have come
             elif name in tier.asked:
                 found.append(Said(tier.name, "asked", hits, missed))
                 break  # the next tier is asked for what this one does not have
@@ -298,6 +343,16 @@ class Tiering:
 
     # Requests.
 
+    def expect(self, names: Iterable[str], now: float) -> None:
+        """Let requests wait for tiers that are starting, which cannot be asked yet."""
+        self._starting, self._starting_until = {*names}, now + STARTING
+        self._listen()
+
+    def expect_no_more(self, name: str) -> None:
+        """Note that a tier has started, or cannot."""
+        self._starting.discard(name)
+        self._listen()
+
     def begin(self, session: int, request: Any, now: float) -> m.Warmed | None:
         """Take a request of a session. Raises NotPermitted, BadArgument, UnknownHandle; then nothing has changed."""
         if isinstance(request, m.Warm):
@@ -308,6 +363,8 @@ class Tiering:
             self._worked(self._tiers[session], request, now)
         else:
             self._cache.counters["jobs_unknown"] += 1
+            if request.off:  # its store cannot be opened
+                self.expect_no_more(self._cache.sessions[session].engine.name.removeprefix("tier "))
         return None
 
     def _warm(self, namespace: str) -> int:
@@ -348,7 +405,7 @@ class Tiering:
             session.engine.brings = True
             for namespace in self._cache.namespaces.values():
                 self._recall(tier, namespace)
-            self._listen()
+            self.expect_no_more(tier.name)
         tier.off, tier.asked_at = "", now
 
     def _worked(self, tier: Tier, request: m.Worked, now: float) -> None:
@@ -563,7 +620,7 @@ class Tiering:
             tier.session.unpin(lease)
 
     def _listen(self) -> None:
-        self._cache.lookups.tiers = self if self._tiers else None
+        self._cache.lookups.tiers = self if self._tiers or self._starting else None
         self._cache.eviction.stored_below = self._stored_below if self._tiers else None
 
     def report(self) -> list[dict[str, object]]:
@@ -574,6 +631,10 @@ class Tiering:
 def _longest(group: Group) -> int:
     """Return how many blocks of a chain are asked for with tails: all groups are examined in one turn."""
     return 2 * LOOK // (1 + len(group.tails))
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000)) if seconds else 0
 
 
 def _has_or_gets(group: Group, found: set[bytes], name: bytes) -> bool:
