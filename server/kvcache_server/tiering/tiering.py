@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count, dropwhile, islice, takewhile
 from secrets import randbits
@@ -131,14 +131,13 @@ class Tiering:
         if not bringing:
             return hits, []
 
-        def soon(each: Group, name: bytes) -> bool:
-            return each.has_soon(name) or any(name + each.tag in tier.coming for tier in bringing)
-
+        soon = partial(_here_or_coming, [tier.coming for tier in bringing])
         end = len(hashes)
         if group is not group.tails[0]:
-            end = next((at for at in range(hits, end) if not soon(group, hashes[at])), end) - group.spec.followed
+            here = soon(group)
+            end = next((at for at in range(hits, end) if not here(hashes[at])), end) - group.spec.followed
         if end > hits:
-            end = finish(last_end([(tail.spec, partial(soon, tail)) for tail in group.tails], hashes, end, start))
+            end = finish(last_end([(tail.spec, soon(tail)) for tail in group.tails], hashes, end, start))
         if end <= hits:
             return hits, []
         needed = [(tail, hashes[max(start, end - tail.spec.needed(end)) : end]) for tail in group.tails]
@@ -631,6 +630,22 @@ class Tiering:
 def _longest(group: Group) -> int:
     """Return how many blocks of a chain are asked for with tails: all groups are examined in one turn."""
     return 2 * LOOK // (1 + len(group.tails))
+
+
+def _here_or_coming(coming: Sequence[Mapping[bytes, Fetch]], group: Group) -> Callable[[bytes], bool]:
+    """Return a function that says of a block whether it is cached, being written, or on its way from a tier."""
+    visible, pending, tag = group.visible, group.pending, group.tag
+
+    def is_here(name: bytes) -> bool:  # called for thousands of blocks
+        if name in visible or name in pending:
+            return True
+        tagged = name + tag
+        for each in coming:  # noqa: SIM110 - any() takes twice as long
+            if tagged in each:
+                return True
+        return False
+
+    return is_here
 
 
 def _milliseconds(seconds: float) -> int:
