@@ -6,7 +6,10 @@ import contextlib
 import functools
 import struct
 import zlib
+from typing import Any
 
+import msgspec
+import pytest
 from host import reopen
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -130,3 +133,59 @@ def test_state_files(changes: list[tuple[int, int]], cut: int, more: bytes) -> N
     file[max(len(file) - cut, 0) :] = more
     with contextlib.suppress(RegionError):
         journal.read(bytes(file))
+
+
+NUMBER = st.sampled_from([-(1 << 63), -1, 0, 1, 1 << 16, 1 << 23, 1 << 32, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1])
+TEXT = st.sampled_from(["", "../victim", "/etc/passwd", "1-0123abcd/..", "a" * 5000, "\x00"])
+RECORDS: list[journal.Record] = [
+    journal.NamespaceMade(2, NamespaceSpec("n", (GroupSpec(16, (2048, 2048)),))),
+    journal.EngineMade(2, "other"),
+    journal.SessionOpened(2, "other", "label", b"t" * 16, "2-01234567", b"f" * 16, "2-89abcdef", 1000),
+    journal.WritersNumbered(9, (1, 2)),
+    journal.Resized(4 << 20),
+    journal.ExtentRetired(1),
+    journal.PinMade(1, 1, 0, [b"h" * 32]),
+]
+
+
+def places(value: Any, path: tuple[int | str, ...] = ()) -> list[tuple[int | str, ...]]:
+    """Return the path of each number, text and list in `value`."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(found for key, each in inside for found in places(each, (*path, key)))]
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data(), st.booleans())
+def test_whole_records_with_odd_values(data: st.DataObject, living: bool) -> None:
+    """Each has the right checksum: the region is refused, or a consistent cache starts."""
+    buffer, file, _ = last_life()
+    chosen = records(file) + [msgspec.msgpack.decode(msgspec.msgpack.encode(each)) for each in RECORDS]
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.integers(0, len(chosen) - 1))
+        path = data.draw(st.sampled_from(places(chosen[at])[2:] or [(0,)]))
+        holder = functools.reduce(lambda value, key: value[key], path[:-1], chosen[at])
+        kind = {int: NUMBER, str: TEXT, bytes: st.binary(max_size=80)}.get(type(holder[path[-1]]), st.just([]))
+        holder[path[-1]] = data.draw(kind)
+    changed = bytearray(journal.MAGIC)
+    for each in chosen:
+        packed = msgspec.msgpack.encode(each)
+        changed += struct.pack("<II", len(packed), zlib.crc32(packed)) + packed
+    with contextlib.suppress(RegionError):
+        reopened(bytearray(buffer), bytes(changed), living)
+
+
+def records(file: bytes) -> list[Any]:
+    """Return the records of a state file as plain values."""
+    found, at = [], len(journal.MAGIC)
+    while at < len(file):
+        (size,) = struct.unpack_from("<I", file, at)
+        found.append(msgspec.msgpack.decode(file[at + 8 : at + 8 + size]))
+        at += 8 + size
+    return found
+
+
+@pytest.mark.parametrize("name", ["../victim", "1-0123abcd/../../victim", "/victim"])
+def test_names_of_session_files_stay_in_their_folder(name: str) -> None:
+    file = last_life()[1] + journal.pack(journal.SessionOpened(7, "engine", "", b"", name))
+    with pytest.raises(RegionError, match="file"):
+        journal.read(file + journal.pack(journal.SessionEnded(8)))

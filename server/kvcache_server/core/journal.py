@@ -10,42 +10,55 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 
-from kvcache_proto.errors import RegionError
-from kvcache_proto.types import NamespaceSpec
+from kvcache_proto.errors import KVCacheError, RegionError
+from kvcache_proto.region import MAX_EXTENTS
+from kvcache_proto.types import MAX_GROUPS, MAX_HASH_BYTES, MAX_HASHES, MAX_NAME, NamespaceSpec
 
 MAGIC = b"KVCSTAT1"
 _HEAD = struct.Struct("<II")  # bytes of the record, their CRC-32
 MAX_RECORD = 1 << 20
 
+# What a record may contain, checked when it is read. Numbers leave room for those that follow them.
+Epoch = Annotated[int, msgspec.Meta(ge=1, lt=1 << 22)]  # numbers of leases begin with it
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # of namespaces, engines and tuples of writers
+SessionNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Hash = Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BYTES)]
+Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
+SESSION_FILE = r"[0-9]{1,20}-[0-9a-f]{8}"
+File = Annotated[str, msgspec.Meta(pattern=rf"\A(?:{SESSION_FILE})?\Z")]
+
 
 class Began(msgspec.Struct, tag="began", array_like=True, frozen=True):
     """A daemon has started. `last` has the last numbers of namespaces, engines, sessions and tuples of writers."""
 
-    region: bytes
-    epoch: int
-    last: tuple[int, int, int, int] = (0, 0, 0, 0)
+    region: Secret
+    epoch: Epoch
+    last: tuple[Number, Number, SessionNumber, Number] = (0, 0, 0, 0)
     daemon: str = ""
 
 
 class NamespaceMade(msgspec.Struct, tag="namespace", array_like=True, frozen=True):
-    number: int
+    number: Number
     spec: NamespaceSpec
 
 
 class NamespaceForgotten(msgspec.Struct, tag="namespace-gone", array_like=True, frozen=True):
-    number: int
+    number: Number
 
 
 class EngineMade(msgspec.Struct, tag="engine", array_like=True, frozen=True):
-    number: int
-    name: str
+    number: Number
+    name: Name
 
 
 class EngineForgotten(msgspec.Struct, tag="engine-gone", array_like=True, frozen=True):
-    number: int
+    number: Number
 
 
 class SessionOpened(msgspec.Struct, tag="session", array_like=True, frozen=True):
@@ -56,14 +69,14 @@ class SessionOpened(msgspec.Struct, tag="session", array_like=True, frozen=True)
     file and uses the `former` token.
     """
 
-    number: int
-    engine: str
-    label: str
-    token: bytes
-    file: str
-    former_token: bytes = b""
-    former_file: str = ""
-    user: int = -1  # unknown in records of 0.1
+    number: SessionNumber
+    engine: Name
+    label: Name
+    token: Secret
+    file: File
+    former_token: Secret = b""
+    former_file: File = ""
+    user: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = -1  # unknown in records of 0.1
 
     @property
     def files(self) -> list[str]:
@@ -72,40 +85,40 @@ class SessionOpened(msgspec.Struct, tag="session", array_like=True, frozen=True)
 
 
 class SessionEnded(msgspec.Struct, tag="session-gone", array_like=True, frozen=True):
-    number: int
+    number: SessionNumber
 
 
 class WritersNumbered(msgspec.Struct, tag="crew", array_like=True, frozen=True):
     """`writers[shard]` is the session that writes that shard. Forgotten when the last of these sessions has ended."""
 
-    number: int
-    writers: tuple[int, ...]
+    number: Number
+    writers: tuple[SessionNumber, ...]
 
 
 class Resized(msgspec.Struct, tag="resized", array_like=True, frozen=True):
     """A size of `bytes` was requested for the pool."""
 
-    bytes: int
+    bytes: Bytes
 
 
 class ExtentRetired(msgspec.Struct, tag="extent-gone", array_like=True, frozen=True):
     """The extent's memory was returned to the host."""
 
-    index: int
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_EXTENTS)]
 
 
 class PinMade(msgspec.Struct, tag="pin", array_like=True, frozen=True):
     """An operator has pinned a chain of blocks of a namespace, both by number."""
 
-    number: int
-    namespace: int
-    group: int
-    hashes: list[bytes]
-    label: str = ""
+    number: SessionNumber
+    namespace: Number
+    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
+    hashes: Annotated[list[Hash], msgspec.Meta(max_length=MAX_HASHES)]
+    label: Name = ""
 
 
 class PinEnded(msgspec.Struct, tag="pin-gone", array_like=True, frozen=True):
-    number: int
+    number: SessionNumber
 
 
 Record = (
@@ -221,9 +234,12 @@ def read(data: bytes) -> Manifest:
             break
         try:
             manifest.apply(_decoder.decode(packed))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, KVCacheError) as error:
             raise RegionError(f"state file of another version: the record at byte {at}: {error}") from None
         at = end
     if not manifest.epoch:
         raise RegionError("torn state file: it does not name its region")
+    for named in (list(manifest.engines.values()), [spec.id for spec in manifest.namespaces.values()]):
+        if len({*named}) < len(named):
+            raise RegionError("torn state file: one name has two numbers")
     return manifest

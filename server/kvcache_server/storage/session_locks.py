@@ -15,9 +15,10 @@ import re
 import secrets
 from collections.abc import Collection
 
+from kvcache_server.core.journal import SESSION_FILE
 from kvcache_server.storage.folder import Folder
 
-_NAME = re.compile(r"[0-9]{1,20}-[0-9a-f]{8}")  # files with other names are not deleted
+_NAME = re.compile(SESSION_FILE)  # files with other names are not deleted
 
 
 class SessionFiles:

@@ -111,7 +111,8 @@ class Snapshot:
 
     def writers(self, position: int) -> tuple[int, ...]:
         shards = self._shard_count[int(self.code[position])]
-        return self.manifest.writers.get(int(self.row["writers"][position]), (0,) * shards)
+        writers = self.manifest.writers.get(int(self.row["writers"][position]), ())
+        return writers if len(writers) == shards else (0,) * shards
 
     def dead(self, position: int) -> int:
         """Return the unsettled shards with dead writers as a bit set."""
