@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import secrets
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,6 +24,7 @@ MAX_SHARD_BYTES = 1 << 40
 MAX_HASHES = 65_536
 MIN_HASH_BYTES, MAX_HASH_BYTES = 8, 32
 MAX_NAME = 256
+UNNAMED = "unnamed-"  # begins the name of weights that one engine has, and that is used once
 MAX_IDENTITY = 4096  # characters; `status` contains all of them, in one frame
 
 _REF = struct.Struct("<QQQ")
@@ -207,6 +209,15 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
     def with_weights(self, weights: str) -> NamespaceSpec:
         """Return the same namespace for the weights named `weights`; "" means those of the checkpoint."""
         return NamespaceSpec(self.model, self.groups, {**self.identity, "weights": weights}, self.hash_bytes)
+
+    def with_unnamed_weights(self) -> NamespaceSpec:
+        """Return the same namespace for weights that only this engine has, for as long as it stays there."""
+        return self.with_weights(UNNAMED + secrets.token_hex(16))
+
+    @property
+    def ephemeral(self) -> bool:
+        """Whether nobody can attach it again once its members have left: its weights have a random name."""
+        return self.identity.get("weights", "").startswith(UNNAMED)
 
     def check_same_geometry(self, other: NamespaceSpec) -> None:
         """Raise GeometryMismatch, which names the first difference, unless `other` has the same geometry."""

@@ -117,3 +117,17 @@ def test_a_rank_that_the_daemon_refuses_joins_the_next_one(start_daemon: Any, un
             assert until(worker.take_declined, "the next daemon's leave") == {0: ""}
         finally:
             worker.close()
+
+
+def test_what_the_daemon_refuses_is_asked_for_again(start_daemon: Any, until: Any) -> None:
+    daemon = start_daemon(max_namespaces=1)
+    with (
+        Session.connect(daemon.endpoint, engine="first", deadline=5.0) as first,
+        Session.connect(daemon.endpoint, engine="second", deadline=5.0) as second,
+    ):
+        taken = first.attach(NamespaceSpec("other", (GroupSpec(BLOCK, 4096),)), (0,))
+        wanted = second.attach(NamespaceSpec("m", (GroupSpec(BLOCK, 4096),)), (0,), wait=False)
+        until(lambda: wanted.refused, "the refusal")
+        first.detach(taken)
+        until(lambda: wanted.attached, "room for the second namespace")
+        assert not wanted.refused

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 from insights import figures
-from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group
+from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
@@ -575,6 +575,30 @@ def test_nothing_grows_with_blocks_that_come_and_go():
     finally:
         gc.enable()
     assert sum(map(len, cache.pool._roomy.values())) <= len(cache.pool.extents)
+
+
+def test_namespaces_that_nobody_can_attach_again_go_with_their_blocks():
+    cache = make_cache(max_namespaces=3)
+    engine = Engine(cache, "one")
+    engine.store(["kept"])
+    spec, named = cache.namespaces[engine.namespace].spec, engine.namespace
+    for turn in range(1, 6):
+        former = engine.namespace
+        engine.namespace = engine.ask(m.Attach(1, b"", spec.with_unnamed_weights(), (0,))).namespace
+        engine.store(["a", "b"])
+        lease = engine.acquire(["a", "b"]).lease
+        engine.ask(m.Detach(1, b"", former))
+        pass_time(cache, turn)
+        assert [*cache.namespaces] == [named, engine.namespace]
+        assert engine.hits(["a", "b"]) == 2
+        engine.ask(m.Release(1, b"", [lease]))
+    cache.disconnect_session(engine.session, 6.0)
+    pass_time(cache, 6.0)
+    assert [*cache.namespaces] == [named, engine.namespace]  # its process lives, and may come back
+    cache.end_session(engine.session, 7.0)
+    pass_time(cache, 8.0)
+    assert [*cache.namespaces] == [named]
+    assert Engine(cache, "two").hits(["kept"]) == 1
 
 
 def test_namespaces_that_come_and_go_leave_nothing():

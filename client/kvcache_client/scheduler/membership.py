@@ -6,7 +6,6 @@ The weights may have changed with a reset, and a namespace names the weights. Ot
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Collection
 
 from kvcache_client.scheduler.cache import CacheNamespace, CacheSession
@@ -69,7 +68,7 @@ class Membership:
             logger.info("cache reset: the checkpoint is what it was, namespace %s is kept", self.namespace.id)
             return True
         self._weights_of = found
-        return self._move(uuid.uuid4().hex)
+        return self._move(self.namespace.spec.with_unnamed_weights())
 
     def reset(self) -> bool:
         """Go on as `on_reset` says; return whether the engine shares blocks after this."""
@@ -78,12 +77,11 @@ class Membership:
             self._reading, self.unsettled = CheckpointReading(self._read_checkpoint), True
             return True
         # A version names one state of the weights, and the engine leaves that with its next reset.
-        named = self._on_reset != "new" and self._resets == 1
-        return self._move(self._on_reset if named else uuid.uuid4().hex)
+        spec, named = self.namespace.spec, self._on_reset != "new" and self._resets == 1
+        return self._move(spec.with_weights(self._on_reset) if named else spec.with_unnamed_weights())
 
-    def _move(self, weights: str) -> bool:
-        """Leave the namespace for that of other weights."""
-        spec = self.namespace.spec.with_weights(weights)
+    def _move(self, spec: NamespaceSpec) -> bool:
+        """Leave the namespace for `spec`, that of other weights."""
         try:
             # The engine's steps wait for this call: a daemon that is slow to answer is joined later.
             left, self.namespace = self.namespace, self._session.attach(spec, (), self._ceiling, wait=False)
@@ -95,5 +93,5 @@ class Membership:
         self.announced = spec
         if self._events is not None:
             self._events.reset()
-        logger.info("cache reset: this engine goes on in namespace %s, weights %s", spec.id, weights)
+        logger.info("cache reset: this engine goes on in namespace %s, weights %s", spec.id, spec.identity["weights"])
         return True

@@ -100,8 +100,9 @@ class Namespace:
     def refuse(self, why: str) -> None:
         """Note, count and log that the daemon does not let this session join."""
         self._daemon.count("attaches_refused")
+        if why != self.refused:  # it is asked for again and again
+            logger.warning("namespace %s (%s) is refused: %s", self.id, self.spec.model, why)
         self.refused = why
-        logger.warning("namespace %s (%s) is refused: %s", self.id, self.spec.model, why)
 
     def leave(self) -> None:
         """Detach for good, without waiting."""

@@ -28,6 +28,7 @@ from kvcache_proto.messages import Restate, Restated
 logger = logging.getLogger("kvcache_client.session")
 
 GLIMPSE = 0.02  # seconds
+ASK_AGAIN = 2.0  # seconds after which a refused namespace is asked for again: there may be room now
 STEADY = 1.0  # seconds that a connection must have held for the next knock to come soon after its end
 
 
@@ -47,7 +48,7 @@ class Supervisor:
         self._namespaces: list[Namespace] = []
         self._region_callbacks: list[Callable[[Region], None]] = []
         self._change = threading.RLock()  # held while region, connection or namespaces change
-        self._steady_at = 0.0
+        self._steady_at = self._asked_at = 0.0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvcache-session", daemon=True)
 
@@ -141,6 +142,8 @@ class Supervisor:
         channel.watched = watched = channel.busy
         probe_at = daemon.breaker.probe_at
         timeout = daemon.deadline if watched else self._telemetry.seconds_left(connection)
+        if self._refused():
+            timeout = min(timeout, max(0.0, self._asked_at + ASK_AGAIN - time.monotonic()))
         if probe_at is not None:
             timeout = max(0.0, probe_at - time.monotonic())
         door = connection.door
@@ -153,10 +156,22 @@ class Supervisor:
             if watched:
                 channel.pump(GLIMPSE)  # a call that is under way receives for us: the door must not wait for its end
             now = time.monotonic()
+            if now >= self._asked_at + ASK_AGAIN and daemon.breaker.probe_at is None:
+                self._ask_again(connection, now)
             if channel.overdue(now, daemon.deadline):
                 daemon.missed("an answer is overdue")
             if daemon.breaker.probe_due(now):
                 daemon.probe(connection, now)
+
+    def _refused(self) -> list[Namespace]:
+        """Return the namespaces that the daemon has refused. Without the lock: a call that waits for an answer has it."""
+        return [namespace for namespace in list(self._namespaces) if namespace.refused]
+
+    def _ask_again(self, connection: Connection, now: float) -> None:
+        """Ask again for what the daemon has refused."""
+        self._asked_at = now
+        for namespace in self._refused():
+            namespace.join_later(connection)
 
     # Coming and going. On the thread, but for the first time and the last.
 

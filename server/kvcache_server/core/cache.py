@@ -263,8 +263,20 @@ class Cache:
         try:
             yield from self.reservations.tick(now)
             yield from self.retentions.tick(now)
+            if not self.eviction.frozen:
+                yield from self._end_abandoned(now)
         finally:
             self._ticking = False
+
+    def _end_abandoned(self, now: float) -> Steps[None]:
+        """Remove namespaces that nobody can attach again, with their blocks; blocks in use go at a later tick."""
+        abandoned = self.registry.abandoned()
+        for namespace in abandoned:
+            yield from self.retentions.clear(namespace.number)
+            accounts = self.eviction.fair_share.accounts
+            yield from self.eviction.clear([each for each in accounts if each.group.namespace == namespace.number])
+        if abandoned:
+            self.registry.prune()
 
     # After a restart.
 

@@ -220,6 +220,20 @@ class Registry:
         session.engine.note_writers(left[0])
         self.prune()
 
+    def abandoned(self) -> list[Namespace]:
+        """Return the namespaces that nobody can attach again.
+
+        A member whose door has closed may come back and attach again, as long as its process lives.
+        """
+        found = [each for each in self.namespaces.values() if each.spec.ephemeral]
+        if not found:
+            return found
+        kept = {number for session in self.sessions.values() for number in session.attached}
+        for engine in self.engines.values():
+            if engine.disconnected:
+                kept.update(engine.shares)
+        return [each for each in found if each.number not in kept]
+
     def prune(self) -> None:
         """Remove engines and namespaces without sessions and blocks."""
         records = self._effects.records
