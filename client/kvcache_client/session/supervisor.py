@@ -143,7 +143,8 @@ class Supervisor:
         probe_at = daemon.breaker.probe_at
         timeout = daemon.deadline if watched else self._telemetry.seconds_left(connection)
         if self._refused():
-            timeout = min(timeout, max(0.0, self._asked_at + ASK_AGAIN - time.monotonic()))
+            until = max(0.0, self._asked_at + ASK_AGAIN - time.monotonic())
+            timeout = until if timeout is None else min(timeout, until)
         if probe_at is not None:
             timeout = max(0.0, probe_at - time.monotonic())
         door = connection.door
@@ -164,7 +165,10 @@ class Supervisor:
                 daemon.probe(connection, now)
 
     def _refused(self) -> list[Namespace]:
-        """Return the namespaces that the daemon has refused. Without the lock: a call that waits for an answer has it."""
+        """Return the namespaces that the daemon has refused.
+
+        It takes no lock: a call that waits for an answer holds it.
+        """
         return [namespace for namespace in list(self._namespaces) if namespace.refused]
 
     def _ask_again(self, connection: Connection, now: float) -> None:
