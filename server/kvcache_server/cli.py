@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+import math
 import os
 import sys
+import time
 from typing import Any
 
 import click
@@ -25,6 +28,8 @@ from kvcache_proto.text import escaped
 from kvcache_server import signals
 from kvcache_server.commands.options import endpoint_option
 from kvcache_server.config import load, settings
+
+PROGRESS_EVERY = 5.0  # seconds between lines while memory is made
 
 EXIT_CODES: tuple[tuple[type[KVCacheError], int, str], ...] = (
     (ConfigError, 2, "an invalid flag, file or environment variable"),
@@ -114,11 +119,25 @@ def serve(path: str | None, fresh: bool, **flags: Any) -> None:
 
     config = load(path, flags=flags)
     logs.set_up(config.log_level, config.log_format)
-    bar = _progress_bar() if sys.stderr.isatty() and config.log_format == "text" else None
-    lifecycle.serve(config, lambda: load(path, flags=flags), fresh, bar)
+    bar = sys.stderr.isatty() and config.log_format == "text"
+    lifecycle.serve(config, lambda: load(path, flags=flags), fresh, _progress_bar() if bar else _progress_lines())
 
 
 _flags(serve)
+
+
+def _progress_lines() -> Any:
+    """Return a callback that logs one line at once, and one every few seconds."""
+    said = -math.inf
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now >= said + PROGRESS_EVERY:
+            said = now
+            logging.getLogger(__name__).info("preparing memory: %s of %s", format_size(done), format_size(total))
+
+    return progress
 
 
 def _progress_bar() -> Any:

@@ -25,6 +25,7 @@ from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import RegionError
 from kvcache_proto.messages import Welcome
 from kvcache_proto.types import Outcome, PoolGeometry, Verdict
+from kvcache_server.storage.region_file import check_room
 
 SPEC = NamespaceSpec(model="m", groups=[GroupSpec(16, 64 << 10)])
 GEOMETRY = PoolGeometry(bytes(16), 0, 0, 0, 0)
@@ -342,3 +343,21 @@ def test_memory_is_freed_by_discard_but_not_under_a_running_daemon(warm: Any) ->
         assert told in done.stdout
     assert not region.exists()
     assert [path for path in warm.folder.iterdir() if path.suffix != ".log"] == []
+
+
+def test_the_first_line_comes_before_memory_is_made(start_daemon: Any) -> None:
+    daemon = start_daemon()
+    assert daemon.log.index("preparing memory: 0") < daemon.log.index(" ready at ")
+
+
+def test_a_region_without_a_daemon_that_takes_the_room_is_named(start_daemon: Any, tmp_path: Path) -> None:
+    daemon = start_daemon(region_dir=str(tmp_path))
+    with pytest.raises(RegionError) as running:
+        check_room(str(tmp_path), 1 << 60)
+    assert ".region" not in str(running.value)
+    daemon.kill()
+    (region,) = tmp_path.glob("*.region")
+    with pytest.raises(RegionError) as left:
+        check_room(str(tmp_path), 1 << 60)
+    assert f"`rm {region}`" in str(left.value)
+    assert f"of uid {os.geteuid()}" in str(left.value)

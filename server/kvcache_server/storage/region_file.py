@@ -21,7 +21,7 @@ from kvcache_proto.region import ALIGN, MAX_EXTENTS, plan_geometry
 from kvcache_proto.sizes import format_size
 from kvcache_proto.types import PoolGeometry
 from kvcache_server import signals
-from kvcache_server.storage.region_names import Claim, RegionFolder
+from kvcache_server.storage.region_names import Claim, RegionFolder, abandoned
 
 log = logging.getLogger(__name__)
 
@@ -213,21 +213,35 @@ def check_room(directory: str, needed: int) -> str:
         if needed > room:
             raise RegionError(
                 f"the region needs {format_size(needed)}; {directory} has {format_size(room)} of huge pages free: set "
-                f"vm.nr_hugepages to {-(-needed // page)} or more, or choose a smaller size"
+                f"vm.nr_hugepages to {-(-needed // page)} or more, or choose a smaller size{_abandoned(directory)}"
             )
         return kind
     if needed > room:
         raise RegionError(
             f"the region needs {format_size(needed)}; {directory} has room for {format_size(room)}: "
             f"choose a smaller size, or enlarge it (mount -o remount,size=... {directory}; docker run --shm-size)"
+            f"{_abandoned(directory)}"
         )
     available = available_memory()
     if needed > available:
         raise RegionError(
             f"the region needs {format_size(needed)}; this host, or the container's limit, leaves "
-            f"{format_size(available)}: choose a smaller size"
+            f"{format_size(available)}: choose a smaller size{_abandoned(directory)}"
         )
     return kind
+
+
+def _abandoned(directory: str) -> str:
+    """Return what regions without a daemon fill `directory`, and how to free them, as the end of a message."""
+    found = abandoned(directory)
+    if not found:
+        return ""
+    path, stat = found[0]
+    more = f", and {len(found) - 1} more" if found[1:] else ""
+    return (
+        f". No daemon runs for {path}, {format_size(stat.st_size)} of uid {stat.st_uid}{more}: "
+        f"`kvcache-server discard` with the endpoint of that daemon, or `rm {path}`, frees it"
+    )
 
 
 def no_huge_pages(directory: str) -> str:

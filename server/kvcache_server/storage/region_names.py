@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 from collections.abc import Collection
+from pathlib import Path
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, KVCacheError, NotPermitted
 from kvcache_proto.region import PAGE
@@ -112,6 +113,27 @@ class RegionFolder:
             claim.remove()
         self.tidy()
         return len(claims) + self.remove_aside()
+
+
+def abandoned(directory: str) -> list[tuple[str, os.stat_result]]:
+    """Return the regions in `directory`, of any endpoint, that no running daemon holds, largest first.
+
+    Those of other users are left out if their locks cannot be read.
+    """
+    found = []
+    for region in Path(directory).glob(f"kvcache-*{REGION}"):
+        try:
+            fd = os.open(region.with_suffix(LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            found.append((str(region), region.lstat()))
+        except OSError:  # a daemon holds it, or has just removed it
+            continue
+        finally:
+            os.close(fd)
+    return sorted(found, key=lambda each: -each[1].st_size)
 
 
 class Claim:
