@@ -373,7 +373,10 @@ def test_what_cannot_be_cached_is_named() -> None:
     alone = copy.deepcopy(vllm_config())
     alone.model_config.use_mla, alone.cache_config.enable_prefix_caching = True, False
     alone.scheduler_config = SimpleNamespace(enable_chunked_prefill=False)
-    assert "MLA on a CPU" in why_not(alone, kv_cache_config())
+    alone.device_config = SimpleNamespace(device_type="cpu")
+    assert "CPU_MLA" in why_not(alone, kv_cache_config())
+    alone.device_config.device_type = "cuda"  # where it was the user who turned both off
+    assert why_not(alone, kv_cache_config()) == ""
     assert why_not(vllm_config(), kv_cache_config(hash_block_size=8)) == "hashes of 8 tokens for blocks of 16"
 
 

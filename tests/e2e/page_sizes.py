@@ -1,6 +1,7 @@
 """What vLLM itself makes of models, without weights: JSON in (a list of cases), a JSON line a case out.
 
-A case: {"model": folder, "tp": 2, "kv": "auto" | "fp8", "hybrid": true, "memory": bytes, "lengths": [tokens, ...]}.
+A case: {"model": folder, "tp": 2, "kv": "auto" | "fp8", "hybrid": true, "memory": bytes, "lengths": [tokens, ...],
+"amx": whether the processor has AMX, whatever it has: no instruction of it runs here}.
 
 Each model is built by vLLM's own classes on torch's `meta` device, as one rank of `tp` whose others do not exist
 (torch's `fake` process group), so that its layers say what they keep; vLLM's own functions make blocks of that.
@@ -52,6 +53,7 @@ def alone() -> None:
 
 def answer(case: dict[str, Any]) -> dict[str, Any]:
     tp = case["tp"]
+    torch.cpu._is_amx_tile_supported = lambda: case["amx"]
     config = EngineArgs(
         model=case["model"],
         tensor_parallel_size=tp,

@@ -154,6 +154,7 @@ def test_a_batch_with_the_daemon_stopped_for_three_seconds(
     idle(daemon[-1])
 
 
+@pytest.mark.long  # tests/integration has this for sessions
 def test_a_batch_with_the_daemon_restarted_with_another_region(
     engine: Any, daemon: list[Any], start: Callable[..., Any], prompts: list[list[int]], reference: Any
 ) -> None:

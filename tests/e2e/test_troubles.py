@@ -14,6 +14,7 @@ from test_models import COMMON, MODELS
 from kvcache_client.engines.vllm.wrapped import before_sleep, before_step
 
 BLOCK, LONGEST = 32, 2304
+BLOCK_BYTES = 4 * 2 * 2 * 32 * BLOCK * 4  # as conftest.py's model has it
 pytestmark = pytest.mark.timeout(900)  # several starts of vLLM in one test, on a busy machine
 
 
@@ -34,9 +35,9 @@ def wait_idle(daemon: Any) -> None:
     )
 
 
-def test_preemption(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+def test_preemption(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:
     """A KV cache too small for the batch: blocks change hands while they are being saved."""
-    engine = engines("small", daemon.endpoint, blocks=24, max_model_len=640)
+    engine = reopened("small", daemon.endpoint, kv_cache_memory_bytes=24 * BLOCK_BYTES, max_model_len=640)
     shared = prompt(2 * BLOCK)
     prompts = [prompt(5 * BLOCK + 7 * n, shared) for n in range(6)]
     expected = reference(prompts, 90)
@@ -45,23 +46,21 @@ def test_preemption(engines: Any, daemon: Any, prompt: Any, reference: Any) -> N
     assert engine.ask("metric", name="vllm:num_preemptions")["value"] > 0
     wait_idle(daemon)
     assert hits(daemon, "small") > 0
-    engine.close()
 
 
-def test_without_the_engines_own_prefix_cache(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
-    engine = engines("no-prefix", daemon.endpoint, enable_prefix_caching=False, async_scheduling=False)
+def test_without_the_engines_own_prefix_cache(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    engine = reopened("no-prefix", daemon.endpoint, enable_prefix_caching=False, async_scheduling=False)
     prompts = [prompt(n) for n in (BLOCK - 1, BLOCK, BLOCK + 1, 10 * BLOCK + 3)]
     assert engine.generate(*prompts) == reference(prompts)
     wait_idle(daemon)
     before = hits(daemon, "no-prefix")
     assert engine.generate(*prompts) == reference(prompts)
     assert hits(daemon, "no-prefix") - before == 11
-    engine.close()
 
 
-def test_larger_blocks_and_prompts_only(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+def test_larger_blocks_and_prompts_only(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:
     extra = {"block_size": 0, "save": "prompt"}  # 4 * BLOCK
-    engine = engines("larger", daemon.endpoint, extra=extra)
+    engine = reopened("larger", daemon.endpoint, extra)
     prompts = [prompt(n) for n in (4 * BLOCK, 4 * BLOCK + 1, 11 * BLOCK, 12 * BLOCK + 5)]
     assert engine.generate(*prompts, max_tokens=5 * BLOCK) == reference(prompts, 5 * BLOCK)
     wait_idle(daemon)
@@ -72,7 +71,6 @@ def test_larger_blocks_and_prompts_only(engines: Any, daemon: Any, prompt: Any, 
     assert engine.generate(prompts[2][: 5 * BLOCK + 1]) == reference([prompts[2][: 5 * BLOCK + 1]])
     assert engine.generate(*prompts) == reference(prompts)
     assert hits(daemon, "larger") >= 1 + 2 + 3
-    engine.close()
 
 
 def test_every_load_fails(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
@@ -146,24 +144,24 @@ def test_no_daemon_then_one_then_none(
     engine.close()
 
 
-def test_what_cannot_be_cached_is_said_and_served(engines: Any, daemon: Any, write_model: Any, prompt: Any) -> None:
+def test_what_cannot_be_cached_is_said_and_served(reopened: Any, daemon: Any, write_model: Any, prompt: Any) -> None:
     folder = write_model("mla", {**COMMON, **MODELS["mla"]})
     more = {"cpu_bytes_to_use": 1 << 30}
-    engine = engines("mla", daemon.endpoint, extra=more, model=folder, kv_cache_memory_bytes=64 << 20)
+    options = {"model": folder, "kv_cache_memory_bytes": 64 << 20, "attention_backend": "CPU_MLA"}
+    engine = reopened("mla", daemon.endpoint, more, **options)
     (answer,) = engine.generate(prompt(5 * BLOCK))
     assert len(answer) == 8
     assert engine.log.count("this engine runs without the KV cache server: vLLM computes a prompt") == 1
     assert engine.log.count("cpu_bytes_to_use is a setting of another connector") == 1
     assert engine.ask("reset", connector=True)["reset"]
-    engine.close()
 
 
 def test_a_reset_that_keeps_the_weights_keeps_what_is_cached(
-    engines: Any, daemon: Any, model: str, tmp_path: Path, prompt: Any, reference: Any
+    reopened: Any, daemon: Any, model: str, tmp_path: Path, prompt: Any, reference: Any
 ) -> None:
     folder = tmp_path / "kept"
     shutil.copytree(model, folder)
-    engine = engines("kept", daemon.endpoint, extra={"on_reset": "keep"}, model=str(folder))
+    engine = reopened("kept", daemon.endpoint, {"on_reset": "keep"}, model=str(folder))
     prompts = [prompt(8 * BLOCK + 3)]
     assert engine.generate(*prompts) == reference(prompts)
     wait_idle(daemon)
@@ -177,7 +175,6 @@ def test_a_reset_that_keeps_the_weights_keeps_what_is_cached(
     assert engine.generate(*prompts) == reference(prompts)
     assert hits(daemon, "kept") - before == 8
     assert engine.log.count("the checkpoint is what it was") == 1
-    engine.close()
 
 
 def test_vllms_workers_have_the_methods_that_are_wrapped() -> None:

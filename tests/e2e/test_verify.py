@@ -46,8 +46,8 @@ def ready(rows: RegionRows) -> Iterator[int]:
                 yield rows.extent_start(extent) + number * slot_bytes
 
 
-def test_spoilt_blocks_are_not_answered_from(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
-    engine = engines("checked", daemon.endpoint, extra={"verify": "all"})
+def test_spoilt_blocks_are_not_answered_from(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    engine = reopened("checked", daemon.endpoint, {"verify": "all"})
     prompts = [prompt(8 * BLOCK + 3)]
     for _ in range(2):  # the second time loads, and finds all as it was
         assert engine.generate(*prompts) == reference(prompts)
@@ -63,11 +63,11 @@ def test_spoilt_blocks_are_not_answered_from(engines: Any, daemon: Any, prompt: 
     engine.ask("reset")
     assert engine.generate(*prompts) == reference(prompts)  # what was computed anew has been stored anew
     assert daemon.status()["counters"]["blocks_corrupt"] == 1
-    engine.close()
+    engine.ask("close")
 
 
-def test_canaries_are_quiet_until_a_block_is_spoilt(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
-    engine = engines("singing", daemon.endpoint, extra={"verify": "off", "canary_every": 1})
+def test_canaries_are_quiet_until_a_block_is_spoilt(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:
+    engine = reopened("singing", daemon.endpoint, {"verify": "off", "canary_every": 1})
     prompts = [prompt(4 * BLOCK + 3 * n) for n in range(1, 6)]
     assert engine.generate(*prompts) == reference(prompts)
     wait_idle(daemon)
@@ -86,4 +86,4 @@ def test_canaries_are_quiet_until_a_block_is_spoilt(engines: Any, daemon: Any, p
     status = daemon.wait_status(lambda s: s["counters"].get("canary_mismatches"), "the alarm")
     assert status["pool"]["blocks"] < before
     assert "stored by engine singing-" in daemon.log
-    engine.close()
+    engine.ask("close")

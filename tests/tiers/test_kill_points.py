@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Daemon, StartDaemon
@@ -25,6 +26,16 @@ WRITE_OUT = (
     "before a report: written",
     "after a report: written",
 )
+# Before, amid and after each kind of work. The other points are long.
+FEW = {
+    *("after a look", "before a reservation", "amid a read", "before a settlement", "amid a write", "before an entry"),
+    *("after an eviction", "after an answer: looks", "before a report: found", "before an answer: Settled"),
+    *("after a report: brought", "after an answer: writes", "before a report: written"),
+}
+
+
+def marked(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in names]
 
 
 def die(point: KillPoint, name: str, engine: ToyEngine, names: list[bytes], writes: bool) -> None:
@@ -68,7 +79,7 @@ def bring_again(daemon: Daemon, engine: ToyEngine, first: list[bytes], second: l
     assert tier_of(daemon).get("blocks_not_brought", 0) == before.get("blocks_not_brought", 0), "a wrong value"
 
 
-@pytest.mark.parametrize("name", [*READS, *WRITES])
+@pytest.mark.parametrize("name", marked(*READS, *WRITES))
 def test_a_tier_that_dies(start_daemon: StartDaemon, connect: Connect, tmp_path: Path, name: str) -> None:
     point = KillPoint(tmp_path, "tier")
     daemon = start_daemon(tier=f"disk:{tmp_path}/tier?size=64MiB", env=point.environ, **FLAGS)
@@ -83,7 +94,7 @@ def test_a_tier_that_dies(start_daemon: StartDaemon, connect: Connect, tmp_path:
     bring_again(daemon, engine, first, second)
 
 
-@pytest.mark.parametrize("name", ["before an eviction", "after an eviction", "amid a write", "before an entry"])
+@pytest.mark.parametrize("name", marked("before an eviction", "after an eviction", "amid a write", "before an entry"))
 def test_a_tier_that_dies_when_its_folder_is_full(
     start_daemon: StartDaemon, connect: Connect, tmp_path: Path, name: str
 ) -> None:
@@ -110,7 +121,7 @@ def test_a_tier_that_dies_when_its_folder_is_full(
     assert tier_of(daemon).get("blocks_not_brought", 0) == 0, "what is found is right"
 
 
-@pytest.mark.parametrize("name", [*PROMOTION, *WRITE_OUT])
+@pytest.mark.parametrize("name", marked(*PROMOTION, *WRITE_OUT))
 def test_a_daemon_that_dies(start_daemon: StartDaemon, connect: Connect, tmp_path: Path, name: str) -> None:
     point = KillPoint(tmp_path, "daemon")
     flags = {"tier": f"disk:{tmp_path}/tier?size=64MiB", "env": point.environ, **FLAGS}

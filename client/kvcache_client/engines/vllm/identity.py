@@ -61,7 +61,7 @@ def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
         if ranks > 1:
             return f"{name} {ranks}: a block's tokens are spread over ranks"
     if _begins_from_nothing(vllm_config):
-        return "vLLM computes a prompt of this model without what is cached of it (MLA on a CPU)"
+        return "vLLM computes a prompt of this model without what is cached of it (CPU_MLA)"
     reason = why_not_groups(vllm_config, kv_cache_config)
     if reason:
         return reason
@@ -74,9 +74,10 @@ def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
 def _begins_from_nothing(vllm_config: Any) -> bool:
     """Return whether the engine cannot continue a prompt: then vLLM turns off both features that would have it do so.
 
-    The rule is that of vLLM's platform for CPUs (`check_and_update_config`), whose kernels for MLA cannot.
+    The rule is that of vLLM's platform for CPUs (`check_and_update_config`). Its CPU_MLA cannot; AMX_MLA, which it
+    chooses on processors with AMX, can.
     """
-    if not getattr(vllm_config.model_config, "use_mla", False):
+    if not getattr(vllm_config.model_config, "use_mla", False) or vllm_config.device_config.device_type != "cpu":
         return False
     return not (vllm_config.cache_config.enable_prefix_caching or vllm_config.scheduler_config.enable_chunked_prefill)
 
