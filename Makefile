@@ -107,15 +107,16 @@ test-ascend: $(ASCEND_AT)/fetched $(VENV)/vllm-$(ASCEND)/fetched $(NPU)/rig/buil
 test-vllm:
 	@$(SIDE_BY_SIDE) test-vllm-installed $(VLLMS:%=test-vllm-%)
 
+# CI has an hour in all.
 test-vllm-others:
-	@$(SIDE_BY_SIDE) $(VLLMS:%=test-vllm-%)
+	@$(SIDE_BY_SIDE) LIMIT=900 $(VLLMS:%=test-vllm-%)
 
 $(VLLMS:%=test-vllm-%): test-vllm-%: $(VENV)/vllm-%/fetched
 
 test-vllm-installed $(VLLMS:%=test-vllm-%): test-vllm-%: $(VENV)/installed
 	@test $* = installed -o -e $(VENV)/vllm-$*/fetched || { echo "not tested: vLLM $*, whose sources pip cannot fetch"; exit 0; }; \
 	  echo "testing with vLLM $*"; PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$*$${PYTHONPATH:+:$$PYTHONPATH} \
-	  timeout 900 $(VENV)/bin/python -m pytest --quiet -p no:cacheprovider $(SELECTED) tests/client/vllm
+	  $(if $(LIMIT),timeout $(LIMIT)) $(VENV)/bin/python -m pytest --quiet -p no:cacheprovider $(SELECTED) tests/client/vllm
 
 # Left out are a test that takes a minute, and one that reads lines at DEBUG: this version fixes the level on import.
 test-vllm-old: $(OLD)/fetched

@@ -33,7 +33,10 @@ with contextlib.suppress(ImportError):  # tests/client/devices also runs on host
     hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 
 
-LONGEST_FILES = ("test_openai_server.py", "test_troubles.py", "test_faults.py", "test_sharing.py", "test_two_ranks.py")
+LONGEST_FILES = (
+    *("test_openai_server.py", "test_troubles.py", "test_chaos.py", "test_hosts.py", "test_models.py"),
+    *("test_units.py", "test_faults.py", "test_sharing.py", "test_kill_points.py", "test_two_ranks.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
