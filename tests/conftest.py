@@ -29,8 +29,8 @@ with contextlib.suppress(ImportError):  # tests/client/devices also runs on host
     # An example may take longer than its deadline on a busy host; no test asserts durations.
     hypothesis.settings.register_profile("without deadline", deadline=None)
     hypothesis.settings.load_profile("without deadline")
-    # The same examples each time, for `make test`: a change is not judged by what luck finds in other code.
-    hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+    # The same examples each time, and fewer, for `make test`: a change is not judged by what luck finds in other code.
+    hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=40)
 
 
 LONGEST_FILES = (

@@ -315,5 +315,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.engines["engine"].pins.bytes >= len(self.model.pinned()) * group.slot_bytes
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+CacheMachine.TestCase.settings = settings(stateful_step_count=60, deadline=None)
 TestCacheAgainstModel = CacheMachine.TestCase

@@ -613,5 +613,5 @@ class Machine(RuleBasedStateMachine):
                 assert len(each.group.prefix(each.names[: each.held])) == each.held, "what is kept is cached"
 
 
-Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+Machine.TestCase.settings = settings(stateful_step_count=50, deadline=None)
 TestAnyOrder = Machine.TestCase

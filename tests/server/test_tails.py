@@ -742,7 +742,7 @@ class TailsMachine(RuleBasedStateMachine):
         assert self.cache.engines["one"].pins.bytes >= len(pinned) * slot
 
 
-TailsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TailsMachine.TestCase.settings = settings(stateful_step_count=50, deadline=None)
 TestTailsAgainstModel = TailsMachine.TestCase
 
 
@@ -750,7 +750,7 @@ class FollowedMachine(TailsMachine):
     groups = FOLLOWED
 
 
-FollowedMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+FollowedMachine.TestCase.settings = settings(stateful_step_count=50, deadline=None)
 TestFollowedAgainstModel = FollowedMachine.TestCase
 
 
