@@ -68,6 +68,15 @@ def test_status_and_clear(daemon: Any) -> None:
         assert run("clear", "--endpoint", daemon.endpoint).stdout == "cleared 0 blocks\n"
 
 
+def test_an_engine_that_clears_in_a_loop_does_not_fill_the_log(daemon: Any) -> None:
+    with AdminClient(daemon.endpoint, "rank 0", engine="qwen") as engine:
+        for _ in range(50):
+            store(engine, 2)
+            assert engine.clear() == 2
+    lines = [line for line in daemon.log.splitlines() if "cleared" in line and "qwen" in line]
+    assert 1 <= len(lines) < 10, "50 clears took less than 10 s"
+
+
 @pytest.mark.parametrize("command", ["status", "clear"])
 def test_no_daemon_there(short_folder: Path, command: str) -> None:
     endpoint = f"ipc://{short_folder}/kv.sock"

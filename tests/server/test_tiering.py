@@ -174,6 +174,15 @@ def test_a_tier_that_has_not_answered_and_one_that_has_nothing() -> None:
     assert host.look_up()() == [told("disk", "absent", 2, 11), told("redis", "absent", 2, 11)], "what is known"
 
 
+def test_a_tier_is_asked_for_the_first_blocks_of_a_long_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache_server.tiering.tiering.LONGEST", 6)
+    host = Host("disk")
+    said = host.look_up()
+    assert said() == [told("disk", "asked", 2, 7), told("disk", "beyond", 8, 11)]
+    host.has("disk", 0)
+    assert said() == [told("disk", "absent", 2, 7), told("disk", "beyond", 8, 11)]
+
+
 def test_blocks_of_two_tiers_that_come_too_late() -> None:
     host = Host("disk", "redis")
     said = host.look_up()

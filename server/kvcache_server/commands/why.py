@@ -98,6 +98,7 @@ TIERS = {
     "asked": "it was being asked for them, and has not answered",
     "absent": "it does not have them",
     "not_asked": "it was not asked: too many lookups waited for its answer",
+    "beyond": "it was not asked for these: it is asked for a limited number of blocks at a time, the first ones first",
     "coming": "it has them, and is bringing them",
     "starting": "it was starting, and could not be asked yet",
     "late": "it had them, but they came too late for this lookup: the last one {after} after it",

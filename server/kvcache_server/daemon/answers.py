@@ -21,6 +21,7 @@ from kvcache_proto.messages import (
     Acquired,
     Attach,
     Attached,
+    Clear,
     Cleared,
     Detach,
     Distrust,
@@ -130,7 +131,7 @@ class Answers:
             if self.long_work and session in self.long_work and not (in_order or in_turn):
                 self._wait(session, sender, frame, request, now)
                 return
-            if type(request) in SLOW and not in_turn:
+            if not in_turn and (type(request) in SLOW or (type(request) is Clear and not self._is_operator(session))):
                 self._slow_queue.add(session, sender, frame)
                 return
             answer = self._begin(session, request, now)
@@ -151,6 +152,9 @@ class Answers:
             self._finish(sender, frame, session, request, now, reply, error)
         finally:
             error = None  # its traceback refers to this frame: a cycle that is never collected
+
+    def _is_operator(self, session: int) -> bool:
+        return self._cache.registry.sessions[session].is_operator
 
     def _begin(self, session: int, request: Request, now: float) -> Reply | None | Steps[Reply | None]:
         if type(request) in Insight.requests:
@@ -248,7 +252,8 @@ class Answers:
         elif type(reply) is Attached:
             operations.attached(reply.namespace)
         elif type(reply) is Cleared:
-            operations.cleared(getattr(request, "namespace", ""), reply.blocks, self._sessions.name(session))
+            log_cleared = operations.cleared if self._is_operator(session) else operations.cleared_by_engine
+            log_cleared(getattr(request, "namespace", ""), reply.blocks, self._sessions.name(session))
         elif type(reply) is Fenced:
             operations.fenced_off(getattr(request, "session", 0), self._sessions.name(session))
         elif type(reply) is Distrusted and type(request) is Distrust:

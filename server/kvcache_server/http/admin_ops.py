@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -40,6 +41,7 @@ class AdminOps:
         self._run, self._end_turn = run, end_turn
         self._told: dict[str, int] = {}
         self._checks: set[asyncio.Task[str]] = set()
+        self._cleared_at, self._unsaid = -math.inf, 0  # when engines' clears were logged last; blocks since then
 
     @property
     def in_grace(self) -> bool:
@@ -105,6 +107,14 @@ class AdminOps:
 
     def cleared(self, namespace: str, blocks: int, who: str) -> None:
         log.info("cleared %d blocks of %s, asked by %s", blocks, namespace or "every namespace", who)
+
+    def cleared_by_engine(self, namespace: str, blocks: int, who: str) -> None:
+        """Log that an engine has cleared blocks, at most once per second: the next line counts the rest."""
+        now = time.monotonic()
+        self._unsaid += blocks
+        if self._unsaid and now - self._cleared_at >= 1:
+            self.cleared(namespace, self._unsaid, who)
+            self._cleared_at, self._unsaid = now, 0
 
     def distrusted(self, request: Distrust, reply: Distrusted, session: int, who: str) -> None:
         if not reply.blocks:

@@ -51,7 +51,7 @@ class Pool(msgspec.Struct):
     slots_quarantined: Count
     pinned_bytes: Annotated[
         Count,
-        _doc("Bytes that leases hold; a prefix that several share counts for each, near the quota once"),
+        _doc("Bytes that leases hold, at most: what leases share may count for each, and does for each engine"),
     ]
     ready_bytes: Annotated[Count, _doc("This and the next four add up to the whole pool")]
     writing_bytes: Count

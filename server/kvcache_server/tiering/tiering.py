@@ -263,7 +263,10 @@ class Tiering:
             name = hashes[begin] + group.tag
             asked = tier.asked.get(name)
             if asked is not None:
-                found.append(Said(tier.name, "asked", begin, _common(asked.hashes, hashes, begin), "", asked.inquiry))
+                count = _common(asked.hashes, hashes, begin)
+                found.append(Said(tier.name, "asked", begin, count, "", asked.inquiry))
+                if count == len(asked.hashes) and begin + count < len(hashes):
+                    found.append(Said(tier.name, "beyond", begin + count, len(hashes) - begin - count))
                 break  # the next tier is asked for what this one does not have
             if tier.absent.get(name, 0.0) > now:
                 found.append(Said(tier.name, "absent", begin, len(hashes) - begin))
