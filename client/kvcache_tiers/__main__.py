@@ -13,12 +13,14 @@ import resource
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from kvcache_proto.errors import ClientError, ConfigError, KVCacheError, NotPermitted
 from kvcache_proto.messages import SECOND, WRITE_POLICIES
 from kvcache_tiers.process import RESTART, STOP_SECONDS, URL, TierProcess
 
 MOST_FILES = 1 << 18  # more would take long to close
+OOM_SCORE = 500  # the kernel ends a tier before an engine and the daemon, whose own score may be -900: it comes back
 
 
 def main() -> int:
@@ -32,6 +34,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.raiseExceptions = False  # nobody reads the log of a tier whose daemon was killed
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon's threads block signals
+    _be_killed_first()
     try:
         url = given.url or os.environ.get(URL, "")
         if not url:
@@ -52,6 +55,13 @@ def main() -> int:
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # also what a client library has left open
         os.execv(sys.executable, [sys.executable, "-m", "kvcache_tiers", *sys.argv[1:]])
     return status
+
+
+def _be_killed_first() -> None:
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+    except OSError as error:
+        logging.warning("the tier keeps the OOM score that it inherits: %s", error)
 
 
 def _stop(process: TierProcess) -> None:

@@ -14,6 +14,7 @@ from kvcache_proto.errors import ConfigError
 
 GROUP = "kvcache_server.tiers"
 MAX_NOTE = 1 << 20
+MAX_KEY, MAX_HEADER = 255, 16 << 10  # bytes
 EXTRAS = ("objects", "redis")  # extras of this package, each named like the module that needs it
 
 

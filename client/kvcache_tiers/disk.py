@@ -20,15 +20,15 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from kvcache_proto.errors import ConfigError
+from kvcache_proto.errors import ConfigError, NotPermitted
 from kvcache_proto.sizes import parse_size
-from kvcache_tiers.backend import Failed, Value
-from kvcache_tiers.segments import PAGE, Kind, Segment, numbers
+from kvcache_tiers.backend import MAX_NOTE, Failed, Value
+from kvcache_tiers.folder import Folder
+from kvcache_tiers.segments import LEAST_RECORDS, MOST_BYTES, PAGE, Kind, Segment, names_of, numbers
 from kvcache_tiers.urls import options, shown, split_url
 
-SEGMENT = 256 << 20  # bytes, of a large tier
+SEGMENT = MOST_BYTES  # of a large tier
 SEGMENTS = 16  # that even a small one has, because each kind of values takes some of its own
-LEAST_RECORDS = 4  # of a segment
 HOTTEST = 3  # times that a value is passed over when room is needed
 YIELD = 0.02  # seconds that a write waits at most for reads to end
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -57,11 +57,11 @@ class DiskTier:
     def __init__(self, folder: Path, size: int, direct: bool = True) -> None:
         """Open the folder, and find what is in it.
 
-        Raises Failed, also where another process has it, and ConfigError for a folder with files of somebody else that
-        are called like a tier's.
+        Raises Failed, also where another process has it, ConfigError for a folder with files of somebody else that are
+        called like a tier's, and NotPermitted where another user could change what is stored.
         """
         self.counts: Counter[str] = Counter()
-        self._folder, self._size, self._direct = folder, size, direct
+        self._size, self._direct = size, direct
         self._lock = threading.Condition()
         self._places: dict[bytes, Place] = {}
         self._segments: dict[int, Segment] = {}
@@ -75,8 +75,9 @@ class DiskTier:
         self._owner = -1
         self._local = threading.local()
         with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
             try:
+                self._folder = Folder(folder)
+                undo.callback(self.close)
                 self._own(folder)
                 self._find()
             except OSError as error:
@@ -105,31 +106,38 @@ class DiskTier:
                 self._forget(key)
 
     def put_note(self, name: bytes, note: bytes) -> None:
-        path = self._folder / f"{name.hex()}.note"
-        new = path.with_suffix(f".{threading.get_ident()}")
+        path = f"{name.hex()}.note"
+        new = f"{name.hex()}.{threading.get_ident()}"
         try:
-            new.touch(mode=0o600)
-            new.write_bytes(note)
-            new.replace(path)
+            self._folder.remove(new)  # of a process that has died
+            with open(self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(note)
+            self._folder.rename(new, path)
         except OSError:  # the disk may be full, but for values there are segments
             self.counts["notes_failed"] += 1
             with contextlib.suppress(OSError):
-                new.unlink()
+                self._folder.remove(new)
 
     def get_note(self, name: bytes) -> bytes | None:
         try:
-            return (self._folder / f"{name.hex()}.note").read_bytes()
+            with open(self._folder.open(f"{name.hex()}.note", os.O_RDONLY), "rb") as file:
+                note = file.read(MAX_NOTE + 1)
         except FileNotFoundError:
             return None
-        except OSError:  # what is hot is of less use than the values
+        except (OSError, NotPermitted):  # what is hot is of less use than the values
             self.counts["notes_failed"] += 1
             return None
+        if len(note) > MAX_NOTE:
+            self.counts["notes_failed"] += 1
+            return None
+        return note
 
     def close(self) -> None:
         for segment in self._segments.values():
             segment.close()
         if self._owner >= 0:
             os.close(self._owner)
+        self._folder.close()
 
     # Reads.
 
@@ -242,18 +250,22 @@ class DiskTier:
 
     def _grow(self, kind: Kind) -> bool:
         """Make another segment, a small one where the disk has no room for more. Raises Failed."""
+        if not kind.plausible(LEAST_RECORDS):  # it would not be found again
+            return False
         held = sum(segment.size for segment in self._segments.values())
-        usual = max(LEAST_RECORDS, min(SEGMENT, self._size // SEGMENTS) // kind.stride)
+        usual = max(LEAST_RECORDS, min(SEGMENT, self._size // SEGMENTS) // kind.room)
         records = min(usual, (self._size - held) // kind.stride)
         if records < LEAST_RECORDS or time.monotonic() < self._full_until:
             return False
         try:
-            disk = os.statvfs(self._folder)
+            disk = os.statvfs(self._folder.fd)
             room = disk.f_bavail * disk.f_frsize - 2 * PAGE
             fitting = min(records, room // (kind.stride + kind.entry))
             while fitting >= LEAST_RECORDS:
                 try:
                     segment = Segment.make(self._folder, self._last + 1, kind, fitting)
+                except FileExistsError:  # somebody has put it there since the folder was opened
+                    self._last += 1
                 except OSError as error:
                     if error.errno not in FULL:
                         raise
@@ -263,7 +275,7 @@ class DiskTier:
                     self._add(segment, range(fitting))
                     return True
         except OSError as error:
-            raise Failed(f"{self._folder}: {error.strerror}") from error
+            raise Failed(f"{self._folder.path}: {error.strerror}") from error
         self.counts["disk_full"] += 1
         self._full_until = time.monotonic() + FULL_PAUSE
         return False
@@ -307,12 +319,10 @@ class DiskTier:
     # Records.
 
     def _own(self, folder: Path) -> None:
-        """Make sure that no other process uses the folder. Raises OSError, Failed, ConfigError."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = folder / "lock"
-        if not lock.exists() and numbers(folder):  # what is not whole would be removed
-            raise ConfigError(f"{folder} has files called like a tier's, but no file {lock.name}: name another folder")
-        self._owner = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Make sure that no other process uses the folder. Raises OSError, Failed, ConfigError, NotPermitted."""
+        if not self._folder.check("lock") and numbers(self._folder):  # what is not whole would be removed
+            raise ConfigError(f"{folder} has files called like a tier's, but no file lock: name another folder")
+        self._owner = self._folder.open("lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -324,8 +334,8 @@ class DiskTier:
             segment = Segment.open(self._folder, number)
             if segment is None:
                 self.counts["segments_lost"] += 1
-                for path in self._folder.glob(f"{number:08d}.*"):
-                    path.unlink()
+                for name in names_of(number):
+                    self._folder.remove(name)
                 continue
             taken = set()
             for record, key in segment.entries():

@@ -14,13 +14,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
+from kvcache_tiers.backend import MAX_HEADER, MAX_KEY
+from kvcache_tiers.folder import Folder
+
 PAGE = 4096
+MOST_BYTES = 256 << 20  # of the data of a segment, and of its index, if it has more records than the fewest
+LEAST_RECORDS = 4  # of a segment
+_NAME = re.compile(r"([0-9]{8,12})\.(data|index)")
 _MAGIC = b"kvcache segment 1"
 _HEAD = struct.Struct("<20sIIQII")  # magic, key, header, data, records, checksum of all before
 _ENTRY = struct.Struct("<I")  # checksum of what follows; 0 where there is no value
@@ -41,6 +47,17 @@ class Kind(NamedTuple):
     def entry(self) -> int:
         return -(-(_ENTRY.size + self.key + self.header) // 8) * 8
 
+    @property
+    def room(self) -> int:
+        """Bytes that a record takes, in the larger of both files."""
+        return max(self.stride, self.entry)
+
+    def plausible(self, records: int) -> bool:
+        """Return whether a tier may have made a segment of so many records."""
+        if self.key > MAX_KEY or self.header > MAX_HEADER or not self.data:
+            return False
+        return 0 < records <= max(LEAST_RECORDS, MOST_BYTES // self.room)
+
 
 class Segment:
     """One segment, open.
@@ -52,70 +69,82 @@ class Segment:
         given_up: records that are free once nobody reads or writes them.
     """
 
-    def __init__(self, folder: Path, number: int, kind: Kind, records: int) -> None:
-        """Open the files, which exist and are whole. Raises OSError."""
-        self.number, self.kind, self.records = number, kind, records
-        self.heat = bytearray(records)
+    def __init__(self, folder: Folder, number: int) -> None:
+        """Open the files. Raises _Broken where they are not whole, NotPermitted, OSError."""
+        self.number, self._folder = number, folder
         self.used = 0
         self.pins: dict[int, int] = {}
         self.given_up: set[int] = set()
-        self.path, self._index_path = _paths(folder, number)
-        self._entries = bytearray(self._index_path.read_bytes()[PAGE : PAGE + records * kind.entry])
+        data, index = names_of(number)
+        self.path = folder.path / data
         self.direct_file = -1
         with contextlib.ExitStack() as undo:
-            self.file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            self.file = folder.open(data, os.O_RDWR)
             undo.callback(os.close, self.file)
-            self._index = os.open(self._index_path, os.O_RDWR | os.O_CLOEXEC)
+            self._index = folder.open(index, os.O_RDWR)
             undo.callback(os.close, self._index)
+            self.kind, self.records = self._read_head()
+            self._entries = bytearray(self.records * self.kind.entry)
+            if os.preadv(self._index, [self._entries], PAGE) != len(self._entries):
+                raise _Broken
+            self.heat = bytearray(self.records)
             try:
-                self.direct_file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+                self.direct_file = folder.open(data, os.O_RDWR | os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # of a file system without it
                     raise
             undo.pop_all()
+
+    def _read_head(self) -> tuple[Kind, int]:
+        """Return what the index says, if the files are as long as that: before memory is taken for it."""
+        head = os.pread(self._index, _HEAD.size, 0)
+        if len(head) < _HEAD.size:
+            raise _Broken
+        magic, key, header, data, records, crc = _HEAD.unpack(head)
+        kind = Kind(key, header, data)
+        whole = magic.rstrip(b"\0") == _MAGIC and crc == zlib.crc32(head[: -_ENTRY.size])
+        if not (whole and kind.plausible(records)):
+            raise _Broken
+        if os.fstat(self.file).st_size < records * kind.stride:
+            raise _Broken
+        if os.fstat(self._index).st_size < PAGE + records * kind.entry:
+            raise _Broken
+        return kind, records
 
     @property
     def size(self) -> int:
         return self.records * self.kind.stride
 
     @classmethod
-    def make(cls, folder: Path, number: int, kind: Kind, records: int) -> Segment:
-        """Create the files. Raises OSError, and leaves none then."""
-        data, index = _paths(folder, number)
-        try:
-            for path, size in ((data, records * kind.stride), (index, PAGE + records * kind.entry)):
-                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    def make(cls, folder: Folder, number: int, kind: Kind, records: int) -> Segment:
+        """Create the files. Raises FileExistsError, and OSError; then it leaves none of its own."""
+        data, index = names_of(number)
+        with contextlib.ExitStack() as undo:
+            for name, size in ((data, records * kind.stride), (index, PAGE + records * kind.entry)):
+                file = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                undo.callback(folder.remove, name)
                 try:
                     os.posix_fallocate(file, 0, size)
-                    if path == index:
+                    if name == index:
                         head = _HEAD.pack(_MAGIC, *kind, records, 0)[: -_ENTRY.size]
                         os.pwrite(file, head + _ENTRY.pack(zlib.crc32(head)), 0)
                 finally:
                     os.close(file)
-            return cls(folder, number, kind, records)
-        except OSError:
-            data.unlink(missing_ok=True)
-            index.unlink(missing_ok=True)
-            raise
+            segment = cls(folder, number)
+            undo.pop_all()
+        return segment
 
     @classmethod
-    def open(cls, folder: Path, number: int) -> Segment | None:
+    def open(cls, folder: Folder, number: int) -> Segment | None:
         """Open a segment that is there; None where its files are not whole, or the disk has lost them.
 
-        Raises OSError where they cannot be opened now.
+        Raises OSError where they cannot be opened now, NotPermitted where they are not the tier's.
         """
-        data, index = _paths(folder, number)
+        for name in names_of(number):
+            folder.check(name)  # both, before either may be removed
         try:
-            head = _first_page(index)
-            magic, key, header, size, records, crc = _HEAD.unpack(head[: _HEAD.size])
-            kind = Kind(key, header, size)
-            whole = magic.rstrip(b"\0") == _MAGIC and crc == zlib.crc32(head[: _HEAD.size - _ENTRY.size])
-            if not whole or data.stat().st_size < records * kind.stride:
-                return None
-            if index.stat().st_size < PAGE + records * kind.entry:
-                return None
-            return cls(folder, number, kind, records)
-        except struct.error:
+            return cls(folder, number)
+        except _Broken:
             return None
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EIO):
@@ -165,20 +194,19 @@ class Segment:
     def remove(self) -> None:
         """Close the segment and remove its files."""
         self.close()
-        self._index_path.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
+        for name in reversed(names_of(self.number)):
+            self._folder.remove(name)
 
 
-def numbers(folder: Path) -> list[int]:
+class _Broken(Exception):
+    """The files of a segment are not whole, or no tier has written them."""
+
+
+def numbers(folder: Folder) -> list[int]:
     """Return the numbers of the segments in a folder, also of those that are not whole."""
-    files = (*folder.glob("*.index"), *folder.glob("*.data"))
-    return sorted({int(path.stem) for path in files if path.stem.isdecimal()})
+    return sorted({int(match[1]) for match in map(_NAME.fullmatch, folder.names()) if match})
 
 
-def _paths(folder: Path, number: int) -> tuple[Path, Path]:
-    return folder / f"{number:08d}.data", folder / f"{number:08d}.index"
-
-
-def _first_page(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(PAGE)
+def names_of(number: int) -> tuple[str, str]:
+    """Return the names of the files of a segment: data and index."""
+    return f"{number:08d}.data", f"{number:08d}.index"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvcache_proto.errors import ConfigError
 
 
 def split_url(url: str) -> SplitResult:
     """Return the parts of a tier's URL. Raises ConfigError."""
+    if "\0" in unquote(url):  # neither in a path nor in a host's name
+        raise ConfigError(f"a tier of {url.partition(':')[0][:32]!r}: there is a NUL in the URL")
     try:
         return urlsplit(url)
     except ValueError:  # of an address in brackets that is none; its text repeats the URL
