@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvcache_tiers.backend import Failed, Value
-from kvcache_tiers.redis_link import MOVING, NO_ROOM, Command, Link, Replies, Take
-from kvcache_tiers.redis_settings import Settings, read_url
+from kvcache_tiers.backend import MAX_HEADER, MAX_NOTE, Failed, Value
+from kvcache_tiers.redis_link import MOVING, NO_ROOM, WRONG_TYPE, Command, Link, Replies, Take
+from kvcache_tiers.redis_settings import LEAST_VALUE, Settings, read_url
+
+PARTS_AT_ONCE = 1024  # that one exchange reads
 
 _START = struct.Struct("<4sHIQ")  # of each part: magic, length of the header, parts, bytes of data in all of them
 _MAGIC = b"kvr\1"
@@ -68,15 +70,16 @@ class RedisTier:
     def put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[bool]:
         writes = [self._writes(key, value) for key, value in zip(keys, values, strict=True)]
         lines = iter(self._run([write for each in writes for write in each]))
-        stored, torn = [], []
-        for key, each in zip(keys, writes, strict=True):
+        stored: list[bool] = []
+        torn: list[Command] = []
+        for each in writes:
             answers = list(islice(lines, len(each)))
             stored.append(all(line == b"+OK" for line in answers))
             if any(line.startswith(NO_ROOM) for line in answers):
                 self.counts["no_room"] += 1
                 if len(each) > 1:
-                    torn += self._names(key, len(each))
-        self._unlink(torn)
+                    torn += [(b"UNLINK", write[1]) for write in reversed(each)]  # the first part first
+        self._run(torn)
         return stored
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
@@ -91,19 +94,19 @@ class RedisTier:
             self.counts["lost_parts"] += 1
             first, firsts[number] = firsts[number], None
             if first is not None:  # else `contains` would find it, and nobody would put it again
-                self._unlink(self._names(keys[number], first.parts))
+                self._unlink([(keys[number], first.parts)])
         return [first and first.header for first in firsts]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        names: list[bytes] = []
+        parts = [1] * len(keys)
 
         def take(number: int, replies: Replies) -> None:
             start = replies.read(_START.size)
-            parts = _START.unpack(start)[2] if len(start) == _START.size and start.startswith(_MAGIC) else 1
-            names.extend(self._names(keys[number], parts))
+            if len(start) == _START.size and start.startswith(_MAGIC):
+                parts[number] = _START.unpack(start)[2]
 
         self._run([(b"GETRANGE", self._name(key), b"0", b"%d" % (_START.size - 1)) for key in keys], take)
-        self._unlink(names)
+        self._unlink(list(zip(keys, parts, strict=True)))
 
     def put_note(self, name: bytes, note: bytes) -> None:
         (line,) = self._run([(b"SET", self._note(name), note, *self._expiry)])
@@ -111,7 +114,14 @@ class RedisTier:
 
     def get_note(self, name: bytes) -> bytes | None:
         notes: list[bytes] = []
-        self._run([self._read(self._note(name))], lambda _, replies: notes.append(replies.read(replies.left)))
+
+        def take(_: int, replies: Replies) -> None:
+            if replies.left <= MAX_NOTE:
+                notes.append(replies.read(replies.left))
+            else:
+                self.counts["unknown"] += 1
+
+        self._run([self._read(self._note(name))], take)
         return notes[0] if notes else None
 
     def close(self) -> None:
@@ -126,9 +136,11 @@ class RedisTier:
             self.counts["unknown"] += 1
             return None
         _, length, parts, total = _START.unpack(start)
+        if total != len(view) or length > MAX_HEADER:
+            return None
         start += replies.read(length)
         size = replies.left
-        if total != len(view) or parts != _parts(total, size):
+        if parts != _parts(total, size) or (parts > 1 and size < LEAST_VALUE):
             return None
         replies.read_into(view[:size])
         return _First(start, parts, size)
@@ -137,17 +149,25 @@ class RedisTier:
         self, keys: Sequence[bytes], firsts: Sequence[_First | None], views: Sequence[memoryview]
     ) -> set[int]:
         """Read the other parts of values; return the numbers of those that lack one."""
-        rest = [(number, first, part) for number, first in enumerate(firsts) if first for part in range(1, first.parts)]
-        missing = set(rest)
+        rest = ((number, first, part) for number, first in enumerate(firsts) if first for part in range(1, first.parts))
+        missing: set[int] = set()
+        while some := list(islice((each for each in rest if each[0] not in missing), PARTS_AT_ONCE)):
+            missing |= self._get_parts(keys, some, views)
+        return missing
+
+    def _get_parts(
+        self, keys: Sequence[bytes], some: Sequence[tuple[int, _First, int]], views: Sequence[memoryview]
+    ) -> set[int]:
+        missing = set(some)
 
         def take(index: int, replies: Replies) -> None:
-            number, first, part = rest[index]
+            number, first, part = some[index]
             here = views[number][part * first.size : (part + 1) * first.size]
             if replies.left == len(first.start) + len(here) and replies.read(len(first.start)) == first.start:
                 replies.read_into(here)
-                missing.discard(rest[index])
+                missing.discard(some[index])
 
-        self._run([self._read(self._name(keys[number], part)) for number, _, part in rest], take)
+        self._run([self._read(self._name(keys[number], part)) for number, _, part in some], take)
         return {number for number, _, _ in missing}
 
     def _read(self, name: bytes) -> Command:
@@ -165,18 +185,25 @@ class RedisTier:
             for part in reversed(range(parts))
         ]
 
-    def _unlink(self, names: Sequence[bytes]) -> None:
-        self._run([(b"UNLINK", name) for name in names])
+    def _unlink(self, values: Sequence[tuple[bytes, int]]) -> None:
+        """Remove values, by their keys and the number of their parts, which is believed as long as there are some.
+
+        The first part goes first: a value that is not whole should not seem to be there.
+        """
+        begin, step = 0, 16
+        while values:
+            owners = [at for at, (_, parts) in enumerate(values) for _ in range(begin, min(parts, begin + step))]
+            names = [self._name(key, part) for key, parts in values for part in range(begin, min(parts, begin + step))]
+            lines = self._run([(b"UNLINK", name) for name in names])
+            there = {owner for owner, line in zip(owners, lines, strict=True) if line == b":1"}
+            begin += step
+            values = [each for at, each in enumerate(values) if at in there and each[1] > begin]
 
     def _name(self, key: bytes, part: int = 0) -> bytes:
         return b"%b{%b}" % (self._prefix, key.hex().encode()) + (b".%d" % part if part else b"")
 
     def _note(self, name: bytes) -> bytes:
         return b"%bnote:%b" % (self._prefix, name.hex().encode())
-
-    def _names(self, key: bytes, parts: int) -> list[bytes]:
-        """The first part's name is the first: a value that is not whole should not seem to be there."""
-        return [self._name(key, part) for part in range(parts)]
 
     def _run(self, commands: Sequence[Command], take: Take | None = None) -> list[bytes]:
         if not commands:
@@ -186,6 +213,7 @@ class RedisTier:
         except Failed:
             self.counts["failures"] += 1
             raise
+        self.counts["unknown"] += sum(line.startswith(WRONG_TYPE) for line in lines)
         self.counts["moving"] += sum(line.startswith(MOVING) for line in lines)
         return lines
 

@@ -6,7 +6,10 @@ it: it copies a value twice before it sends it, and once more when it has come, 
 
 from __future__ import annotations
 
+import functools
+import re
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,9 +29,22 @@ Take = Callable[[int, "Replies"], None]  # reads the data that the reply to a co
 
 SMALL = 32 << 10  # bytes; less is copied, so that it needs no system call of its own
 AHEAD = 64 << 10  # bytes that are received before it is known where they belong, and copied
+MOST_LINE = 64 << 10  # bytes of a reply's first line
+MOST_OWN = 4 << 20  # bytes of the replies to a command of redis-py's own
+MOST_DATA = 512 << 20  # bytes of a reply's data; servers hold no longer strings unless told otherwise
+STALLS = 3  # times the timeout that the replies of one exchange may take, and
+SLOWEST = 128 << 10  # bytes that come in each second beyond that
+MOST_TEXT = 300  # characters of an error that are told
 NO_ROOM = b"-OOM"
+WRONG_TYPE = b"-WRONGTYPE"
 MOVING = (b"-ASK", b"-TRYAGAIN")  # the key's slot is on its way to another node of the cluster
-_PLAIN = (b"+", b":", b"$", NO_ROOM, *MOVING)
+_PLAIN = (b"+", b":", b"$", NO_ROOM, WRONG_TYPE, *MOVING)
+_DATA = re.compile(rb"\$(-1|[0-9]{1,18})")
+# What redis-py raises, also for replies that are none.
+_ERRORS = (
+    *(OSError, redis.RedisError, RedisClusterException),
+    *(ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError),
+)
 
 
 def pack(commands: Sequence[Command]) -> list[Buffer]:
@@ -52,14 +68,16 @@ def pack(commands: Sequence[Command]) -> list[Buffer]:
 
 
 class Replies:
-    """The replies that come from a socket, in order. All methods raise OSError.
+    """The replies that come from a socket, in order. All methods raise OSError, also for what is no reply.
 
     Attributes:
         left: bytes of the present reply's data that were not read.
     """
 
-    def __init__(self, source: socket.socket) -> None:
+    def __init__(self, source: socket.socket, timeout: float) -> None:
+        """All replies together may take STALLS * `timeout` seconds, and one more for each SLOWEST bytes."""
         self.left = 0
+        self._until = time.monotonic() + STALLS * timeout
         self._socket = source
         self._held = bytearray(AHEAD)
         self._view = memoryview(self._held)
@@ -71,7 +89,13 @@ class Replies:
         self.finish()
         line = self._line()
         if line.startswith(b"$"):
-            self._has_data, self.left = line != b"$-1", max(0, int(line[1:]))
+            match = _DATA.fullmatch(line)
+            size = int(match[1]) if match else MOST_DATA + 1
+            if size > MOST_DATA:
+                raise _no_reply(line)
+            self._has_data, self.left = size >= 0, max(0, size)
+        elif not line.startswith((b"+", b"-", b":")):
+            raise _no_reply(line)
         return line
 
     def read(self, size: int) -> bytes:
@@ -96,23 +120,76 @@ class Replies:
             self.read(AHEAD)
         if self._has_data:
             self._has_data = False
-            self._line()
+            if line := self._line():
+                raise _no_reply(line)
 
     def _line(self) -> bytes:
-        line = b""
+        line = bytearray()
         while not line.endswith(b"\r\n"):
+            if len(line) > MOST_LINE:
+                raise _no_reply(bytes(line))
             if self._begin == self._end:
                 self._begin, self._end = 0, self._receive(self._view)
             end = self._held.find(b"\n", self._begin, self._end) + 1 or self._end
             line += self._held[self._begin : end]
             self._begin = end
-        return line[:-2]
+        return bytes(line[:-2])
 
     def _receive(self, buffer: memoryview) -> int:
         size = self._socket.recv_into(buffer)
         if not size:
             raise ConnectionResetError("the server closed the connection")
+        self._until += size / SLOWEST
+        if time.monotonic() > self._until:
+            raise TimeoutError("the server answers too slowly")
         return size
+
+
+def _no_reply(line: bytes) -> ConnectionError:
+    return ConnectionError(f"the server sent what is no reply: {line[:40]!r}")
+
+
+class _Bounded:
+    """A socket for redis-py, which reads the replies to its own commands without any bound of size or time."""
+
+    def __init__(self, inner: Any, timeout: float) -> None:
+        self.inner, self._timeout = inner, timeout
+        self._left, self._until = MOST_OWN, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def sendall(self, data: Buffer) -> None:
+        self._left, self._until = MOST_OWN, time.monotonic() + STALLS * self._timeout
+        self.inner.sendall(data)
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        data: bytes = self.inner.recv(size, flags)
+        if not flags:  # else redis-py peeks whether an idle connection has ended
+            self._spend(len(data))
+        return data
+
+    def recv_into(self, buffer: Any, *rest: int) -> int:
+        size: int = self.inner.recv_into(buffer, *rest)
+        self._spend(size)
+        return size
+
+    def _spend(self, size: int) -> None:
+        self._left -= size
+        if size and (self._left < 0 or time.monotonic() > self._until):  # at an end, redis-py says so itself
+            raise ConnectionError("the server answers too much, or too slowly")
+
+
+@functools.cache
+def _bounded(kind: Any) -> Any:
+    """Return a class of connections like `kind`, whose sockets are bounded while redis-py reads from them."""
+    if getattr(kind, "bounded", False):
+        return kind
+
+    def connect(self: Any) -> Any:
+        return _Bounded(kind._connect(self), self.socket_timeout)
+
+    return type(kind.__name__, (kind,), {"bounded": True, "_connect": connect})
 
 
 class Link:
@@ -126,14 +203,14 @@ class Link:
         self._outdated = False  # where the cluster's slots are
         try:
             self._client = self._connect()
-        except (OSError, redis.RedisError, RedisClusterException) as error:
+        except _ERRORS as error:
             raise self._failed(error) from None
 
     def run(self, commands: Sequence[Command], take: Take | None = None) -> list[bytes]:
         """Return the first lines of the replies; `take` is called where data follows, and need not read all of it.
 
         A server executes the commands in their order, but a cluster's nodes do not wait for each other. Errors other
-        than those of NO_ROOM and MOVING raise Failed.
+        than those of NO_ROOM, WRONG_TYPE and MOVING raise Failed.
         """
         lines = [b""] * len(commands)
         todo: Sequence[int] = range(len(commands))
@@ -145,7 +222,7 @@ class Link:
                     self._exchange(pool, commands, numbers, lines, take)
                 todo = [number for number in todo if lines[number].startswith(b"-MOVED")]
                 self._outdated |= bool(todo)
-        except (OSError, redis.RedisError, RedisClusterException) as error:
+        except _ERRORS as error:
             self._outdated = True
             raise self._failed(error) from None
         for line in lines:
@@ -204,10 +281,12 @@ class Link:
         self, pool: Any, commands: Sequence[Command], numbers: list[int], lines: list[bytes], take: Take | None
     ) -> None:
         """Send the commands of these numbers, and enter the replies' first lines."""
+        pool.connection_class = _bounded(pool.connection_class)
         connection = pool.get_connection()
         try:
             connection.send_packed_command(pack([commands[number] for number in numbers]))
-            replies = Replies(connection._sock)
+            source = getattr(connection._sock, "inner", connection._sock)  # a cluster has older connections
+            replies = Replies(source, self._settings.timeout)
             for number in numbers:
                 lines[number] = replies.next()
                 if take is not None and replies.left:
@@ -223,4 +302,5 @@ class Link:
 
     def _failed(self, why: Exception | str) -> Failed:
         text = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
-        return Failed(self._settings.without_passwords(f"{self._settings.name}: {text}"))
+        text = self._settings.without_passwords(text)  # before it is cut: no half of a password remains
+        return Failed(f"{self._settings.name}: {text[:MOST_TEXT]}")

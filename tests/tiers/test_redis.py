@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,9 +15,9 @@ import redis_servers
 from redis_servers import KINDS, Server, Servers, wait_until
 
 from kvcache_proto.errors import ConfigError
-from kvcache_tiers.backend import Failed, Value
+from kvcache_tiers.backend import MAX_NOTE, Failed, Value
 from kvcache_tiers.conformance import BackendSuite, Open, Region, data, header, key
-from kvcache_tiers.redis import RedisTier
+from kvcache_tiers.redis import _START, RedisTier
 from kvcache_tiers.redis import open_tier as open_redis
 from kvcache_tiers.redis_settings import PASSWORD, SENTINEL_PASSWORD, read_url
 
@@ -287,13 +288,35 @@ def test_a_flushed_server(server: Server, values: BackendSuite) -> None:
         assert values.put(tier, 1) == [True] and values.stored(tier, 1) == [True]
 
 
-def test_an_error_of_the_server(server: Server, values: BackendSuite) -> None:
+def test_a_key_of_another_type_is_a_miss(server: Server, values: BackendSuite) -> None:
     with closing(opened(server.url)) as tier, server.client() as client:
         client.rpush(tier._name(key(1)), "no string")
         values.put(tier, 2)
-        with pytest.raises(Failed, match="WRONGTYPE"):
-            values.stored(tier, 1, 2)
-        assert values.stored(tier, 2) == [True]
+        assert values.stored(tier, 1, 2) == [False, True] and tier.counts["unknown"] == 1
+        client.rpush(tier._note(b"name"), "no string")
+        assert tier.get_note(b"name") is None
+        tier.remove([key(1)])
+        assert not client.exists(tier._name(key(1)))
+
+
+@pytest.mark.parametrize("parts", [BackendSuite.size, 1 << 32])
+def test_a_head_that_names_more_parts_than_there_can_be(server: Server, values: BackendSuite, parts: int) -> None:
+    with closing(opened(server.url)) as tier, server.client() as client:
+        client.set(tier._name(key(1)), _START.pack(b"kvr\1", 0, parts % (1 << 32) or parts - 1, values.size) + b"x")
+        tracemalloc.start()
+        try:
+            assert values.stored(tier, 1) == [False]
+            tier.remove([key(1)])
+            assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        finally:
+            tracemalloc.stop()
+        assert not client.exists(tier._name(key(1)))
+
+
+def test_a_note_that_is_too_long(server: Server) -> None:
+    with closing(opened(server.url)) as tier, server.client() as client:
+        client.set(tier._note(b"name"), bytes(MAX_NOTE + 1))
+        assert tier.get_note(b"name") is None and tier.counts["unknown"] == 1
 
 
 def test_nobody_is_there() -> None:
