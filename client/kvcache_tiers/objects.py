@@ -29,7 +29,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvcache_proto.errors import ConfigError
-from kvcache_tiers.backend import Failed, Value
+from kvcache_tiers.backend import MAX_NOTE, Failed, Value
 from kvcache_tiers.packs import Index, Run, first_name, head_bytes, make_head, make_name, read_head, runs, written_at
 from kvcache_tiers.urls import options, seconds, shown, split_url
 
@@ -190,7 +190,11 @@ class ObjectTier:
     def get_note(self, name: bytes) -> bytes | None:
         try:
             with self._call():
-                return bytes(self._store.get(f"{NOTES}/{name.hex()}").bytes())
+                found = self._store.get(f"{NOTES}/{name.hex()}")
+                if found.meta["size"] > MAX_NOTE:
+                    self.counts["notes_failed"] += 1
+                    return None
+                return bytes(found.bytes())
         except (_Gone, _Denied):
             return None
 

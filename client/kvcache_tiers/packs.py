@@ -21,6 +21,7 @@ _MAGIC = b"kvpack"
 _FIXED = struct.Struct("<6sHIIQ")  # magic, format, values, bytes of the head, bytes of the pack
 _SUM = struct.Struct("<Q")  # xxh3 of the rest of the head, follows the fixed part
 _ROW = struct.Struct("<HHQ")  # bytes of the key, of the header and of the data
+LEAST_HEAD, MOST_HEAD = _FIXED.size + _SUM.size, 64 << 20  # bytes; the values of a pack have 64 MiB in all
 _NAME = re.compile(r"([0-9]{13})-([0-9a-f]{8})-[0-9a-f]{16}")  # milliseconds since 1970, bytes of the head, random
 
 
@@ -45,7 +46,8 @@ def make_name(milliseconds: int, head: bytes, random: int) -> str:
 def head_bytes(name: str) -> int | None:
     """Return the length of the head of the pack `name`, or None if no pack has such a name."""
     match = _NAME.fullmatch(name)
-    return int(match[2], 16) if match else None
+    length = int(match[2], 16) if match else 0
+    return length if LEAST_HEAD <= length <= MOST_HEAD else None
 
 
 def first_name(milliseconds: int) -> str:
@@ -84,12 +86,16 @@ def read_head(name: str, head: bytes, size: int) -> dict[bytes, Place] | None:
         return None
     places, at, offset = {}, 0, length
     for _ in range(count):
+        if at + _ROW.size > len(rows):
+            return None
         key_bytes, header_bytes, data_bytes = _ROW.unpack_from(rows, at)
         middle = at + _ROW.size + key_bytes
         at = middle + header_bytes
+        if at > len(rows) or offset + data_bytes > size:
+            return None
         places[rows[middle - key_bytes : middle]] = Place(name, offset, data_bytes, rows[middle:at])
         offset += data_bytes
-    return places
+    return places if (at, offset, len(places)) == (len(rows), size, count) else None
 
 
 class Index:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import xxhash
+
 from kvcache_tiers.packs import Index, Place, first_name, head_bytes, make_head, make_name, read_head, runs, written_at
 
 VALUES = [(b"one", b"header 1", 100), (b"two", b"", 1), (b"three", b"header 3", 5000)]
@@ -33,6 +35,26 @@ def test_a_pack_that_is_not_whole() -> None:
         assert read_head(PACK, HEAD[:length], SIZE) is None
     assert read_head(PACK, HEAD + b"\0", SIZE) is None
     assert read_head(PACK, HEAD, SIZE - 1) is None and read_head(PACK, HEAD, SIZE + 1) is None
+
+
+def test_heads_that_lie() -> None:
+    """With right checksums: each number of a head at each extreme."""
+    extremes = (0, 1, 2, 4, 255, 65535, 1 << 31, (1 << 32) - 1, (1 << 64) - 1)
+    fixed, rows = HEAD[:24], HEAD[32:]
+    numbers = [(0, at, size) for at, size in ((8, 4), (12, 4), (16, 8))]
+    numbers += [(1, at, size) for at, size in ((0, 2), (2, 2), (4, 8))]
+    for part, at, size in numbers:
+        for value in extremes:
+            parts = [bytearray(fixed), bytearray(rows)]
+            parts[part][at : at + size] = min(value, (1 << 8 * size) - 1).to_bytes(size, "little")
+            checksum = xxhash.xxh3_64_intdigest(parts[0] + parts[1])
+            head = bytes(parts[0]) + checksum.to_bytes(8, "little") + bytes(parts[1])
+            assert head == HEAD or read_head(PACK, head, SIZE) is None
+
+
+def test_names_of_heads_that_cannot_be() -> None:
+    for length in (0, 1, 31, (64 << 20) + 1, (1 << 32) - 1):
+        assert head_bytes(f"1700000000123-{length:08x}-{7:016x}") is None
 
 
 def test_names_sort_by_time() -> None:
