@@ -7,6 +7,7 @@ threads of their own: nobody waits for a write.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -34,6 +35,7 @@ ABSENT = 0.1  # seconds between two looks for a daemon
 SAY_EVERY = 60.0  # seconds between two lines about what the backend has counted
 IDLE = 60.0  # seconds without a job after which a namespace is left: else the daemon would never forget it
 MOST_ATTACHED = 12  # namespaces; the daemon allows 16
+OPENING = 300.0  # seconds; whoever started the process sees that it ends, and starts it again
 STOP_SECONDS = 10.0  # after `stop`, for what is being read and written to end
 RESTART = 75  # as an exit status: the backend must be opened with another region, by a process without the old one
 _THERE = (Refusal.GRANTED, Refusal.PRESENT, Refusal.IN_FLIGHT)
@@ -94,15 +96,24 @@ class TierProcess:
             self._stopping.wait(min(wait, 0.5))
             return False
         if self._backend is None:
+            late = threading.Timer(OPENING, self._give_up)
+            late.daemon = True
+            late.start()
             try:
                 self._backend = self._open_backend(self._url, region.buffer)
             except Failed as error:
                 self._failed(error)
                 return False
+            finally:
+                late.cancel()
             self._region = region
             self._moves = Moves(self._backend, self._counts)
             log.info("tier %s is open", self._name)
         return True
+
+    def _give_up(self) -> None:
+        log.error("tier %s ends: its store could not be opened within %g s", self._name, OPENING)
+        os._exit(1)
 
     def _work(self) -> None:
         assert self._backend is not None

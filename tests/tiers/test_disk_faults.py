@@ -160,6 +160,22 @@ disk._move_all = hanging
         wait_for(lambda: all_is_free(daemon), "free slots")
 
 
+def test_a_tier_that_hangs_in_opening(daemon: Daemon, tmp_path: Path) -> None:
+    env = patched(
+        tmp_path,
+        """
+import time
+import kvcache_tiers.disk
+import kvcache_tiers.process
+kvcache_tiers.process.OPENING = 0.5
+kvcache_tiers.disk.DiskTier._find = lambda self: time.sleep(1000)
+""",
+    )
+    with a_tier(tmp_path, f"disk:{tmp_path}/tier?size=64MiB", daemon.endpoint, env=env) as tier:
+        assert tier.process.wait(20) == 1
+        assert "could not be opened" in tier.log
+
+
 def test_a_smaller_size_after_a_restart(daemon: Daemon, engine: ToyEngine, tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     env = patched(tmp_path, "import kvcache_tiers.disk\nkvcache_tiers.disk.SEGMENT = 4 << 20\n")
