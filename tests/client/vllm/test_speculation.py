@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +87,32 @@ def test_drafts_in_chunks_and_on_little_memory(
         assert engine.outputs == {name: sim.expected(tokens, 50) for name, tokens in prompts.items()}
         idle()
     assert engine.received
+
+
+def write_weights(folder: Path, data: bytes) -> None:
+    """Write a file of safetensors with one tensor."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+@pytest.mark.parametrize("whose", ["target", "drafter"])
+def test_other_weights_at_the_same_path_are_another_namespace(
+    engines: Any, sim: Any, prompt: Any, idle: Any, tmp_path: Path, whose: str
+) -> None:
+    folders = {name: tmp_path / name for name in ("target", "drafter")}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(sim.MODEL))
+        write_weights(folder, b"one" * 1000)
+    drafter = {"method": "eagle", "model": str(folders["drafter"]), "num_speculative_tokens": 2}
+    options = {"specs": sim.full() | sim.drafter(3), "load_format": "auto", "speculative_config": drafter}
+    tokens, found = prompt(6 * BLOCK + 1), []
+    for number, weights in enumerate((b"one", b"one", b"two")):
+        write_weights(folders[whose], weights * 1000)
+        engine = engines(f"engine {number}", model=str(folders["target"]), **options)
+        engine.generate(tokens)
+        found.append((engine.connector._scheduler._membership.namespace.spec.id, engine.prefills["r0"][2]))
+        idle()
+    (first, _), (same, loaded), (other, stale) = found
+    assert first == same and loaded
+    assert first != other and not stale

@@ -285,20 +285,31 @@ def with_stages(spec: NamespaceSpec, split: Shards, stages: Sequence[Sequence[Sh
 
 
 def checkpoint_id(vllm_config: Any) -> str:
-    """Return a name of the weights: the hub's commit, or a digest of the files of a directory.
+    """Return a name of the weights, those of a drafter included: its layers share the blocks."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    name = _weights_id(model.model, model, load)
+    draft = getattr(vllm_config, "speculative_config", None)
+    path = getattr(draft, "model", None)
+    if not path or path == model.model:  # no weights, or among the model's
+        return name
+    drafter = getattr(draft, "draft_model_config", None) or model
+    return f"{name}, drafter {_weights_id(path, drafter, getattr(draft, 'draft_load_config', None) or load)}"
+
+
+def _weights_id(path: str, model: Any, load: Any) -> str:
+    """Return the hub's commit, or a digest of the files of a directory.
 
     Fine-tunes of one model have files of the same name, size and header; samples of the data distinguish them.
     """
-    model, load = vllm_config.model_config, vllm_config.load_config
     form = str(getattr(load.load_format, "value", load.load_format))
     if form == "dummy":
         return f"dummy seed {model.seed}"
     prefix = "" if form in _ORDINARY_FORMATS else f"{form} "
-    folder = Path(model.model)
+    folder = Path(path)
     if folder.is_dir():
         return f"{prefix}files {directory_digest(folder)}"
     commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
-    return f"{prefix}{model.model} {commit}".strip()
+    return f"{prefix}{path} {commit}".strip()
 
 
 def directory_digest(folder: Path) -> str:
