@@ -265,7 +265,7 @@ class Tiering:
             if asked is not None:
                 count = _common(asked.hashes, hashes, begin)
                 found.append(Said(tier.name, "asked", begin, count, "", asked.inquiry))
-                if count == len(asked.hashes) and begin + count < len(hashes):
+                if count == LONGEST and begin + count < len(hashes):
                     found.append(Said(tier.name, "beyond", begin + count, len(hashes) - begin - count))
                 break  # the next tier is asked for what this one does not have
             if tier.absent.get(name, 0.0) > now:
