@@ -7,26 +7,37 @@ stored in the region only if its header is that of this block, and the checksums
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvcache_client.session.checksums import sum_up
 from kvcache_client.session.region import Region
 from kvcache_proto.types import SUM_BYTES, GroupSpec, NamespaceSpec, SlotRef, unpack_refs
-from kvcache_tiers.backend import Backend, Value
+from kvcache_tiers.backend import Backend, Failed, Value
+from kvcache_tiers.pause import Pause
 from kvcache_tiers.records import key_prefix, make_header, read_header
+
+MOST_WRONG = 1 << 16  # values that are remembered
 
 
 class Moves:
-    """Of one backend; thread-safe. Counters: `counts`, by name."""
+    """Of one backend; thread-safe. A store that refuses writes or removals is read nevertheless.
+
+    Attributes:
+        counts: what happened, by name.
+        writing, removing: the pauses of what the store has refused.
+    """
 
     def __init__(self, backend: Backend, counts: Counter[str]) -> None:
         self._backend, self.counts = backend, counts
+        self.writing = Pause("the store is not written to")
+        self.removing = Pause("wrong values are not removed from the store")
+        self._wrong: set[bytes] = set()  # keys of values that could not be removed; they count as not there
 
     def look(self, spec: NamespaceSpec, group: int, hashes: Sequence[bytes]) -> bytes:
         """Return a byte for each block, 1 if it is there. Raises Failed."""
-        return bytes(self._backend.contains(_keys(spec, group, hashes)))
+        return bytes(self._contains(_keys(spec, group, hashes)))
 
     def bring(
         self, spec: NamespaceSpec, group: int, hashes: Sequence[bytes], refs: Sequence[SlotRef], region: Region
@@ -50,8 +61,7 @@ class Moves:
                 wrong.append(key)
                 sums = None
             found.append(sums)
-        if wrong:
-            self._backend.remove(wrong)
+        self._remove(wrong)
         return found
 
     def write_out(
@@ -59,10 +69,10 @@ class Moves:
     ) -> bytes:
         """Store the blocks in the slots `packed`, whose shards have the checksums `sums`; 0 stands for an unknown one.
 
-        Return a byte for each block, 1 if it is there. Raises Failed.
+        Return a byte for each block, 1 if it is there. Raises Failed if the store cannot be read.
         """
         of, keys, refs = spec.groups[group], _keys(spec, group, hashes), unpack_refs(packed)
-        there = self._backend.contains(keys)
+        there = self._contains(keys)
         missing = [at for at, has in enumerate(there) if not has]
         current = region.current(packed)
         missing = [at for at in missing if current[at]]
@@ -73,19 +83,53 @@ class Moves:
             if not all(np.frombuffer(known, "<u8")):
                 known = _sums(region, refs[at], of)
             values.append(Value(make_header(keys[at], of.shards, known), _slot(region, refs[at], of)))
-        stored = self._backend.put([keys[at] for at in missing], values)
+        new = [keys[at] for at in missing]
+        stored: list[bool] = []
+        self._try(self.writing, "writes_refused", len(new), lambda: stored.extend(self._backend.put(new, values)))
+        self._wrong.difference_update(key for key, done in zip(new, stored, strict=False) if done)
         # The leases are gone if the daemon was restarted meanwhile.
         current = region.current(packed)
         flags = bytearray(there)
         stale = []
-        for at, done in zip(missing, stored, strict=True):
+        for at, done in zip(missing, stored, strict=False):
             flags[at] = done and bool(current[at])
             if done and not current[at]:
                 stale.append(keys[at])
-        if stale:
-            self.counts["writes_overtaken"] += len(stale)
-            self._backend.remove(stale)
+        self.counts["writes_overtaken"] += len(stale)
+        self._remove(stale)
         return bytes(flags)
+
+    def put_note(self, name: bytes, note: bytes) -> None:
+        """Keep a note, if the store may be written to."""
+        self._try(self.writing, "notes_refused", 1, lambda: self._backend.put_note(name, note))
+
+    def _contains(self, keys: Sequence[bytes]) -> list[bool]:
+        there = self._backend.contains(keys)
+        if self._wrong and not self.removing.left:
+            self._wrong.clear()  # they are read, and removed, once more
+        return [has and key not in self._wrong for key, has in zip(keys, there, strict=True)]
+
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        """Remove wrong values, or take them for not there as long as they cannot be removed."""
+        removed = self._try(self.removing, "removals_refused", len(keys), lambda: self._backend.remove(keys))
+        if not removed and len(self._wrong) < MOST_WRONG:
+            self._wrong.update(keys)
+
+    def _try(self, pause: Pause, refused: str, number: int, work: Callable[[], None]) -> bool:
+        """Do what the store may refuse and be read nevertheless, unless there is a pause; return whether it was done.
+
+        If not, `number` is counted as `refused`.
+        """
+        if number and not pause.left:
+            try:
+                work()
+            except Failed as error:
+                pause.begin(error)
+            else:
+                pause.worked()
+                return True
+        self.counts[refused] += number
+        return not number
 
 
 def _keys(spec: NamespaceSpec, group: int, hashes: Sequence[bytes]) -> list[bytes]:

@@ -23,6 +23,7 @@ from kvcache_proto.errors import BadArgument, ClientError, KVCacheError, NotPerm
 from kvcache_proto.types import MAX_NAME, NamespaceSpec, Outcome, Refusal
 from kvcache_tiers.backend import Backend, Failed, find_opener
 from kvcache_tiers.moves import Moves
+from kvcache_tiers.pause import Pause
 from kvcache_tiers.records import key_prefix, merge_hot, pack_hot, unpack_hot
 
 log = logging.getLogger("kvcache_tiers")
@@ -30,7 +31,6 @@ log = logging.getLogger("kvcache_tiers")
 URL = "KVCACHE_TIER_URL"  # environment variable, where `ps` does not show a URL with a password
 DEADLINE = 5.0  # seconds that a reservation may take; a request for work is held for half a second
 READERS, WRITERS = 4, 2  # threads; lookups have another one, because they do not wait for reads
-RETRY, MOST_RETRY = 0.5, 30.0  # seconds until a store that has failed is tried again: twice as long each time
 ABSENT = 0.1  # seconds between two looks for a daemon
 SAY_EVERY = 60.0  # seconds between two lines about what the backend has counted
 IDLE = 60.0  # seconds without a job after which a namespace is left: else the daemon would never forget it
@@ -58,8 +58,7 @@ class TierProcess:
         self._namespaces: dict[str, tuple[Namespace, float]] = {}  # by id; when each had its last job, oldest first
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
-        self._failures = 0  # in a row
-        self._off_until = 0.0
+        self._reading = Pause(f"tier {name} is off")
         self._said: Counter[str] = Counter()  # of the backend's counts
         self._say_at = 0.0
         self._refusal = ""  # why there was no work, as it was logged
@@ -91,8 +90,7 @@ class TierProcess:
 
     def _open(self, region: Region) -> bool:
         """Return whether the backend is open and may be asked."""
-        wait = self._off_until - time.monotonic()
-        if wait > 0:
+        if wait := self._reading.left:
             self._stopping.wait(min(wait, 0.5))
             return False
         if self._backend is None:
@@ -118,7 +116,8 @@ class TierProcess:
     def _work(self) -> None:
         assert self._backend is not None
         try:
-            jobs = self._session.work(self._name, self._backend.batch_bytes, self._policy)
+            refused = [pause.why[:MAX_NAME] for pause in (self._moves.writing, self._moves.removing)]
+            jobs = self._session.work(self._name, self._backend.batch_bytes, self._policy, *refused)
         except (NotPermitted, BadArgument):
             raise
         except KVCacheError as error:  # also of a daemon that has forgotten the session, or has an error inside
@@ -227,7 +226,7 @@ class TierProcess:
         try:
             if refs:
                 found = self._moves.bring(namespace.spec, bring.group, hashes, refs, reservation.slots[0].region)
-                self._failures = 0
+                self._reading.worked()
         except Failed as error:
             self._failed(error)
         except RegionError:
@@ -254,13 +253,12 @@ class TierProcess:
         try:
             if spec is not None:
                 flags = self._moves.write_out(spec, write.group, write.hashes, write.slots, write.sums, region)
-                self._failures = 0
         except Failed as error:
             self._failed(error)
         except RegionError:
             self._counts["slots_lost"] += len(write.hashes)
         finally:
-            self._session.worked(written=[(write.number, flags)])
+            self._session.worked(written=[(write.number, flags)], writes_off=self._moves.writing.why[:MAX_NAME])
 
     def _recall(self, recall: m.Recall, spec: NamespaceSpec | None) -> None:
         runs: m.Runs = []
@@ -274,9 +272,8 @@ class TierProcess:
 
     def _keep_hot(self, hot: m.Hot, name: bytes) -> None:
         """Keep also what was hot before, or on other hosts."""
-        assert self._backend is not None
         try:
-            self._backend.put_note(name, pack_hot(merge_hot(hot.runs, self._hot(name))))
+            self._moves.put_note(name, pack_hot(merge_hot(hot.runs, self._hot(name))))
         except Failed as error:
             self._failed(error)
 
@@ -294,14 +291,8 @@ class TierProcess:
     def _failed(self, error: Failed) -> None:
         """Ask the store nothing for a while, and the daemon for no work."""
         self._counts["store_failed"] += 1
-        now = time.monotonic()
-        if now < self._off_until:
-            return
-        pause = min(RETRY * 2**self._failures, MOST_RETRY)
-        self._failures = min(self._failures + 1, 16)
-        self._off_until = now + pause
-        log.warning("tier %s is off for %.1f s: %s", self._name, pause, error)
-        self._session.worked(off=str(error)[:MAX_NAME])
+        if self._reading.begin(error):
+            self._session.worked(off=str(error)[:MAX_NAME])
 
     def _new_counts(self) -> dict[str, int]:
         new = self._counts - self._reported

@@ -341,7 +341,8 @@ class Work(msgspec.Struct, tag="work", array_like=True):
     """Ask for work as the tier `tier`: answered by Jobs once there is some, or after half a second.
 
     Only sessions of the daemon's own user may be tiers. `batch_bytes` is how much a tier likes to write at once;
-    `writes` is the policy by which it wants blocks, one of WRITE_POLICIES.
+    `writes` is the policy by which it wants blocks, one of WRITE_POLICIES. If `writes_off` is not empty, it says why
+    the tier gets nothing to write until it asks for work without it; `removals_off`, why wrong values stay there.
     """
 
     id: int
@@ -349,6 +350,8 @@ class Work(msgspec.Struct, tag="work", array_like=True):
     tier: Name
     batch_bytes: int
     writes: Name = "second"
+    writes_off: Name = ""
+    removals_off: Name = ""
 
 
 class Worked(msgspec.Struct, tag="worked", array_like=True):
@@ -356,8 +359,8 @@ class Worked(msgspec.Struct, tag="worked", array_like=True):
 
     Each answer has a byte per block of its job: in `found` it is 1 if the tier has the block of a Look, in `brought` if
     the block of a Bring is cached or being written, in `written` if the tier has the block of a WriteOut. If `off` is
-    not empty, it says why the tier gets no further jobs until it asks for some. `recalled` answers a Recall with what
-    was hot; with nothing if that is not known.
+    not empty, it says why the tier gets no further jobs until it asks for some, and `writes_off` is that of the next
+    Work, which may be late. `recalled` answers a Recall with what was hot; with nothing if that is not known.
     """
 
     id: int
@@ -367,6 +370,7 @@ class Worked(msgspec.Struct, tag="worked", array_like=True):
     written: Outcomes = []
     off: Name = ""
     recalled: Annotated[list[tuple[int, Runs]], msgspec.Meta(max_length=MAX_JOBS)] = []
+    writes_off: Name = ""
 
 
 # Replies.

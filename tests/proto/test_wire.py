@@ -126,11 +126,11 @@ REQUESTS = [
     ),
     (messages.Unpin(16, TOKEN, 3), f"94 a5756e70696e 10 {T} 03"),
     (messages.Chain(17, TOKEN, "cmpl-7"), f"96 a5636861696e 11 {T} a6636d706c2d37 c400 a0"),
-    (messages.Work(18, TOKEN, "disk", 1 << 20), f"96 a4776f726b 12 {T} a46469736b ce00100000 a67365636f6e64"),
+    (messages.Work(18, TOKEN, "disk", 1 << 20), f"98 a4776f726b 12 {T} a46469736b ce00100000 a67365636f6e64 a0 a0"),
     (
         messages.Worked(19, TOKEN, [(1, b"\1\0")], [(2, b"\1")], [(3, b"")], "full", [(4, [(b"", [H0, H1])])]),
-        f"98 a6776f726b6564 13 {T} 91 92 01 c402 0100 91 92 02 c401 01 91 92 03 c400 a466756c6c"
-        f"91 92 04 91 92 c400 92 {H0x} {H1x}",
+        f"99 a6776f726b6564 13 {T} 91 92 01 c402 0100 91 92 02 c401 01 91 92 03 c400 a466756c6c"
+        f"91 92 04 91 92 c400 92 {H0x} {H1x} a0",
     ),
     (messages.Warm(20, TOKEN), f"94 a47761726d 14 {T} a0"),
     (messages.Chain(17, TOKEN, "", H1, "ns"), f"96 a5636861696e 11 {T} a0 {H1x} a26e73"),

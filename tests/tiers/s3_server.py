@@ -23,6 +23,7 @@ from obstore.store import S3Store
 
 BUCKET = "kvcache"
 KEY, SECRET = "tester", "the-secret-of-the-tester"
+READER = "reader"  # the key of one who may only read, with the same secret
 PORTS = ("master", "volume", "filer", "s3")
 
 
@@ -40,10 +41,13 @@ class S3Server:
         self.environment = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
         self._folder, self._process = folder, None
         (folder / "data").mkdir(parents=True)
-        credentials = [{"accessKey": KEY, "secretKey": SECRET}]
-        actions = ["Admin", "Read", "Write", "List", "Tagging"]
+        rights = {KEY: ["Admin", "Read", "Write", "List", "Tagging"], READER: ["Read", "List"]}
+        identities = [
+            {"name": key, "credentials": [{"accessKey": key, "secretKey": SECRET}], "actions": actions}
+            for key, actions in rights.items()
+        ]
         config = folder / "s3.json"
-        config.write_text(json.dumps({"identities": [{"name": KEY, "credentials": credentials, "actions": actions}]}))
+        config.write_text(json.dumps({"identities": identities}))
         self._command = [
             weed, "server", "-s3", f"-s3.config={config}", f"-dir={folder / 'data'}", f"-ip={address}",
             "-master.volumeSizeLimitMB=64", "-volume.max=0", "-volume.preStopSeconds=0", "-master.electionTimeout=1s",

@@ -197,12 +197,12 @@ class Session:
 
     # For tiers.
 
-    def work(self, tier: str, batch_bytes: int, writes: str) -> m.Jobs:
-        """Return work for the tier `tier`, perhaps none, after half a second at most.
+    def work(self, tier: str, batch_bytes: int, writes: str, writes_off: str = "", removals_off: str = "") -> m.Jobs:
+        """Return work for the tier `tier`, perhaps none, after half a second at most; the fields are those of Work.
 
         Raises Unavailable, and what the daemon refuses: NotPermitted to other users than its own.
         """
-        return self.daemon.ask(m.Work(0, b"", tier, batch_bytes, writes), m.Jobs)
+        return self.daemon.ask(m.Work(0, b"", tier, batch_bytes, writes, writes_off, removals_off), m.Jobs)
 
     def worked(
         self,
@@ -211,9 +211,10 @@ class Session:
         written: Sequence[tuple[int, bytes]] = (),
         off: str = "",
         recalled: Sequence[tuple[int, m.Runs]] = (),
+        writes_off: str = "",
     ) -> None:
         """Report what became of jobs, from any thread, without waiting; the fields are those of Worked."""
-        report = m.Worked(0, b"", list(found), list(brought), list(written), off, list(recalled))
+        report = m.Worked(0, b"", list(found), list(brought), list(written), off, list(recalled), writes_off)
         self.daemon.post(self.daemon.connection, report, "stale_reports")
 
     def ping(self) -> float:

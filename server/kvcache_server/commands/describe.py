@@ -126,7 +126,10 @@ def below(daemon: dict[str, Any]) -> list[str]:
 
 def tier_state(tier: dict[str, Any]) -> str:
     """Return whether an attached tier is used, or why not."""
-    return f"off: {tier['off']}" if tier["off"] else "on"
+    if tier["off"]:
+        return f"off: {tier['off']}"
+    refused = {"not written to": tier.get("writes_off"), "wrong values stay": tier.get("removals_off")}  # not in 0.1.0
+    return ", ".join(["on", *(f"but {what}: {why}" for what, why in refused.items() if why)])
 
 
 def absent_tiers(daemon: dict[str, Any]) -> dict[str, str]:

@@ -97,6 +97,7 @@ TIERS = {
     "off": "it was off: {why}",
     "asked": "it was being asked for them, and has not answered",
     "absent": "it does not have them",
+    "not_written": "it does not have them, and cannot be written to: {why}",
     "not_asked": "it was not asked: too many lookups waited for its answer",
     "beyond": "it was not asked for these: it is asked for a limited number of blocks at a time, the first ones first",
     "coming": "it has them, and is bringing them",

@@ -161,6 +161,8 @@ def _tiers(daemon: Mapping[str, Any]) -> Iterator[Metric]:
     up = {each["name"]: 0 for each in daemon.get("tier_processes", ())}  # one whose process has ended is off, too
     up |= {name: int(not each["off"]) for name, each in tiers.items()}
     yield _gauge("tier_up", "1 while a tier is used, 0 while it is off", up, "tier")
+    writable = {name: int(not each.get("writes_off")) for name, each in tiers.items()}
+    yield _gauge("tier_writable", "0 while a tier refuses writes, which may be read nevertheless", writable, "tier")
     blocks = CounterMetricFamily("kvcache_tier_blocks", "Blocks, by what a tier did", labels=("tier", "event"))
     for name, each in tiers.items():
         for key, event in _TIER_EVENTS.items():

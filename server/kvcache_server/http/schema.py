@@ -221,6 +221,8 @@ class Tier(msgspec.Struct):
 
     name: str
     off: Annotated[str, _doc("Why it is not used; empty while it is")]
+    writes_off: Annotated[str, _doc("Why it is read, and not written to; empty while it is")]
+    removals_off: Annotated[str, _doc("Why wrong values stay in its store; empty while they are removed")]
     writes: Annotated[str, _doc("When it gets blocks: `second`, asked for again; `through`, stored; `ahead`, evicted")]
     rate: Annotated[Count, _doc("Bytes per second that it brings, of late")]
     latency_ms: Annotated[float, _doc("How long it takes to say what it has, of late")]

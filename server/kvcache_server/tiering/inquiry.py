@@ -13,7 +13,8 @@ class Inquiry(msgspec.Struct, gc=False):
 
     It is `answered` once the tier has said that it has the first `found` blocks of those `asked` for, and no others.
     Of these, `brought` ones are in the region, and `lost` ones will not come; the last change was `at`. `off` says why
-    the tier was turned off before that. `then` is what the next tier was asked of the others.
+    the tier was turned off before that; `writes_off`, why it could not be written to when it answered. `then` is what
+    the next tier was asked of the others.
     """
 
     tier: str = ""
@@ -24,6 +25,7 @@ class Inquiry(msgspec.Struct, gc=False):
     lost: int = 0
     at: float = 0.0
     off: str = ""
+    writes_off: str = ""
     then: Inquiry | None = None
 
 
@@ -47,6 +49,11 @@ class Said(msgspec.Struct, gc=False, frozen=True):
             yield _facts(self.tier, self.cause, self.first, self.blocks, self.why)
 
 
+def absent(writes_off: str) -> str:
+    """Return the cause for blocks that a tier does not have, which cannot be written to if `writes_off` says why."""
+    return "not_written" if writes_off else "absent"
+
+
 def _asked(inquiry: Inquiry, first: int, blocks: int, at: float) -> Iterator[dict[str, Any]]:
     if not inquiry.answered:
         yield _facts(inquiry.tier, "off" if inquiry.off else "asked", first, blocks, inquiry.off)
@@ -55,7 +62,8 @@ def _asked(inquiry: Inquiry, first: int, blocks: int, at: float) -> Iterator[dic
     if there:
         yield _came(inquiry, first, there, at, "coming")
     if there < blocks:
-        yield _facts(inquiry.tier, "absent", first + there, blocks - there)
+        cause = absent(inquiry.writes_off)
+        yield _facts(inquiry.tier, cause, first + there, blocks - there, inquiry.writes_off)
         if inquiry.then is not None:
             yield from _asked(inquiry.then, first + there, blocks - there, at)
 

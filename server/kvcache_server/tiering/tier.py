@@ -117,13 +117,15 @@ class Tier:
     """Attributes:
     name: what metrics call it.
     off: why it gets no jobs; "" while it does.
+    writes_off: why it gets nothing to write, though it may be read; "" while it does.
+    removals_off: why wrong values stay in its store.
     counts: what happened, by name.
     """
 
     def __init__(self, session: Session, name: str, batch_bytes: int, policy: str) -> None:
         self.session, self.name, self.policy = session, name, policy
         self.batch_bytes = batch_bytes
-        self.off = ""
+        self.off = self.writes_off = self.removals_off = ""
         self.counts: Counter[str] = Counter()
         self.latency = FIRST_LATENCY
         self._moved, self._busy = FIRST_RATE * FIRST_SECONDS, FIRST_SECONDS  # bytes brought and seconds, fading
@@ -154,7 +156,7 @@ class Tier:
     @property
     def keeps_up(self) -> bool:
         """Whether it writes about as fast as it is asked to."""
-        return self.waiting <= MOST_WRITES // 2
+        return not self.writes_off and self.waiting <= MOST_WRITES // 2
 
     @property
     def rate(self) -> float:
@@ -249,7 +251,7 @@ class Tier:
             return looking, 0
         blocks = _leading(flags, len(hashes))
         self.counts["blocks_found"] += blocks
-        inquiry.answered, inquiry.found, inquiry.at = True, blocks, now
+        inquiry.answered, inquiry.found, inquiry.at, inquiry.writes_off = True, blocks, now, self.writes_off
         if blocks < len(hashes):
             self.lacks(hashes[blocks] + group.tag, now)
         if blocks:
@@ -475,6 +477,8 @@ class Tier:
         return {
             "name": self.name,
             "off": self.off or ("" if self.session.connected else "disconnected"),
+            "writes_off": self.writes_off,
+            "removals_off": self.removals_off,
             "writes": self.policy,
             "rate": round(self.rate),
             "latency_ms": round(self.latency * 1000, 3),

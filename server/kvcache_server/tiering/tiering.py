@@ -27,7 +27,7 @@ from kvcache_server.core.index import CLASS_MASK, GONE, Account, Block, Group
 from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.core.slices import LOOK, finish
 from kvcache_server.tiering.hot import HotPrefixes
-from kvcache_server.tiering.inquiry import Said
+from kvcache_server.tiering.inquiry import Said, absent
 from kvcache_server.tiering.tier import TOLD_EVERY, WARMED_AT_ONCE, WARMING, Fetch, Joint, Looking, Tier, Writing, eta
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
@@ -269,7 +269,7 @@ class Tiering:
                     found.append(Said(tier.name, "beyond", begin + count, len(hashes) - begin - count))
                 break  # the next tier is asked for what this one does not have
             if tier.absent.get(name, 0.0) > now:
-                found.append(Said(tier.name, "absent", begin, len(hashes) - begin))
+                found.append(Said(tier.name, absent(tier.writes_off), begin, len(hashes) - begin, tier.writes_off))
             elif fetch is None:
                 found.append(Said(tier.name, "not_asked", begin, len(hashes) - begin))
         return tuple(found)
@@ -296,7 +296,8 @@ class Tiering:
                 break  # the next tier is asked for what this one does not have
             else:
                 known = tier.absent.get(name, 0.0) > now
-                found.append(Said(tier.name, "absent" if known else "not_asked", hits, missed))
+                cause, said = (absent(tier.writes_off), tier.writes_off) if known else ("not_asked", "")
+                found.append(Said(tier.name, cause, hits, missed, said))
         return tuple(found)
 
     def follow(self, changes: Iterable[Change]) -> None:
@@ -409,6 +410,7 @@ class Tiering:
                 self._recall(tier, namespace)
             self.expect_no_more(tier.name)
         tier.off, tier.asked_at = "", now
+        tier.writes_off, tier.removals_off = request.writes_off, request.removals_off
 
     def _worked(self, tier: Tier, request: m.Worked, now: float) -> None:
         unknown = 0
@@ -435,6 +437,7 @@ class Tiering:
         for number, runs in request.recalled:
             unknown += not tier.recalled(number, _trusted(tier.recalling.get(number), runs))
         self._cache.counters["jobs_unknown"] += unknown
+        tier.writes_off = request.writes_off or tier.writes_off
         if request.off:
             self._turn_off(tier, request.off)
 
@@ -461,8 +464,9 @@ class Tiering:
             self._look_ahead(tier)
         if tier.warming:
             self._go_on_warming(tier, now)
-        untold = self._untold(tier, now)
-        if not (tier.looks or tier.fetches or tier.writes or tier.recalls or untold):
+        untold = None if tier.writes_off else self._untold(tier, now)
+        to_write = tier.writes if not tier.writes_off else ()
+        if not (tier.looks or tier.fetches or to_write or tier.recalls or untold):
             return None
         if not tier.works:
             tier.heard_at = now
@@ -508,7 +512,7 @@ class Tiering:
             room -= _hash_bytes(fetch.group) * (len(hashes) + 1) + JOB_BYTES
             jobs.brings.append(m.Bring(job, namespace.id, fetch.group.number, parent, hashes))
         most = MOST_WRITES
-        while tier.writes and tier.written_in_flight < budget and tier.blocks_in_flight < MOST_BLOCKS_OUT:
+        while to_write and tier.written_in_flight < budget and tier.blocks_in_flight < MOST_BLOCKS_OUT:
             group = tier.writes[0][0].account.group
             each = _hash_bytes(group) + REF_BYTES + len(group.spec.shards) * SUM_BYTES
             if (taken := min(most, room // each)) <= 0:

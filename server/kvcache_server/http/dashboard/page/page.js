@@ -260,9 +260,10 @@ function showTiers({ tiers = [], tier_processes: processes = [] }, at) {
 
 function tierCells(tier) {
   const figure = (text) => (tier.absent ? "–" : text());
+  const on = tier.writes_off ? `on, but not written to: ${tier.writes_off}` : "on";
   const [read, written] = tierRates.get(tier.name) ?? [0, 0];
   return [
-    ["Tier", tier.name], ["State", tier.off ? (tier.absent ? tier.off : `off: ${tier.off}`) : "on"],
+    ["Tier", tier.name], ["State", tier.off ? (tier.absent ? tier.off : `off: ${tier.off}`) : on],
     ["Asked for", figure(() => count(tier.blocks_looked_up ?? 0)), "n"], ["Had", figure(() => ratio(tier.blocks_found ?? 0, tier.blocks_looked_up ?? 0)), "n"],
     ["Read", figure(() => size(tier.bytes_brought ?? 0)), "n"], ["Reads", figure(() => `${size(read)}/s`), "n"],
     ["Written", figure(() => size(tier.bytes_written ?? 0)), "n"], ["Writes", figure(() => `${size(written)}/s`), "n"],
