@@ -6,12 +6,14 @@ The braces keep them on one node of a cluster. The first is written last, so tha
 Each of them begins with the value's header, so that parts of values with different headers are never mixed. Hosts that
 write the same value at once do no harm: a value never changes, so they write the same bytes.
 
-Servers need GETEX: Redis 6.2 or newer, or any Valkey.
+Servers need GETEX: Redis 6.2 or newer, or any Valkey. A user, or a server, that may only read is asked by GET; values
+end then as if nobody had read them.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -21,6 +23,9 @@ from kvcache_tiers.backend import MAX_HEADER, MAX_NOTE, Failed, Value
 from kvcache_tiers.redis_link import MOVING, NO_ROOM, WRONG_TYPE, Command, Link, Replies, Take
 from kvcache_tiers.redis_settings import LEAST_VALUE, Settings, read_url
 
+# Answers to a GETEX, which counts as a write, by servers that may allow a GET.
+REFUSED = (b"-NOPERM", b"-READONLY", b"-MISCONF", b"-NOREPLICAS")
+PLAIN_READS = 60.0  # seconds until a GETEX is tried again
 PARTS_AT_ONCE = 1024  # that one exchange reads
 
 _START = struct.Struct("<4sHIQ")  # of each part: magic, length of the header, parts, bytes of data in all of them
@@ -55,9 +60,10 @@ class RedisTier:
         self._settings = settings
         self._prefix = settings.prefix.encode()
         self._expiry = [b"EX", b"%d" % settings.ttl] if settings.ttl else []
+        self._plain_until = 0.0
         self._link = Link(settings)
         try:
-            self._run([self._read(self._name(b""))])
+            self._read([self._name(b"")])
         except Failed:
             self._link.close()
             raise
@@ -89,12 +95,15 @@ class RedisTier:
         def take(number: int, replies: Replies) -> None:
             firsts[number] = self._take_first(replies, views[number])
 
-        self._run([self._read(self._name(key)) for key in keys], take)
+        self._read([self._name(key) for key in keys], take)
         for number in self._get_rest(keys, firsts, views):
             self.counts["lost_parts"] += 1
             first, firsts[number] = firsts[number], None
             if first is not None:  # else `contains` would find it, and nobody would put it again
-                self._unlink([(keys[number], first.parts)])
+                try:
+                    self._unlink([(keys[number], first.parts)])
+                except Failed:
+                    self.counts["parts_left"] += 1
         return [first and first.header for first in firsts]
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -121,7 +130,7 @@ class RedisTier:
             else:
                 self.counts["unknown"] += 1
 
-        self._run([self._read(self._note(name))], take)
+        self._read([self._note(name)], take)
         return notes[0] if notes else None
 
     def close(self) -> None:
@@ -167,12 +176,20 @@ class RedisTier:
                 replies.read_into(here)
                 missing.discard(some[index])
 
-        self._run([self._read(self._name(keys[number], part)) for number, _, part in some], take)
+        self._read([self._name(keys[number], part) for number, _, part in some], take)
         return {number for number, _, _ in missing}
 
-    def _read(self, name: bytes) -> Command:
-        """A read makes a value stay for another lifetime: what is in use should not end."""
-        return (b"GETEX", name, *self._expiry) if self._expiry else (b"GET", name)
+    def _read(self, names: Sequence[bytes], take: Take | None = None) -> None:
+        """Read values. They stay for another lifetime, if the server allows it: what is in use should not end."""
+        rest: Sequence[int] = range(len(names))
+        if self._expiry and time.monotonic() >= self._plain_until:
+            lines = self._run([(b"GETEX", name, *self._expiry) for name in names], take, REFUSED)
+            rest = [number for number in rest if lines[number].startswith(REFUSED)]
+            if rest:
+                self.counts["reads_without_expiry"] += 1
+                self._plain_until = time.monotonic() + PLAIN_READS
+        plain = None if take is None else lambda at, replies: take(rest[at], replies)
+        self._run([(b"GET", names[number]) for number in rest], plain)
 
     # Writes.
 
@@ -205,11 +222,14 @@ class RedisTier:
     def _note(self, name: bytes) -> bytes:
         return b"%bnote:%b" % (self._prefix, name.hex().encode())
 
-    def _run(self, commands: Sequence[Command], take: Take | None = None) -> list[bytes]:
+    def _run(
+        self, commands: Sequence[Command], take: Take | None = None, expected: tuple[bytes, ...] = ()
+    ) -> list[bytes]:
+        """Return the first lines of the replies. Raises Failed for errors, but for those `expected`."""
         if not commands:
             return []
         try:
-            lines = self._link.run(commands, take)
+            lines = self._link.run(commands, take, expected)
         except Failed:
             self.counts["failures"] += 1
             raise

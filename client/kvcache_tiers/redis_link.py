@@ -206,11 +206,13 @@ class Link:
         except _ERRORS as error:
             raise self._failed(error) from None
 
-    def run(self, commands: Sequence[Command], take: Take | None = None) -> list[bytes]:
+    def run(
+        self, commands: Sequence[Command], take: Take | None = None, expected: tuple[bytes, ...] = ()
+    ) -> list[bytes]:
         """Return the first lines of the replies; `take` is called where data follows, and need not read all of it.
 
         A server executes the commands in their order, but a cluster's nodes do not wait for each other. Errors other
-        than those of NO_ROOM, WRONG_TYPE and MOVING raise Failed.
+        than those of NO_ROOM, WRONG_TYPE and MOVING, and those `expected`, raise Failed.
         """
         lines = [b""] * len(commands)
         todo: Sequence[int] = range(len(commands))
@@ -226,7 +228,7 @@ class Link:
             self._outdated = True
             raise self._failed(error) from None
         for line in lines:
-            if not line.startswith(_PLAIN):
+            if not line.startswith((*_PLAIN, *expected)):
                 raise self._failed(line[1:].decode(errors="replace"))
         return lines
 
