@@ -425,6 +425,25 @@ def test_long_looks_leave_no_room_for_writes(monkeypatch: pytest.MonkeyPatch) ->
     assert len(host.jobs("disk").writes) == 1
 
 
+def test_a_tier_that_refuses_writes_gets_them_later_and_looks_at_once() -> None:
+    host = Host("disk")
+    tier, size = host.tiers["disk"], 4 * host.group.slot_bytes
+    host.tiering.begin(tier, m.Worked(2, b"", writes_off="no right"), host.now)  # while a request for work waits
+    host.look_up()
+    jobs = host.jobs("disk")
+    assert jobs.looks and not jobs.writes and not jobs.hot
+    host.tiering.begin(tier, m.Work(3, b"", "disk", size, writes_off="no right", removals_off="nor that"), host.now)
+    host.look_up()
+    assert host.tiering.jobs(tier, 3, host.now) is None
+    (figures,) = host.tiering.report()
+    assert (figures["off"], figures["writes_off"], figures["removals_off"]) == ("", "no right", "nor that")
+    host.work("disk")
+    jobs = host.jobs("disk")
+    assert jobs.writes and jobs.hot
+    (figures,) = host.tiering.report()
+    assert (figures["writes_off"], figures["removals_off"]) == ("", "")
+
+
 def test_what_was_hot_goes_with_its_namespace_also_without_tiers() -> None:
     host = Host("disk")
     host.look_up()
