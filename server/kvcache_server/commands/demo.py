@@ -17,11 +17,15 @@ from typing import Any, NamedTuple
 
 import click
 
+from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import format_size, parse_size
 from kvcache_server import signals
 from kvcache_server.admin_client import AdminClient
-from kvcache_server.commands import describe
+from kvcache_server.capacity.host import GIB
+from kvcache_server.capacity.workload import Needs, Workload, needs
+from kvcache_server.commands import demo_model, describe
 from kvcache_server.commands.daemon_process import Failed, finish, running_daemon, tail
+from kvcache_server.storage.region_file import available_memory
 
 # About 29 million weights and 16 KiB of KV per token: some seconds of prefill for 6,000 tokens on two cores.
 LLAMA = {
@@ -35,9 +39,13 @@ LLAMA = {
     "tie_word_embeddings": True,
 }
 BLOCK_TOKENS = 128
-ANSWER_TOKENS = 6
+BATCHED_TOKENS = 2048
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 2, 6000, 6  # of random numbers
+WARM_UP_TOKENS = 256
+SENTENCE_TOKENS = 48  # at most, per answer in text
 CONNECTOR = "kvcache_client.connector"  # only a name: the engine imports it, the daemon never does
-VISIBLE_WITHIN = 5.0
+VISIBLE_WITHIN = 30.0
+LIBRARY_BYTES = 3 * GIB // 2  # of an engine's rank, besides weights and cache
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -114,58 +122,160 @@ class Row(NamedTuple):
         return self.cold.answers == self.again.answers == self.elsewhere.answers
 
 
-def region_dir(folder: Path, size: str) -> str:
+class Answer(NamedTuple):
+    """What an engine answered from the shared cache, compared with an engine without one."""
+
+    question: str
+    text: str
+    cold: float  # seconds without a cache
+    cached: float
+    loaded: int  # tokens
+    loadable: int
+    equal: bool
+
+
+def region_dir(folder: Path, size: int) -> str:
     """Return /dev/shm if a region of `size` fits there, else `folder`."""
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    fits = shm is not None and shm.f_bavail * shm.f_frsize > parse_size(size)
+    fits = shm is not None and shm.f_bavail * shm.f_frsize > size
     return "/dev/shm" if fits else str(folder)
 
 
+def sized(config: dict[str, Any], name: str, work: Workload, size: str | None) -> Needs:
+    """Return what `work` needs, with the region as large as `size`, if given. Raises Failed if that is too small."""
+    given = parse_size(size) if size is not None else None
+    try:
+        found = needs(config, name, work)
+    except ConfigError as error:
+        if given is None:
+            raise Failed(f"the memory that {name} needs is not known ({error}): choose it with --size") from None
+        return Needs(given, 0, GIB)
+    if given is not None and given < found.region:
+        raise Failed(f"--size {size}: the prompts' KV needs {format_size(found.region)}")
+    return found if given is None else found._replace(region=given)
+
+
+def engine_bytes(found: Needs, ranks: int) -> int:
+    """Return the memory of an engine."""
+    return found.weights + ranks * (found.cache + LIBRARY_BYTES)
+
+
 class Demo:
-    def __init__(self, folder: Path, prompts: int, tokens: int, ranks: int) -> None:
+    """A daemon and two engines, A and B, which end with `stack`."""
+
+    def __init__(self, stack: contextlib.ExitStack, folder: Path, ranks: int = 1, size: str | None = None) -> None:
+        self._stack = stack
         self._folder = folder
-        self._prompts = prompts
-        self._tokens = tokens
         self._ranks = ranks
+        self._size = size
         self._begin = time.monotonic()
 
     def say(self, text: str) -> None:
         click.echo(f"[{time.monotonic() - self._begin:4.0f} s] {text}")
 
-    def run(self, model: str | None, size: str) -> list[Row]:
-        with contextlib.ExitStack() as stack:
-            flags = ("--size", size, "--region-dir", region_dir(self._folder, size))
-            endpoint, _ = stack.enter_context(running_daemon(self._folder, *flags))
-            self.say(f"daemon at {endpoint}, region of {format_size(parse_size(size))}")
-            environment = {
-                "PYTHONHASHSEED": "0",  # older engines derive their block hashes from it
-                "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-                "VLLM_RPC_BASE_PATH": str(self._folder),  # for vLLM's sockets
-                "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "inductor"),  # and torch's cache
-            }
-            if model is None:
-                environment |= {"HF_HUB_OFFLINE": "1"}
-            if self._ranks > 1:
-                cores = sorted(os.sched_getaffinity(0))
-                bound = "|".join(str(cores[rank % len(cores)]) for rank in range(self._ranks))
-                environment |= {"VLLM_CPU_OMP_THREADS_BIND": bound}
-            engines = []
-            for name in "AB":
-                engines.append(EngineProcess(name, self._folder, environment))
-                stack.callback(engines[-1].close)
-            if model is None:
-                model = str(self._folder / "random-llama")
-                made = engines[0].call("make_model", directory=model, config=LLAMA)
-                self.say(f"made a Llama with {made['parameters'] / 1e6:.0f} million random weights")
-            self.say(f"starting two vLLM engines, A and B (logs are in {self._folder})")
-            facts = self._start(engines, model, endpoint)
-            with AdminClient(endpoint) as admin:
-                rows = []
-                for first, second in (engines, engines[::-1]):
-                    rows.append(self._share(first, second, facts, admin))
-        return rows
+    def share(self, model: str | None = None, prompts: int = PROMPTS, tokens: int | None = None) -> list[Row]:
+        """Let each engine answer `prompts` of random tokens, and then the other one the same."""
+        engines = self._processes(offline=model is None)
+        config: dict[str, Any] = LLAMA | {"model_type": "llama"}
+        name = "a small random Llama"
+        if model is not None:
+            config, name = self._config(engines[0], model), model
+        longest = config.get("max_position_embeddings") or PROMPT_TOKENS + ANSWER_TOKENS
+        tokens = tokens or min(PROMPT_TOKENS, longest - ANSWER_TOKENS)
+        work = Workload(2 * prompts + len(engines), tokens + ANSWER_TOKENS, BLOCK_TOKENS, BATCHED_TOKENS, self._ranks)
+        needed = self._check(config, name, work)
+        endpoint, admin = self._daemon(needed.region)
+        if model is None:
+            model = str(self._folder / "random-llama")
+            made = engines[0].call("make_model", directory=model, config=LLAMA)
+            self.say(f"made a Llama with {made['parameters'] / 1e6:.0f} million random weights")
+        facts = self._start(engines, model, endpoint, work.tokens, needed)
+        both = (engines, engines[::-1])
+        return [self._share(first, second, prompts, tokens, facts, admin) for first, second in both]
 
-    def _start(self, engines: list[EngineProcess], model: str, endpoint: str) -> dict[str, Any]:
+    def ask(self, gguf: Path, text: str) -> list[Answer]:
+        """Let engine A answer questions about `text` without a cache, and engine B from what A computed first."""
+        engines = self._processes(offline=True)
+        model = str(self._model(gguf, engines[0]))
+        asked = engines[0].call("encode", model=model, messages=demo_model.messages(text))
+        longest = max(map(len, asked["prompts"])) + SENTENCE_TOKENS
+        work = Workload(len(asked["prompts"]) + len(engines), longest, BLOCK_TOKENS, BATCHED_TOKENS)
+        needed = self._check(self._config(engines[0], model), demo_model.NAME, work)
+        endpoint, admin = self._daemon(needed.region)
+        facts = self._start(engines, model, endpoint, longest, needed)
+        answers = []
+        for number, question in enumerate(demo_model.QUESTIONS):
+            answers.append(self._ask(engines, question, number, model, asked, facts["block_tokens"], admin))
+        return answers
+
+    def _model(self, gguf: Path, engine: EngineProcess) -> Path:
+        """Return the folder of the converted model."""
+
+        def convert(folder: Path) -> None:
+            self.say(f"converting {demo_model.NAME} for vLLM, only once")
+            engine.call("convert", gguf=str(gguf), directory=str(folder))
+
+        try:
+            model = demo_model.converted(demo_model.cache_folder(), convert)
+        except OSError as error:  # no space, or a home that cannot be written
+            self.say(f"{error.filename or 'the cache folder'}: {error.strerror}: the converted model is not kept")
+            model = self._folder / "model"
+            convert(model)
+        self.say(f"the model is {demo_model.NAME}, in {model}")
+        return model
+
+    def _processes(self, offline: bool) -> list[EngineProcess]:
+        environment = {
+            "PYTHONHASHSEED": "0",  # older engines derive their block hashes from it
+            "VLLM_RPC_BASE_PATH": str(self._folder),  # for vLLM's sockets
+            "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "inductor"),  # and torch's cache
+        }
+        if offline:
+            environment |= {"HF_HUB_OFFLINE": "1"}
+        if self._ranks > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            bound = "|".join(str(cores[rank % len(cores)]) for rank in range(self._ranks))
+            environment |= {"VLLM_CPU_OMP_THREADS_BIND": bound}
+        engines = []
+        for name in "AB":
+            engines.append(EngineProcess(name, self._folder, environment))
+            self._stack.callback(engines[-1].close)
+        return engines
+
+    @staticmethod
+    def _config(engine: EngineProcess, model: str) -> dict[str, Any]:
+        answer = engine.call("config_of", model=model)
+        if "error" in answer:
+            raise Failed(f"--model {model}: {answer['error']}")
+        config: dict[str, Any] = answer["config"]
+        return config
+
+    def _check(self, config: dict[str, Any], name: str, work: Workload) -> Needs:
+        """Say what `work` needs. Raises Failed if the host has less."""
+        needed = sized(config, name, work, self._size)
+        each = engine_bytes(needed, self._ranks)
+        total, available = needed.region + 2 * each, available_memory()
+        self.say(
+            f"{name} in float32 needs about {format_size(total)} of memory: {format_size(needed.region)} for the "
+            f"shared region, {format_size(each)} for each of two engines"
+        )
+        if total > available:
+            raise Failed(f"only {format_size(available)} of memory are available: choose a smaller model or --tokens")
+        return needed
+
+    def _daemon(self, size: int) -> tuple[str, AdminClient]:
+        flags = ("--size", str(size), "--region-dir", region_dir(self._folder, size))
+        endpoint, _ = self._stack.enter_context(running_daemon(self._folder, *flags))
+        self.say(f"daemon at {endpoint}, region of {format_size(size)}")
+        return endpoint, self._stack.enter_context(AdminClient(endpoint))
+
+    def _start(
+        self, engines: list[EngineProcess], model: str, endpoint: str, tokens: int, needed: Needs
+    ) -> dict[str, Any]:
+        """Start the engines for requests of up to `tokens`, and return facts about them."""
+        for engine in engines:  # they end before the daemon, which has their last saves
+            self._stack.callback(engine.close)
+        self.say(f"starting two vLLM engines, A and B (logs are in {self._folder})")
         for engine in engines:
             engine.ask(
                 "start",
@@ -174,8 +284,9 @@ class Demo:
                 dtype="float32",  # so that "equal" means equal
                 enforce_eager=True,
                 block_size=BLOCK_TOKENS,
-                max_model_len=self._tokens + 4 * BLOCK_TOKENS,
-                max_num_batched_tokens=2048,
+                kv_cache_memory_bytes=needed.cache,
+                max_model_len=tokens,
+                max_num_batched_tokens=BATCHED_TOKENS,
                 max_num_seqs=4,
                 tensor_parallel_size=self._ranks,
                 seed=0,
@@ -190,18 +301,69 @@ class Demo:
             facts = engine.answer()
             self.say(f"engine {engine.name} is up")
         for engine in engines:  # keep the runtime's first-time costs out of the measurement
-            engine.call("generate", prompts=self._make(f"warm-up {engine.name}", facts, 1, 256), tokens=2)
+            warm_up = self._make(f"warm-up {engine.name}", facts, 1, min(WARM_UP_TOKENS, tokens - 2))
+            engine.call("generate", prompts=warm_up, tokens=2)
         return facts
+
+    def _ask(
+        self,
+        engines: list[EngineProcess],
+        question: str,
+        number: int,
+        model: str,
+        asked: dict[str, Any],
+        block_tokens: int,
+        admin: AdminClient,
+    ) -> Answer:
+        """Ask both engines; what A computes for the first question is all that B ever loads."""
+        first, second = engines
+        prompt, how = asked["prompts"][number], {"tokens": SENTENCE_TOKENS, "stop": asked["stop"]}
+        before = totals(admin)
+        # Later questions begin with the same text: with a salt, A finds nothing of it, neither shared nor its own.
+        cold = first.call("generate", prompts=[prompt], **how, **({"salt": f"question {number}"} if number else {}))
+        if number == 0:
+            self._wait_until_visible(admin, before["blocks"] + len(prompt) // block_tokens)
+        elif not second.call("forget")["done"]:  # what B has itself, it need not load
+            raise Failed(f"engine {second.name} did not reset its prefix cache")
+        between = totals(admin)
+        cached = second.call("generate", prompts=[prompt], **how)
+        loaded = totals(admin)["hit_blocks"] - between["hit_blocks"]
+        seen = common_prefix(prompt, asked["prompts"][0]) if number else len(prompt) - 1
+        (text,) = first.call("decode", model=model, answers=cached["answers"])["texts"]
+        answer = Answer(
+            question,
+            text.strip(),
+            cold["seconds"][0],
+            cached["seconds"][0],
+            loaded * block_tokens,
+            seen // block_tokens * block_tokens,
+            cold["answers"] == cached["answers"],
+        )
+        self.say(f"question: {answer.question}")
+        click.echo(f"         answer:   {answer.text}")
+        click.echo(
+            f"         engine A without a cache: {answer.cold:.2f} s; engine B: {answer.cached:.2f} s, "
+            f"{answer.loaded:,} of {len(prompt):,} tokens loaded; {'equal' if answer.equal else 'DIFFERENT'} answers"
+        )
+        return answer
 
     @staticmethod
     def _make(seed: str, facts: dict[str, Any], count: int, tokens: int) -> list[list[int]]:
         draw = random.Random(seed)
         return [[draw.randrange(facts["vocabulary"]) for _ in range(tokens)] for _ in range(count)]
 
-    def _share(self, first: EngineProcess, second: EngineProcess, facts: dict[str, Any], admin: AdminClient) -> Row:
-        prompts = self._make(f"prompts of {first.name}", facts, self._prompts, self._tokens)
-        whole = len(prompts) * (self._tokens // facts["block_tokens"])
-        loadable = len(prompts) * ((self._tokens - 1) // facts["block_tokens"])
+    def _share(
+        self,
+        first: EngineProcess,
+        second: EngineProcess,
+        count: int,
+        tokens: int,
+        facts: dict[str, Any],
+        admin: AdminClient,
+    ) -> Row:
+        prompts = self._make(f"prompts of {first.name}", facts, count, tokens)
+        whole = count * (tokens // facts["block_tokens"])
+        loadable = count * ((tokens - 1) // facts["block_tokens"])
         before = totals(admin)
         cold = self._pass(first, prompts, "cold")
         visible_after = self._wait_until_visible(admin, before["blocks"] + whole)
@@ -217,7 +379,7 @@ class Demo:
     def _pass(self, engine: EngineProcess, prompts: list[list[int]], how: str) -> Pass:
         answer = engine.call("generate", prompts=prompts, tokens=ANSWER_TOKENS)
         seconds = statistics.median(answer["seconds"])
-        self.say(f"engine {engine.name}, {how}: {seconds:.2f} s per prompt of {self._tokens:,} tokens")
+        self.say(f"engine {engine.name}, {how}: {seconds:.2f} s per prompt of {len(prompts[0]):,} tokens")
         return Pass(answer["answers"], seconds)
 
     @staticmethod
@@ -270,29 +432,85 @@ def table(rows: list[Row]) -> str:
     return "\n".join(describe.table(head, cells, left=len(head)))
 
 
+def answer_table(answers: list[Answer]) -> str:
+    head = ("question", "cold", "from the cache", "tokens loaded", "answers equal", "speed-up")
+    cells = [
+        (
+            answer.question,
+            f"{answer.cold:.2f} s",
+            f"{answer.cached:.2f} s",
+            f"{answer.loaded:,} of {answer.loadable:,}",
+            "yes" if answer.equal else "NO",
+            f"{answer.cold / answer.cached:.1f}x",
+        )
+        for answer in answers
+    ]
+    return "\n".join(describe.table(head, cells, left=len(head)))
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def readable() -> tuple[Path, str] | None:
+    """Return the model's file and the text to ask about, or None, having said why."""
+    gguf, text = demo_model.packaged(), demo_model.document()
+    if gguf is None:
+        click.echo(f"random weights, as there is no model here; for answers in text: {demo_model.INSTALL}")
+        return None
+    if text is None:
+        click.echo("random weights, as kvcache-server is not installed with its license, the text to ask about")
+        return None
+    return gguf, text
+
+
 @click.command(name="demo", help=__doc__, short_help="Let two vLLM engines on this machine share one cache.")
-@click.option("--model", help="Model to use instead of a small random Llama: a folder or a name on the hub.")
-@click.option("--prompts", default=2, show_default=True, help="Prompts that each engine computes first.")
-@click.option("--tokens", default=6000, show_default=True, help="Tokens per prompt.")
-@click.option("--tensor-parallel", default=1, show_default=True, help="Ranks per engine.")
-@click.option("--size", default="768MiB", show_default=True, help="Size of the daemon's region.")
+@click.option("--model", help="Answer random prompts with this model: a folder or a name on the hub.")
+@click.option("--toy", is_flag=True, help="Answer random prompts with a small Llama with random weights.")
+@click.option("--prompts", type=click.IntRange(1), help=f"Random prompts per engine.  [default: {PROMPTS}]")
 @click.option(
-    "--write-model",
-    metavar="FOLDER",
-    help="Only write the small random Llama there, for your own engine.",
+    "--tokens",
+    type=click.IntRange(1),
+    help=f"Tokens per random prompt.  [default: {PROMPT_TOKENS}, or what the model can]",
 )
+@click.option("--tensor-parallel", type=click.IntRange(1), help="Ranks per engine, with random prompts.  [default: 1]")
+@click.option("--size", help="Size of the daemon's region.  [default: what the prompts need]")
+@click.option("--write-model", metavar="FOLDER", help="Only write the small random Llama there, for your own engine.")
 def command(
-    model: str | None, prompts: int, tokens: int, tensor_parallel: int, size: str, write_model: str | None
+    model: str | None,
+    toy: bool,
+    prompts: int | None,
+    tokens: int | None,
+    tensor_parallel: int | None,
+    size: str | None,
+    write_model: str | None,
 ) -> None:
     signals.exit_cleanly_when_told()
-    with tempfile.TemporaryDirectory(prefix="kvdemo-") as folder:
+    if model and toy:
+        raise click.UsageError("--model and --toy exclude each other")
+    with tempfile.TemporaryDirectory(prefix="kvdemo-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
         if write_model:
-            write(write_model, Path(folder))
+            write(write_model, folder)
             return
-        rows = Demo(Path(folder), prompts, tokens, tensor_parallel).run(model, size)
+        demo = Demo(stack, folder, tensor_parallel or 1, size)
+        random_prompts = model or toy or prompts or tokens or tensor_parallel
+        found = None if random_prompts else readable()
+        if found:
+            answers = demo.ask(*found)
+        else:
+            rows = demo.share(model, prompts or PROMPTS, tokens)
     click.echo()
-    click.echo(table(rows))
-    if not all(row.equal for row in rows):
+    if found:
+        click.echo(answer_table(answers))
+        equal = all(answer.equal for answer in answers)
+        complete = all(answer.loaded >= answer.loadable for answer in answers)
+    else:
+        click.echo(table(rows))
+        equal = all(row.equal for row in rows)
+        complete = all(row.hits >= row.expected for row in rows)
+    if not equal:
         raise Failed("tokens differ")
-    if any(row.hits < row.expected for row in rows):
+    if not complete:
         raise Failed("hits are missing")

@@ -35,6 +35,50 @@ def make_model(directory: str, config: dict[str, Any]) -> dict[str, Any]:
     return {"parameters": model.num_parameters()}
 
 
+def convert(gguf: str, directory: str) -> dict[str, Any]:
+    """Write the model in the file `gguf` to `directory` in bfloat16, with its tokenizer, as vLLM reads it."""
+    import torch
+    import transformers
+
+    folder, file = os.path.split(gguf)
+    arguments: dict[str, Any] = {"gguf_file": file, "dtype": torch.bfloat16}
+    if hasattr(transformers, "GgufConfig"):  # older versions always unpack the weights
+        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    model.save_pretrained(directory)
+    transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(directory)
+    return {"parameters": model.num_parameters()}
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """Return the model's config with all defaults, and only that is downloaded; or an error."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        return {"error": str(error)}
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {"config": found}
+
+
+def encode(model: str, messages: list[str]) -> dict[str, Any]:
+    """Return the tokens of each message to the model, as its chat template has it, and the token that ends answers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats = [[{"role": "user", "content": message}] for message in messages]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return {"prompts": [tokenizer(text)["input_ids"] for text in texts], "stop": [tokenizer.eos_token_id]}
+
+
+def decode(model: str, answers: list[list[int]]) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return {"texts": [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]}
+
+
 class Engine:
     """The calls that the pipe accepts; each method's return value is the answer."""
 
@@ -52,15 +96,24 @@ class Engine:
             "max_tokens": config.model_config.max_model_len,
         }
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Answer the prompts one by one, greedily; `seconds` has the time per prompt until its last token."""
+    def generate(
+        self, prompts: list[list[int]], tokens: int, stop: list[int] | None = None, salt: str = ""
+    ) -> dict[str, Any]:
+        """Answer the prompts one by one, greedily; `seconds` has the time per prompt until its last token.
+
+        Answers end after `tokens`, or at a token in `stop`. A prompt shares no cached block with prompts of another
+        `salt`.
+        """
         from vllm import SamplingParams
 
-        greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        greedy = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, stop_token_ids=stop, detokenize=False
+        )
         answers, seconds = [], []
         for prompt in prompts:
+            salted = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
             begin = time.perf_counter()
-            (output,) = self._llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)
+            (output,) = self._llm.generate(salted, greedy, use_tqdm=False)
             seconds.append(time.perf_counter() - begin)
             answers.append(list(output.outputs[0].token_ids))
         return {"answers": answers, "seconds": seconds}
@@ -82,6 +135,10 @@ def main() -> None:
     engine = Engine()
     calls: dict[str, Callable[..., dict[str, Any]]] = {
         "make_model": make_model,
+        "convert": convert,
+        "config_of": config_of,
+        "encode": encode,
+        "decode": decode,
         "start": engine.start,
         "generate": engine.generate,
         "forget": engine.forget,

@@ -1,0 +1,69 @@
+"""What some prompts need of a host: a region that keeps all of them, and memory for the engines. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvcache_proto.region import ALIGN, plan_geometry, slot_size, slots_per_extent
+from kvcache_server.capacity.host import check_block
+from kvcache_server.capacity.models import read_model
+from kvcache_server.capacity.pages import pages, shards, slots
+from kvcache_server.capacity.weights import weight_bytes
+
+FLOAT32 = 4
+
+
+class Workload(NamedTuple):
+    """`prompts` of at most `tokens` tokens, with their answers; an engine has two at once: one runs, one is saved."""
+
+    prompts: int
+    tokens: int
+    block_tokens: int
+    batched_tokens: int
+    ranks: int = 1
+
+
+class Needs(NamedTuple):
+    """Memory in bytes: of the region, as for `serve --size`; of an engine's weights; of each rank's own cache."""
+
+    region: int
+    weights: int
+    cache: int
+
+
+def needs(config: Mapping[str, object], name: str, work: Workload) -> Needs:
+    """Return what `work` needs with the model that `config`, a parsed config.json, describes, in float32.
+
+    Raises ConfigError if the model is not one that `kvcache-server plan` knows.
+    """
+    model = read_model(config, name)._replace(dtype="float32")
+    laid_out = pages(model, work.ranks, FLOAT32, work.block_tokens, 2 * work.batched_tokens)
+    number = shards(model, work.ranks)
+    block_tokens, found = slots(model, laid_out, work.ranks, FLOAT32, work.block_tokens)
+    for slot in found:
+        check_block(number, slot.bytes)
+    # Of windows and states, fewer are saved: this is the most that can be.
+    blocks = work.prompts * -(-work.tokens // block_tokens)
+    return Needs(
+        region_for(blocks, [slot_size(number * slot.bytes) for slot in found]),
+        weight_bytes(model, config, 1),
+        (2 * laid_out.blocks_of(work.tokens) + 1) * laid_out.block_bytes,
+    )
+
+
+def region_for(blocks: int, slot_bytes: list[int]) -> int:
+    """Return the least `--size`, to within 3 %, that holds `blocks` slots of each of these sizes."""
+    size = max(blocks * sum(slot_bytes), ALIGN)
+    while not _holds(size, blocks, slot_bytes):
+        size += max(size // 32, ALIGN)
+    return size
+
+
+def _holds(size: int, blocks: int, slot_bytes: list[int]) -> bool:
+    """Slots of different sizes do not share extents."""
+    if size < 8 * ALIGN:
+        return False
+    geometry = plan_geometry(bytes(16), size)
+    counts = [slots_per_extent(geometry.extent_bytes, each) for each in slot_bytes]
+    return all(counts) and sum(-(-blocks // each) for each in counts) <= geometry.extents
