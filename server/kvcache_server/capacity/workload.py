@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import ALIGN, plan_geometry, slot_size, slots_per_extent
+from kvcache_proto.sizes import MAX_SIZE
 from kvcache_server.capacity.host import check_block
 from kvcache_server.capacity.models import read_model
 from kvcache_server.capacity.pages import pages, shards, slots
@@ -35,7 +37,7 @@ class Needs(NamedTuple):
 def needs(config: Mapping[str, object], name: str, work: Workload) -> Needs:
     """Return what `work` needs with the model that `config`, a parsed config.json, describes, in float32.
 
-    Raises ConfigError if the model is not one that `kvcache-server plan` knows.
+    Raises ConfigError if `kvcache-server plan` does not know such a model, or no region is large enough.
     """
     model = read_model(config, name)._replace(dtype="float32")
     laid_out = pages(model, work.ranks, FLOAT32, work.block_tokens, 2 * work.batched_tokens)
@@ -53,17 +55,20 @@ def needs(config: Mapping[str, object], name: str, work: Workload) -> Needs:
 
 
 def region_for(blocks: int, slot_bytes: list[int]) -> int:
-    """Return the least `--size`, to within 3 %, that holds `blocks` slots of each of these sizes."""
-    size = max(blocks * sum(slot_bytes), ALIGN)
+    """Return the least `--size`, to within 3 %, that holds `blocks` slots of each of these sizes.
+
+    Raises ConfigError if no region does.
+    """
+    size = max(blocks * sum(slot_bytes), 8 * ALIGN)
     while not _holds(size, blocks, slot_bytes):
         size += max(size // 32, ALIGN)
+        if size > MAX_SIZE:
+            raise ConfigError(f"{blocks:,} blocks of {sum(slot_bytes):,} bytes: more than a region can hold")
     return size
 
 
 def _holds(size: int, blocks: int, slot_bytes: list[int]) -> bool:
     """Slots of different sizes do not share extents."""
-    if size < 8 * ALIGN:
-        return False
     geometry = plan_geometry(bytes(16), size)
     counts = [slots_per_extent(geometry.extent_bytes, each) for each in slot_bytes]
     return all(counts) and sum(-(-blocks // each) for each in counts) <= geometry.extents
