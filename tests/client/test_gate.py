@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from toy_engine import BLOCK, SPEC, Cache, Engine, chain
 
-from kvcache_client.scheduler.gate import Gate
+from kvcache_client.scheduler.gate import OFF_PATIENCE, Gate
 from kvcache_client.scheduler.pace import LEAST_LOADS, WINDOW_SECONDS
 from kvcache_client.scheduler.request_state import RequestState
 from kvcache_client.scheduler.views import NewTable, RequestView, StepView
@@ -171,9 +171,9 @@ def test_loads_that_have_become_slow_are_found_out() -> None:
 def test_nobody_waits_longer_than_a_load_can_gain() -> None:
     for is_on in (True, False):
         host = Host(is_on).learn()
-        compute, load = 1000 * host.token, 0.003 + 1000 * host.loaded
-        assert compute - load < host.gate.patience(0, 1000) < 1.5 * (compute - load)
-        assert host.gate.patience(0, 10) == 0.0
+        compute, load = 30_000 * host.token, 0.003 + 30_000 * host.loaded
+        assert compute - load < host.gate.patience(0, 30_000) < 1.5 * (compute - load)
+        assert host.gate.patience(0, 10) == (0.0 if is_on else OFF_PATIENCE)
     assert Host().gate.patience(0, 50) == math.inf  # nothing is known
 
 

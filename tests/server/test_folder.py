@@ -598,7 +598,7 @@ def test_a_state_file_in_a_read_only_folder_continues_to_grow(short_folder: Path
         state = a_state_file(short_folder, lost)
         short_folder.chmod(0o500)
         for number in range(5000):  # its book is soon longer than it need be
-            state.note(SessionOpened(number, "engine" * 40, "label", bytes(16), "file"))
+            state.note(SessionOpened(number, "engine" * 40, "label", bytes(16), f"{number}-0123abcd"))
             state.note(SessionEnded(number))
         assert (lost, state.counters) == ([], {})
         assert os.stat(state.path).st_size > 1 << 20
@@ -618,7 +618,7 @@ def test_a_state_file_that_can_be_neither_written_nor_removed_gives_the_region_u
         short_folder.chmod(0o500)
         resource.setrlimit(resource.RLIMIT_FSIZE, (os.stat(state.path).st_size, resource.RLIM_INFINITY))
         for number in range(3):
-            state.note(SessionOpened(number, "engine", "label", bytes(16), "file"))
+            state.note(SessionOpened(number, "engine", "label", bytes(16), f"{number}-0123abcd"))
         assert (lost, state.counters) == (["lost"], {"state_files_lost": 1})
         assert os.path.exists(state.path)
 

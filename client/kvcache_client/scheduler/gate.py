@@ -17,6 +17,7 @@ from kvcache_client.scheduler.request_state import RequestState
 
 MARGIN = 1.1  # a load that takes no longer than so many times the computation is let through
 LEAST = 0.0002  # seconds: and one that takes hardly longer
+OFF_PATIENCE = 0.25  # seconds that a request may wait at least in an engine that loads whatever it costs
 
 
 class Gate:
@@ -36,7 +37,9 @@ class Gate:
     def patience(self, begin: int, end: int) -> float:
         """Return how many seconds a request may wait for its tokens `begin` to `end` before it loads them."""
         compute = self.pace.computing(begin, end)
-        return math.inf if compute is None else max(0.0, compute - (self.pace.loading(end - begin) or 0.0))
+        if compute is None:
+            return math.inf
+        return max(0.0 if self._is_on else OFF_PATIENCE, compute - (self.pace.loading(end - begin) or 0.0))
 
     def _decide(self, begin: int, end: int) -> bool:
         load, compute = self.pace.loading(end - begin), self.pace.computing(begin, end)
