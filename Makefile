@@ -144,7 +144,7 @@ format: $(VENV)/installed
 drawing: $(VENV)/installed
 	@$(VENV)/bin/python tests/house.py
 
-picture: $(VENV)/installed
+picture: $(VENV)/installed $(VENV)/demo-model
 	@$(VENV)/bin/python tests/bench/demo_picture.py tests/bench/demo.svg
 
 hooks: $(VENV)/installed

@@ -1,4 +1,4 @@
-"""Run the demo with random weights and draw what it measured, for README.md.
+"""Run the demo and draw what it measured, for README.md.
 
     python tests/bench/demo_picture.py OUT.svg
 
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from kvcache_server.commands.demo import PROMPT_TOKENS, Demo, Row, table
+from kvcache_server.commands.demo import Answer, Demo, answer_table, readable
 
-WIDTH, LABELS, BAR, GAP = 760, 310, 22, 8
+WIDTH, INDENT, LABELS, BAR, GAP = 760, 20, 270, 22, 8
 STYLE = """
 text { font: 14px system-ui, sans-serif; fill: #1f2328 } .title { font-weight: 600; font-size: 16px }
 .computed { fill: #8c959f } .loaded { fill: #1a7f37 }
@@ -25,24 +25,28 @@ text { font: 14px system-ui, sans-serif; fill: #1f2328 } .title { font-weight: 6
 """
 
 
-def bars(row: Row) -> Iterator[tuple[str, float, str]]:
-    """Yield (label, seconds per prompt, class) for the three passes over the prompts of one engine."""
-    yield f"engine {row.engine}, nothing cached", row.cold.seconds, "computed"
-    yield f"engine {row.other}, from the shared cache", row.elsewhere.seconds, "loaded"
-    yield f"engine {row.engine} again, from the shared cache", row.again.seconds, "loaded"
+def bars(answer: Answer) -> Iterator[tuple[str, float, str]]:
+    """Yield (label, seconds, class) for the two engines."""
+    yield "engine A, without a cache", answer.cold.first, "computed"
+    yield "engine B, from the shared cache", answer.cached.first, "loaded"
 
 
-def draw(rows: list[Row]) -> str:
-    """Return an SVG image with a group of bars for each row; the bars share one scale."""
-    longest = max(row.cold.seconds for row in rows)
-    title = f"Seconds to answer a prompt of {PROMPT_TOKENS:,} tokens: two vLLM engines on {os.cpu_count()} CPU cores"
-    body, y = [f'<text class="title" x="0" y="18">{title}</text>'], 40
-    for row in rows:
-        for label, seconds, kind in bars(row):
+def draw(answers: list[Answer]) -> str:
+    """Return an SVG image with two bars for each answer; the bars share one scale."""
+    longest = max(answer.cold.first for answer in answers)
+    tokens = max(answer.loaded for answer in answers)
+    title = (
+        f"Seconds until an answer about {tokens:,} tokens of text begins: two vLLM engines, {os.cpu_count()} CPU cores"
+    )
+    body, y = [f'<text class="title" x="0" y="18">{title}</text>'], 50
+    for answer in answers:
+        body.append(f'<text x="0" y="{y + 8}">{escape(answer.question)}</text>')
+        y += BAR
+        for label, seconds, kind in bars(answer):
             width = max(1.0, (WIDTH - LABELS - 130) * seconds / longest)
-            faster = "" if kind == "computed" else f" ({row.cold.seconds / seconds:.1f}x faster)"
+            faster = "" if kind == "computed" else f" ({answer.cold.first / seconds:.1f}x faster)"
             body += [
-                f'<text x="0" y="{y + 16}">{escape(label)}</text>',
+                f'<text x="{INDENT}" y="{y + 16}">{label}</text>',
                 f'<rect class="{kind}" x="{LABELS}" y="{y}" width="{width:.0f}" height="{BAR}" rx="3"/>',
                 f'<text x="{LABELS + width + 8:.0f}" y="{y + 16}">{seconds:.2f} s{faster}</text>',
             ]
@@ -54,9 +58,12 @@ def draw(rows: list[Row]) -> str:
 
 def main(out: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kvdemo-") as folder, contextlib.ExitStack() as stack:
-        rows = Demo(stack, Path(folder)).share()
-    print(table(rows))
-    out.write_text(draw(rows))
+        found = readable()
+        if found is None:
+            sys.exit(1)
+        answers = Demo(stack, Path(folder)).ask(*found)
+    print(answer_table(answers))
+    out.write_text(draw(answers))
 
 
 if __name__ == "__main__":

@@ -34,8 +34,7 @@ def test_answers_in_text(tmp_path: Path) -> None:
         pytest.skip(f"no model: {demo_model.INSTALL}")
     said = run(tmp_path)
     _, _, table = said.partition("\n\n")
-    for question in demo_model.QUESTIONS:
-        assert re.search(rf"^{re.escape(question)} .* 1,792 of 1,792 +yes ", table, re.MULTILINE), said
+    assert re.findall(r"^(\d) .* 1,792 of 1,792 +yes$", table, re.MULTILINE) == ["1", "2", "3"], said
     assert "The license does not grant permission to use the trademarks" in said
     (model,) = (tmp_path / "kvcache-server").iterdir()
     assert f"in {model}" in said

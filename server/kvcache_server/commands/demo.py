@@ -122,13 +122,20 @@ class Row(NamedTuple):
         return self.cold.answers == self.again.answers == self.elsewhere.answers
 
 
+class Seconds(NamedTuple):
+    """How long an answer took: until it began, and in all."""
+
+    first: float
+    last: float
+
+
 class Answer(NamedTuple):
     """What an engine answered from the shared cache, compared with an engine without one."""
 
     question: str
     text: str
-    cold: float  # seconds without a cache
-    cached: float
+    cold: Seconds
+    cached: Seconds
     loaded: int  # tokens
     loadable: int
     equal: bool
@@ -290,6 +297,7 @@ class Demo:
                 max_num_seqs=4,
                 tensor_parallel_size=self._ranks,
                 seed=0,
+                disable_log_stats=False,  # they have the time of the first token
                 kv_transfer_config={
                     "kv_connector": "KVCacheServerConnector",
                     "kv_connector_module_path": CONNECTOR,
@@ -317,34 +325,36 @@ class Demo:
     ) -> Answer:
         """Ask both engines; what A computes for the first question is all that B ever loads."""
         first, second = engines
-        prompt, how = asked["prompts"][number], {"tokens": SENTENCE_TOKENS, "stop": asked["stop"]}
+        prompt, limits = asked["prompts"][number], {"tokens": SENTENCE_TOKENS, "stop": asked["stop"]}
         before = totals(admin)
         # Later questions begin with the same text: with a salt, A finds nothing of it, neither shared nor its own.
-        cold = first.call("generate", prompts=[prompt], **how, **({"salt": f"question {number}"} if number else {}))
+        cold = first.call("generate", prompts=[prompt], **limits, **({"salt": f"question {number}"} if number else {}))
         if number == 0:
             self._wait_until_visible(admin, before["blocks"] + len(prompt) // block_tokens)
         elif not second.call("forget")["done"]:  # what B has itself, it need not load
             raise Failed(f"engine {second.name} did not reset its prefix cache")
         between = totals(admin)
-        cached = second.call("generate", prompts=[prompt], **how)
+        cached = second.call("generate", prompts=[prompt], **limits)
         loaded = totals(admin)["hit_blocks"] - between["hit_blocks"]
         seen = common_prefix(prompt, asked["prompts"][0]) if number else len(prompt) - 1
         (text,) = first.call("decode", model=model, answers=cached["answers"])["texts"]
         answer = Answer(
             question,
             text.strip(),
-            cold["seconds"][0],
-            cached["seconds"][0],
+            Seconds(cold["first"][0], cold["seconds"][0]),
+            Seconds(cached["first"][0], cached["seconds"][0]),
             loaded * block_tokens,
             seen // block_tokens * block_tokens,
             cold["answers"] == cached["answers"],
         )
-        self.say(f"question: {answer.question}")
-        click.echo(f"         answer:   {answer.text}")
-        click.echo(
-            f"         engine A without a cache: {answer.cold:.2f} s; engine B: {answer.cached:.2f} s, "
-            f"{answer.loaded:,} of {len(prompt):,} tokens loaded; {'equal' if answer.equal else 'DIFFERENT'} answers"
-        )
+        self.say(f"question {number + 1}: {answer.question}")
+        click.echo(f"         answer:     {answer.text}")
+        for engine, how, took in (first, "without a cache", answer.cold), (second, "from the cache", answer.cached):
+            click.echo(
+                f"         engine {engine.name}: begins after {took.first:.2f} s, ends after {took.last:.2f} s, {how}"
+            )
+        equal = "the answers are equal" if answer.equal else "THE ANSWERS DIFFER"
+        click.echo(f"         {answer.loaded:,} of {len(prompt):,} tokens were loaded; {equal}")
         return answer
 
     @staticmethod
@@ -433,17 +443,22 @@ def table(rows: list[Row]) -> str:
 
 
 def answer_table(answers: list[Answer]) -> str:
-    head = ("question", "cold", "from the cache", "tokens loaded", "answers equal", "speed-up")
+    head = (
+        *("question", "answer begins, cold", "from the cache", "speed-up", "answer ends, cold", "from the cache"),
+        *("tokens loaded", "answers equal"),
+    )
     cells = [
         (
-            answer.question,
-            f"{answer.cold:.2f} s",
-            f"{answer.cached:.2f} s",
+            f"{number}",
+            f"{answer.cold.first:.2f} s",
+            f"{answer.cached.first:.2f} s",
+            f"{answer.cold.first / answer.cached.first:.1f}x",
+            f"{answer.cold.last:.2f} s",
+            f"{answer.cached.last:.2f} s",
             f"{answer.loaded:,} of {answer.loadable:,}",
             "yes" if answer.equal else "NO",
-            f"{answer.cold / answer.cached:.1f}x",
         )
-        for answer in answers
+        for number, answer in enumerate(answers, 1)
     ]
     return "\n".join(describe.table(head, cells, left=len(head)))
 

@@ -99,8 +99,9 @@ class Engine:
     def generate(
         self, prompts: list[list[int]], tokens: int, stop: list[int] | None = None, salt: str = ""
     ) -> dict[str, Any]:
-        """Answer the prompts one by one, greedily; `seconds` has the time per prompt until its last token.
+        """Answer the prompts one by one, greedily.
 
+        `seconds` has the time per prompt until its last token, `first` until its first one, if the engine measures it.
         Answers end after `tokens`, or at a token in `stop`. A prompt shares no cached block with prompts of another
         `salt`.
         """
@@ -109,14 +110,15 @@ class Engine:
         greedy = SamplingParams(
             temperature=0.0, max_tokens=tokens, ignore_eos=True, stop_token_ids=stop, detokenize=False
         )
-        answers, seconds = [], []
+        answers, seconds, first = [], [], []
         for prompt in prompts:
             salted = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
             begin = time.perf_counter()
             (output,) = self._llm.generate(salted, greedy, use_tqdm=False)
             seconds.append(time.perf_counter() - begin)
+            first.append(getattr(output.metrics, "first_token_latency", None))
             answers.append(list(output.outputs[0].token_ids))
-        return {"answers": answers, "seconds": seconds}
+        return {"answers": answers, "seconds": seconds, "first": first}
 
     def forget(self) -> dict[str, Any]:
         """Empty the engine's own prefix cache."""
