@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvcache_proto.types import UNNAMED
+
 BLOCK = 32
 HELD = ("leases", "reservations", "pinned_bytes", "blocks_writing", "blocks_hidden")
 
@@ -111,6 +113,18 @@ def idle(daemon: Any) -> Callable[[], None]:
         daemon.wait_status(lambda s: not any(s["pool"][what] for what in HELD), "an idle cache")
 
     return wait
+
+
+@pytest.fixture
+def stored(daemon: Any) -> Callable[[], int]:
+    """`stored()` counts cached blocks, but not those of namespaces that resets have left: the daemon removes them."""
+
+    def count() -> int:
+        found = daemon.status()["namespaces"]
+        lasting = [each for each in found if not str(each["identity"].get("weights", "")).startswith(UNNAMED)]
+        return sum(int(each["blocks"]) for each in lasting)
+
+    return count
 
 
 @pytest.fixture

@@ -32,17 +32,13 @@ def small(engines: Any, name: str, blocks: int = 32, **options: Any) -> Any:
     return engine
 
 
-def stored(daemon: Any) -> int:
-    return int(daemon.status()["pool"]["blocks"])
-
-
-def test_what_the_device_keeps_is_not_saved(engines: Any, daemon: Any, prompt: Any, idle: Any) -> None:
-    before = stored(daemon)
+def test_what_the_device_keeps_is_not_saved(engines: Any, stored: Any, prompt: Any, idle: Any) -> None:
+    before = stored()
     one = small(engines, "one")
     for _ in range(2):
         one.generate(prompt(5 * BLOCK + 3))
     idle()
-    assert stored(daemon) == before and "saves_missed" not in one.counters
+    assert stored() == before and "saves_missed" not in one.counters
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -62,28 +58,28 @@ def test_what_the_device_evicts_is_found_on_the_host(
     assert one.received
 
 
-def test_ancestors_are_saved_first_and_together(engines: Any, daemon: Any, prompt: Any, idle: Any) -> None:
+def test_ancestors_are_saved_first_and_together(engines: Any, stored: Any, prompt: Any, idle: Any) -> None:
     """The end of a chain is evicted before its beginning: without what is above it, it would be of no use."""
     one = small(engines, "one")
-    before = stored(daemon)
+    before = stored()
     one.generate(tokens := prompt(10 * BLOCK + 3))
     one.generate(prompt(10 * BLOCK + 3))
     one.generate(prompt(5 * BLOCK + 3))
     idle()
-    assert stored(daemon) >= before + 10
+    assert stored() >= before + 10
     two = engines("two")
     two.generate(tokens)
     assert two.prefills["r0"] == (3, 0, 10 * BLOCK)
 
 
-def test_a_prefix_that_is_found_on_the_device_twice_is_saved(engines: Any, daemon: Any, prompt: Any, idle: Any) -> None:
+def test_a_prefix_that_is_found_on_the_device_twice_is_saved(engines: Any, stored: Any, prompt: Any, idle: Any) -> None:
     one, two = small(engines, "one"), engines("two")
     shared = prompt(4 * BLOCK)
     for number in range(3):
-        before = stored(daemon)
+        before = stored()
         one.generate([*shared, *prompt(2 * BLOCK + 5)])
         idle()
-        assert stored(daemon) - before == (4 if number == 2 else 0)
+        assert stored() - before == (4 if number == 2 else 0)
     two.generate([*shared, *prompt(2 * BLOCK + 5)])
     assert two.prefills["r0"] == (2 * BLOCK + 5, 0, 4 * BLOCK)
 
@@ -138,27 +134,27 @@ def test_a_reset_forgets_what_was_to_be_saved(engines: Any, sim: Any, prompt: An
 
 
 def test_windows_are_saved_eagerly(
-    engines: Any, sim: Any, daemon: Any, prompt: Any, idle: Any, lines: list[str]
+    engines: Any, sim: Any, stored: Any, prompt: Any, idle: Any, lines: list[str]
 ) -> None:
     if not sim.HAS_GROUPS:
         pytest.skip("before 0.32, engines with windows are declined")
-    before = stored(daemon)
+    before = stored()
     one = engines("one", specs=sim.full(1) | sim.windows(2, 3 * BLOCK, first=1), extra=LAZY)
     assert [line for line in lines if "save_mode: lazy needs" in line]
     one.generate(prompt(7 * BLOCK + 3))
     idle()
-    assert stored(daemon) > before
+    assert stored() > before
 
 
 def test_blocks_are_saved_once_enough_requests_have_asked_for_them(
-    engines: Any, daemon: Any, prompt: Any, idle: Any
+    engines: Any, stored: Any, prompt: Any, idle: Any
 ) -> None:
     one = engines("one", extra={"min_hits": 2})
     shared = prompt(4 * BLOCK)
-    before = stored(daemon)
+    before = stored()
     one.generate([*shared, *prompt(2 * BLOCK + 3)])
     idle()
-    assert stored(daemon) == before
+    assert stored() == before
     one.generate([*shared, *prompt(2 * BLOCK + 3)], 2 * BLOCK)
     idle()
-    assert stored(daemon) == before + 4
+    assert stored() == before + 4

@@ -53,7 +53,7 @@ def test_a_request_waits_for_blocks_that_are_being_written(
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
 def test_a_consumer_waits_for_its_producer(
-    engines: Any, daemon: Any, sim: Any, prompt: Any, idle: Any, monkeypatch: Any, role: str
+    engines: Any, daemon: Any, stored: Any, sim: Any, prompt: Any, idle: Any, monkeypatch: Any, role: str
 ) -> None:
     """An engine that computes prompts hands them to one that only loads; one that saves, too, waits less long."""
     monkeypatch.setattr(lookups, "PENDING_WAIT", 0.0)
@@ -71,11 +71,11 @@ def test_a_consumer_waits_for_its_producer(
     two.run()
     assert two.outputs["r"] == sim.expected(tokens, 2)
     assert two.prefills["r"] == ((3, 0, 5 * BLOCK) if role == "kv_consumer" else (len(tokens), 0, 0))
-    before = daemon.status()["pool"]["blocks"]
+    before = stored()
     two.generate(prompt(5 * BLOCK), name="own")
     one.generate(tokens, name="again")
     idle()
-    assert daemon.status()["pool"]["blocks"] == before + (0 if role == "kv_consumer" else 5), "a consumer saves nothing"
+    assert stored() == before + (0 if role == "kv_consumer" else 5), "a consumer saves nothing"
     one.reset()
     one.generate(tokens, name="computed")
     assert one.prefills["computed"] == (len(tokens), 0, 0), "a producer loads nothing"
