@@ -77,6 +77,17 @@ def test_an_engine_that_clears_in_a_loop_does_not_fill_the_log(daemon: Any) -> N
     assert 1 <= len(lines) < 10, "50 clears took less than 10 s"
 
 
+def test_engines_that_leave_before_their_clear_is_done(daemon: Any) -> None:
+    with AdminClient(daemon.endpoint, "rank 0", engine="keeper") as keeper:
+        store(keeper, 3000)
+        for number in range(40):
+            with AdminClient(daemon.endpoint, "rank 0", engine=f"engine {number}") as engine:
+                engine.tell(m.Clear(0, b"", ""))
+        # A report waits in the same queue as they do.
+        daemon.wait_status(lambda s: not s["pool"]["blocks"], "the end of all")
+    assert "failed inside the daemon" not in daemon.log
+
+
 @pytest.mark.parametrize("command", ["status", "clear"])
 def test_no_daemon_there(short_folder: Path, command: str) -> None:
     endpoint = f"ipc://{short_folder}/kv.sock"

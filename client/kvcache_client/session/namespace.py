@@ -98,9 +98,9 @@ class Namespace:
         self._daemon.post(connection, self._attachment(), "stale_attaches", heard)
 
     def refuse(self, why: str) -> None:
-        """Note, count and log that the daemon does not let this session join."""
-        self._daemon.count("attaches_refused")
-        if why != self.refused:  # it is asked for again and again
+        """Note that the daemon does not let this session join; count and log each reason once: it is asked again."""
+        if why != self.refused:
+            self._daemon.count("attaches_refused")
             logger.warning("namespace %s (%s) is refused: %s", self.id, self.spec.model, why)
         self.refused = why
 

@@ -154,7 +154,8 @@ class Answers:
             error = None  # its traceback refers to this frame: a cycle that is never collected
 
     def _is_operator(self, session: int) -> bool:
-        return self._cache.registry.sessions[session].is_operator
+        found = self._cache.registry.sessions.get(session)  # it may have ended while its Clear waited
+        return found is not None and found.is_operator
 
     def _begin(self, session: int, request: Request, now: float) -> Reply | None | Steps[Reply | None]:
         if type(request) in Insight.requests:
