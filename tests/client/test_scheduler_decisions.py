@@ -123,6 +123,27 @@ def test_blocks_that_are_being_written_are_waited_for_once_and_not_for_long(cach
     assert engine.ask(other) == hit(4)
 
 
+def test_each_vain_wait_for_a_block_is_shorter_until_its_writer_moves(cache: Cache) -> None:
+    engine, run = Engine(cache), chain("a", 4)
+    space = cache.attach(SPEC, (), 0)
+    space.writing.update(zip(run, range(90, 94), strict=True))
+
+    def waits(*names: str) -> float:
+        """Return how long requests that come together wait."""
+        requests, begin = [engine.request(name, run) for name in names], engine.now
+        while ASK_AGAIN in [engine.ask(request) for request in requests]:
+            engine.now += lookups.PENDING_WAIT / 64
+        return round((engine.now - begin) / lookups.PENDING_WAIT * 64) / 64
+
+    assert [waits("a"), waits("b", "c"), waits("d"), waits("e")] == [1, 0.5, 0.25, 0.125]
+    space.visible[run[0]] = space.writing.pop(run[0])
+    assert [waits("f"), waits("g")] == [1, 0.5], "for the next block"
+    gone = space.writing.pop(run[1])
+    assert waits("h") == 0
+    space.writing[run[1]] = gone
+    assert [waits("i"), waits("j")] == [1, 0.5], "for another writer of the same block"
+
+
 def test_a_lookup_that_found_all_is_kept_and_one_that_did_not_is_repeated_when_it_is_old(cache: Cache) -> None:
     engine, run = Engine(cache), chain("a", 4)
     cache.store(run[:2])

@@ -21,6 +21,7 @@ PRODUCER_WAIT = 1.0  # the same in an engine that leaves prompts to others: what
 TIER_WAIT = 2.0  # the same in all for blocks from a tier, while it is not known how long they take to compute
 LEAST_WAIT = 0.002  # seconds between two lookups of a request that waits for a tier
 QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give back what the engine may pin
+STALLED = 1 << 10  # blocks that were waited for in vain and are remembered
 MAX_AGE = 0.1  # seconds after which a lookup that found less than all is repeated
 IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is given back
 
@@ -49,6 +50,7 @@ class Lookups:
         self._group, self._shards, self._verify = group, shards, verify
         self._counters, self._notes, self._events = counters, notes, events
         self.holding: dict[str, RequestState] = {}
+        self._stalled: dict[bytes, float] = {}  # how long a block may be waited for that was waited for in vain
 
     def known(self, state: RequestState, limit: int, start: int, now: float) -> LookupResult | None:
         """Return what the last lookup found, None where `limit` cached blocks have to be looked up.
@@ -88,6 +90,9 @@ class Lookups:
             self._notes.note(state, "deadline" if namespace.attached else "down", now)
         else:
             state.saved = lease.hits + lease.pending
+            if self._stalled:
+                for name in keys[: lease.hits if lease.pending else lease.hits + 1]:  # its writer has moved, or is gone
+                    self._stalled.pop(name, None)
             if not state.blocks:  # else it was preempted, and parts from what it has saved itself
                 state.junction = lease.junction
             if self._events is not None and not lease.withheld:
@@ -97,7 +102,9 @@ class Lookups:
                 self._notes.note(state, "came", now)
         names = self._group.references(keys, lease.hits, had) if lease.sums else ()
         sums = pick_sums(self._verify, names, lease.sums, self._shards, lease.region_id)
-        state.lookup = LookupResult(lease, limit, self._group.usable(lease.hits), now, sums=sums, had=had)
+        awaited = keys[lease.hits] if lease.pending else b""
+        hits = self._group.usable(lease.hits)
+        state.lookup = LookupResult(lease, limit, hits, now, sums=sums, had=had, awaited=awaited)
         if lease.id:
             self.holding[state.id] = state
         return state.lookup
@@ -115,7 +122,7 @@ class Lookups:
         """Return whether a request that computes from device block `start` on is to wait and be looked up again.
 
         For running loads to give back what the engine may pin, or for blocks that are being written; for no longer than
-        `patience` seconds from now on.
+        `patience` seconds from now on. While the first of these blocks does not come, each wait for it is shorter.
         """
         lease = lookup.lease
         if lease.withheld and running_loads:
@@ -128,10 +135,20 @@ class Lookups:
         if not lease.pending or (lease.hits + lease.pending) * self._group.blocks_per_slot <= start:
             return False
         if not state.pending_until:
-            state.pending_until = now + min(PENDING_WAIT if self._saves else PRODUCER_WAIT, patience)
+            longest = self._stalled.get(lookup.awaited, PENDING_WAIT if self._saves else PRODUCER_WAIT)
+            wait = min(longest, patience)
+            state.pending_until = now + wait
+            state.pending = lookup.awaited, longest - wait / 2
             if not patience:
                 self._counters.add("waits_declined_slow")
-        return now < state.pending_until
+        if now < state.pending_until:
+            return True
+        name, left = state.pending
+        if name == lookup.awaited:
+            self._stalled[name] = min(left, self._stalled.get(name, left))
+            if len(self._stalled) > STALLED:
+                del self._stalled[next(iter(self._stalled))]
+        return False
 
     def waits_for_tier(self, state: RequestState, lookup: LookupResult, patience: float, now: float) -> bool:
         """Return whether a request is to wait for blocks from a tier, which computing them would take `patience` for.

@@ -22,6 +22,7 @@ class LookupResult:
         had: cached blocks of whose tails none was asked for.
         offered: the step in which the engine was offered this last.
         sums: checksums of the blocks that are to be verified.
+        awaited: hash of the first cached block after the hits, if it is being written.
     """
 
     lease: CacheLease
@@ -31,6 +32,7 @@ class LookupResult:
     offered: int = 0
     sums: bytes = b""
     had: int = 0
+    awaited: bytes = b""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class RequestState:
     noted: str = ""  # the cause that was noted for the daemon last
     waited: bool = False  # whether its last lookup was put off for what was on its way, or kept back
     pending_until: float = 0.0  # how long it waits for blocks that are being written; it does so once
+    pending: tuple[bytes, float] = b"", 0.0  # the first of these, and how long it may be waited for after a vain wait
     tier_asked: float = 0.0  # when it first waited for a tier
     tier_until: float = 0.0  # no lookup before: a tier brings its blocks, or is asked for them
     loads_to_end: int = 0  # no lookup before so many loads of the engine have ended: they hold what it may pin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,31 @@ def test_a_consumer_waits_for_its_producer(
     one.reset()
     one.generate(tokens, name="computed")
     assert one.prefills["computed"] == (len(tokens), 0, 0), "a producer loads nothing"
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_a_writer_that_stands_still_is_waited_for_less_each_time(
+    engines: Any, daemon: Any, sim: Any, prompt: Any, idle: Any, role: str
+) -> None:
+    tokens = prompt(5 * BLOCK + 3)
+    one, two = engines("one"), engines("two", transfer={"kv_role": role}, extra={"gate": "off", "on_reset": "keep"})
+    clock, took = SimpleNamespace(now=0.0), []
+    two.connector._scheduler._clock = lambda: clock.now
+    with one.held_copies():
+        writing(one, daemon, tokens)
+        for at in range(8):
+            two.add(f"{at}", tokens, 1)
+            begin = clock.now
+            while not two.outputs.get(f"{at}"):
+                two.step()
+                clock.now += 0.005
+            took.append(clock.now - begin)
+            two.run()
+            assert two.reset()
+    assert took == sorted(took, reverse=True) and took[-1] < took[0] / 4
+    idle()
+    assert two.generate(tokens, name="last") == sim.expected(tokens, 1)
+    assert two.prefills["last"] == (3, 0, 5 * BLOCK), "the writer has moved"
 
 
 @pytest.mark.usefixtures("patient")
