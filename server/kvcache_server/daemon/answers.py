@@ -154,8 +154,15 @@ class Answers:
             error = None  # its traceback refers to this frame: a cycle that is never collected
 
     def _is_operator(self, session: int) -> bool:
-        found = self._cache.registry.sessions.get(session)  # it may have ended while its Clear waited
-        return found is not None and found.is_operator
+        return self._cache.registry.sessions[session].is_operator
+
+    def _log_cleared(self, session: int, namespace: str, blocks: int) -> None:
+        if session not in self._cache.registry.sessions:  # it has ended meanwhile
+            self._operations.cleared_by_engine(namespace, blocks, "an engine that has left")
+        elif self._is_operator(session):
+            self._operations.cleared(namespace, blocks, self._sessions.name(session))
+        else:
+            self._operations.cleared_by_engine(namespace, blocks, self._sessions.name(session))
 
     def _begin(self, session: int, request: Request, now: float) -> Reply | None | Steps[Reply | None]:
         if type(request) in Insight.requests:
@@ -253,8 +260,7 @@ class Answers:
         elif type(reply) is Attached:
             operations.attached(reply.namespace)
         elif type(reply) is Cleared:
-            log_cleared = operations.cleared if self._is_operator(session) else operations.cleared_by_engine
-            log_cleared(getattr(request, "namespace", ""), reply.blocks, self._sessions.name(session))
+            self._log_cleared(session, getattr(request, "namespace", ""), reply.blocks)
         elif type(reply) is Fenced:
             operations.fenced_off(getattr(request, "session", 0), self._sessions.name(session))
         elif type(reply) is Distrusted and type(request) is Distrust:
