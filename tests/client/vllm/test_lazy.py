@@ -146,6 +146,22 @@ def test_windows_are_saved_eagerly(
     assert stored() > before
 
 
+def test_without_vllm_s_own_prefix_cache_blocks_are_saved_eagerly(
+    engines: Any, sim: Any, stored: Any, prompt: Any, idle: Any, lines: list[str]
+) -> None:
+    """It is what says which blocks are evicted next, and what they hold."""
+    before = stored()
+    one = engines("one", blocks=16, max_model_len=480, enable_prefix_caching=False, extra=LAZY)
+    assert len([line for line in lines if "save_mode: lazy needs vLLM's own prefix cache" in line]) == 1
+    first, second = prompt(7 * BLOCK + 3), prompt(7 * BLOCK + 3)
+    for tokens in (first, second):
+        one.generate(tokens)
+        idle()
+    assert stored() - before == 14
+    assert one.generate(first, name="again") == sim.expected(first, 1)
+    assert one.prefills["again"] == (3, 0, 7 * BLOCK)
+
+
 def test_blocks_are_saved_once_enough_requests_have_asked_for_them(
     engines: Any, stored: Any, prompt: Any, idle: Any
 ) -> None:

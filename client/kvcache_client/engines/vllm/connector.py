@@ -263,6 +263,14 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._scheduler = self._open_scheduler(settings, spec, engine, per_slot, range(len(shares)))
 
+    def _why_eager(self) -> str:
+        """Return what this engine lacks that lazy saves need, "" where it has all."""
+        if self._groups:
+            return "one KV cache group of full attention"
+        if not self._vllm_config.cache_config.enable_prefix_caching:
+            return "vLLM's own prefix cache (--enable-prefix-caching)"
+        return ""
+
     def _open_scheduler(
         self, settings: ConnectorSettings, spec: NamespaceSpec, engine: str, per_slot: int, joining: Iterable[int] = ()
     ) -> Scheduler | None:
@@ -270,8 +278,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         tokens, config = engine_block_size(self._kv_cache_config), self._kv_cache_config
         if self._groups:
             tokens, per_slot = hash_tokens(config), per_slot * tokens // hash_tokens(config)
-            if settings.save_mode == "lazy":
-                logger.warning("save_mode: lazy needs one KV cache group of full attention; this engine saves eagerly")
+        why_eager = self._why_eager()
+        if why_eager and settings.save_mode == "lazy":
+            logger.warning("save_mode: lazy needs %s; this engine saves eagerly", why_eager)
         self._session = session = open_session(settings, engine, "scheduler")
         try:
             scheduler = Scheduler(
@@ -286,7 +295,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 events=self._wants_events,
                 checkpoint=lambda: checkpoint_id(self._vllm_config),
                 groups=[merged.group for merged in self._groups],
-                evicted_next=None if self._groups else lambda count: compat.evicted_next(self._block_pool, count),
+                evicted_next=None if why_eager else lambda count: compat.evicted_next(self._block_pool, count),
                 hash_of=lambda block: compat.hash_of(self._block_pool, block),
                 step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
                 table_tokens=[int(first_spec(group).block_size) for group in config.kv_cache_groups],
