@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvcache_client.engines.vllm.compat import stops_before_loading_requests
+
 BLOCK = 32
 MODES = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
@@ -72,7 +74,10 @@ def test_a_more_important_request_takes_the_blocks_of_another(
     one.run()
     assert one.outputs == {"low": sim.expected(prompts["low"], 128), "high": sim.expected(prompts["high"], 160)}
     assert low.num_preemptions
-    assert one.received == ["low"], "what it had saved comes back from the host"
+    if stops_before_loading_requests():  # then nothing important may have to wait for the blocks of a load
+        assert not one.received and one.counters["loads_without_room"]
+    else:
+        assert one.received == ["low"], "what it had saved comes back from the host"
 
 
 def test_prompt_logprobs_need_every_token_computed(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
