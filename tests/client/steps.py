@@ -70,7 +70,8 @@ class Rig:
         self, endpoint: str, name: str, dtype: Any = torch.uint8, events: bool = False, **settings: Any
     ) -> None:
         self.checkpoint = "files 1"  # what is found where one looks
-        options = ConnectorSettings(endpoint, **settings)
+        # By default, chance chooses a request that is computed although it is cached.
+        options = ConnectorSettings(endpoint, **{"canary_every": 0, **settings})
         sessions = [Session.open(endpoint, engine=name, label=label, deadline=5.0) for label in ("rank", "scheduler")]
         if dtype is torch.uint8:
             self.tensors = [torch.randint(0, 255, (BLOCKS, PAGE), dtype=dtype) for _ in range(LAYERS)]

@@ -32,6 +32,8 @@ BLOCK = 32
 LAYERS, KV_HEADS, HEAD = 4, 2, 32
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * HEAD * BLOCK * 4  # float32
 MAX_LEN = 1024
+# A canary is a request that chance chooses to be computed although it is cached.
+SETTINGS = {"deadline_ms": 5000, "block_size": BLOCK, "gate": "off", "canary_every": 0}
 MODEL = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -192,7 +194,7 @@ def engine_options(model: str, blocks: int = 256) -> dict[str, Any]:
 def connector_options(
     name: str, endpoint: str, extra: dict[str, Any] | None = None, module: str = "kvcache_client.connector"
 ) -> dict[str, Any]:
-    settings = {"endpoint": endpoint, "deadline_ms": 5000, "block_size": BLOCK, "gate": "off"} | (extra or {})
+    settings = {"endpoint": endpoint, **SETTINGS, **(extra or {})}
     return {"engine_id": name, "kv_connector_module_path": module, "kv_connector_extra_config": settings}
 
 
@@ -318,13 +320,7 @@ def openai_servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             "kv_role": "kv_both",
             "engine_id": name,
             "kv_connector_module_path": "kvcache_client.connector",
-            "kv_connector_extra_config": {
-                "endpoint": endpoint,
-                "deadline_ms": 5000,
-                "block_size": BLOCK,
-                "gate": "off",
-                **extra,
-            },
+            "kv_connector_extra_config": {"endpoint": endpoint, **SETTINGS, **extra},
         }
         options = [
             *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK)),
