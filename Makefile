@@ -84,10 +84,14 @@ test-all: lint $(TOOLS) $(NPU)/rig/built
 	@$(SIDE_BY_SIDE) test-main test-vllm-installed test-npu-now
 	@$(MAKE) --no-print-directory test-vllm-others test-vllm-old test-npu-old test-ascend
 
+# $(call tested,COMMAND) runs pytest, and what failed once more, by itself: real processes beside many others may come too
+# late. What fails twice counts; what fails once is in the output.
+tested = $(1) || { test $$? = 1 && echo "once more, by itself, what failed:" && $(1) --last-failed --numprocesses=0; }
+
 # Most of these tests wait most of the time: four processes, and beside them those that are one process each. The `+` lets
 # make show at once what they print.
 test-main: $(VENV)/installed
-	+@$(VENV)/bin/python -m pytest $(SELECTED) $(TOGETHER) $(ELSEWHERE)
+	+@$(call tested,$(VENV)/bin/python -m pytest $(SELECTED) $(TOGETHER) $(ELSEWHERE))
 
 # `now` is a current CANN. `old` is one without batches and registration: copies go through the ring, one by one.
 test-npu:
@@ -117,8 +121,9 @@ $(VLLMS:%=test-vllm-%): test-vllm-%: $(VENV)/vllm-%/fetched
 
 test-vllm-installed $(VLLMS:%=test-vllm-%): test-vllm-%: $(VENV)/installed
 	@test $* = installed -o -e $(VENV)/vllm-$*/fetched || { echo "not tested: vLLM $*, whose sources pip cannot fetch"; exit 0; }; \
-	  echo "testing with vLLM $*"; PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$*$${PYTHONPATH:+:$$PYTHONPATH} \
-	  $(if $(LIMIT),timeout $(LIMIT)) $(VENV)/bin/python -m pytest --quiet -p no:cacheprovider $(SELECTED) tests/client/vllm
+	  echo "testing with vLLM $*"; export PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$*$${PYTHONPATH:+:$$PYTHONPATH}; \
+	  $(call tested,$(if $(LIMIT),timeout $(LIMIT)) $(VENV)/bin/python -m pytest --quiet -o cache_dir=.pytest_cache/vllm-$* \
+	    $(SELECTED) tests/client/vllm)
 
 # Left out are a test that takes a minute, and one that reads lines at DEBUG: this version fixes the level on import.
 test-vllm-old: $(OLD)/fetched
