@@ -45,7 +45,7 @@ FREE, WRITING, READY, DOOMED = 0, 1, 2, 3
 _H_MAGIC, _H_VERSION, _H_ID, _H_BYTES, _H_EXTENT_BYTES, _H_EXTENTS, _H_DATA, _H_CHECK = 0, 1, 2, 4, 5, 6, 7, 8
 _H_ROWS = 9
 # Words of an extent row.
-_E_SLOT_BYTES, _E_GENERATION, _E_ROWS, _E_SLOTS, _E_RETIRED, _E_CLEARED = 0, 1, 2, 3, 4, 5
+_E_SLOT_BYTES, _E_GENERATION, _E_ROWS, _E_SLOTS, _E_CLEARED = 0, 1, 2, 3, 5
 # Words of a slot row. State, tick, settled shards and the parent change individually, by one store each. The checksum
 # covers the generation and the body, which are written once per block.
 _S_STATE, _S_TICK, _S_SETTLED, _S_GENERATION, _S_PARENT, _S_CHECK = 0, 1, 2, 3, 14, 15
@@ -270,19 +270,6 @@ class RegionRows:
         if not most or slots != most or rows != self.extent_start(extent + 1) - slots * SLOT_ROW:
             return 0, generation, 0, 0
         return slot_bytes, generation, rows, slots
-
-    def retire(self, extent: int) -> None:
-        """Mark the extent as returned to the host for as long as the region exists."""
-        at = (EXTENT_ROWS + extent * EXTENT_ROW) // WORD
-        self._words[at + _E_RETIRED] = 1
-        self._words[at + _E_SLOT_BYTES] = 0
-
-    def reinstate(self, extent: int) -> None:
-        """Undo a `retire` that no daemon has done: any process that maps the region may have written it."""
-        self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_RETIRED] = 0
-
-    def is_retired(self, extent: int) -> bool:
-        return bool(self._words[(EXTENT_ROWS + extent * EXTENT_ROW) // WORD + _E_RETIRED])
 
     # Slots.
 

@@ -16,8 +16,6 @@ from dashboard_rig import ODD, status_of, traffic, wait
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 
-MIB = 1 << 20
-
 
 class Scene(NamedTuple):
     """A daemon with content, which only the test itself changes."""
@@ -209,16 +207,6 @@ def test_actions_need_the_right_token_and_a_confirmation(scene: Scene, start_das
     page.get_by_text("40 blocks were cleared.").wait_for()
     cleared = {space["model"]: space["blocks"] for space in scene.status()["namespaces"]}
     assert cleared[ODD] == 0 < cleared["Qwen/Qwen3-8B"]
-
-    page.get_by_role("button", name="Shrink…").click()
-    page.get_by_label("New size").fill("lots")
-    page.get_by_role("button", name="Shrink", exact=True).click()
-    page.get_by_text("Enter a size, as in 12GiB or 512MiB.").wait_for()
-    page.get_by_label("New size").fill("9MiB")
-    page.get_by_role("button", name="Shrink", exact=True).click()
-    page.get_by_text("The pool shrinks to 8.0 MiB.").wait_for()
-    wait(lambda: scene.status()["pool"]["bytes"] == 8 * MIB, "the smaller pool")
-    wait(lambda: page.locator("#tile-used-more").inner_text().endswith("of 8.0 MiB"), "the smaller pool on the page")
 
     page.locator("#level").select_option("debug")
     page.get_by_role("button", name="Change", exact=True).click()
@@ -414,8 +402,8 @@ def test_no_horizontal_scrolling_on_a_small_phone(
         .filter((each) => each.getBoundingClientRect().right > 360.5 && each.offsetParent !== null)
         .map((each) => each.id || each.className || each.tagName)]"""
     assert page.evaluate(wide) == [360]
-    page.get_by_role("button", name="Shrink…").tap()
-    page.get_by_label("New size").wait_for()
+    page.get_by_role("button", name="Clear all…").tap()
+    page.get_by_role("heading", name="Clear every namespace?").wait_for()
     assert page.evaluate(wide) == [360]
     backs = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert backs == {"light": "rgb(246, 247, 248)", "dark": "rgb(20, 24, 27)"}[scheme]

@@ -142,8 +142,6 @@ RECORDS: list[journal.Record] = [
     journal.EngineMade(2, "other"),
     journal.SessionOpened(2, "other", "label", b"t" * 16, "2-01234567", b"f" * 16, "2-89abcdef", 1000),
     journal.WritersNumbered(9, (1, 2)),
-    journal.Resized(4 << 20),
-    journal.ExtentRetired(1),
     journal.PinMade(1, 1, 0, [b"h" * 32]),
 ]
 

@@ -288,16 +288,6 @@ def test_clear(daemon: Any, web: Http, engine: AdminClient) -> None:
     assert f"cleared 12 blocks of {SPEC.id}, asked by the token's bearer at 127.0.0.1" in daemon.log
 
 
-def test_an_impossible_pool_size_is_refused(daemon: Any, web: Http, engine: AdminClient) -> None:
-    for size in (1, 1 << 40):
-        answer = web.post("/api/v1/resize", {"bytes": size})
-        assert (answer.status, answer.body["code"]) == (409, "conflict"), size
-        assert str(64 << 20) in answer.body["message"]  # the most that it may be
-    pool = daemon.status()["pool"]
-    assert pool["wanted_bytes"] == pool["bytes"]
-    assert found(engine) == 12
-
-
 def test_log_level(daemon: Any, web: Http) -> None:
     assert web.post("/api/v1/log-level", {"level": "debug"}).body == {"level": "debug", "before": "info"}
     daemon.status()

@@ -6,8 +6,6 @@ import fcntl
 import os
 import stat
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from leftovers import remove_regions
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, RegionError
 from kvcache_proto.region import RegionRows
-from kvcache_server.storage.region_file import RETURNS, Region, available_memory, create_region, filesystem
+from kvcache_server.storage.region_file import Region, available_memory, create_region, filesystem
 from kvcache_server.storage.region_names import RegionFolder
 
 SHM = "/dev/shm"
@@ -154,37 +152,3 @@ def test_a_mount_that_fills_up_raises_an_error_and_no_signal(small_mount: Path) 
 
 def test_available_memory_is_at_most_the_host_s() -> None:
     assert 0 < available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_one_thread_returns_extents_from_a_bounded_queue(socket_path: str) -> None:
-    region = create_region(SHM, 64 * MIB, socket_path=socket_path, extent_size=2 * MIB)
-    try:
-        before = resident(region)
-        for extent in range(31):
-            region.give_back(extent)
-            assert [thread.name for thread in threading.enumerate()].count("give-back") == 1
-        until = time.monotonic() + 30
-        while resident(region) > before - 31 * 2 * MIB:
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        assert not region.giving_back
-    finally:
-        region.close()
-    assert "give-back" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_a_full_queue_of_extents_is_reported(socket_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    region = create_region(SHM, 64 * MIB, socket_path=socket_path, extent_size=2 * MIB)
-    go = threading.Event()
-    real = Region._give_back
-    monkeypatch.setattr(Region, "_give_back", lambda self, extent: (go.wait(), real(self, extent)))
-    try:
-        for extent in range(RETURNS + 2):
-            region.give_back(extent)
-        assert region.giving_back
-        go.set()
-        while region.giving_back:
-            time.sleep(0.001)
-    finally:
-        go.set()
-        region.close()

@@ -541,20 +541,21 @@ def test_failing_parts_of_a_tick_are_counted_and_the_others_continue(start_daemo
         ear.wait(lambda message: "WATCHDOG" in message)
         os.unlink(socket_path(daemon.endpoint))
         assert daemon.process.wait(20) == 7
-    for part in ("tick", "shrink", "sweep"):
+    for part in ("tick", "insight", "sweep"):
         assert f"work failed inside the daemon: this {part} fails" in daemon.log
 
 
 BROKEN = """
 from kvcache_server.core.cache import Cache
 from kvcache_server.daemon.session_registry import SessionRegistry
+from kvcache_server.insight.insight import Insight
 
 def fail(part):
     def failing(*arguments):
         raise RuntimeError(f"this {part} fails")
     return failing
 
-Cache.tick, Cache.shrinking, SessionRegistry.sweep = map(fail, ("tick", "shrink", "sweep"))
+Cache.tick, Insight.tick, SessionRegistry.sweep = map(fail, ("tick", "insight", "sweep"))
 """
 
 

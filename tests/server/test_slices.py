@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Generator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -473,6 +475,83 @@ def test_two_requests_do_not_empty_one_extent(tiny: None, slices: int) -> None:
     check_integrity(cache)
 
 
+def test_the_coldest_extents_are_emptied_in_slices(tiny: None) -> None:
+    cache = make_cache(extents=4)
+    engine = Engine(cache, "one", block_bytes=512 * KIB)
+    for name in "abcd":
+        engine.store(chain(name, 3))
+    engine.hits(chain("a", 3))
+    size = cache.namespaces[1].groups[0].slot_bytes
+    slices = 0
+    for _ in range(3):
+        for _ in cache.eviction.reassign(Reassign(size)):
+            slices += 1
+            check_integrity(cache)
+    assert cache.pool.uncut == 3
+    assert slices > 9
+    assert engine.hits(chain("a", 3)) == 3
+
+
+def test_of_a_chain_in_many_extents_the_end_goes() -> None:
+    cache = make_cache(extents=40)
+    engine = Engine(cache, "one", block_bytes=512 * KIB)
+    engine.store(chain("a", 120))
+    size = cache.namespaces[1].groups[0].slot_bytes
+    for _ in range(20):
+        assert finish(cache.eviction.reassign(Reassign(size)))
+    assert engine.hits(chain("a", 120)) == 60
+
+
+def lines_of_slices(steps: Any) -> list[int]:
+    """Return how many lines of Python each slice took."""
+    counts = []
+
+    def note(frame: FrameType, event: str, argument: object) -> Any:
+        counts[-1] += event == "line"
+        return note
+
+    while True:
+        counts.append(0)
+        sys.settrace(note)
+        try:
+            next(steps)
+        except StopIteration:
+            return counts
+        finally:
+            sys.settrace(None)
+
+
+@pytest.fixture
+def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound in ("core.index.LOOK", "core.eviction.policy.LOOK", "core.eviction.policy._LOOK_BLOCKS"):
+        monkeypatch.setattr(f"kvcache_server.{bound}", 64)
+    monkeypatch.setattr("kvcache_server.core.eviction.policy.STEP", 1)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["a chain", "children of one block"])
+def test_no_slice_grows_with_the_blocks_of_an_extent_that_is_emptied(short_looks: None, wide: bool) -> None:
+    cache = make_cache(extents=2)
+    engine = Engine(cache, "one", block_bytes=64)
+    names = chain("a", 15_000)  # 10,922 in an extent
+    engine.store(names[:1])
+    for at in range(1, len(names), 1 if wide else 1000):
+        engine.store(names[at : at + (1 if wide else 1000)], names[0 if wide else at - 1])
+    assert max(lines_of_slices(cache.eviction.reassign(Reassign(64)))) < 2000
+    assert cache.pool.uncut == 1
+    check_integrity(cache)
+
+
+def test_examining_an_extent_is_bounded_for_any_number_of_children(short_looks: None) -> None:
+    cache = make_cache(extents=16)
+    engine = Engine(cache, "one", block_bytes=32 * KIB)
+    engine.store(["parent"])
+    for name in chain("child", 1000):
+        engine.store([name], "parent")
+    assert not cache.pool.uncut
+    assert max(lines_of_slices(cache.eviction.reassign(Reassign(32 * KIB)))) < 2000
+    assert cache.pool.uncut == 1
+
+
 # Clear, distrust, ends and quarantines.
 
 
@@ -588,31 +667,6 @@ def test_the_end_of_a_writer_takes_slices_and_its_slots_stay_quarantined(tiny: N
     do_chores(cache)
     assert figures(cache, 0.0)["pool"]["slots_quarantined"] == 0
     assert other.store(chain("a", 8)) == [Refusal.GRANTED] * 8
-
-
-def test_a_resize_retires_the_same_extents_in_slices(tiny: None) -> None:
-    cache = make_cache(extents=4)
-    engine = Engine(cache, "one", block_bytes=512 * KIB)
-    for name in "abcd":
-        engine.store(chain(name, 3))
-    engine.hits(chain("a", 3))
-    cache.resize(2 * MIB)
-    slices, gone = 0, []
-    while True:
-        steps = cache.shrinking(0.0)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                gone.append(done.value)
-                break
-            slices += 1
-            check_integrity(cache)
-        if gone[-1] is None:
-            break
-    assert gone == [2, 1, 3, None] or len(gone) == 4
-    assert slices > 9
-    assert engine.hits(chain("a", 3)) == 3
 
 
 # A look at what must always hold.

@@ -141,22 +141,6 @@ def test_blocks_of_another_size_recut_an_extent() -> None:
     assert f"engine large saved in namespace {large.spec.id} (large)" in describe(world.why(request))
 
 
-def test_a_shrunk_pool() -> None:
-    world = World(extents=2)
-    a = Engine(world, "a")
-    runs = [a.store(world.chain(1)) for _ in range(60)]
-    assert len(world.visible()) == 60
-    world.cache.resize(2 * MIB)
-    while world.cache.shrink(world.now) is not None:
-        world.tick()
-    gone = [run for run in runs if (a.number, run[0]) not in world.visible()]
-    assert gone
-    for run in gone:
-        request, _ = a.look_up(run)
-        assert causes(world, request) == [(1, "resize")]
-    assert "an operator shrank the pool" in describe(world.why(request))
-
-
 def test_a_namespace_at_its_ceiling() -> None:
     world = World(namespace_ceiling=0.25, write_quota=1.0)
     a, b = Engine(world, "a"), Engine(world, "b")

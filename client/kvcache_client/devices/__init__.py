@@ -33,7 +33,6 @@ class Memory(Protocol):
         buffer: all of it, writable.
         address: where it begins in this process; page-aligned.
         bytes: its length.
-        holes: (offset, bytes) of parts that hold nothing, and that would take memory if they were touched.
     """
 
     @property
@@ -42,8 +41,6 @@ class Memory(Protocol):
     def address(self) -> int: ...
     @property
     def bytes(self) -> int: ...
-    @property
-    def holes(self) -> Sequence[tuple[int, int]]: ...
 
 
 class Scratch:
@@ -54,7 +51,6 @@ class Scratch:
         self.words = np.frombuffer(self.buffer, np.uint8)
         self.address = int(self.words.ctypes.data)
         self.bytes = size
-        self.holes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True, eq=False)

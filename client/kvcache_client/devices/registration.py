@@ -28,20 +28,14 @@ _PATIENCE = 1.0  # seconds that each call to unlock an unused mapping waits for 
 
 
 class _Locked:
-    """One mapping: which of its pieces are locked, how many bytes that is, and how many `copies` use it.
-
-    Pieces that lie in a hole are skipped: locking them would take memory that the daemon has given back.
-    """
+    """One mapping: which of its pieces are locked, how many bytes that is, and how many `copies` use it."""
 
     def __init__(self, region: Memory, piece: int) -> None:
         self.region, self.piece = region, piece
         self.pieces: npt.NDArray[np.bool_] = np.zeros(-(-region.bytes // piece), np.bool_)
         self.calls: dict[int, int] = {}  # how many pieces were locked together, by the first of them
         self.bytes = self.copies = 0
-        self.left = self.pieces.copy()
-        for begin, size in region.holes:
-            self.left[-(-begin // piece) : (begin + size) // piece] = True
-        self.over = bool(self.left.all())
+        self.over = False
         self.wanted: dict[int, None] = {}  # in the order in which copies have asked
         self._next = 0
 
@@ -68,10 +62,10 @@ class _Locked:
 
     def take_run(self, most: int) -> tuple[int, int]:
         """Return the first piece to lock and how many follow it, `most` at most. There must be one."""
-        while self.pieces[self._next] or self.left[self._next]:
+        while self.pieces[self._next]:
             self._next += 1
         end = self._next + 1
-        while end < len(self.pieces) and end - self._next < most and not (self.pieces[end] or self.left[end]):
+        while end < len(self.pieces) and end - self._next < most and not self.pieces[end]:
             end += 1
         return self._next, end - self._next
 
@@ -80,7 +74,7 @@ class _Locked:
         self.pieces[first : first + count] = True
         self.calls[first] = count
         self.bytes += self.place(first, count)[1]
-        self.over = bool((self.pieces | self.left).all())
+        self.over = bool(self.pieces.all())
 
     def forget(self, first: int) -> None:
         self.pieces[first : first + self.calls.pop(first)] = False

@@ -31,7 +31,6 @@ class Region:
         address: where `buffer` begins in this process; page-aligned.
         bytes: its length.
         rows: the reader of its header and rows.
-        holes: (offset, bytes) of parts that the daemon had given back to the host when this was mapped.
     """
 
     def __init__(self, descriptor: int, geometry: PoolGeometry) -> None:
@@ -51,10 +50,6 @@ class Region:
             self.buffer, dtype=_EXTENT, count=geometry.extents, offset=EXTENT_ROWS
         )
         self.address = int(self._words.ctypes.data)
-        begin, size = geometry.data_offset, geometry.extent_bytes
-        self.holes = [
-            (begin + extent * size, size) for extent in range(geometry.extents) if self.rows.is_retired(extent)
-        ]
 
     def offsets(self, packed: bytes) -> npt.NDArray[np.uint64]:
         """Return the offset in the region of each slot in `packed`, REF_BYTES per reference."""

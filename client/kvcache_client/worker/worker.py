@@ -373,11 +373,10 @@ class Worker:
         region = self._session.region
         if self._device is None or region is None or region is self._straight:
             return {}
-        over, locked = self._device.registered()
-        lockable = region.bytes - sum(size for _, size in region.holes)
-        if locked >= lockable or (over and locked == region.bytes):
+        _, locked = self._device.registered()
+        if locked == region.bytes:
             self._straight = region
-        seconds = max(0.0, 1 - locked / lockable) * self._block_bytes / self._carries
+        seconds = (1 - locked / region.bytes) * self._block_bytes / self._carries
         if abs(seconds - self._carried) <= CHANGE * self._carried:
             return {}
         self._carried = seconds

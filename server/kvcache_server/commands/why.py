@@ -35,7 +35,6 @@ CAUSES = {
     "blocks{worth}",
     "namespace_ceiling": "evicted {ages} earlier: the namespace had reached its ceiling, and engine {engine} saved "
     "other blocks{worth}",
-    "resize": "evicted {ages} earlier: an operator shrank the pool",
     "dropped": "evicted {ages} earlier, before all others, because a request had said that nobody needs them again; to "
     "make room for blocks that engine {engine} saved{where}",
     "cleared": "cleared {ages} earlier by an operator ({engine})",

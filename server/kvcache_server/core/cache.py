@@ -28,7 +28,6 @@ from kvcache_server.core.pins import uncover_all
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.registry import Registry
 from kvcache_server.core.reservations import Reservations
-from kvcache_server.core.resizing import Resizing
 from kvcache_server.core.retention import Retentions
 from kvcache_server.core.sampling import Lots, keyed_draw
 from kvcache_server.core.sessions import NOBODY, Engine, Session
@@ -91,7 +90,6 @@ class Cache:
         self.invalidation = Invalidation(
             *(self.pool, self.eviction, self.lookups, self.reservations, self.counters, self.effects)
         )
-        self.resizing = Resizing(self.pool, self.eviction, self.effects)
         self.retentions = Retentions(self.pool, self.eviction, self.namespaces, limits, self.effects)
         self.eviction.give_way = self.retentions.give_way
         self.limits = limits
@@ -286,9 +284,7 @@ class Cache:
 
         parts = (self.pool, self.registry, self.reservations, self.counters)
         Restoration(snapshot, *parts, now, self.limits.quarantine).run()
-        self.resizing.wanted = snapshot.manifest.wanted
         self.retentions.restore(snapshot.manifest.pins)
-        self.set_limits(self.limits)  # the pool may be smaller than the region
         sessions = snapshot.manifest.sessions
         living = {number: sessions[number] for number in snapshot.living}
         self.await_sessions(
@@ -361,20 +357,3 @@ class Cache:
     def clear(self, namespace: str, by: str, now: float) -> int:
         """Do all of `clearing` at once."""
         return finish(self.clearing(namespace, by, now))
-
-    def resize(self, size: int) -> int:
-        """See Resizing.ask; `shrinking` then does the work."""
-        return self.resizing.ask(size)
-
-    def shrinking(self, now: float) -> Steps[int | None]:
-        """Like Resizing.shrink; then adapt quotas and shares."""
-        extent = yield from self.effects.on_behalf(Actor(now), self.resizing.shrink())
-        if extent is not None:
-            self.set_limits(self.limits)
-        elif 0 < self.resizing.wanted < self.pool.capacity:
-            self.retentions.end_weakest()  # it may be what keeps an extent in use
-        return extent
-
-    def shrink(self, now: float) -> int | None:
-        """Do all of `shrinking` at once."""
-        return finish(self.shrinking(now))

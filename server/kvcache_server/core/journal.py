@@ -15,7 +15,6 @@ from typing import Annotated
 import msgspec
 
 from kvcache_proto.errors import KVCacheError, RegionError
-from kvcache_proto.region import MAX_EXTENTS
 from kvcache_proto.types import MAX_GROUPS, MAX_HASH_BYTES, MAX_HASHES, MAX_NAME, NamespaceSpec
 
 MAGIC = b"KVCSTAT1"
@@ -26,7 +25,6 @@ MAX_RECORD = 1 << 20
 Epoch = Annotated[int, msgspec.Meta(ge=1, lt=1 << 22)]  # numbers of leases begin with it
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # of namespaces, engines and tuples of writers
 SessionNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Hash = Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BYTES)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -95,18 +93,6 @@ class WritersNumbered(msgspec.Struct, tag="crew", array_like=True, frozen=True):
     writers: tuple[SessionNumber, ...]
 
 
-class Resized(msgspec.Struct, tag="resized", array_like=True, frozen=True):
-    """A size of `bytes` was requested for the pool."""
-
-    bytes: Bytes
-
-
-class ExtentRetired(msgspec.Struct, tag="extent-gone", array_like=True, frozen=True):
-    """The extent's memory was returned to the host."""
-
-    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_EXTENTS)]
-
-
 class PinMade(msgspec.Struct, tag="pin", array_like=True, frozen=True):
     """An operator has pinned a chain of blocks of a namespace, both by number."""
 
@@ -130,8 +116,6 @@ Record = (
     | SessionOpened
     | SessionEnded
     | WritersNumbered
-    | Resized
-    | ExtentRetired
     | PinMade
     | PinEnded
 )
@@ -149,8 +133,6 @@ class Manifest:
         self.engines: dict[int, str] = {}
         self.sessions: dict[int, SessionOpened] = {}
         self.writers: dict[int, tuple[int, ...]] = {}
-        self.wanted = 0  # requested size of the pool in bytes; 0: the whole region
-        self.retired: set[int] = set()
         self.pins: dict[int, PinMade] = {}
         self.last_namespace = self.last_engine = self.last_session = self.last_writers = 0
 
@@ -183,10 +165,6 @@ class Manifest:
             case WritersNumbered():
                 self.writers[record.number] = record.writers
                 self.last_writers = max(self.last_writers, record.number)
-            case Resized():
-                self.wanted = record.bytes
-            case ExtentRetired():
-                self.retired.add(record.index)
             case PinMade():
                 self.pins[record.number] = record
             case PinEnded():
@@ -203,9 +181,6 @@ class Manifest:
         yield from self.sessions.values()
         for number, writers in self.writers.items():
             yield WritersNumbered(number, writers)
-        if self.wanted:
-            yield Resized(self.wanted)
-        yield from map(ExtentRetired, self.retired)
         yield from self.pins.values()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvcache_proto.errors import BadArgument
@@ -40,7 +40,6 @@ class Pool:
         self.geometry = rows.geometry
         self.generation = generation
         self.quarantine = Quarantine()
-        self.retired: set[int] = set()  # extents whose memory was returned to the host
         self._uncut = list(range(self.geometry.extents - 1, -1, -1))
         self._roomy: dict[int, list[Extent[Block]]] = {}  # by slot size: extents that may have vacant slots
         self.empty: dict[int, Extent[Block]] = {}  # the extents without blocks
@@ -48,12 +47,11 @@ class Pool:
 
     @property
     def capacity(self) -> int:
-        return (self.geometry.extents - len(self.retired)) * self.geometry.extent_bytes
+        return self.geometry.extents * self.geometry.extent_bytes
 
     def slots_of(self, slot_bytes: int) -> int:
         """Return how many slots of that size the pool would have."""
-        extents = self.geometry.extents - len(self.retired)
-        return extents * slots_per_extent(self.extent_bytes, slot_bytes)
+        return self.geometry.extents * slots_per_extent(self.extent_bytes, slot_bytes)
 
     @property
     def extent_bytes(self) -> int:
@@ -197,20 +195,6 @@ class Pool:
         del self.empty[extent.index], self.extents[extent.index]
         self._uncut.append(extent.index)
 
-    def idle(self) -> int | None:
-        """Return an empty extent, uncut, or None. Prefers the last one in the region."""
-        if not self._uncut:
-            if not self.empty:
-                return None
-            self.uncut_extent(next(iter(self.empty.values())))
-        return max(self._uncut)
-
-    def retire(self, index: int) -> None:
-        """Remove an idle extent from the pool for good."""
-        self._uncut.remove(index)
-        self.rows.retire(index)
-        self.retired.add(index)
-
     def locate(self, block: Block) -> tuple[Extent[Block], int]:
         """Return the extent and the slot of `block`."""
         offset = int.from_bytes(block.ref[:8], "little")
@@ -240,20 +224,13 @@ class Pool:
         self.empty[index] = extent
         return extent
 
-    def resume(self, generation: int, retired: Iterable[int] = ()) -> None:
+    def resume(self, generation: int) -> None:
         """Continue after an earlier daemon, with all extents adopted and filled.
 
-        `generation` is the last one that it used, `retired` are the extents that it retired.
+        `generation` is the last one that it used.
         """
         self.generation = generation
-        vacant = [index for index in range(self.geometry.extents - 1, -1, -1) if index not in self.extents]
-        self.retired = set(retired) & set(vacant)
-        self._uncut = [index for index in vacant if index not in self.retired]
-        for index in range(self.geometry.extents):
-            if index in self.retired:
-                self.rows.retire(index)
-            elif self.rows.is_retired(index):
-                self.rows.reinstate(index)
+        self._uncut = [index for index in range(self.geometry.extents - 1, -1, -1) if index not in self.extents]
         for extent in self.extents.values():
             blocks = extent.blocks
             extent.vacant = array("I", (slot for slot in range(len(blocks) - 1, -1, -1) if blocks[slot] is None))

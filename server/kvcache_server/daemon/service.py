@@ -72,7 +72,6 @@ class Service:
         )
         self._lost = ""  # the path of a socket whose file was removed
         self._started, self._started_at = time.monotonic(), time.time()
-        self._shrinking = False
         self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
         self._followers: list[Callable[[list[Change]], None]] = [self._insight.follow, self._tiering.follow]
@@ -237,7 +236,6 @@ class Service:
             self._sessions.sweep,
             lambda: self._cache.tick(time.monotonic()),
             lambda: self._insight.tick(time.monotonic()),
-            self._shrink,
             self._end_turn,  # changes without a message
             self._http.collect if self._http else lambda: None,
             self._long_work.schedule,
@@ -250,20 +248,6 @@ class Service:
             except Exception as error:  # noqa: BLE001 - as in _answer
                 self._answers.failed(0, error)
         self._next_tick = self._loop.call_later(TICK, self._tick)
-
-    def _shrink(self) -> None:
-        """Continue a resize, one extent after the other."""
-        # Locking would allocate the memory again, and the thread that returns memory must keep up.
-        if not self._shrinking and not self._region.being_locked and not self._region.giving_back:
-            self._long_work.run(self._cache.shrinking(time.monotonic())).add_done_callback(self._shrunk)
-            self._shrinking = True
-
-    def _shrunk(self, done: asyncio.Future[int | None]) -> None:
-        self._shrinking = False
-        extent = done.result()
-        if extent is not None:
-            self._region.give_back(extent)
-            self._shrink()
 
     def _look_after_sockets(self) -> None:
         """Stop if a socket's file was removed: clients cannot find the daemon; the next start creates it again."""

@@ -137,13 +137,6 @@ class AdminOps:
         log.warning("session %d was fenced off by %s", session, who)
         self._tidy(session)
 
-    def resize(self, size: int, who: str) -> int:
-        """Start to shrink the pool; return how many bytes it will have. Raises BadArgument."""
-        before, wanted = self._cache.pool.capacity, self._cache.resize(size)
-        self._end_turn()
-        log.warning("the pool shrinks from %s to %s, asked by %s", format_size(before), format_size(wanted), who)
-        return wanted
-
     def set_log_level(self, level: str, who: str) -> str:
         """Set the log level and return the previous one."""
         before = logs.level()

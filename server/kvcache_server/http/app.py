@@ -174,13 +174,6 @@ class HttpApp:
         body = decode(await request.read(), schema.Clear)
         return json_response(schema.Cleared(await self._admin_ops.clear(body.namespace, _who(request))))
 
-    async def _resize(self, request: web.Request) -> web.Response:
-        body = decode(await request.read(), schema.Resize)
-        try:
-            return json_response(schema.Resized(self._admin_ops.resize(body.bytes, _who(request))))
-        except BadArgument as error:
-            raise web.HTTPConflict(text=str(error)) from None
-
     async def _log_level(self, request: web.Request) -> web.Response:
         level = (decode(await request.read(), schema.LogLevel)).level
         before = cast(schema.Level, self._admin_ops.set_log_level(level, _who(request)))

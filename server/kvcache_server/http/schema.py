@@ -39,8 +39,6 @@ class Pool(msgspec.Struct):
 
     region_id: str
     bytes: Annotated[Count, _doc("Memory for blocks")]
-    wanted_bytes: Annotated[Count, _doc("Size that a resize is shrinking the pool to; otherwise its size")]
-    given_back_bytes: Annotated[Count, _doc("Memory that resizes have returned to the host")]
     used_bytes: Count
     extents: Count
     extent_bytes: Count
@@ -318,18 +316,6 @@ class Cleared(msgspec.Struct):
     blocks: Count
 
 
-class Resize(msgspec.Struct, forbid_unknown_fields=True):
-    """The size to shrink the pool to. It never grows while the daemon runs."""
-
-    bytes: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
-
-
-class Resized(msgspec.Struct):
-    """The size that the pool will have, in whole extents, once nobody reads or writes what has to go."""
-
-    bytes: Count
-
-
 class LogLevel(msgspec.Struct, forbid_unknown_fields=True):
     """The least severity to log."""
 
@@ -385,7 +371,6 @@ _WHY = {
     401: "No token was given.",
     403: "The token is wrong.",
     404: "There is no such thing.",
-    409: "The pool is not larger than that, or one extent is.",
     503: "Not yet: sessions of the previous daemon are expected to reconnect.",
 }
 
@@ -404,15 +389,6 @@ ROUTES = (
         Cleared,
         Clear,
         (400, 404, 503),
-    ),
-    Route(
-        "resize",
-        "POST",
-        "/api/v1/resize",
-        "Shrink the pool and return the memory to the host, for as long as the region exists.",
-        Resized,
-        Resize,
-        (400, 409),
     ),
     Route(
         "log_level",

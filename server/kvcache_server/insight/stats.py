@@ -66,8 +66,6 @@ class Report:
         return {
             "region_id": self._cache.geometry.region_id.hex(),
             "bytes": self._cache.pool.capacity,
-            "wanted_bytes": self._cache.resizing.wanted or self._cache.pool.capacity,
-            "given_back_bytes": len(self._cache.pool.retired) * self._cache.pool.extent_bytes,
             "used_bytes": self._cache.eviction.fair_share.used,
             "extents": self._cache.geometry.extents,
             "extent_bytes": self._cache.geometry.extent_bytes,

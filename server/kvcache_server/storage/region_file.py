@@ -7,10 +7,9 @@ import ctypes
 import errno
 import logging
 import os
-import queue
 import resource
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -31,8 +30,6 @@ CHUNK = 32 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1: huge pages regardless of the host's settings for shared memory, unless they forbid it
 MAX_THREADS = 16
-RETURNS = 8  # extents waiting to be returned to the host
-_PUNCH_HOLE = 0x01 | 0x02  # flags of fallocate: punch a hole, keep the file's size
 RAISE_MEMLOCK = "raise it (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock=-1 in docker), or give CAP_IPC_LOCK"
 
 # Called through ctypes, which releases the GIL; `mmap.madvise` keeps it, and threads would not run in parallel.
@@ -40,7 +37,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 
 
 class Region:
@@ -56,52 +52,17 @@ class Region:
         self.notes: list[str] = []
         self._claim = claim
         self._closed = False
-        self._locker: threading.Thread | None = None
-        self._returner: threading.Thread | None = None
-        self._returns: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None is the end
 
-    def lock_later(self, lock: str, holes: Collection[int] = ()) -> None:
-        """Lock the pages, which are all present, into memory in a thread; `lock` is as for `create_region`.
-
-        `holes` are extents whose memory was returned to the host.
-        """
+    def lock_later(self, lock: str) -> None:
+        """Lock the pages, which are all present, into memory in a thread; `lock` is as for `create_region`."""
 
         def work() -> None:
-            g = self.geometry
-            skipped = [(g.data_offset + index * g.extent_bytes, g.extent_bytes) for index in sorted(holes)]
-            why_not = _Prefault(self.buffer, self.fd, lock, "never").run(lambda done, total: None, skipped)
+            why_not = _Prefault(self.buffer, self.fd, lock, "never").run(lambda done, total: None)
             self.locked = lock != "never" and not why_not
             if why_not:
                 log.warning("the region is not locked into memory: %s", why_not)
 
-        self._locker = signals.start_thread("lock-region", work)
-
-    @property
-    def being_locked(self) -> bool:
-        return self._locker is not None and self._locker.is_alive()
-
-    @property
-    def giving_back(self) -> bool:
-        """Whether the queue of extents to be returned is long."""
-        return self._returns.qsize() >= RETURNS
-
-    def give_back(self, extent: int) -> None:
-        """Return the extent's memory to the host, in a thread because it takes about 10 ms.
-
-        Touching it allocates it again. Pages that a device has locked are freed when the device unlocks them.
-        """
-        self._returns.put(extent)
-        if self._returner is None:
-            self._returner = signals.start_thread("give-back", self._give_back_all)
-
-    def _give_back_all(self) -> None:
-        while (extent := self._returns.get()) is not None and not self._closed:
-            self._give_back(extent)
-
-    def _give_back(self, extent: int) -> None:
-        g = self.geometry
-        if _libc.fallocate(self.fd, _PUNCH_HOLE, g.data_offset + extent * g.extent_bytes, g.extent_bytes):
-            log.warning("the memory of extent %d cannot be returned: %s", extent, os.strerror(ctypes.get_errno()))
+        signals.start_thread("lock-region", work)
 
     def close(self, keep: bool = False) -> None:
         """Close the region and, without `keep`, remove the file. Clients' mappings stay. Calling it again does
@@ -109,9 +70,6 @@ class Region:
         if self._closed:
             return
         self._closed = True
-        if self._returner is not None:
-            self._returns.put(None)  # the next daemon returns what is still queued
-            self._returner.join()
         if not keep:
             self._claim.remove()
         self.buffer.release()  # unmaps it if nothing else refers to the mapping
@@ -354,22 +312,20 @@ class _Prefault:
         self.huge_bytes = 0
         self.why_small = ""
 
-    def run(self, progress: Progress, holes: Sequence[tuple[int, int]] = ()) -> str:
-        """Fill and lock the pages; return why they are not locked, or "".
-
-        `holes`, sorted pairs of offset and size, are left out. Raises RegionError if memory runs out.
-        """
+    def run(self, progress: Progress) -> str:
+        """Fill and lock the pages; return why they are not locked, or "". Raises RegionError if memory runs out."""
         total = len(self._mapping)
         if self._lock != "never":
             _raise_memlock_limit()
         with self._mapping[:] as mapping:  # keeps the mapping if it is released in the meantime
-            self._fill_all(address_of(mapping), list(_chunks(total, holes)), progress)
+            self._fill_all(address_of(mapping), progress)
             if self._why_unlocked:
                 _libc.munlock(address_of(mapping), total)
         return self._why_unlocked
 
-    def _fill_all(self, start: int, chunks: Sequence[tuple[int, int]], progress: Progress) -> None:
+    def _fill_all(self, start: int, progress: Progress) -> None:
         done, total = 0, len(self._mapping)
+        chunks = [(offset, min(CHUNK, total - offset)) for offset in range(0, total, CHUNK)]
         progress(0, total)
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, "prefault") as pool:
@@ -406,15 +362,6 @@ class _Prefault:
         elif length % HUGE_PAGE == 0:  # the last part of a mapping may be shorter than a huge page
             self._huge = False
             self.why_small = f"the kernel gives no huge pages: {os.strerror(ctypes.get_errno())}"
-
-
-def _chunks(total: int, holes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the offset and size of each chunk to fill."""
-    at = 0
-    for begin, size in (*holes, (total, 0)):
-        for offset in range(at, begin, CHUNK):
-            yield offset, min(CHUNK, begin - offset)
-        at = begin + size
 
 
 def _explain(error: int, offset: int, total: int) -> None:

@@ -124,15 +124,7 @@ def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region,
         extra={"fields": {"event": "recovered", **found}},
     )
     _share_counters(state, cache)
-    retired = cache.pool.retired
-    for extent in retired:  # the previous daemon may have been killed before it returned the memory
-        region.give_back(extent)
-    if retired:
-        log.warning(
-            "the region was made smaller while it was in use: %s of %s; `serve --fresh` starts with all of it",
-            *(format_size(cache.pool.capacity), format_size(region.geometry.extents * region.geometry.extent_bytes)),
-        )
-    region.lock_later(config.lock, retired)
+    region.lock_later(config.lock)
     return WarmStart(region, state, files, cache, disconnected)
 
 

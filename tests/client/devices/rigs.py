@@ -272,7 +272,7 @@ class Memory:
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self.descriptor = descriptor
         self.array = np.frombuffer(self.buffer, np.uint8)
-        self.address, self.bytes, self.holes = int(self.array.ctypes.data), size, []
+        self.address, self.bytes = int(self.array.ctypes.data), size
 
     def __del__(self) -> None:
         with suppress(OSError):

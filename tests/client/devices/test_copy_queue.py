@@ -70,7 +70,7 @@ class Device:
 
 
 def region(chunks: int, address: int = 1 << 30) -> Any:
-    return SimpleNamespace(address=address, bytes=chunks * CHUNK, holes=[])
+    return SimpleNamespace(address=address, bytes=chunks * CHUNK)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -161,13 +161,13 @@ def test_a_copy_that_breaks_the_engines_thread_fails_alone(
     locked.close()
 
 
-def test_what_the_daemon_has_given_back_is_not_locked(device: Device) -> None:
-    locked, memory = Registration(device, CHUNK), region(8)  # type: ignore[arg-type]
-    memory.holes = [(2 * CHUNK - 4096, 3 * CHUNK), (7 * CHUNK, CHUNK)]
+def test_pieces_are_locked_in_large_calls(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "CALL", 3 * CHUNK)
+    locked, memory = Registration(device, CHUNK), region(5)  # type: ignore[arg-type]
     locked.register(memory)
     wait_until(lambda: locked.progress() == (True, 5 * CHUNK))
-    assert device.locks == [("lock", memory.address), ("lock", memory.address + 4 * CHUNK)]
-    assert device.sizes == [2 * CHUNK, 3 * CHUNK]  # what follows each other is locked by one call
+    assert device.locks == [("lock", memory.address), ("lock", memory.address + 3 * CHUNK)]
+    assert device.sizes == [3 * CHUNK, 2 * CHUNK]
     locked.close()
     assert len(device.locks) == 4
 

@@ -146,12 +146,7 @@ def open_session(settings: ConnectorSettings, engine: str, label: str) -> Sessio
 
 def map_pages(region: Memory) -> None:
     """Fill this process's page tables for `region`: the driver locks a mapped page in half the time."""
-    holes = [(begin, begin + size) for begin, size in region.holes]
-    parts = [
-        (region.address + begin, min(_PART, region.bytes - begin))
-        for begin in range(0, region.bytes, _PART)
-        if not any(low < begin + _PART and begin < high for low, high in holes)
-    ]
+    parts = [(region.address + begin, min(_PART, region.bytes - begin)) for begin in range(0, region.bytes, _PART)]
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "kvcache-map") as pool:
         failed = sum(bool(result) for result in pool.map(lambda part: _libc.madvise(*part, POPULATE_WRITE), parts))
     if failed:

@@ -15,12 +15,13 @@ _FLOOR = 1 / 32  # of an even split
 
 class FairShare:
     def __init__(self, capacity: int, namespace_floor: float) -> None:
+        self._capacity = capacity
         self._accounts: list[Account] = []
         self.news: list[tuple[Account, Order]] = []
-        self.set_limits(capacity, namespace_floor)
+        self.set_limits(namespace_floor)
 
-    def set_limits(self, capacity: int, namespace_floor: float) -> None:
-        self._capacity, self._namespace_floor = capacity, namespace_floor
+    def set_limits(self, namespace_floor: float) -> None:
+        self._namespace_floor = namespace_floor
 
     @property
     def accounts(self) -> Sequence[Account]:

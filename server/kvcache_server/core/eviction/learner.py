@@ -236,7 +236,7 @@ class Learner:
             slots = self._pool.slots_of(used // max(blocks, 1))
             if used * 2 > self._pool.capacity and not self._slots <= 2 * slots <= 4 * self._slots:
                 most = max(groups, key=lambda group: len(group.visible))
-                self._resize(slots, most.spec.block_tokens)  # other blocks have come, or the pool has shrunk
+                self._resize(slots, most.spec.block_tokens)  # other blocks have come
             yield from self.worths.refresh(self.monitor.watched(), self._pool.tick)
         finally:
             self._refreshing = False

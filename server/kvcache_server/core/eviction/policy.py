@@ -32,10 +32,10 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.sampling import Draw, Lots
 from kvcache_server.core.slices import LOOK, STEP, Chores, Steps
 
-# Why a block was evicted: for another block; the engine's or its namespace's ceiling; slots of another size; a resize;
-# for another block, after an engine had said that nobody needs it again.
-EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "resize", "dropped")
-ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT, RESIZE, DROPPED = EVICTED_FOR
+# Why a block was evicted: for another block; the engine's or its namespace's ceiling; slots of another size; for
+# another block, after an engine had said that nobody needs it again.
+EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "recut", "dropped")
+ROOM, OWN_CEILING, NAMESPACE_CEILING, RECUT, DROPPED = EVICTED_FOR
 _MOST_DROPPED = 16_384  # chains that are remembered as dropped; older ones are evicted in their turn
 
 _MUCH_LESS = 2
@@ -99,9 +99,9 @@ class Eviction:
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
-        capacity, ceiling = self._pool.capacity, limits.namespace_ceiling
-        self.fair_share.set_limits(capacity, limits.namespace_floor)
-        self._namespace_ceiling = int(ceiling * capacity) if ceiling < 1 else 0
+        ceiling = limits.namespace_ceiling
+        self.fair_share.set_limits(limits.namespace_floor)
+        self._namespace_ceiling = int(ceiling * self._pool.capacity) if ceiling < 1 else 0
         self.ranking.expire()
 
     def refreshing(self) -> Steps[None]:
@@ -436,23 +436,15 @@ class Eviction:
                 return False
         return True
 
-    def idle(self) -> Steps[int | None]:
-        """Return an empty extent. If all are in use, empty the coldest one first; None if each is being read or
-        written."""
-        index = self._pool.idle()
-        if index is None and not self.frozen and (yield from self._empty_one(self._pool.extents.values(), RESIZE)):
-            index = self._pool.idle()
-        return index
-
     def reassign(self, wanted: Reassign) -> Steps[bool]:
         """Empty the coldest extent of that slot size that is not being read or written; return False if there is
         none."""
         mine = [extent for extent in self._pool.extents.values() if extent.slot_bytes == wanted.slot_bytes]
-        done = yield from self._empty_one(mine, RECUT)
+        done = yield from self._empty_one(mine)
         self._counters["extents_recut"] += done
         return done
 
-    def _empty_one(self, extents: Iterable[Extent[Block]], cause: str) -> Steps[bool]:
+    def _empty_one(self, extents: Iterable[Extent[Block]]) -> Steps[bool]:
         candidates = sorted((each for each in extents if _may_go(each)), key=lambda extent: extent.newest)
         # The coldest, and the latest: with a chain in many extents, emptying the first one empties all others.
         middle = max(_LOOKS, len(candidates) - _LOOKS)
@@ -464,11 +456,11 @@ class Eviction:
             yield
         looks.sort(key=lambda look: look[0])
         for extent in [extent for _, extent in looks] + candidates[_LOOKS:middle][: 2 * _LOOKS]:
-            if _may_go(extent) and (yield from self._empty(extent, cause)):
+            if _may_go(extent) and (yield from self._empty(extent)):
                 return True
         return False
 
-    def _empty(self, extent: Extent[Block], cause: str) -> Steps[bool]:
+    def _empty(self, extent: Extent[Block]) -> Steps[bool]:
         """Evict the blocks of the extent and all below them; return False if one is being read or written."""
         if not (yield from self._unused(extent)) or extent.closed:  # others may have begun to empty it meanwhile
             return False
@@ -483,7 +475,7 @@ class Eviction:
                         if each is not None:
                             if each.pins or not each.visible or extent.busy:
                                 return False  # since it was checked
-                            self._pool.give_back(*self._evicted(each, cause))
+                            self._pool.give_back(*self._evicted(each, RECUT))
                             done += 1
                         if each is None or done % STEP == 0:
                             yield

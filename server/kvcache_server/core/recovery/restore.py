@@ -70,7 +70,7 @@ class Restoration:
         for position in self.old.doomed():
             self._hold(position)
         self._settle_up()
-        self._pool.resume(self.old.last, self.old.manifest.retired)
+        self._pool.resume(self.old.last)
         self._counters.update(self.old.counters)
 
     def _name(self) -> None:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 HEADER = "X-KVCache-Dashboard"  # pages of other sites would need our permission to send it, which we do not give
 BODY = 64 << 10
 TOKEN = 4096  # bytes read from its file; a token has at most 256
-ACTIONS = ("clear", "resize", "log_level", "fence_off", "token")
+ACTIONS = ("clear", "log_level", "fence_off", "token")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "

@@ -119,7 +119,6 @@ function show({ status, now, host, answered }) {
   facts("pool-facts", [
     ["pinned by leases", size(pool.pinned_bytes)], ["largest free extent", size(pool.largest_free_bytes)],
     ["blocks", `${count(pool.blocks)} found, ${count(pool.blocks_writing)} being written, ${count(pool.blocks_hidden)} waiting for a parent`],
-    ["returned to the host", size(pool.given_back_bytes) + (pool.wanted_bytes < pool.bytes ? `, shrinking to ${size(pool.wanted_bytes)}` : "")],
   ]);
   showCompared(status.eviction);
   const evicted = { ...status.evictions };
@@ -301,33 +300,6 @@ function clearOf(space) {
   });
 }
 
-function parseSize(text) {
-  const match = /^\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:iB|B)?\s*$/i.exec(text);
-  return match ? Math.round(Number(match[1]) * 1024 ** " KMGT".indexOf(match[2].toUpperCase() || " ")) : 0;
-}
-
-function resize() {
-  const { pool } = data.status;
-  const input = make("input", { name: "size", required: true, value: size(pool.bytes).replace(" ", ""), spellcheck: "false" });
-  confirm({
-    title: "Shrink the pool?",
-    body: [
-      say(`It has ${size(pool.bytes)}, in extents of ${size(pool.extent_bytes)}; the new size is rounded down to whole extents.`),
-      make("label", { text: "New size" }, input),
-      say("The coldest blocks are evicted first, in steps, and none that is being read or written; the memory is returned to the host. The pool cannot grow again while this region exists: a restart keeps the smaller size, and only serve --fresh, which discards the cache, restores the full size."),
-    ],
-    yes: "Shrink",
-    danger: true,
-    act: async () => {
-      const bytes = parseSize(input.value);
-      if (!bytes) throw new Error("Enter a size, as in 12GiB or 512MiB.");
-      if (bytes >= pool.bytes) throw new Error(`Enter less than the current ${size(pool.bytes)}.`);
-      const answer = await ask("POST", "/api/v1/resize", { bytes });
-      toast(`The pool shrinks to ${size(answer.bytes)}.`);
-    },
-  });
-}
-
 function setLevel() {
   const level = id("level").value, now = data.status.daemon.log_level;
   id("level").value = now; // until it is changed
@@ -360,7 +332,6 @@ function fenceOff(session) {
 }
 
 id("clear-all").addEventListener("click", () => clearOf(null)());
-id("resize").addEventListener("click", resize);
 id("level").addEventListener("change", setLevel);
 document.querySelectorAll("[data-span]").forEach((button) => button.addEventListener("click", () => {
   span = Number(button.dataset.span);
