@@ -16,15 +16,13 @@ from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, encode
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome, Refusal, SlotRef
-from kvcache_server.commands.describe import compared
+from kvcache_server.commands.describe import evicting
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import LRU, WORTH
-from kvcache_server.core.eviction.window import KEPT, Window
 from kvcache_server.core.index import Account, Block, Share
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.registry import MAX_ATTACHED
 from kvcache_server.core.sampling import Lots, keyed_draw
-from kvcache_server.core.slices import finish
 from kvcache_server.insight.histogram import Histogram
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.residency import Residency
@@ -387,81 +385,6 @@ def test_a_session_attaches_a_few_namespaces() -> None:
     attach(MAX_ATTACHED)
 
 
-def ask_for(asked: list[str], engine: Engine) -> None:
-    """One-block prompts, each stored if it misses."""
-    for name in asked:
-        if not engine.hits([name]):
-            engine.store([name])
-
-
-def hits_of_lru(asked: list[str], slots: int) -> list[bool]:
-    kept: dict[str, None] = {}
-    hits = []
-    for name in asked:
-        hits.append(name in kept)
-        kept.pop(name, None)
-        kept[name] = None
-        if len(kept) > slots:
-            del kept[next(iter(kept))]
-    return hits
-
-
-def test_the_pool_is_compared_with_lru_and_with_the_best_possible_cache() -> None:
-    cache = make_cache(extents=1)
-    engine = Engine(cache, "one", block_bytes=30 << 10)
-    slots = cache.pool.capacity // engine.cache.namespaces[1].groups[0].slot_bytes
-    draw = random.Random(1)
-    loop = [f"l{at % (slots + 20)}" for at in range(1000)]  # plain LRU never finds one
-    mixed = [f"m{int(draw.paretovariate(0.7))}" for _ in range(1000)]
-    ask_for(loop + mixed, engine)
-    found = figures(cache, 1.0)["eviction"]
-    figure, by_lru = found["compared"], hits_of_lru(loop + mixed, slots)
-    assert found["sampled_blocks"] == 2000 and figure["one_in"] == 1
-    assert found["sampled_hits"]["age"] == sum(by_lru)
-    assert (figure["blocks"], figure["age"]) == (1000, sum(by_lru[1000:])), "the later half"
-    assert figure["age"] <= figure["optimum"] < 1000
-    assert figure["pool"] <= figure["optimum"]
-    ask_for(loop[: slots + 20] * 9, engine)
-    now = figures(cache, 5.0)["eviction"]["compared"]
-    assert now == figure, "it takes some time: not for each who asks"
-    now = figures(cache, 12.0)["eviction"]["compared"]
-    assert now != figure
-    assert now["optimum"] / now["blocks"] > max(now["age"], now["worth"], now["pool"]) / now["blocks"]
-
-
-def test_the_best_possible_cache_keeps_all_of_a_loop_that_it_can() -> None:
-    window, slots, length = Window(), 50, 80
-    for at in range(3 * KEPT):
-        window.add(f"{at % length}".encode(), False, False, False)
-    assert len(window) == KEPT, "the oldest are overwritten"
-    found = finish(window.compare(slots, 4, 0.0))
-    assert (found.blocks, found.one_in, found.pool, found.age) == (KEPT // 2, 4, 0, 0)
-    assert found.optimum / found.blocks == pytest.approx((slots - 1) / (length - 1), rel=0.03)
-
-
-def test_a_comparison_covers_the_latest_blocks_only() -> None:
-    window = Window()
-    for at in range(KEPT + 100):
-        window.add(b"%d" % at, at >= KEPT, at < KEPT // 2, True)
-    found = finish(window.compare(10, 1, 0.0))
-    assert (found.pool, found.age, found.worth) == (100, 0, KEPT // 2)
-    assert found.optimum == found.worth, "not less than a cache has found"
-
-
-def test_a_comparison_that_takes_long_is_made_in_slices_and_by_one_at_a_time() -> None:
-    window = Window()
-    for at in range(KEPT):
-        window.add(b"%d" % (at % 3000), False, False, False)
-    first = window.compare(1000, 1, 0.0)
-    assert sum(1 for _ in first) > 20
-    second, third = window.compare(1000, 1, 20.0), window.compare(1000, 1, 40.0)
-    next(second)
-    assert not list(third), "there is one from before"
-    window.clear()
-    finish(second)
-    assert finish(window.compare(1000, 1, 41.0)).blocks == 0, "of another sample"
-
-
 def test_hits_and_evictions_are_counted_by_class() -> None:
     cache = make_cache(extents=1)
     engine = Engine(cache, "one", block_bytes=500 << 10)  # four of them
@@ -480,13 +403,10 @@ def test_hits_and_evictions_are_counted_by_class() -> None:
     assert (found["by_age"], found["switches"], found["declined_blocks"]) == (False, 0, 0)
 
 
-def test_status_compares_the_hits_with_other_caches() -> None:
+def test_status_says_what_is_evicted() -> None:
     stats = figures(make_cache(), 0.0)["eviction"]
-    assert not any("LRU" in line for line in compared(stats)), "nothing was asked for yet"
-    stats["compared"] |= {"blocks": 1000, "pool": 312, "age": 250, "optimum": 401}
     stats["hit_blocks_by_class"]["more"] = 1234
-    text = "\n".join(compared(stats))
-    assert "31.2% found; eviction by age would have found 25.0%, the best possible cache 40.1%" in text
+    text = "\n".join(evicting(stats))
     assert "what is worth least goes first" in text and "more often 1,234" in text
-    assert "least recently used goes first" in "\n".join(compared(stats | {"by_age": True}))
-    assert compared(None) == [], "of a daemon of 0.1.0"
+    assert "least recently used goes first" in "\n".join(evicting(stats | {"by_age": True}))
+    assert evicting(None) == [], "of a daemon of 0.1.0"

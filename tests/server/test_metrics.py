@@ -116,10 +116,6 @@ def test_activity_is_counted(daemon: Any, engine: Engine) -> None:
     assert found["kvcache_needed_blocks_total"] == 0
     assert found['kvcache_deduplicated_blocks_total{state="cached"}'] == 4
     assert found['kvcache_class_hit_blocks_total{asked="once"}'] == 4
-    assert found["kvcache_sampled_blocks_total"] == 8, "a small pool's sample has all blocks"
-    assert found['kvcache_sampled_hit_blocks_total{cache="pool"}'] == 4
-    for each in ("pool", "age", "worth", "optimum"):
-        assert found[f'kvcache_sampled_hit_ratio{{cache="{each}"}}'] == 0, "the later four of these eight were new"
     assert found['kvcache_errors_total{code="bad_argument"}'] == 1
     assert found["kvcache_acquire_duration_seconds_count"] == 2
     assert 0 < found["kvcache_acquire_duration_seconds_sum"] < 2
@@ -223,7 +219,6 @@ def test_metrics_start_at_0_so_that_the_first_event_is_a_rise(daemon: Any) -> No
         'refused_blocks_total{reason="quota"}',
         'refused_blocks_total{reason="not_worth_it"}',
         'class_evicted_blocks_total{asked="more"}',
-        'sampled_hit_blocks_total{cache="age"}',
         "eviction_switches_total",
         "eviction_by_age",
         'evicted_blocks_total{cause="recut"}',

@@ -220,6 +220,23 @@ def test_the_blocks_above_a_hit_go_up_one_class_too() -> None:
     assert [visible[name].tick & CLASS_MASK for name in hashes(names)] == [2, 2, 2, 2, 1, 1]
 
 
+def test_a_small_cache_of_the_guard_is_an_lru_cache() -> None:
+    cache = make_cache(extents=1)
+    engine = Engine(cache, "one", block_bytes=30 << 10)
+    slots = cache.pool.slots_of(30 << 10)
+    draw = random.Random(1)
+    loop = [f"l{at % (slots + 20)}" for at in range(1000)]
+    mixed = [f"m{int(draw.paretovariate(0.7))}" for _ in range(1000)]
+    by_age = cache.eviction.guard._by_age
+    for at, name in enumerate(loop + mixed):
+        if not engine.hits([name]):
+            engine.store([name])
+        if at % 100 == 99:
+            cache.learner.learn()
+            latest = list(dict.fromkeys((loop + mixed)[at::-1]))[:slots]
+            assert list(by_age) == hashes(latest[::-1])
+
+
 def test_class_and_time_survive_a_restart() -> None:
     host = Host(extents=6)
     spec = NamespaceSpec("m", (GroupSpec(16, 256 * KIB),), hash_bytes=8)

@@ -23,7 +23,7 @@ def describe(stats: dict[str, Any]) -> str:
         f"            {blocks(stats['pool'])}",
         f"hits        {ratio(hits, asked)} of {asked:,} blocks asked for, {format_size(found(spaces))} found",
         f"            {needed(stats)}",
-        *compared(stats.get("eviction")),  # not in 0.1.0
+        *evicting(stats.get("eviction")),  # not in 0.1.0
         f"copies      {copied(stats)}",
         *kept(stats.get("hints")),  # not in 0.1.0
         *below(daemon),
@@ -82,19 +82,16 @@ def copied(stats: dict[str, Any]) -> str:
     return f"{format_size(told.get('loaded_bytes', 0))} loaded, {format_size(told.get('saved_bytes', 0))} saved"
 
 
-def compared(eviction: dict[str, Any] | None) -> list[str]:
-    """Return lines on how blocks are chosen for eviction, and on what other caches would have found."""
+def evicting(eviction: dict[str, Any] | None) -> list[str]:
+    """Return lines on how blocks are chosen for eviction, and on how often they had been asked for."""
     if not eviction:
         return []
-    lines = []
-    if (ratios := in_comparison(eviction)) is not None:
-        lines.append(f"            of the latest {eviction['compared']['blocks']:,} in a sample: {ratios}")
     chosen = "what is worth least goes first"
     if eviction["by_age"]:
         chosen = "the least recently used goes first: in the sample, that finds more than eviction by worth"
     if declined := eviction["declined_blocks"]:
         chosen += f"; blocks not stored, because they were worth less than each cached one: {declined:,}"
-    lines.append(f"eviction    {chosen}")
+    lines = [f"eviction    {chosen}"]
     for said, what in (
         ("hits on blocks that had been asked for", "hit"),
         ("evicted, after having been asked for", "evicted"),
@@ -137,15 +134,6 @@ def absent_tiers(daemon: dict[str, Any]) -> dict[str, str]:
     there = {each["name"] for each in daemon.get("tiers", ())}  # not in 0.1.0
     processes = daemon.get("tier_processes", ())
     return {each["name"]: each["ended"] or "starting" for each in processes if each["name"] not in there}
-
-
-def in_comparison(eviction: dict[str, Any]) -> str | None:
-    """Return the hit ratio of the latest blocks in the sample, and those of other caches; None if there are none."""
-    figures = eviction["compared"]
-    mine, lru, best = (ratio(figures[cache], figures["blocks"]) for cache in ("pool", "age", "optimum"))
-    if not figures["blocks"]:
-        return None
-    return f"{mine} found; eviction by age would have found {lru}, the best possible cache {best}"
 
 
 def kept(hints: dict[str, Any] | None) -> list[str]:

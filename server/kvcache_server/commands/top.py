@@ -107,10 +107,7 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
     ]
     hits = f"hits  now {describe.ratio(found[0], asked[0])}, overall {describe.ratio(found[1], asked[1])}"
     head = ("blocks", "per second", "", "total", "", "")
-    eviction = after.stats.get("eviction")  # not in 0.1.0
-    sample = describe.in_comparison(eviction) if eviction else None
-    lines = [Line(hits, True), *([Line(f"      lately, in a sample: {sample}")] if sample else [])]
-    return [*lines, *_headed(describe.table(head, rows, left=1))]
+    return [Line(hits, True), *_headed(describe.table(head, rows, left=1))]
 
 
 def _tiers(before: Sample, after: Sample) -> list[Line]:

@@ -6,7 +6,6 @@ come and go under new names, so none of them is a label.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -38,7 +37,6 @@ _TIER_EVENTS = {  # as in `status`
 _DEDUPLICATED = {Refusal.PRESENT.name.lower(): "cached", Refusal.IN_FLIGHT.name.lower(): "in_flight"}
 # Shown before they occur: the first occurrence is then a rise from 0, which an alert sees.
 _REFUSED = (*(each.name.lower() for each in Refusal if each > Refusal.IN_FLIGHT), "leases", "not_worth_it")
-_COMPARED = ("pool", "age", "worth", "optimum")
 _UNRETAINED = ("quota", "count", "gave_way")
 _DROPS = ("peer_gone", "peer_slow")
 _TURNED_AWAY = ("attach_rate", "bad_frame", "not_permitted", "unavailable", "version_mismatch")
@@ -241,13 +239,6 @@ def _eviction(eviction: Mapping[str, Any]) -> Iterator[Metric]:
     for what, doc in (("hit", "that first lookups of requests found"), ("evicted", "that were evicted")):
         by_class = eviction[f"{what}_blocks_by_class"]
         yield _counter(f"class_{what}_blocks", f"Blocks {doc}, by how often they had been asked for", by_class, "asked")
-    yield _counter("sampled_blocks", "Blocks of a sample that were asked for", eviction["sampled_blocks"])
-    doc = "Blocks of the sample that were found: by the daemon, and by small caches that evict by age (LRU), by worth"
-    yield _counter("sampled_hit_blocks", doc, eviction["sampled_hits"], "cache")
-    compared = eviction["compared"]
-    whole = compared["blocks"] or math.nan
-    doc = "Hit ratio of the latest blocks of the sample, and those that other caches of this size would have had"
-    yield _gauge("sampled_hit_ratio", doc, {cache: compared[cache] / whole for cache in _COMPARED}, "cache")
 
 
 def _hints(hints: Mapping[str, Any]) -> Iterator[Metric]:

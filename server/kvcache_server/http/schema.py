@@ -170,22 +170,6 @@ class ByClass(msgspec.Struct):
     more: Count
 
 
-class SampledHits(msgspec.Struct):
-    """Blocks of the sample that were found."""
-
-    pool: Annotated[Count, _doc("By the daemon")]
-    age: Annotated[Count, _doc("By a small cache that evicts by age (LRU, but one-off streams go first)")]
-    worth: Annotated[Count, _doc("By a small cache that evicts what is worth least")]
-
-
-class Compared(SampledHits):
-    """The latest blocks of the sample that were asked for, and how many of them different caches would have found."""
-
-    blocks: Annotated[Count, _doc("Blocks that are compared: at most 8,192")]
-    one_in: Annotated[Count, _doc("How many blocks each of them stands for")]
-    optimum: Annotated[Count, _doc("By the best possible cache of this size, which knows the future; an estimate")]
-
-
 class Eviction(msgspec.Struct):
     """How well the daemon decides which blocks to keep."""
 
@@ -194,9 +178,6 @@ class Eviction(msgspec.Struct):
     declined_blocks: Annotated[Count, _doc("Blocks that were not stored: they were worth less than each cached one")]
     hit_blocks_by_class: Annotated[ByClass, _doc("Blocks that first lookups of requests found")]
     evicted_blocks_by_class: Annotated[ByClass, _doc("Evicted blocks")]
-    sampled_blocks: Annotated[Count, _doc("Blocks of the sample that were asked for")]
-    sampled_hits: SampledHits
-    compared: Compared
 
 
 class Integrity(msgspec.Struct):

@@ -45,7 +45,7 @@ class Report:
             "grace": self._cache.eviction.frozen,
             "evictions": dict(self._cache.eviction.evictions),
             "evicted_unread": self._cache.eviction.evicted_unread,
-            "eviction": (yield from self._cache.eviction.figures(now)),
+            "eviction": self._cache.eviction.figures(),
             "refusals": dict(self._cache.refusals),
             "hints": self._hints(now),
             "told": dict(self._telemetry.total),

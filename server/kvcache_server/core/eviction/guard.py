@@ -10,18 +10,15 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection
 
-from kvcache_server.core.eviction.window import Comparison, Window
 from kvcache_server.core.eviction.worth import BINS, Worths, bin_of, one_off
 from kvcache_server.core.index import CLASS_MASK, CLASSES, Share
-from kvcache_server.core.slices import Steps
 
 PROMPTS = 4  # by which one must lead before the pool changes over to it: most prompts hit, or miss, as a whole
 _SMOOTH = 256  # lookups over which the mean size of prompts is taken
 
 
 class Guard:
-    """Attributes: `by_age` is whether age is better. `asked_blocks` counts the sampled blocks that were asked for,
-    `pool_hits`, `age_hits` and `worth_hits` those that the pool and each cache have found.
+    """Attributes: `by_age` is whether age is better, `switches` is how often that has changed.
 
     The `lead` is by how many hits age is ahead, but never below 0 or above PROMPTS prompts. `by_age` changes where it
     gets to the other end. So what one has gained long ago does not excuse what it loses now.
@@ -36,22 +33,19 @@ class Guard:
         self.by_age = False
         self.lead = 0.0
         self._prompt = 1.0  # sampled blocks per lookup
-        self.asked_blocks = self.pool_hits = self.age_hits = self.worth_hits = self.switches = 0
-        self._window = Window()
+        self.switches = 0
         self.resize(slots)
 
     def resize(self, slots: int) -> None:
         """Let each cache have `slots` slots; the sample may be another one from now on."""
         self._slots = slots
-        self._window.clear()
 
     def note_prompt(self, blocks: float) -> None:
         """Note that a lookup asked for so many blocks of the sample, on average."""
         self._prompt += (blocks - self._prompt) / _SMOOTH
 
-    def asked(self, name: bytes, tick: int, now: int, share: Share, in_pool: bool) -> None:
+    def asked(self, name: bytes, tick: int, now: int, share: Share) -> None:
         """Look a block up in both caches, and store it if it is not there; see Monitor.asked."""
-        self.asked_blocks += 1
         cls = tick & CLASS_MASK
         old = self._drop_by_age(name)
         self._by_age[name] = share
@@ -65,10 +59,6 @@ class Guard:
         if entry is not None or self._make_room(cls, now, share):
             self._by_worth[name] = tick, share
             self._orders[cls][name] = None
-        self.pool_hits += in_pool
-        self.age_hits += old
-        self.worth_hits += entry is not None
-        self._window.add(name, in_pool, old, entry is not None)
         most = PROMPTS * self._prompt
         self.lead = min(max(self.lead + old - (entry is not None), 0.0), most)
         if self.lead == (0.0 if self.by_age else most):
@@ -110,11 +100,6 @@ class Guard:
                 return False
             del self._orders[of][victim], entries[victim]
         return True
-
-    def comparing(self, one_in: int, now: float) -> Steps[Comparison]:
-        """Compare the pool with both caches and the best possible one, over the latest blocks of the sample, which has
-        one in `one_in` blocks; `now` is in seconds."""
-        return self._window.compare(self._slots, one_in, now)
 
     def forget(self, shares: Collection[Share]) -> None:
         """Drop the blocks of shares that are gone."""

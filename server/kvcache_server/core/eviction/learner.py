@@ -157,7 +157,7 @@ class Learner:
             now, asked = self._pool.tick, self.monitor.asked
             for at in places[:_MOST_WATCHED]:
                 name = missed[at * size : at * size + size]
-                asked(name, now | classes[at], now, shares[bisect_right(begins, at) - 1], False)
+                asked(name, now | classes[at], now, shares[bisect_right(begins, at) - 1])
 
     def _go_up(self, found: Sequence[Block]) -> None:
         """Let blocks that were asked for go up one class.
@@ -180,7 +180,7 @@ class Learner:
     def _watch_hits(self, found: Sequence[Block]) -> None:
         now, monitor = self._pool.tick, self.monitor
         for block in found[-_MOST_WATCHED:]:
-            monitor.asked(block.hash, now | block.tick & CLASS_MASK, now, block.account.share, True)
+            monitor.asked(block.hash, now | block.tick & CLASS_MASK, now, block.account.share)
 
     def _expect(self, missed: bytes, size: int, classes: Sequence[int]) -> None:
         """Remember the classes of blocks that will probably be stored soon."""

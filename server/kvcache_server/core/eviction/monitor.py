@@ -46,9 +46,9 @@ class Monitor:
             step *= 2
         return step, self.every // step
 
-    def asked(self, name: bytes, tick: int, now: int, share: Share, in_pool: bool) -> None:
+    def asked(self, name: bytes, tick: int, now: int, share: Share) -> None:
         """Note that a block of the sample was asked for. `tick` has the time and its class from now on; `share` is
-        that of the block, or if it is not cached (`in_pool`), of the engine that asks.
+        that of the block, or if it is not cached, of the engine that asks.
 
         A hash that was asked for in another namespace as well is the other namespace's: it is not asked for again.
         """
@@ -63,7 +63,7 @@ class Monitor:
             _, (before, owner) = watched.popitem(last=False)
             self._worths.given_up(before, now, owner)
         watched[name] = (tick, share)
-        self.guard.asked(name, tick, now, share, in_pool)
+        self.guard.asked(name, tick, now, share)
 
     def watched(self) -> list[tuple[int, Share]]:
         return list(self._watched.values())

@@ -109,19 +109,16 @@ class Eviction:
         yield from self.learner.refreshing(self.fair_share.accounts)
         self.ranking.expire()
 
-    def figures(self, now: float) -> Steps[dict[str, Any]]:
-        """Return how it decides, what it found and gave up by class, and the comparison with other caches."""
+    def figures(self) -> dict[str, Any]:
+        """Return how it decides, and what it found and gave up by class."""
         self.learner.learn()
-        guard, names = self.guard, ("once", "twice", "more")
+        names = ("once", "twice", "more")
         return {
-            "by_age": guard.by_age,
-            "switches": guard.switches,
+            "by_age": self.guard.by_age,
+            "switches": self.guard.switches,
             "declined_blocks": self.declined,
             "hit_blocks_by_class": dict(zip(names, self.learner.hits_by_class, strict=True)),
             "evicted_blocks_by_class": dict(zip(names, self.evicted_by_class, strict=True)),
-            "sampled_blocks": guard.asked_blocks,
-            "sampled_hits": {"pool": guard.pool_hits, "age": guard.age_hits, "worth": guard.worth_hits},
-            "compared": msgspec.structs.asdict((yield from guard.comparing(self.learner.monitor.every, now))),
         }
 
     def make_room(

@@ -120,7 +120,7 @@ function show({ status, now, host, answered }) {
     ["pinned by leases", size(pool.pinned_bytes)], ["largest free extent", size(pool.largest_free_bytes)],
     ["blocks", `${count(pool.blocks)} found, ${count(pool.blocks_writing)} being written, ${count(pool.blocks_hidden)} waiting for a parent`],
   ]);
-  showCompared(status.eviction);
+  showEviction(status.eviction);
   const evicted = { ...status.evictions };
   const total = Object.values(evicted).reduce((one, other) => one + other, 0);
   bars("evictions", [...named(evicted, total, "e"), ...(total ? [{ name: "never read", share: status.evicted_unread / total, value: `${count(status.evicted_unread)} (${ratio(status.evicted_unread, total)})`, style: "f" }] : [])], "Nothing has been evicted.");
@@ -148,15 +148,10 @@ function drawCharts() {
   CHARTS.forEach((chart) => chart.draw(now, chart === CHARTS[3] ? data.status.pool.bytes : chart.most));
 }
 
-function showCompared({ compared, by_age, declined_blocks }) {
-  const caches = [["hits", "pool", "a"], ["eviction by age would have had", "age", "b"], ["the best possible", "optimum", "d"]];
-  bars("compared", compared.blocks ? caches.map(([name, key, style]) => (
-    { name, share: compared[key] / compared.blocks, value: ratio(compared[key], compared.blocks), style }
-  )) : [], "Nothing has been asked for.");
+function showEviction({ by_age, declined_blocks }) {
   const way = by_age ? "The least recently used blocks are evicted: in the sample, that finds more than eviction by worth."
     : "The blocks that are worth least are evicted.";
-  tell(id("compared-more"), [
-    ...(compared.blocks ? [`Of the latest ${count(compared.blocks)} requested blocks in a sample. The best possible cache of this size knows the future.`] : []),
+  tell(id("eviction"), [
     way, ...(declined_blocks ? [`Blocks not stored, because they were worth less than each cached one: ${count(declined_blocks)}.`] : []),
   ].join(" "));
 }
