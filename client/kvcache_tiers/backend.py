@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 from kvcache_proto.errors import ConfigError
 
 GROUP = "kvcache_server.tiers"
-MAX_NOTE = 1 << 20
 MAX_KEY, MAX_HEADER = 255, 16 << 10  # bytes
 EXTRAS = ("objects", "redis")  # extras of this package, each named like the module that needs it
 
@@ -62,14 +61,6 @@ class Backend(Protocol):
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove the values that are there."""
-        ...
-
-    def put_note(self, name: bytes, note: bytes) -> None:
-        """Keep a note of at most MAX_NOTE bytes instead of the last one of that name; other hosts may do so, too."""
-        ...
-
-    def get_note(self, name: bytes) -> bytes | None:
-        """Return the note that was put last, or one before it, or None. It need not be whole."""
         ...
 
     def close(self) -> None:

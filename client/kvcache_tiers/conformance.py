@@ -128,18 +128,6 @@ class BackendSuite:
         with closing(open_tier()) as tier:
             assert self.stored(tier, 1, 2, 3) == [True, True, False]
 
-    def test_notes(self, open_tier: Open) -> None:
-        note = data(1, 600_000)
-        with closing(open_tier()) as tier:
-            assert tier.get_note(b"a") is None
-            tier.put_note(b"a", b"older")
-            tier.put_note(b"a", note)
-            tier.put_note(b"b", b"another")
-            assert (tier.get_note(b"a"), tier.get_note(b"b"), tier.get_note(b"c")) == (note, b"another", None)
-            assert self.put(tier, 1) == self.stored(tier, 1) == [True]
-        with closing(open_tier()) as tier:
-            assert tier.get_note(b"a") == note
-
     def test_many_threads(self, tier: Backend) -> None:
         """Each finds a value whole, or not at all."""
         ended: list[int] = []

@@ -20,9 +20,9 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from kvcache_proto.errors import ConfigError, NotPermitted
+from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import parse_size
-from kvcache_tiers.backend import MAX_NOTE, Failed, Value
+from kvcache_tiers.backend import Failed, Value
 from kvcache_tiers.folder import Folder
 from kvcache_tiers.segments import LEAST_RECORDS, MOST_BYTES, PAGE, Kind, Segment, names_of, numbers
 from kvcache_tiers.urls import options, shown, split_url
@@ -104,33 +104,6 @@ class DiskTier:
         with self._lock:
             for key in keys:
                 self._forget(key)
-
-    def put_note(self, name: bytes, note: bytes) -> None:
-        path = f"{name.hex()}.note"
-        new = f"{name.hex()}.{threading.get_ident()}"
-        try:
-            self._folder.remove(new)  # of a process that has died
-            with open(self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                file.write(note)
-            self._folder.rename(new, path)
-        except OSError:  # the disk may be full, but for values there are segments
-            self.counts["notes_failed"] += 1
-            with contextlib.suppress(OSError):
-                self._folder.remove(new)
-
-    def get_note(self, name: bytes) -> bytes | None:
-        try:
-            with open(self._folder.open(f"{name.hex()}.note", os.O_RDONLY), "rb") as file:
-                note = file.read(MAX_NOTE + 1)
-        except FileNotFoundError:
-            return None
-        except (OSError, NotPermitted):  # what is hot is of less use than the values
-            self.counts["notes_failed"] += 1
-            return None
-        if len(note) > MAX_NOTE:
-            self.counts["notes_failed"] += 1
-            return None
-        return note
 
     def close(self) -> None:
         for segment in self._segments.values():

@@ -64,9 +64,6 @@ class Folder:
         _judge_file(self.path / name, found)
         return True
 
-    def rename(self, name: str, to: str) -> None:
-        os.rename(name, to, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-
     def remove(self, name: str) -> None:
         """Remove a file, if there is one."""
         try:

@@ -230,18 +230,6 @@ class MooncakeTier:
         for code in self._call("batch_remove", keys, True):
             self._count(code, 0, _NOT_FOUND)
 
-    def put_note(self, name: bytes, note: bytes) -> None:
-        code = self.store.upsert(note_name(name), note)
-        if code in _MASTER:
-            raise self._no_master(code)
-        self._count(code, 0)
-
-    def get_note(self, name: bytes) -> bytes | None:
-        code = self.store.is_exist(note_name(name))
-        if code in _MASTER:
-            raise self._no_master(code)
-        return (self.store.get(note_name(name)) or None) if code == 1 else None
-
     def close(self) -> None:
         if self.store.close():
             self.counts["close_failed"] += 1
@@ -322,10 +310,6 @@ def _reach(given: Options) -> str:
 def key_name(key: bytes) -> str:
     """Return what a key is called in the store, which other programs may use, too."""
     return f"kvcache/{key.hex()}"
-
-
-def note_name(name: bytes) -> str:
-    return f"kvcache/note/{name.hex()}"
 
 
 def _checksum(key: bytes, header: bytes, data: memoryview) -> int:

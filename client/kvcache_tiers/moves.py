@@ -99,10 +99,6 @@ class Moves:
         self._remove(stale)
         return bytes(flags)
 
-    def put_note(self, name: bytes, note: bytes) -> None:
-        """Keep a note, if the store may be written to."""
-        self._try(self.writing, "notes_refused", 1, lambda: self._backend.put_note(name, note))
-
     def _contains(self, keys: Sequence[bytes]) -> list[bool]:
         there = self._backend.contains(keys)
         if self._wrong and not self.removing.left:

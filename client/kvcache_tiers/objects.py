@@ -25,18 +25,18 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote
 
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvcache_proto.errors import ConfigError
-from kvcache_tiers.backend import MAX_NOTE, Failed, Value
+from kvcache_tiers.backend import Failed, Value
 from kvcache_tiers.packs import Index, Run, first_name, head_bytes, make_head, make_name, read_head, runs, written_at
 from kvcache_tiers.urls import options, seconds, shown, split_url
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
 
-FOLDER, NOTES = "packs", "notes"
+FOLDER = "packs"
 PART = 8 << 20  # bytes of a request that writes, of which one pack has up to 8 at once
 LONGEST_READ = 8 << 20  # bytes of a request that reads, and of the memory that it needs
 READERS = 16  # requests that read values at once, of all callers
@@ -180,24 +180,6 @@ class ObjectTier:
             for pack in packs:
                 self._write_without(pack, set(keys))
 
-    def put_note(self, name: bytes, note: bytes) -> None:
-        try:
-            with self._call():
-                self._store.put(f"{NOTES}/{name.hex()}", note)
-        except _Denied:  # the rights of others may end at the packs
-            self.counts["notes_failed"] += 1
-
-    def get_note(self, name: bytes) -> bytes | None:
-        try:
-            with self._call():
-                found = self._store.get(f"{NOTES}/{name.hex()}")
-                if found.meta["size"] > MAX_NOTE:
-                    self.counts["notes_failed"] += 1
-                    return None
-                return bytes(found.bytes())
-        except (_Gone, _Denied):
-            return None
-
     def close(self) -> None:
         self._closing.set()
         self._finder.join()
@@ -329,8 +311,6 @@ class ObjectTier:
             yield
         except FileNotFoundError as error:
             raise _Gone(f"{self._name}: {_text(error)}") from None
-        except (PermissionDeniedError, UnauthenticatedError) as error:
-            raise _Denied(f"{self._name}: {_text(error)}") from None
         except (BaseError, OSError, ValueError) as error:
             with self._lock:
                 self.counts["calls_failed"] += 1
@@ -339,10 +319,6 @@ class ObjectTier:
 
 class _Gone(Failed):
     """The object is not there."""
-
-
-class _Denied(Failed):
-    """The store does not allow this."""
 
 
 def _all(pool: ThreadPoolExecutor, call: Callable[[T], R], items: Iterable[T]) -> list[R]:

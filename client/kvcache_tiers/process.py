@@ -24,7 +24,6 @@ from kvcache_proto.types import MAX_NAME, NamespaceSpec, Outcome, Refusal
 from kvcache_tiers.backend import Backend, Failed, find_opener
 from kvcache_tiers.moves import Moves
 from kvcache_tiers.pause import Pause
-from kvcache_tiers.records import key_prefix, merge_hot, pack_hot, unpack_hot
 
 log = logging.getLogger("kvcache_tiers")
 
@@ -140,11 +139,6 @@ class TierProcess:
         for write in jobs.writes:
             spec = self._spec(write.namespace, now)
             self._writers.submit(self._guarded, self._write_out, write, spec, self._session.region)
-        for recall in jobs.recalls:
-            self._looker.submit(self._guarded, self._recall, recall, self._spec(recall.namespace, now))
-        for hot in jobs.hot:
-            if (spec := self._spec(hot.namespace, now)) is not None:
-                self._writers.submit(self._guarded, self._keep_hot, hot, key_prefix(spec, hot.group))
         self._leave(now)
         if now >= self._say_at:
             self._say_at = now + SAY_EVERY
@@ -259,32 +253,6 @@ class TierProcess:
             self._counts["slots_lost"] += len(write.hashes)
         finally:
             self._session.worked(written=[(write.number, flags)], writes_off=self._moves.writing.why[:MAX_NAME])
-
-    def _recall(self, recall: m.Recall, spec: NamespaceSpec | None) -> None:
-        runs: m.Runs = []
-        try:
-            if spec is not None:
-                runs = self._hot(key_prefix(spec, recall.group))
-        except Failed as error:
-            self._failed(error)  # then it is asked again
-        else:
-            self._session.worked(recalled=[(recall.number, runs)])
-
-    def _keep_hot(self, hot: m.Hot, name: bytes) -> None:
-        """Keep also what was hot before, or on other hosts."""
-        try:
-            self._moves.put_note(name, pack_hot(merge_hot(hot.runs, self._hot(name))))
-        except Failed as error:
-            self._failed(error)
-
-    def _hot(self, name: bytes) -> m.Runs:
-        """Return the hot prefixes that are kept under a name. Raises Failed."""
-        assert self._backend is not None
-        note = self._backend.get_note(name)
-        runs = unpack_hot(note) if note is not None else []
-        if runs is None:
-            self._counts["notes_wrong"] += 1
-        return merge_hot([], runs or [])
 
     # The store.
 

@@ -13,15 +13,11 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from kvcache_proto.messages import MAX_HOT, Runs
 from kvcache_proto.types import SUM_BYTES, NamespaceSpec
-from kvcache_tiers.backend import MAX_NOTE
 
 FORMAT = 1
 _FIXED = struct.Struct("<4sBBHI")  # magic, format, length of the key, shards, checksum of the rest
 _MAGIC = b"kvb\0"
-_HOT = b"kvh\1"  # what the list of a group's hot prefixes begins with; a checksum and the runs follow
-_runs = msgspec.msgpack.Decoder(Runs)
 
 
 def key_prefix(spec: NamespaceSpec, group: int) -> bytes:
@@ -52,35 +48,3 @@ def read_header(header: bytes, key: bytes, sizes: Sequence[int]) -> bytes | None
     if header != make_header(key, sizes, rest[len(key) + 8 * len(sizes) :]):
         return None
     return rest[len(key) + 8 * len(sizes) :]
-
-
-def pack_hot(runs: Runs) -> bytes:
-    """Return the list of a group's hot prefixes as it is stored."""
-    packed = msgspec.msgpack.encode(runs)
-    return _HOT + xxhash.xxh3_64_digest(packed) + packed
-
-
-def unpack_hot(note: bytes) -> Runs | None:
-    """Return the runs of a stored list, None if it is none."""
-    packed = note[len(_HOT) + 8 :]
-    if len(note) > MAX_NOTE or note != _HOT + xxhash.xxh3_64_digest(packed) + packed:
-        return None
-    try:
-        return _runs.decode(packed)
-    except msgspec.MsgspecError:
-        return None
-
-
-def merge_hot(new: Runs, old: Runs) -> Runs:
-    """Return the runs of `new` and then what `old` has beyond them, at most MAX_HOT blocks in all."""
-    merged: Runs = []
-    seen: set[bytes] = set()
-    for parent, hashes in (*new, *old):
-        known = 0
-        while known < len(hashes) and hashes[known] in seen:
-            known += 1
-        rest = hashes[known : known + MAX_HOT - len(seen)]
-        if rest:
-            merged.append((hashes[known - 1] if known else parent, rest))
-            seen.update(rest)
-    return merged

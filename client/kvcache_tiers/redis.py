@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvcache_tiers.backend import MAX_HEADER, MAX_NOTE, Failed, Value
+from kvcache_tiers.backend import MAX_HEADER, Failed, Value
 from kvcache_tiers.redis_link import MOVING, NO_ROOM, WRONG_TYPE, Command, Link, Replies, Take
 from kvcache_tiers.redis_settings import LEAST_VALUE, Settings, read_url
 
@@ -117,22 +117,6 @@ class RedisTier:
         self._run([(b"GETRANGE", self._name(key), b"0", b"%d" % (_START.size - 1)) for key in keys], take)
         self._unlink(list(zip(keys, parts, strict=True)))
 
-    def put_note(self, name: bytes, note: bytes) -> None:
-        (line,) = self._run([(b"SET", self._note(name), note, *self._expiry)])
-        self.counts["no_room"] += line.startswith(NO_ROOM)
-
-    def get_note(self, name: bytes) -> bytes | None:
-        notes: list[bytes] = []
-
-        def take(_: int, replies: Replies) -> None:
-            if replies.left <= MAX_NOTE:
-                notes.append(replies.read(replies.left))
-            else:
-                self.counts["unknown"] += 1
-
-        self._read([self._note(name)], take)
-        return notes[0] if notes else None
-
     def close(self) -> None:
         self._link.close()
 
@@ -218,9 +202,6 @@ class RedisTier:
 
     def _name(self, key: bytes, part: int = 0) -> bytes:
         return b"%b{%b}" % (self._prefix, key.hex().encode()) + (b".%d" % part if part else b"")
-
-    def _note(self, name: bytes) -> bytes:
-        return b"%bnote:%b" % (self._prefix, name.hex().encode())
 
     def _run(
         self, commands: Sequence[Command], take: Take | None = None, expected: tuple[bytes, ...] = ()

@@ -44,8 +44,8 @@ _COPIES = """
     loads_unannounced needed_blocks needed_bytes save_ends_failed save_us saved_bytes saves_given_away sums_failed
 """
 _TIERS = """
-    tier_checksums_wrong tier_headers_wrong tier_internal tier_notes_refused tier_notes_wrong
-    tier_removals_refused tier_slots_lost tier_store_failed tier_writes_overtaken tier_writes_refused
+    tier_checksums_wrong tier_headers_wrong tier_internal tier_removals_refused tier_slots_lost tier_store_failed
+    tier_writes_overtaken tier_writes_refused
 """
 _REFUSED = [f"{what}_{why.name.lower()}" for what in ("refused", "saves") for why in Refusal]
 _VERDICTS = [f"verdict_{verdict.name.lower()}" for verdict in Verdict]

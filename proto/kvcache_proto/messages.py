@@ -23,13 +23,10 @@ MAX_RUNS, MAX_NOTES = 16_384, 4096  # per message: reading one takes as long as 
 MAX_RETAINED = 16_384  # blocks per retention: they are looked up again at once whenever some of them are stored
 MAX_SECONDS = 30 * 86_400.0  # of a retention
 MAX_JOBS = 4096  # of each kind in a message
-MAX_HOT = 16_384  # blocks in the list of a group's hot prefixes: some milliseconds, 560 KiB
 # When a block is written to a tier: asked for a second time; stored; about to be evicted, if it was ever found.
 SECOND, THROUGH, AHEAD = WRITE_POLICIES = ("second", "through", "ahead")
 LEAST_PRIORITY, PRIORITY, MOST_PRIORITY = 1, 35, 100
 Outcomes = Annotated[list[tuple[int, bytes]], msgspec.Meta(max_length=MAX_JOBS)]  # a job's number, a byte per block
-# Chains of blocks: the hash above the first one, b"" for a root, and the hashes. It may be in an earlier run.
-Runs = list[tuple[bytes, list[bytes]]]
 Shards = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SHARDS)]
 # Twice as many as a request may have, so that the error for one too many can contain the request's id.
 Hashes = Annotated[list[bytes], msgspec.Meta(max_length=2 * MAX_HASHES)]
@@ -329,14 +326,6 @@ class Watch(msgspec.Struct, tag="watch", array_like=True):
     since: int = 0
 
 
-class Warm(msgspec.Struct, tag="warm", array_like=True):
-    """Bring what was hot back from the tiers, of the namespace with this id or of all, as far as memory is free."""
-
-    id: int
-    token: bytes
-    namespace: str = ""
-
-
 class Work(msgspec.Struct, tag="work", array_like=True):
     """Ask for work as the tier `tier`: answered by Jobs once there is some, or after half a second.
 
@@ -360,7 +349,7 @@ class Worked(msgspec.Struct, tag="worked", array_like=True):
     Each answer has a byte per block of its job: in `found` it is 1 if the tier has the block of a Look, in `brought` if
     the block of a Bring is cached or being written, in `written` if the tier has the block of a WriteOut. If `off` is
     not empty, it says why the tier gets no further jobs until it asks for some, and `writes_off` is that of the next
-    Work, which may be late. `recalled` answers a Recall with what was hot; with nothing if that is not known.
+    Work, which may be late.
     """
 
     id: int
@@ -369,7 +358,6 @@ class Worked(msgspec.Struct, tag="worked", array_like=True):
     brought: Outcomes = []
     written: Outcomes = []
     off: Name = ""
-    recalled: Annotated[list[tuple[int, Runs]], msgspec.Meta(max_length=MAX_JOBS)] = []
     writes_off: Name = ""
 
 
@@ -501,13 +489,6 @@ class Cleared(msgspec.Struct, tag="cleared", array_like=True):
     blocks: int
 
 
-class Warmed(msgspec.Struct, tag="warmed", array_like=True):
-    """`asked` is the number of questions to tiers that this has led to: what is hot in a group, of each tier."""
-
-    id: int
-    asked: int
-
-
 class Restated(msgspec.Struct, tag="restated", array_like=True):
     """`lost` are the leases that could not be restored."""
 
@@ -586,22 +567,6 @@ class WriteOut(msgspec.Struct, array_like=True):
     sums: bytes
 
 
-class Recall(msgspec.Struct, array_like=True):
-    """Say which prefixes were hot when this tier was last told; this daemon or another one has told it."""
-
-    number: int
-    namespace: str
-    group: int
-
-
-class Hot(msgspec.Struct, array_like=True):
-    """Keep which prefixes are hot, the hottest first, for the next Recall. Nothing is reported."""
-
-    namespace: str
-    group: int
-    runs: Runs
-
-
 class Jobs(msgspec.Struct, tag="jobs", array_like=True):
     """Work for a tier; `specs` are those of the jobs' namespaces that it has not attached."""
 
@@ -610,8 +575,6 @@ class Jobs(msgspec.Struct, tag="jobs", array_like=True):
     looks: list[Look] = []
     brings: list[Bring] = []
     writes: list[WriteOut] = []
-    recalls: list[Recall] = []
-    hot: list[Hot] = []
 
 
 class Error(msgspec.Struct, tag="error", array_like=True):
@@ -653,7 +616,6 @@ Request = (
     | Chain
     | Work
     | Worked
-    | Warm
 )
 Reply = (
     Attached
@@ -674,7 +636,6 @@ Reply = (
     | Unpinned
     | Chained
     | Jobs
-    | Warmed
     | Error
 )
 DoorMessage = Hello | Welcome | Error

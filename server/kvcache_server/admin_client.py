@@ -14,7 +14,7 @@ from kvcache_proto import __version__, door
 from kvcache_proto.codec import decode_reply, encode
 from kvcache_proto.endpoint import routing_id
 from kvcache_proto.errors import Unavailable, from_wire
-from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Warm, Welcome
+from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome
 from kvcache_proto.trust import check_server, server_uids
 from kvcache_server.core.limits import OPERATOR
 
@@ -78,11 +78,6 @@ class AdminClient:
         """Forget every unused block of `namespace`, or of all, and return how many blocks that were."""
         blocks: int = self.ask(Clear(0, b"", namespace)).blocks
         return blocks
-
-    def warm(self, namespace: str = "") -> int:
-        """Have tiers bring what was hot in `namespace`, or in all; return how many questions to tiers that takes."""
-        asked: int = self.ask(Warm(0, b"", namespace)).asked
-        return asked
 
     def ping(self) -> None:
         """Wait for the daemon to answer."""

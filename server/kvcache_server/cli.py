@@ -204,23 +204,6 @@ def clear(endpoint: str, namespace: str) -> None:
         click.echo(f"cleared {admin.clear(namespace):,} blocks")
 
 
-@commands.command()
-@endpoint_option
-@click.option("--namespace", default="", metavar="ID", help="Only this namespace; `status` lists the ids.")
-def warm(endpoint: str, namespace: str) -> None:
-    """Bring what was hot back from the tiers, as far as memory is free.
-
-    The daemon does so by itself when the first engine of a namespace attaches. `status` shows what is still to come.
-    """
-    from kvcache_server.admin_client import AdminClient
-
-    with AdminClient(endpoint, "warm") as admin:
-        asked = admin.warm(namespace)
-    if not asked:
-        raise click.ClickException("there is nothing to ask for: no tier is attached, or no engine")
-    click.echo(f"lists of what was hot that tiers are asked for: {asked}")
-
-
 @commands.group()
 def session() -> None:
     """Act on one session; `status` lists them."""

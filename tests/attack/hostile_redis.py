@@ -82,7 +82,7 @@ def answers() -> dict[str, Answer]:
     found: dict[str, Answer] = {
         "endless": endless, "dripping": dripping, "closed": closing_it, "half": half, "without end": without_end,
         "error of 5 MB": fixed(b"-ERR " + b"e" * (5 << 20) + b"\r\n"), "wrong type": fixed(b"-WRONGTYPE not it\r\n"),
-        "note of 40 MB": fixed(bulk(bytes(40 << 20))),
+        "value of 40 MB": fixed(bulk(bytes(40 << 20))),
     }  # fmt: skip
     for kind in (b"$", b"*", b":", b"+", b"-", b"%", b"?", b""):
         for rest in (b"", b"abc", b"-1", b"-2", b"0", b"1", b"12000000000", b"9" * 30, b"\0", b"\xff\xfe"):
@@ -148,7 +148,7 @@ def content(number: int) -> bytes:
 
 def converse(tier: Any) -> Iterator[int]:
     """Put, find, read and remove values, whatever fails; yield the number of wrong bytes after each step."""
-    keys, notes = [b"key %d" % number for number in range(2)], b"note"
+    keys = [b"key %d" % number for number in range(2)]
     values = [Value(HEADER, memoryview(content(number))) for number in range(2)]
     buffers = [memoryview(bytearray(BLOCK)) for _ in keys]
     with contextlib.suppress(Failed):
@@ -162,11 +162,6 @@ def converse(tier: Any) -> Iterator[int]:
             # What a store forges in the data itself only the checksums of the header show, which the caller compares.
             if header is not None and header != HEADER:
                 yield len(header)
-    yield 0
-    with contextlib.suppress(Failed):
-        tier.put_note(notes, b"text")
-        note = tier.get_note(notes)
-        assert note is None or len(note) <= 1 << 20
     yield 0
     with contextlib.suppress(Failed):
         tier.remove(keys)

@@ -1,5 +1,4 @@
-"""What tiers do for a daemon, and to it: lookups beside them, what they bring, and what is there after a restart. For
-tiers.py."""
+"""What tiers do for a daemon, and to it: lookups beside them, and what they bring. For tiers.py."""
 
 from __future__ import annotations
 
@@ -28,12 +27,11 @@ from redis_servers import Servers  # noqa: E402
 from s3_server import S3Server, find_weed  # noqa: E402
 
 from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session  # noqa: E402
-from kvcache_client.scheduler.lookups import LEAST_WAIT, TIER_WAIT  # noqa: E402
+from kvcache_client.scheduler.lookups import LEAST_WAIT  # noqa: E402
 from kvcache_proto.messages import SECOND, THROUGH  # noqa: E402
 from kvcache_proto.region import slots_per_extent  # noqa: E402
 from kvcache_proto.sizes import format_size  # noqa: E402
 from kvcache_server.replay.trace import read_trace  # noqa: E402
-from kvcache_server.tiering.tier import TOLD_EVERY  # noqa: E402
 
 EXTENT = 4 << 20
 DEADLINE = 10.0  # seconds; a lookup that takes longer says something about the host
@@ -411,50 +409,3 @@ def ratio(
         {"pool": name, "written": written[name], "requests": [e._asdict() for e in each]}
         for name, each in found.items()
     )
-
-
-# What is in the region some time after it was lost.
-
-
-def restart(disk: Path, block: int, prompts: int, seconds: float) -> Iterator[str | dict[str, Any]]:
-    """Yield lines and samples: the share of prompts that are in a new region before anybody has asked for them."""
-    spec = NamespaceSpec("bench-restart", (GroupSpec(16, block),))
-    length, often = 16, 8
-    chains = [[hashlib.sha256(b"%d %d" % (n, at)).digest() for at in range(length)] for n in range(prompts)]
-    hot = chains[: prompts // 4]
-    size = extents_for(2 * prompts * length, block)
-    samples = []
-    for how in ("stopped", "killed"):
-        url = f"disk:{disk}/{how}?size={2 * size + (1 << 30)}"
-        with daemon_with(disk, url, size=size, extent_size=EXTENT) as daemon:
-            with Session.connect(daemon.endpoint, engine="bench", deadline=DEADLINE) as session:
-                replayer = Replayer(session.attach(spec, (0,)), TIER_WAIT)
-                for chain in chains:
-                    replayer.ask(chain)
-                for _ in range(often):
-                    for chain in hot:
-                        replayer.ask(chain)
-                _wait_written(daemon, prompts * length)
-                time.sleep(2 * TOLD_EVERY)  # what is hot is told now and then
-            daemon.kill() if how == "killed" else daemon.stop()
-        with (
-            daemon_with(disk, url, size=size, extent_size=EXTENT, fresh=True) as daemon,
-            Session.connect(daemon.endpoint, engine="bench", deadline=DEADLINE) as session,
-        ):
-            namespace = session.attach(spec, (0,))
-            time.sleep(seconds)
-            hits = [namespace.acquire(chain, pin=False).hits for chain in chains]
-        shares = [sum(hits[: len(hot)]) / (len(hot) * length), sum(hits[len(hot) :]) / ((prompts - len(hot)) * length)]
-        samples.append({"daemon": how, "seconds": seconds, "hot": shares[0], "others": shares[1]})
-    yield f"restart: {prompts:,} prompts of {length} blocks of {format_size(block)}, {seconds:g} s after the start"
-    yield f"{'the daemon was':<18}{'blocks of the hottest quarter':>31}{'others':>9}"
-    for each in samples:
-        yield f"{each['daemon']:<18}{each['hot']:>31.1%}{each['others']:>9.1%}"
-    yield from samples
-
-
-def _wait_written(daemon: Daemon, blocks: int) -> None:
-    until = time.monotonic() + 120
-    while tier_of(daemon).get("blocks_written", 0) < blocks:
-        assert time.monotonic() < until, f"{blocks} blocks are not in the tier: {tier_of(daemon)}"
-        time.sleep(0.05)

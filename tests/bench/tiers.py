@@ -1,6 +1,6 @@
-"""Measure tiers: their stores' rates, lookups beside them, what they bring, and what is there after a restart.
+"""Measure tiers: their stores' rates, lookups beside them, and what they bring.
 
-    python tests/bench/tiers.py [--parts disk,redis,mooncake,acquire,ratio,restart] [--folder /var/tmp] [--toy]
+    python tests/bench/tiers.py [--parts disk,redis,mooncake,acquire,ratio] [--folder /var/tmp] [--toy]
 
 `disk` compares the disk tier with fio: equal values, threads, directness and folder. Then it opens a tier that has many
 values. `redis` compares the tier of Redis and Valkey with redis-py, and with the client of LMCache if there is one;
@@ -8,8 +8,7 @@ values. `redis` compares the tier of Redis and Valkey with redis-py, and with th
 
 `acquire` times lookups of blocks in the region while an engine keeps a tier at work in both directions; beside the same
 without a tier, and beside processes that use as much CPU. `ratio` compares the hits of a pool for a quarter of the
-blocks, above a disk, with those of a pool for all of them. `restart` reports how much of what was hot is in the region
-some time after it was lost, without having been asked for.
+blocks, above a disk, with those of a pool for all of them.
 
 Variants take turns in one run. A part whose store is not installed is left out, with the reason.
 """
@@ -33,7 +32,7 @@ from one_daemon import a_short_folder
 from kvcache_client.scheduler.lookups import TIER_WAIT
 from kvcache_proto.sizes import parse_size
 
-PARTS = ("disk", "redis", "mooncake", "acquire", "ratio", "restart")
+PARTS = ("disk", "redis", "mooncake", "acquire", "ratio")
 TIERS = ("disk", "redis", "s3", "mooncake")
 TOY = {
     "total": "64MiB",
@@ -44,7 +43,7 @@ TOY = {
     "load_block": "256KiB",
     "small_block": "4KiB",
 }
-TOY |= {"conversations": 20, "rate": 0.0, "prompts": 40, "after": 3.0}
+TOY |= {"conversations": 20, "rate": 0.0}
 
 
 def parse() -> argparse.Namespace:
@@ -63,14 +62,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiers", default=",".join(TIERS), help="acquire (default: %(default)s)")
     parser.add_argument("--load-block", default="2MiB", help="acquire: size of a block (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="acquire: of a turn (default: %(default)s)")
-    parser.add_argument("--small-block", default="64KiB", help="ratio, restart (default: %(default)s)")
+    parser.add_argument("--small-block", default="64KiB", help="ratio (default: %(default)s)")
     parser.add_argument("--conversations", type=int, default=80, help="ratio (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=8, help="ratio (default: %(default)s)")
     parser.add_argument("--traces", nargs="+", default=[], metavar="FILE", help="ratio: instead, in Mooncake's format")
     parser.add_argument("--rate", type=float, default=10.0, help="ratio: requests per second (default: %(default)s)")
     parser.add_argument("--patience", type=float, default=TIER_WAIT, help="ratio: seconds that a request waits at most")
-    parser.add_argument("--prompts", type=int, default=400, help="restart (default: %(default)s)")
-    parser.add_argument("--after", type=float, default=30.0, help="restart: seconds (default: %(default)s)")
     if "--toy" in sys.argv[1:]:
         parser.set_defaults(**TOY)
     given = parser.parse_args()
@@ -100,8 +97,6 @@ def measure(given: argparse.Namespace, part: str, disk: Path, folder: Path) -> I
                 given.conversations, given.turns, random.Random(1)
             )
             yield from daemons.ratio(disk, prompts, small, given.rate, given.patience)
-        case "restart":
-            yield from daemons.restart(disk, small, given.prompts, given.after)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from kvcache_proto.errors import NotPermitted
 from kvcache_proto.messages import Work
 from kvcache_proto.types import GroupSpec
 from kvcache_server.commands.why import TIERS
-from kvcache_server.core.effects import NamespaceClosed, SessionGone
+from kvcache_server.core.effects import SessionGone
 from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
 from kvcache_server.core.index import Group
 from kvcache_server.core.slices import LOOK
@@ -412,7 +412,7 @@ def test_blocks_of_little_worth_are_stored_for_a_tier() -> None:
     assert declined()
 
 
-# Bounds of one answer, and what was hot.
+# Bounds of one answer, and writes that are refused.
 
 
 def test_long_looks_leave_no_room_for_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,47 +431,13 @@ def test_a_tier_that_refuses_writes_gets_them_later_and_looks_at_once() -> None:
     host.tiering.begin(tier, m.Worked(2, b"", writes_off="no right"), host.now)  # while a request for work waits
     host.look_up()
     jobs = host.jobs("disk")
-    assert jobs.looks and not jobs.writes and not jobs.hot
+    assert jobs.looks and not jobs.writes
     host.tiering.begin(tier, m.Work(3, b"", "disk", size, writes_off="no right", removals_off="nor that"), host.now)
     host.look_up()
     assert host.tiering.jobs(tier, 3, host.now) is None
     (figures,) = host.tiering.report()
     assert (figures["off"], figures["writes_off"], figures["removals_off"]) == ("", "no right", "nor that")
     host.work("disk")
-    jobs = host.jobs("disk")
-    assert jobs.writes and jobs.hot
+    assert host.jobs("disk").writes
     (figures,) = host.tiering.report()
     assert (figures["writes_off"], figures["removals_off"]) == ("", "")
-
-
-def test_what_was_hot_goes_with_its_namespace_also_without_tiers() -> None:
-    host = Host("disk")
-    host.look_up()
-    (hot,) = host.jobs("disk").hot
-    assert [len(hashes) for _, hashes in hot.runs] == [2]
-    (namespace,) = host.cache.namespaces.values()
-    host.tiering.follow([SessionGone(host.tiers["disk"]), NamespaceClosed(namespace)])
-    host.tiering.follow([NamespaceClosed(namespace)])
-    host.tiers["disk"] = host.cache.open_session("tier disk", "", host.now)
-    host.work("disk")
-    assert not host.jobs("disk").hot
-
-
-@pytest.mark.parametrize(
-    "runs",
-    [
-        [(b"b" * 16, [b"a" * 16]), (b"a" * 16, [b"b" * 16])],
-        [(b"", [])],
-        [(b"", [b"a" * 16, b""])],
-        [(b"", [b"a" * 17])],
-        [(b"x" * 16, [b"a" * 16])],
-    ],
-    ids=["a circle", "empty", "no hash", "too long", "no parent"],
-)
-def test_a_list_that_cannot_be_right_is_not_followed(runs: m.Runs) -> None:
-    host = Host("disk")
-    (recall,) = host.jobs("disk").recalls
-    good: m.Runs = [(b"", [b"c" * 16]), (b"c" * 16, [b"d" * 16])]
-    host.worked("disk", recalled=[(recall.number, good + runs + [(b"", [b"e" * 16])])])
-    (tier,) = host.tiering.report()
-    assert tier["to_warm_blocks"] == 2

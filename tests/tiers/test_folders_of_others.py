@@ -15,7 +15,7 @@ from conftest import Daemon, StartDaemon
 from tiered import a_tier, wait_for, wait_open
 
 from kvcache_proto.errors import ConfigError, NotPermitted
-from kvcache_tiers.backend import MAX_NOTE, Failed
+from kvcache_tiers.backend import Failed
 from kvcache_tiers.conformance import BackendSuite, Region
 from kvcache_tiers.disk import DiskTier, open_tier
 from kvcache_tiers.segments import _HEAD, PAGE
@@ -27,12 +27,11 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with one value and one note."""
+    """A folder with one value."""
     values = BackendSuite()
     values.buffers = Region()
     with closing(DiskTier(tmp_path / "tier", SIZE)) as tier:
         values.put(tier, 1)
-        tier.put_note(b"name", b"note")
     return tmp_path / "tier"
 
 
@@ -101,15 +100,6 @@ def test_files_that_no_tier_has_made(folder: Path, make: Callable[[Path], None],
         DiskTier(folder, SIZE)
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("make", BAD)
-def test_notes_that_no_tier_has_made(folder: Path, make: Callable[[Path], None]) -> None:
-    (path,) = folder.glob("*.note")
-    make(path)
-    with closing(DiskTier(folder, SIZE)) as tier:
-        assert tier.get_note(b"name") is None and tier.counts["notes_failed"] == 1
-
-
 def test_a_link_named_like_the_next_segment(folder: Path, tmp_path: Path) -> None:
     """One that comes when the tier is open already."""
     precious = tmp_path / "precious"
@@ -122,23 +112,6 @@ def test_a_link_named_like_the_next_segment(folder: Path, tmp_path: Path) -> Non
         assert values.put(tier, 2, size=3 * PAGE) == [True]
         assert values.stored(tier, 2, size=3 * PAGE) == [True]
     assert precious.read_bytes() == b"precious"
-
-
-def test_a_device_as_a_note(folder: Path) -> None:
-    (path,) = folder.glob("*.note")
-    path.unlink()
-    path.symlink_to("/dev/zero")
-    with closing(DiskTier(folder, SIZE)) as tier:
-        assert tier.get_note(b"name") is None
-
-
-def test_a_note_that_is_too_long(folder: Path) -> None:
-    (path,) = folder.glob("*.note")
-    os.truncate(path, 100 << 30)
-    with closing(DiskTier(folder, SIZE)) as tier:
-        assert tier.get_note(b"name") is None
-        tier.put_note(b"name", bytes(MAX_NOTE))
-        assert tier.get_note(b"name") == bytes(MAX_NOTE)
 
 
 # Every field of a segment's description at each extreme, with files that are as long as it says.

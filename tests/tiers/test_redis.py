@@ -15,7 +15,7 @@ import redis_servers
 from redis_servers import KINDS, Server, Servers, wait_until
 
 from kvcache_proto.errors import ConfigError
-from kvcache_tiers.backend import MAX_NOTE, Failed, Value
+from kvcache_tiers.backend import Failed, Value
 from kvcache_tiers.conformance import BackendSuite, Open, Region, data, header, key
 from kvcache_tiers.redis import _START, RedisTier
 from kvcache_tiers.redis import open_tier as open_redis
@@ -293,8 +293,6 @@ def test_a_key_of_another_type_is_a_miss(server: Server, values: BackendSuite) -
         client.rpush(tier._name(key(1)), "no string")
         values.put(tier, 2)
         assert values.stored(tier, 1, 2) == [False, True] and tier.counts["unknown"] == 1
-        client.rpush(tier._note(b"name"), "no string")
-        assert tier.get_note(b"name") is None
         tier.remove([key(1)])
         assert not client.exists(tier._name(key(1)))
 
@@ -311,12 +309,6 @@ def test_a_head_that_names_more_parts_than_there_can_be(server: Server, values: 
         finally:
             tracemalloc.stop()
         assert not client.exists(tier._name(key(1)))
-
-
-def test_a_note_that_is_too_long(server: Server) -> None:
-    with closing(opened(server.url)) as tier, server.client() as client:
-        client.set(tier._note(b"name"), bytes(MAX_NOTE + 1))
-        assert tier.get_note(b"name") is None and tier.counts["unknown"] == 1
 
 
 def test_nobody_is_there() -> None:

@@ -13,13 +13,10 @@ from pathlib import Path
 from conftest import Daemon, StartDaemon
 from tiered import (
     Connect,
-    ToyEngine,
     a_tier,
     all_is_free,
     hashes,
-    in_a_hurry,
     leave_below,
-    listed,
     patched,
     save_below,
     tier_of,
@@ -275,80 +272,6 @@ def test_promotion_does_not_hold_up_a_full_region(start_daemon: StartDaemon, con
         wait_tier(daemon, "blocks_written", 16 * number)  # before they are evicted
     for names in chains:
         engine.load_all(names)
-
-
-def blocks_of(daemon: Daemon) -> int:
-    return int(daemon.status()["pool"]["blocks"])
-
-
-def make_hot(daemon: Daemon, engine: ToyEngine, chains: list[list[bytes]], folder: Path) -> None:
-    """Have lookups find chains, and wait until the tier in `folder` has them and knows that they are hot."""
-    for names in chains:
-        assert engine.save(names) == engine.load(names) == len(names)
-    wait_tier(daemon, "blocks_written", sum(map(len, chains)))
-    wait_for(lambda: listed(folder) == {name for names in chains for name in names}, "the list of what is hot")
-
-
-def command(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "kvcache_server", arguments[0], "--endpoint", daemon.endpoint, *arguments[1:]]
-    return subprocess.run(program, capture_output=True, text=True, timeout=60)
-
-
-def test_hot_prefixes_come_back_after_a_reboot(
-    start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path
-) -> None:
-    """The region is lost; nobody asks for a block until all that were hot are back."""
-    daemon = start_daemon(tier=url, env=in_a_hurry(tmp_path))
-    engine = connect(daemon)
-    wait_open(daemon)
-    cold, hot = hashes(9, 20), [hashes(chain, 10) for chain in range(3)]
-    assert engine.save(cold) == 20
-    make_hot(daemon, engine, hot, tmp_path / "tier")
-    assert daemon.stop() == 0
-    daemon = start_daemon(tier=url, fresh=True)
-    connect(daemon)
-    wait_for(lambda: blocks_of(daemon) == 30, "the hot blocks")
-    assert daemon.status()["namespaces"][0]["lookups"] == 0
-    assert [connect(daemon).load(names) for names in hot] == [10, 10, 10]
-
-
-def test_what_comes_back_evicts_nothing(start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path) -> None:
-    daemon = start_daemon(tier=url, env=in_a_hurry(tmp_path))
-    engine = connect(daemon)
-    wait_open(daemon)
-    hot = [hashes(chain, 40) for chain in range(5)]  # 25 MiB, more than the next region has
-    make_hot(daemon, engine, hot, tmp_path / "tier")
-    assert daemon.stop() == 0
-    daemon = start_daemon(tier=url, fresh=True, size="16MiB")
-    connect(daemon)
-    wait_open(daemon)
-    wait_for(lambda: tier_of(daemon).get("blocks_brought", 0) > 40 and not tier_of(daemon)["to_warm_blocks"], "the end")
-    status = daemon.status()
-    assert status["pool"]["used_bytes"] < 0.99 * status["pool"]["bytes"]
-    assert not any(status["eviction"]["evicted_blocks_by_class"].values())
-    assert connect(daemon).load(hot[-1]) == 40, "the hottest ones come first"
-
-
-def test_an_operator_warms_the_cache(start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path) -> None:
-    daemon = start_daemon(tier=url, env=in_a_hurry(tmp_path))
-    engine = connect(daemon)
-    wait_open(daemon)
-    names = hashes(1, 10)
-    make_hot(daemon, engine, [names], tmp_path / "tier")
-    engine.session.clear()
-    assert not blocks_of(daemon)
-    done = command(daemon, "warm")
-    assert (done.returncode, done.stdout) == (0, "lists of what was hot that tiers are asked for: 1\n")
-    wait_for(lambda: blocks_of(daemon) == 10, "the hot blocks")
-    assert engine.load(names) == 10
-    done = command(daemon, "warm", "--namespace", "none")
-    assert done.returncode == 1 and "there is no namespace 'none'" in done.stderr
-
-
-def test_nothing_warms_a_cache_without_tiers(daemon: Daemon, connect: Connect) -> None:
-    connect(daemon)
-    done = command(daemon, "warm")
-    assert done.returncode == 1 and "no tier is attached" in done.stderr
 
 
 def test_ahead_writes_what_was_found_before_it_is_evicted(

@@ -21,7 +21,6 @@ from kvcache_client.session.namespace import Namespace
 from kvcache_proto import messages as m
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.why import describe as explain
-from kvcache_tiers.records import unpack_hot
 
 SHARDS = (96 << 10, 32 << 10)
 SPEC = NamespaceSpec(model="tiered", groups=[GroupSpec(16, SHARDS)])
@@ -156,17 +155,6 @@ def a_tier(folder: Path, url: str, endpoint: str, *flags: str, env: dict[str, st
     finally:
         if run.process.poll() is None:
             run.kill()
-
-
-def in_a_hurry(folder: Path) -> dict[str, str]:
-    """Return the environment of a daemon that tells tiers ten times a second what is hot."""
-    return patched(folder, "import kvcache_server.tiering.tiering as tiering\ntiering.TOLD_EVERY = 0.1\n")
-
-
-def listed(folder: Path) -> set[bytes]:
-    """Return the blocks on the lists of what is hot that the tier in a folder keeps."""
-    notes = [unpack_hot(path.read_bytes()) or [] for path in folder.glob("*.note")]
-    return {name for runs in notes for _, run in runs for name in run}
 
 
 def why(daemon: Daemon, request: str) -> tuple[list[dict[str, Any]], str]:

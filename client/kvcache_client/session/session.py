@@ -210,11 +210,10 @@ class Session:
         brought: Sequence[tuple[int, bytes]] = (),
         written: Sequence[tuple[int, bytes]] = (),
         off: str = "",
-        recalled: Sequence[tuple[int, m.Runs]] = (),
         writes_off: str = "",
     ) -> None:
         """Report what became of jobs, from any thread, without waiting; the fields are those of Worked."""
-        report = m.Worked(0, b"", list(found), list(brought), list(written), off, list(recalled), writes_off)
+        report = m.Worked(0, b"", list(found), list(brought), list(written), off, writes_off)
         self.daemon.post(self.daemon.connection, report, "stale_reports")
 
     def ping(self) -> float:

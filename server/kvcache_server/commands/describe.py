@@ -115,7 +115,6 @@ def below(daemon: dict[str, Any]) -> list[str]:
             f"tier        {each['name']}: {tier_state(each)}; "
             f"asked for {asked:,} blocks, had {had:,}, brought {came:,} ({brought})",
             f"            {out:,} blocks written ({written}), {each['to_write_blocks']:,} to write"
-            + (f", {warm:,} that were hot to bring back" if (warm := each["to_warm_blocks"]) else "")
             + (f"; {counts(lost)}" if lost else ""),
         ]
     return lines + [f"tier        {name}: {state}" for name, state in absent_tiers(daemon).items()]

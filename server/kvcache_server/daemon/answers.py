@@ -169,7 +169,8 @@ class Answers:
             self._deliver()
             return self._insight.begin(session, request, now)
         if type(request) in Tiering.requests:
-            return self._tiering.begin(session, request, now)
+            self._tiering.begin(session, request, now)
+            return None
         return self._cache.begin(session, request, now)
 
     def _hold(self, session: int, sender: Connection, frame: bytes, request: Work, now: float) -> None:

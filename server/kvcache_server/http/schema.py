@@ -208,7 +208,6 @@ class Tier(msgspec.Struct):
     to_look_up: Annotated[Count, _doc("Lookups that it has not answered")]
     to_bring_bytes: Count
     to_write_blocks: Count
-    to_warm_blocks: Annotated[Count, _doc("What was hot and may be brought back")]
     looks: Annotated[Count, _doc("Lookups that it was asked about")] = 0
     looks_dropped: Annotated[Count, _doc("Lookups that it was not asked about, because too many waited")] = 0
     blocks_looked_up: Annotated[Count, _doc("Blocks that lookups missed and that it was asked for")] = 0

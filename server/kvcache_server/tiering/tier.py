@@ -8,7 +8,6 @@ from itertools import chain, islice
 
 import msgspec
 
-from kvcache_proto.messages import MAX_HOT, Runs
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import LOOK, Steps
@@ -21,14 +20,11 @@ MOST_LOOKS = 256  # without an answer; a tier that does not keep up is not asked
 MOST_LOOKED_UP = 1 << 16  # blocks in them
 MOST_COMING = 1 << 16  # blocks to bring
 MOST_WRITES = 1 << 16  # blocks that wait to be written
-TOLD_EVERY = 5.0  # seconds between two lists of what is hot
 FIRST_RATE, FIRST_LATENCY = 1e9, 0.005  # bytes per second and seconds, until the first ones were measured
 FIRST_SECONDS = 0.05  # what FIRST_RATE counts as having been measured for
 RATE_SECONDS = 0.5  # of bringing that the rate is an average of, or half as many
 LEAST_ETA = 0.001  # seconds
 PUT_OFF = 4  # what is late by some time is expected after so small a part of that
-WARMING = ""  # as the engine that asks for what was hot
-WARMED_AT_ONCE = 2  # batches that are asked for together, of what was hot
 _SMOOTH = 0.2  # the weight of a new measurement
 
 
@@ -63,23 +59,6 @@ class Looking(msgspec.Struct, gc=False):
     def name(self) -> bytes:
         """By what it is known that this was asked: a hash and a tag."""
         return self.joint.name if self.joint is not None else self.hashes[0] + self.group.tag
-
-
-class HotRun(msgspec.Struct, gc=False):
-    """Blocks that were hot, below `parent`, which is in the run `above`; that is known only with tails."""
-
-    group: Group
-    parent: bytes | None
-    hashes: list[bytes]
-    above: HotRun | None = None
-
-    def chain(self) -> list[bytes]:
-        """Return the hashes from the root on."""
-        pieces, run = [self.hashes], self
-        while run.above is not None and run.parent is not None:
-            pieces.append(run.above.hashes[: run.above.hashes.index(run.parent) + 1])
-            run = run.above
-        return [name for piece in reversed(pieces) for name in piece]
 
 
 class Joint(msgspec.Struct, gc=False):
@@ -146,11 +125,7 @@ class Tier:
         self.writing: dict[int, Writing] = {}
         self.blocks_in_flight = self.written_in_flight = 0  # blocks, and bytes
         self.asked_at = self.heard_at = self._brought_at = 0.0  # of requests for work, and of reports
-        self.recalls: deque[Group] = deque()  # groups of which it is to be asked what was hot
-        self.recalling: dict[int, Group] = {}  # by the number of the question
-        self.warming: deque[HotRun] = deque()  # what was hot and it has not been asked for yet
-        self.told: dict[bytes, tuple[int, float]] = {}  # what was hot, by the group's tag: HotPrefixes.changes, when
-        self.lists_checked_at = self.looked_ahead_at = 0.0
+        self.looked_ahead_at = 0.0
         self.next_ahead = 0  # the account at which the next look begins
 
     @property
@@ -341,27 +316,6 @@ class Tier:
                 del self.absent[each]
         self.absent[tagged] = now + ABSENT_FOR
 
-    # What was hot.
-
-    def recalled(self, number: int, runs: Runs) -> bool:
-        """Take the answer to a recall: these blocks will be asked for. Return whether there is such a recall."""
-        group = self.recalling.pop(number, None)
-        if group is None:
-            return False
-        self.warming = deque(run for run in self.warming if run.group is not group)
-        # With tails, an engine may only be able to continue at the end of a run.
-        most = MAX_HOT if group.tails else max(1, WARMED_AT_ONCE * self.batch_bytes // group.slot_bytes)
-        above: dict[bytes, HotRun] = {}
-        for first, names in runs:
-            parent: bytes | None = first or None
-            for at in range(0, len(names), most):
-                run = HotRun(group, parent, names[at : at + most], above.get(parent) if parent else None)
-                self.warming.append(run)
-                parent = run.hashes[-1]
-                if group.tails:
-                    above.update(dict.fromkeys(run.hashes, run))
-        return True
-
     @staticmethod
     def _bytes(part: Part) -> int:
         return (part.end - part.begin) * part.fetch.group.slot_bytes
@@ -459,8 +413,6 @@ class Tier:
         leases = [writing.lease for writing in self.writing.values()]
         for each in (self.looks, self.looking, self.asked, self.fetches, self.coming, self.parts, self.writes):
             each.clear()
-        self.recalls.extend(self.recalling.values())
-        self.recalling.clear()
         self.writing.clear()
         self.looked_up = self.backlog = self.in_flight = self.waiting = 0
         return leases
@@ -485,7 +437,6 @@ class Tier:
             "to_look_up": len(self.looks) + len(self.looking),
             "to_bring_bytes": self.backlog,
             "to_write_blocks": self.waiting + self.blocks_in_flight,
-            "to_warm_blocks": sum(len(run.hashes) for run in self.warming),
             **self.counts,
         }
 

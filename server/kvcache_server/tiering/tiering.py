@@ -9,7 +9,7 @@ A tier's reservations are like everybody's. What it has not brought when it leav
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count, dropwhile, islice, takewhile
@@ -17,18 +17,17 @@ from secrets import randbits
 from typing import Any
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import BadArgument, NotPermitted, Unavailable, UnknownHandle
+from kvcache_proto.errors import BadArgument, NotPermitted, Unavailable
 from kvcache_proto.types import FULL, REF_BYTES, SUM_BYTES
 from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.effects import Change, NamespaceClosed, NamespaceOpened, SessionGone, Shown
+from kvcache_server.core.effects import Change, SessionGone, Shown
 from kvcache_server.core.eviction.worth import likely
 from kvcache_server.core.index import CLASS_MASK, GONE, Account, Block, Group
-from kvcache_server.core.sessions import Namespace, Session
+from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import LOOK, finish
-from kvcache_server.tiering.hot import HotPrefixes
 from kvcache_server.tiering.inquiry import Said, absent
-from kvcache_server.tiering.tier import TOLD_EVERY, WARMED_AT_ONCE, WARMING, Fetch, Joint, Looking, Tier, Writing, eta
+from kvcache_server.tiering.tier import Fetch, Joint, Looking, Tier, Writing, eta
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
@@ -36,14 +35,11 @@ MOST_NAMES = 64  # of tiers, whose counts go on
 HANGING = 60.0  # seconds without a request, of which there are two a second, or without a report of all jobs
 STARTING, STARTING_ETA = 20.0, 0.05  # seconds for which a tier may start, and until a lookup is to be repeated then
 MOST_JOBS = 64  # looks in one answer
-MOST_RECALLS = 4  # in one answer: a tier attaches only some namespaces at a time
 MOST_WRITES = 2048  # blocks in one answer, or looked at for it
 MOST_BLOCKS_OUT = 8192  # being written to one tier
 LONGEST = 1 << 14  # blocks of a look; the others are asked for once those are hits
 MESSAGE = 1 << 20  # bytes of an answer after which no job follows; a frame may have 4 MiB
 MOST_BATCH = 1 << 30  # bytes
-FILL = 0.9  # of the pool, which is filled with what was hot before anyone asks for it
-CHECK_LISTS_EVERY = 1.0  # seconds, and not in each turn of the loop
 AHEAD_EVERY = 0.1  # seconds between two looks for blocks that are about to be evicted
 AHEAD_LEAVES = 64  # the coldest ones of each order, examined each time
 AHEAD_BLOCKS = 4096  # examined each time, in all
@@ -53,7 +49,7 @@ JOB_BYTES = 128  # of a job in a message, besides its hashes, slots and checksum
 class Tiering:
     """`requests` are the types of requests that it answers. A daemon without tiers never calls any other method."""
 
-    requests = frozenset({m.Work, m.Worked, m.Warm})
+    requests = frozenset({m.Work, m.Worked})
 
     def __init__(self, cache: Cache, user: int) -> None:
         """Only sessions of `user` may be tiers."""
@@ -61,7 +57,6 @@ class Tiering:
         self._tiers: dict[int, Tier] = {}  # by session, in the order in which they are asked
         self._numbers = count(randbits(48))  # late reports to the last daemon are not taken for ours
         self._counts: dict[str, Counter[str]] = {}  # by the tiers' names: they go on when a tier comes back
-        self._hot: defaultdict[Group, HotPrefixes] = defaultdict(HotPrefixes)
         self._starting: set[str] = set()  # tiers that were never on
         self._starting_until = 0.0
 
@@ -74,7 +69,7 @@ class Tiering:
         if session.id in self._tiers:
             return 0, 0
         if chain:
-            self._found_again(group, chain)
+            self._found_again(chain)
         hits = len(chain)
         if hits == len(hashes):
             return 0, 0
@@ -94,7 +89,7 @@ class Tiering:
         if session.id in self._tiers:
             return 0, 0
         if chain:
-            self._found_again(group, chain)
+            self._found_again(chain)
         for tier in self._tiers.values():
             if tier.on and tier.policy != m.AHEAD:
                 _store(tier, [block for block in tails if not tier.has(block)])
@@ -199,8 +194,7 @@ class Tiering:
         after = tiers[tiers.index(tier) + 1 :]
         return next((each for each in after if each.on and not each.knows(group, name, now)), None)
 
-    def _found_again(self, group: Group, chain: Sequence[Block]) -> None:
-        self._hot[group].found(chain[-1])
+    def _found_again(self, chain: Sequence[Block]) -> None:
         for tier in self._tiers.values():
             if tier.on and tier.policy != m.AHEAD and not tier.has(chain[-1]):
                 _store_chain(tier, chain)
@@ -302,7 +296,7 @@ class Tiering:
 
     def follow(self, changes: Iterable[Change]) -> None:
         """Take up changes that the core has reported."""
-        if not (self._tiers or self._hot):
+        if not self._tiers:
             return
         for change in changes:
             match change:
@@ -313,14 +307,6 @@ class Tiering:
                     self._turn_off(tier, "gone")
                     self._cache.chores.do(tier.forget_marks())
                     self._listen()
-                case NamespaceOpened():
-                    for tier in self._tiers.values():
-                        self._recall(tier, change.namespace)
-                case NamespaceClosed():
-                    for group in change.namespace.groups:
-                        self._hot.pop(group, None)
-                        for tier in self._tiers.values():
-                            tier.told.pop(group.tag, None)
                 case _:
                     pass
 
@@ -356,10 +342,8 @@ class Tiering:
         self._starting.discard(name)
         self._listen()
 
-    def begin(self, session: int, request: Any, now: float) -> m.Warmed | None:
-        """Take a request of a session. Raises NotPermitted, BadArgument, UnknownHandle; then nothing has changed."""
-        if isinstance(request, m.Warm):
-            return m.Warmed(request.id, self._warm(request.namespace))
+    def begin(self, session: int, request: Any, now: float) -> None:
+        """Take a request of a session. Raises NotPermitted, BadArgument, Unavailable; then nothing has changed."""
         if isinstance(request, m.Work):
             self._enlist(self._cache.sessions[session], request, now)
         elif session in self._tiers:
@@ -368,21 +352,6 @@ class Tiering:
             self._cache.counters["jobs_unknown"] += 1
             if request.off:  # its store cannot be opened
                 self.expect_no_more(self._cache.sessions[session].engine.name.removeprefix("tier "))
-        return None
-
-    def _warm(self, namespace: str) -> int:
-        """Ask all tiers what was hot, in the namespace with this id or in all; return how many questions that are."""
-        spaces = [each for each in self._cache.namespaces.values() if namespace in ("", each.id)]
-        if not spaces and namespace:
-            raise UnknownHandle(f"there is no namespace {namespace[:64]!r}")
-        return sum(self._recall(tier, each) for tier in self._tiers.values() for each in spaces)
-
-    @staticmethod
-    def _recall(tier: Tier, namespace: Namespace) -> int:
-        groups = [group for group in namespace.groups if group.spec.kind == FULL]
-        asked = {*tier.recalls, *tier.recalling.values()}
-        tier.recalls.extend(group for group in groups if group not in asked)
-        return len(groups)  # those that are asked for already, too
 
     def _enlist(self, session: Session, request: m.Work, now: float) -> None:
         if session.user != self._user:
@@ -406,8 +375,6 @@ class Tiering:
                 tier.counts = self._counts.setdefault(tier.name, tier.counts)
             self._tiers[session.id] = tier
             session.engine.brings = True
-            for namespace in self._cache.namespaces.values():
-                self._recall(tier, namespace)
             self.expect_no_more(tier.name)
         tier.off, tier.asked_at = "", now
         tier.writes_off, tier.removals_off = request.writes_off, request.removals_off
@@ -434,8 +401,6 @@ class Tiering:
             failed += tier.stored(writing, flags)
             self._end_lease(tier, writing.lease)
         tier.unmark(failed)
-        for number, runs in request.recalled:
-            unknown += not tier.recalled(number, _trusted(tier.recalling.get(number), runs))
         self._cache.counters["jobs_unknown"] += unknown
         tier.writes_off = request.writes_off or tier.writes_off
         if request.off:
@@ -462,30 +427,14 @@ class Tiering:
         if tier.policy == m.AHEAD and not self._cache.pool.uncut and now >= tier.looked_ahead_at + AHEAD_EVERY:
             tier.looked_ahead_at = now
             self._look_ahead(tier)
-        if tier.warming:
-            self._go_on_warming(tier, now)
-        untold = None if tier.writes_off else self._untold(tier, now)
         to_write = tier.writes if not tier.writes_off else ()
-        if not (tier.looks or tier.fetches or to_write or tier.recalls or untold):
+        if not (tier.looks or tier.fetches or to_write):
             return None
         if not tier.works:
             tier.heard_at = now
         jobs = m.Jobs(number)
         specs: dict[int, Any] = {}
         room = MESSAGE
-        while tier.recalls and len(jobs.recalls) < MOST_RECALLS:
-            group = tier.recalls.popleft()
-            if (namespace := self._namespace(group)) is not None:
-                job = next(self._numbers)
-                tier.recalling[job] = group
-                specs[namespace.number] = namespace
-                jobs.recalls.append(m.Recall(job, namespace.id, group.number))
-        if untold is not None and (namespace := self._namespace(untold)) is not None:
-            tier.told[untold.tag] = self._hot[untold].changes, now
-            if runs := self._hot[untold].runs():
-                specs[namespace.number] = namespace
-                jobs.hot.append(m.Hot(namespace.id, untold.number, runs))
-                room -= sum(len(hashes) + 1 for _, hashes in runs) * _hash_bytes(untold)
         while tier.looks and len(jobs.looks) < MOST_JOBS and room > 0:
             looking = tier.looks.popleft()
             namespace = self._namespace(looking.group)
@@ -522,7 +471,7 @@ class Tiering:
                 room -= each * len(write.hashes) + JOB_BYTES
                 jobs.writes.append(write)
             most -= waiting - tier.waiting
-        if not (jobs.looks or jobs.brings or jobs.writes or jobs.recalls or jobs.hot):
+        if not (jobs.looks or jobs.brings or jobs.writes):
             return None
         jobs.specs = [each.spec for number, each in specs.items() if number not in tier.session.attached]
         return jobs
@@ -545,42 +494,6 @@ class Tiering:
         sums = lookups.checksums.read(slots, group.sum_offsets) if lookups.checksums else b""
         sums = sums or bytes(len(batch) * len(group.spec.shards) * SUM_BYTES)
         return m.WriteOut(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
-
-    def _untold(self, tier: Tier, now: float) -> Group | None:
-        """Return a group of which a tier is to be told what is hot."""
-        if now < tier.lists_checked_at + CHECK_LISTS_EVERY:
-            return None
-        tier.lists_checked_at = now
-        for group, hot in self._hot.items():
-            changes, at = tier.told.get(group.tag, (0, -TOLD_EVERY))
-            if hot.changes != changes and now >= at + TOLD_EVERY:
-                return group
-        return None
-
-    def _go_on_warming(self, tier: Tier, now: float) -> None:
-        """Ask a tier for more of what was hot, as long as memory is free."""
-        most, at_once = LOOK, WARMED_AT_ONCE * tier.batch_bytes
-        while tier.warming and most > 0 and tier.backlog < at_once and not tier.looks and not tier.looking:
-            run = tier.warming.popleft()
-            group, hashes = run.group, run.hashes
-            if self._namespace(group) is None:
-                continue
-            if group.tails:
-                hashes = run.chain()[: _longest(group)]
-            most -= len(hashes)
-            hits = len(group.prefix(hashes))
-            there = hits + group.pending_after(hashes, hits)
-            wanted = len(hashes)
-            free = FILL * self._cache.pool.capacity - self._cache.eviction.fair_share.used - tier.backlog
-            hashes = hashes[: there + max(0, int(free)) // group.slot_bytes]
-            if len(hashes) < wanted:
-                tier.warming.clear()  # what follows is less hot
-            if group.tails:
-                if len(hashes) == wanted and not tier.knows(group, hashes[-1], now):
-                    self._ask_jointly(tier, WARMING, group, hashes, 0, now)
-            elif there < len(hashes) and not tier.knows(group, hashes[there], now):
-                parent = hashes[there - 1] if there else run.parent
-                tier.ask(Looking(WARMING, group, parent, hashes[there:], now))
 
     def _look_ahead(self, tier: Tier) -> None:
         """Have blocks stored that are about to be evicted, if they were ever found."""
@@ -683,20 +596,6 @@ def _store(tier: Tier, blocks: Sequence[Block]) -> None:
     """Have blocks stored, which may be of several groups."""
     for group in dict.fromkeys(block.account.group for block in blocks):
         tier.store([block for block in blocks if block.account.group is group])
-
-
-def _trusted(group: Group | None, runs: m.Runs) -> m.Runs:
-    """Return what a list can have of a group's blocks: it comes from a store that others may write to."""
-    found: m.Runs = []
-    seen = {b""}
-    for parent, hashes in runs:
-        if group is None or parent not in seen or {len(name) for name in hashes} != {group.hash_bytes}:
-            break
-        seen.update(hashes)
-        if len(seen) > m.MAX_HOT + 1:
-            break
-        found.append((parent, hashes))
-    return found
 
 
 def _hash_bytes(group: Group) -> int:
