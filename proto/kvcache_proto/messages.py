@@ -25,7 +25,6 @@ MAX_SECONDS = 30 * 86_400.0  # of a retention
 MAX_JOBS = 4096  # of each kind in a message
 # When a block is written to a tier: asked for a second time; stored; about to be evicted, if it was ever found.
 SECOND, THROUGH, AHEAD = WRITE_POLICIES = ("second", "through", "ahead")
-LEAST_PRIORITY, PRIORITY, MOST_PRIORITY = 1, 35, 100
 Outcomes = Annotated[list[tuple[int, bytes]], msgspec.Meta(max_length=MAX_JOBS)]  # a job's number, a byte per block
 Shards = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SHARDS)]
 # Twice as many as a request may have, so that the error for one too many can contain the request's id.
@@ -192,8 +191,8 @@ class Remark(msgspec.Struct, tag="remark", array_like=True):
 class Retain(msgspec.Struct, tag="retain", array_like=True):
     """Keep `hashes`, a chain from its root on, from being evicted for `seconds`, within the engine's quota.
 
-    Blocks that are not cached yet are kept once they are. Where not all fits, those of a lower `priority` give way.
-    `request` is the engine's name for the request that asks, for a later `Why`.
+    Blocks that are not cached yet are kept once they are. What does not fit is refused. `request` is the engine's name
+    for the request that asks, for a later `Why`.
     """
 
     id: int
@@ -201,7 +200,6 @@ class Retain(msgspec.Struct, tag="retain", array_like=True):
     namespace: int
     hashes: Hashes
     seconds: float
-    priority: int = PRIORITY
     group: int = 0
     request: Name = ""
 

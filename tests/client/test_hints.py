@@ -30,7 +30,7 @@ def vllm_request(params: Any) -> Any:
     [
         ({"retain": True}, Hint(retain=True)),
         ({"retain": {"seconds": 60}}, Hint(retain=Retain(60.0))),
-        ({"retain": {"seconds": 0.5, "tokens": 1024, "priority": 80}}, Hint(retain=Retain(0.5, 1024, 80))),
+        ({"retain": {"seconds": 0.5, "tokens": 1024}}, Hint(retain=Retain(0.5, 1024))),
         ({"drop": True}, Hint(drop=True)),
         ({"drop": {"after": 512}, "retain": {"tokens": 512}}, Hint(Retain(tokens=512), Rest(512))),
         ({"done": True}, Hint(done=True)),
@@ -58,7 +58,7 @@ def test_other_parameters_are_no_hint(params: Any) -> None:
         ({"retain": {"seconds": 0}}, "Expected `float` > 0.0 - at `retain.seconds`"),
         ({"retain": {"seconds": 1e9}}, "at `retain.seconds`"),
         ({"retain": {"seconds": "60"}}, "at `retain.seconds`"),
-        ({"retain": {"priority": 101}}, "Expected `int` <= 100 - at `retain.priority`"),
+        ({"retain": {"priority": "high"}}, "at `retain.priority`"),
         ({"retain": {"tokens": 0}}, "at `retain.tokens`"),
         ({"drop": {"after": -1}}, "at `drop.after`"),
         ({"done": "yes"}, "at `done`"),
@@ -92,15 +92,15 @@ def saved(cache: Cache) -> set[bytes]:
 
 def test_a_prompt_is_retained_once_whether_it_is_cached_or_not(cache: Cache) -> None:
     engine, run = Engine(cache), chain("a", 4)
-    hint = Hint(retain=Retain(60.0, priority=80))
+    hint = Hint(retain=Retain(60.0, priority=80))  # which is ignored
     request = engine.request("first", run, hint=hint)
     engine.run(request)
-    assert cache.hints == [("retain", "first", run, 60.0, 80)]
+    assert cache.hints == [("retain", "first", run, 60.0)]
     again = engine.request("again", run, hint=hint)
     assert engine.ask(again) == (4 * BLOCK, True)
     engine.admit(again, 4 * BLOCK)
     engine.scheduler.allocated(again.view, again.blocks, 0)
-    assert cache.hints[1:] == [("retain", "again", run, 60.0, 80)]
+    assert cache.hints[1:] == [("retain", "again", run, 60.0)]
 
 
 def test_only_whole_blocks_of_the_first_tokens_are_retained(cache: Cache) -> None:
@@ -170,7 +170,7 @@ def test_the_first_tokens_of_a_dropped_prompt_are_saved_if_it_says_so(cache: Cac
     other = chain("other", 3)
     engine.run(engine.request("b", other + chain("b", 2), hint=Hint(Retain(tokens=3 * BLOCK), drop=True)))
     assert saved(cache) == {*head, *other}
-    assert cache.hints == [("retain", "b", other, 3600.0, 35)]
+    assert cache.hints == [("retain", "b", other, 3600.0)]
 
 
 def test_cached_blocks_of_a_dropped_prompt_stay(cache: Cache) -> None:

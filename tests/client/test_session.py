@@ -99,7 +99,6 @@ def test_hints_retain_and_drop(
     assert (shown["dropped_blocks"], shown["retentions"]) == (3, 1)
     for wrong in (
         lambda: ns.retain(run, seconds=0),
-        lambda: ns.retain(run, priority=0),
         lambda: ns.retain([*run] * 5000),
         lambda: ns.retain([b"short"]),
         lambda: ns.drop(run, after=-1),

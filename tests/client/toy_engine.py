@@ -147,8 +147,8 @@ class Space:
             if outcome is Outcome.COMMITTED:
                 space.visible[each] = slot
 
-    def retain(self, hashes: Sequence[bytes], seconds: float, priority: int, *, request: str = "", then: Any) -> bool:
-        self._cache.hints.append(("retain", request, list(hashes), seconds, priority))
+    def retain(self, hashes: Sequence[bytes], seconds: float, *, request: str = "", then: Any) -> bool:
+        self._cache.hints.append(("retain", request, list(hashes), seconds))
         if self._cache.retain_refusal:
             then(0, self._cache.retain_refusal)
         return True

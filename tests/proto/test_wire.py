@@ -112,12 +112,12 @@ REQUESTS = [
     (messages.Why(11, TOKEN, "cmpl-7"), f"94 a3776879 0b {T} a6636d706c2d37"),
     (messages.Watch(12, TOKEN, 5), f"94 a57761746368 0c {T} 05"),
     (
-        messages.Retain(13, TOKEN, 1, [H1, H2], 3600.0, 80, 0, "r1"),
-        f"99 a672657461696e 0d {T} 01 92 {H1x} {H2x} cb40ac200000000000 50 00 a27231",
+        messages.Retain(13, TOKEN, 1, [H1, H2], 3600.0, 0, "r1"),
+        f"98 a672657461696e 0d {T} 01 92 {H1x} {H2x} cb40ac200000000000 00 a27231",
     ),
     (
         messages.Retain(13, TOKEN, 1, [H1], 0.5),
-        f"99 a672657461696e 0d {T} 01 91 {H1x} cb3fe0000000000000 23 00 a0",
+        f"98 a672657461696e 0d {T} 01 91 {H1x} cb3fe0000000000000 00 a0",
     ),
     (messages.Drop(14, TOKEN, 1, [H1, H2], 1, 0, "r1"), f"98 a464726f70 0e {T} 01 92 {H1x} {H2x} 01 00 a27231"),
     (

@@ -1,4 +1,4 @@
-"""Hints of engines and pins of operators: what stays, what goes first, what gives way. On the real state machine."""
+"""Hints of engines and pins of operators: what stays, what goes first, what is refused. On the real state machine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ from kvcache_server.core.slices import finish
 BLOCKS = 4 * 31  # of make_cache(): 64 KiB blocks in 4 extents of 2 MiB
 
 
-def retain(
-    engine: Engine, names: list[str], seconds: float = 60.0, priority: int = 35, request: str = ""
-) -> m.Retained:
-    return engine.ask(m.Retain(1, b"", engine.namespace, hashes(names), seconds, priority, request=request))
+def retain(engine: Engine, names: list[str], seconds: float = 60.0, request: str = "") -> m.Retained:
+    return engine.ask(m.Retain(1, b"", engine.namespace, hashes(names), seconds, request=request))
 
 
 def drop(engine: Engine, names: list[str], after: int = 0) -> int:
@@ -128,19 +126,27 @@ def test_retention_ends_with_its_time(cache: Cache) -> None:
     assert hints(cache)["ended"] == {"expired": 1}
 
 
-def test_an_engine_that_has_ended_leaves_what_it_retained_within_one_quota(cache: Cache) -> None:
+def test_what_engines_that_have_ended_retain_stays_and_counts_until_its_time_is_over(cache: Cache) -> None:
     stays = Engine(cache, "stays")
-    for number in range(5):
+    for number in range(3):
         engine = Engine(cache, f"engine {number}")
-        engine.store(chain(f"prompt {number} ", 10))
-        assert retain(engine, chain(f"prompt {number} ", 10)).blocks == 10
+        engine.store(chain(f"prompt {number} ", 25))
+        assert retain(engine, chain(f"prompt {number} ", 25), 60.0 + number).refused == ("quota" if number == 2 else "")
         cache.end_session(engine.session, 0.0)
         tick(cache, 1.0)
         check_integrity(cache)
     flood(stays)
-    # 25 blocks are a fifth of the pool.
-    assert [stays.hits(chain(f"prompt {number} ", 10)) for number in range(5)] == [0, 0, 0, 10, 10]
-    assert [each["engine"] for each in hints(cache)["engines"]] == [""]
+    # 64 blocks are half of the pool.
+    assert [stays.hits(chain(f"prompt {number} ", 25)) for number in range(3)] == [25, 25, 14]
+    stays.store(chain("mine", 5))
+    assert retain(stays, chain("mine", 5)).refused == "quota"
+    assert {each["engine"] for each in hints(cache)["engines"]} == {f"engine {number}" for number in range(3)}
+    stays.now = 60.5
+    tick(cache, 60.5)
+    assert retain(stays, chain("mine", 5)).refused == ""
+    tick(cache, 63.0)
+    tick(cache, 64.0)
+    assert [*cache.retentions.engines] == ["stays"]
 
 
 def test_a_lease_and_a_retention_of_one_block_do_not_end_each_other(cache: Cache) -> None:
@@ -189,18 +195,16 @@ def test_a_shared_beginning_counts_once(cache: Cache) -> None:
     assert cache.retentions.engines["one"].pins.bytes >= 24 * 64 * KIB
 
 
-def test_a_higher_priority_displaces_a_lower_one_of_the_same_engine_only(cache: Cache) -> None:
+def test_what_does_not_fit_displaces_nothing(cache: Cache) -> None:
     one, other = Engine(cache, "one"), Engine(cache, "other")
-    for engine, name in ((one, "low"), (one, "mid"), (one, "high"), (other, "theirs")):
+    for engine, name in ((one, "first"), (one, "second"), (one, "third"), (other, "theirs")):
         engine.store(chain(name, 12))
-    assert retain(other, chain("theirs", 12), priority=1).blocks == 12
-    assert retain(one, chain("low", 12), priority=10).blocks == 12
-    assert retain(one, chain("mid", 12), priority=20).blocks == 12
-    assert retain(one, chain("high", 12), priority=10).refused == "quota"
-    assert retain(one, chain("high", 12), priority=30).blocks == 12
-    held = {each.names[0][:3]: each.held for each in cache.retentions.all()}
-    assert held == {b"the": 12, b"mid": 12, b"hig": 12}
-    assert hints(cache)["ended"]["displaced"] == 1
+    assert [retain(one, chain(name, 12)).blocks for name in ("first", "second", "third")] == [12, 12, 1]
+    assert retain(other, chain("theirs", 12)).blocks == 12
+    assert {each.names[0]: each.held for each in cache.retentions.all()} == dict(
+        zip(hashes(["first0", "second0", "third0", "theirs0"]), (12, 12, 1, 12), strict=True)
+    )
+    assert hints(cache)["refused"] == {"quota": 11}
 
 
 def test_all_engines_together_retain_half_of_the_pool() -> None:
@@ -213,14 +217,14 @@ def test_all_engines_together_retain_half_of_the_pool() -> None:
     check_integrity(cache)
 
 
-def test_lowering_the_quota_ends_the_weakest_retentions(cache: Cache) -> None:
+def test_lowering_the_quota_ends_the_oldest_retentions(cache: Cache) -> None:
     one = Engine(cache, "one")
-    for name, priority in (("a", 10), ("b", 30), ("c", 20)):
+    for name in ("a", "b", "c"):
         one.store(chain(name, 8))
-        assert retain(one, chain(name, 8), priority=priority).blocks == 8
+        assert retain(one, chain(name, 8)).blocks == 8
     cache.set_limits(msgspec.structs.replace(cache.limits, retain_quota=0.1))
     tick(cache, 1.0)
-    assert [each.names[0][:1] for each in cache.retentions.all()] == [b"b"]
+    assert [each.names[0][:1] for each in cache.retentions.all()] == [b"c"]
     cache.set_limits(msgspec.structs.replace(cache.limits, retain_quota=0.0))
     tick(cache, 2.0)
     assert cache.retentions.all() == []
@@ -233,23 +237,16 @@ def test_the_number_of_retentions_is_bounded(cache: Cache, monkeypatch: pytest.M
     for number in range(3):
         assert retain(one, chain(f"prompt {number} ", 2)).refused == ""
     assert retain(one, chain("one too many", 2)).refused == "count"
-    assert retain(one, chain("more important", 2), priority=36).refused == ""
     assert hints(cache)["refused"] == {"count": 2}
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ((0.0, 35), "retain for 0.0 s"),
-        ((float("nan"), 35), "retain for nan s"),
-        ((float("inf"), 35), "retain for inf s"),
-        ((60.0, 0), "priority 0"),
-        ((60.0, 101), "priority 101"),
-    ],
+    ("seconds", "named"),
+    [(0.0, "retain for 0.0 s"), (float("nan"), "retain for nan s"), (float("inf"), "retain for inf s")],
 )
-def test_values_out_of_bounds_are_named(cache: Cache, fields: tuple[float, int], named: str) -> None:
+def test_values_out_of_bounds_are_named(cache: Cache, seconds: float, named: str) -> None:
     with pytest.raises(BadArgument, match=named):
-        retain(Engine(cache, "one"), chain("a", 1), *fields)
+        retain(Engine(cache, "one"), chain("a", 1), seconds)
     with pytest.raises(BadArgument, match="at most 16384"):
         retain(Engine(cache, "one"), chain("a", m.MAX_RETAINED + 1))
 
@@ -257,38 +254,56 @@ def test_values_out_of_bounds_are_named(cache: Cache, fields: tuple[float, int],
 # Nobody's floor suffers.
 
 
-def test_retentions_give_way_to_an_account_below_its_floor() -> None:
-    cache = make_cache(retain_quota=0.5, namespace_floor=0.3, pin_quota=1.0)  # the floor is 38 blocks
-    one, other = Engine(cache, "one"), Engine(cache, "other", model="another")
-    for name, priority in (("old", 20), ("new", 20), ("dear", 90)):
-        one.store(chain(name, 20))
-        assert retain(one, chain(name, 20), priority=priority, request=f"cmpl-{name}").blocks == 20
-    one.store(chain("leased", BLOCKS - 60))
-    assert one.acquire(chain("leased", BLOCKS - 60)).lease  # it gives way to nobody
-    for number in range(30):
-        assert other.store(chain(f"theirs {number} ", 2)) == [0, 0]
-        check_integrity(cache)
-    group = cache.namespaces[other.namespace].groups[0]
-    assert len(group.visible) == 40
-    assert [one.hits(chain(name, 20)) for name in ("old", "new", "dear")] == [0, 0, 20]
-    told = hints(cache)
-    assert (told["ended"], told["refused"]) == ({"gave_way": 2}, {"gave_way": 40})
-    assert "an engine below its floor needed room" in explain(
-        answer(cache, one.session, m.Why(1, b"", "cmpl-old"), 0.0).answer
-    )
-
-
-def test_an_engine_of_another_block_size_gets_its_floor_in_spite_of_retentions() -> None:
-    cache = make_cache(retain_quota=0.5, namespace_floor=0.25, pin_quota=1.0)
-    one = Engine(cache, "one")
-    large = Engine(cache, "large", 512 * KIB, "large")
-    for number in range(BLOCKS // 4):  # in every extent, something is retained
-        one.store(chain(f"prompt {number} ", 4))
-        retain(one, chain(f"prompt {number} ", 2))
-    assert large.store(chain("theirs", 2)) == [0, 0]
-    assert hints(cache)["ended"]["gave_way"] > 0
-    assert hints(cache)["refused"]["gave_way"] > 0
+def test_engines_and_operators_that_keep_all_they_may_leave_the_others_their_floors() -> None:
+    cache = make_cache(retain_quota=0.25, operator_quota=0.25)
+    for number in range(2):
+        one = Engine(cache, f"engine {number}")
+        one.store(chain(f"kept {number} ", 31))
+        assert retain(one, chain(f"kept {number} ", 31)).blocks == 31
+    one.store(chain("pinned", 31))
+    assert pin(cache, one, chain("pinned", 31)).blocks == 31
+    late = Engine(cache, "late", model="another")
+    flood(late)
+    names = chain("theirs", BLOCKS // 4)
+    assert late.store(names) == [0] * len(names), "all that nobody keeps"
+    assert late.hits(names) == len(names)
+    assert len(names) * 64 * KIB > 10 * max(share.floor for share in cache.eviction.fair_share.shares)
     check_integrity(cache)
+
+
+def test_a_smaller_pool_ends_what_exceeds_the_half_of_it() -> None:
+    """Also where no engine exceeds its own quota."""
+    cache = make_cache(retain_quota=0.2)
+    engines = [Engine(cache, f"engine {number}") for number in range(5)]
+    for number, engine in enumerate(engines):
+        engine.store(chain(f"prompt {number} ", 6))
+        engine.store(chain(f"another {number} ", 6))
+        assert retain(engine, chain(f"prompt {number} ", 6)).blocks == 6
+        assert retain(engine, chain(f"another {number} ", 6)).blocks == 6
+    shrink_to_half(cache)
+    tick(cache, 1.0)
+    check_integrity(cache)
+    # 32 blocks are half of it; each engine may retain 12.
+    assert cache.retentions.retained_bytes == 30 * 64 * KIB
+    assert hints(cache)["ended"] == {"quota": 5}
+    assert [each["retentions"] for each in hints(cache)["engines"]] == [1] * 5
+
+
+def test_a_resize_ends_retentions_that_keep_it_from_an_extent(cache: Cache) -> None:
+    one = Engine(cache, "one")
+    for number in range(4):
+        one.store(chain(f"prompt {number} ", 31))  # an extent
+        assert retain(one, chain(f"prompt {number} ", 4), 60.0 + number).blocks == 4
+    shrink_to_half(cache)
+    assert hints(cache)["ended"] == {"resize": 2}
+    assert [one.hits(chain(f"prompt {number} ", 4)) for number in range(4)] == [0, 0, 4, 4]
+
+
+def shrink_to_half(cache: Cache) -> None:
+    cache.resize(cache.pool.capacity // 2)
+    for _ in range(10):
+        cache.shrink(0.0)
+    assert cache.pool.capacity == 2 * cache.pool.extent_bytes
 
 
 def test_an_engine_above_its_floor_gets_nothing_of_what_others_retain(cache: Cache) -> None:
@@ -385,8 +400,7 @@ def test_nothing_is_left_of_engines_and_namespaces_that_are_gone() -> None:
     tick(cache, 6.0)
     assert not cache.namespaces and not cache.engines
     left = cache.retentions
-    assert not (left.all() or left.engines or left.waiting or left._weakest or cache.eviction._dropped)
-    assert not left.former.pins.bytes
+    assert not (left.all() or left.engines or left.waiting or cache.eviction._dropped)
 
 
 # Pins.
@@ -541,14 +555,12 @@ class Machine(RuleBasedStateMachine):
         self.store_and_check(engine, chain(f"new {self.lives} ", length))
 
     def store_and_check(self, engine: int, names: list[str]) -> None:
-        """Nobody loses a block below its floor while an engine retains any."""
+        """Nobody loses a block below its floor."""
         tick(self.cache, self.now)
         shares = {each: each.bytes for each in self.cache.eviction.fair_share.shares}
         self.engines[engine].store(names)
         below = [each for each, bytes_ in shares.items() if each.bytes < min(bytes_, each.floor - 64 * KIB)]
-        owners = (self.cache.retentions.former, *self.cache.retentions.engines.values())
-        held = [each for owner in owners for each in owner.retentions.values() if each.held]
-        assert not (below and held), "a floor gave way before what engines retain"
+        assert not below, "an engine has lost a part of its floor"
 
     @rule(engine=st.integers(0, 2), name=names, length=lengths, lease=st.booleans())
     def look_up(self, engine: int, name: str, length: int, lease: bool) -> None:
@@ -559,9 +571,9 @@ class Machine(RuleBasedStateMachine):
         session = self.engines[engine].session
         self.engines[engine].ask(m.Release(1, b"", list(self.cache.sessions[session].leases)))
 
-    @rule(engine=st.integers(0, 2), name=names, length=lengths, seconds=st.integers(1, 30), level=st.integers(1, 3))
-    def retain(self, engine: int, name: str, length: int, seconds: int, level: int) -> None:
-        answered = retain(self.engines[engine], chain(name, length), seconds, level)
+    @rule(engine=st.integers(0, 2), name=names, length=lengths, seconds=st.integers(1, 30))
+    def retain(self, engine: int, name: str, length: int, seconds: int) -> None:
+        answered = retain(self.engines[engine], chain(name, length), seconds)
         assert answered.blocks <= length
 
     @rule(engine=st.integers(0, 2), name=names, length=lengths, after=st.integers(0, 4))
@@ -604,9 +616,9 @@ class Machine(RuleBasedStateMachine):
     def holds(self) -> None:
         check_integrity(self.cache)
         retentions, slot = self.cache.retentions, 64 * KIB
-        for owner in (retentions.former, *retentions.engines.values()):
+        for owner in retentions.engines.values():
             names = {n for each in owner.retentions.values() for n in each.names[: each.held]}
-            assert len(names) * slot <= retentions.quota(owner)
+            assert len(names) * slot <= retentions.quota
         assert retentions.retained_bytes <= retention.TOGETHER * self.cache.pool.capacity + 1
         for each in retentions.all():
             if each.sound:

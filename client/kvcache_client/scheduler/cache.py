@@ -81,7 +81,6 @@ class CacheNamespace(Protocol):
         self,
         hashes: Sequence[bytes],
         seconds: float,
-        priority: int,
         *,
         request: str = "",
         then: Callable[[int, str], None] | None = None,

@@ -1,6 +1,6 @@
 """A hint: what a request says of its own blocks, as JSON has it. Pure; hints.py acts on it.
 
-{"retain": {"seconds": 3600, "tokens": 1024, "priority": 80}, "drop": {"after": 1024}, "done": true}
+{"retain": {"seconds": 3600, "tokens": 1024}, "drop": {"after": 1024}, "done": true}
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.messages import LEAST_PRIORITY, MAX_SECONDS, MOST_PRIORITY, PRIORITY
+from kvcache_proto.messages import MAX_SECONDS
 
 SECONDS = 3600.0  # unless the request says for how long
 
@@ -20,7 +20,7 @@ class Retain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = SECONDS
     tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    priority: Annotated[int, msgspec.Meta(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] = PRIORITY
+    priority: int | None = None  # ignored
 
 
 class Rest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

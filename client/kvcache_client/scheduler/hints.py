@@ -52,7 +52,7 @@ class Hints:
         if request.uncacheable or state.barred:
             self._counters.add("hints_uncacheable")
         elif keys:
-            namespace.retain(keys, wanted.seconds, wanted.priority, request=request.id, then=self._answered)
+            namespace.retain(keys, wanted.seconds, request=request.id, then=self._answered)
 
     def finished(self, state: RequestState, namespace: CacheNamespace) -> None:
         """Remember what a request had that was used once; tell the daemon that a conversation is over."""

@@ -16,11 +16,8 @@ from kvcache_client.session.settlements import Settlements
 from kvcache_client.session.slots import Parts, parts_of_hits, split
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.messages import (
-    LEAST_PRIORITY,
     MAX_RETAINED,
     MAX_SECONDS,
-    MOST_PRIORITY,
-    PRIORITY,
     Acquire,
     Acquired,
     Attach,
@@ -329,7 +326,7 @@ class Namespace:
         self,
         hashes: Sequence[bytes],
         seconds: float = 3600.0,
-        priority: int = PRIORITY,
+        priority: int | None = None,
         group: int = 0,
         request: str = "",
         then: Callable[[int, str], None] | None = None,
@@ -339,7 +336,7 @@ class Namespace:
         Args:
             hashes: n chained hashes in prompt order, at most MAX_RETAINED; blocks that are not cached yet are kept once
                 they are.
-            priority: 1 to 100; where the quota is used up, what has a lower one gives way.
+            priority: ignored.
             request: name of the request that asks, for who asks the daemon why.
             then: gets how many of the blocks are kept now, and why no more of the cached ones are ("" where all are),
                 on some thread; never called where the daemon does not answer.
@@ -348,8 +345,6 @@ class Namespace:
         self._check_hint(hashes, group)
         if not 0 < seconds <= MAX_SECONDS:
             raise BadArgument(f"retain for {seconds} s: more than 0, at most {MAX_SECONDS:.0f}")
-        if not LEAST_PRIORITY <= priority <= MOST_PRIORITY:
-            raise BadArgument(f"priority {priority}: {LEAST_PRIORITY} to {MOST_PRIORITY}")
 
         def answered(reply: Reply | None) -> None:
             if isinstance(reply, Error):
@@ -358,7 +353,7 @@ class Namespace:
                 then(min(reply.blocks, len(hashes)), reply.refused)
 
         return self._say(
-            lambda number: Retain(0, b"", number, _listed(hashes), seconds, priority, group, request[:MAX_NAME]),
+            lambda number: Retain(0, b"", number, _listed(hashes), seconds, group, request[:MAX_NAME]),
             answered,
         )
 

@@ -139,9 +139,7 @@ def kept(hints: dict[str, Any] | None) -> list[str]:
     """Return lines on what requests retain and operators pin; nothing if neither was asked for."""
     if not hints or not (hints["retentions"] or hints["pins"] or hints["refused"] or hints["dropped_blocks"]):
         return []
-    engines = ", ".join(
-        f"{each['engine'] or 'engines that have ended'} {format_size(each['bytes'])}" for each in hints["engines"]
-    )
+    engines = ", ".join(f"{each['engine']} {format_size(each['bytes'])}" for each in hints["engines"])
     return [
         f"retained    prompts: {hints['retentions']:,}, {format_size(hints['retained_bytes'])}"
         f" (each engine may retain {format_size(hints['quota_bytes'])}){': ' if engines else ''}{engines}",

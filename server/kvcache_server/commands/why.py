@@ -60,7 +60,6 @@ CAUSES = {
     "drop": "not saved: the request said that they are used once (drop, or done)",
     "retain_quota": "not retained, although the request asked for it: engine {engine} had used up its retain_quota",
     "retain_count": "not retained, although the request asked for it: engine {engine} retains too many prompts",
-    "retain_gave_way": "not retained any longer: an engine below its floor needed room",
     "weights": "not saved by engine {engine}: its weights changed during the request, {ages} earlier",
     # Nothing is known about them.
     "elsewhere": "cached in another namespace, {where_else}",
@@ -110,7 +109,7 @@ _OTHERS = {
     "own_ceiling": "each other block of the engine",
     "namespace_ceiling": "each other block of the namespace",
 }
-_RETAINED = {"retain_quota", "retain_count", "retain_gave_way"}  # notes of the daemon itself
+_RETAINED = {"retain_quota", "retain_count"}  # notes of the daemon itself
 BEGAN = {
     "fresh": "serve --fresh discarded the previous cache",
     "not_kept": "keep is false, so nothing outlives a daemon",

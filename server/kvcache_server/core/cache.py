@@ -91,7 +91,6 @@ class Cache:
             *(self.pool, self.eviction, self.lookups, self.reservations, self.counters, self.effects)
         )
         self.retentions = Retentions(self.pool, self.eviction, self.namespaces, limits, self.effects)
-        self.eviction.give_way = self.retentions.give_way
         self.limits = limits
         self._grace_until = 0.0
         self._ticking = False
@@ -215,8 +214,6 @@ class Cache:
 
     def _end(self, engine: Engine, session: int, now: float) -> Steps[None]:
         yield from self.reservations.writer_ended(engine, session, now)
-        if not (engine.sessions or engine.disconnected):
-            yield from self.retentions.engine_ended(engine.name)
         self.registry.prune()
 
     def abandon(self, session: int, reservation: int, now: float) -> None:

@@ -69,8 +69,6 @@ def _check_retentions(cache: Cache) -> list[Lease]:
             assert (held is None) == (each.group.spec.kind == TAIL), "a retention without a block of its full group"
             assert held is None or held.hash == each.names[each.held - 1], "retains another block than it names"
             assert all(block.visible for block in each.lease.blocks), "retains what is hidden"
-            gives_way = cache.eviction.retaining and retentions.gives_way(each)
-            assert each.owner is retentions.operator or gives_way, "a retention that never gives way"
             assert retentions.doubted or each.sound, "retains what is distrusted"
     return leases
 

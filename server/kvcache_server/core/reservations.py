@@ -35,7 +35,6 @@ from kvcache_server.core.sessions import Engine, Namespace, Session
 from kvcache_server.core.slices import LOOK, STEP, Steps
 from kvcache_server.core.states import COMMITTED, DOOMED, FORGOTTEN
 
-GIVE_WAY = 16  # retentions that give way to one request
 # The most frequent answers: looking up an enum's member takes longer than looking up a hash.
 _GRANTED, _PRESENT, _VISIBLE = Refusal.GRANTED, Refusal.PRESENT, Verdict.VISIBLE
 
@@ -192,7 +191,6 @@ class Reservations:
         """Grant the runs in order; `accounts` are by the runs' `group`."""
         work = 0
         fixed: set[int] = set()  # slot sizes whose extents are all in use
-        ways = GIVE_WAY
         for run in runs:
             account = accounts[run.group]
             group = account.group
@@ -211,17 +209,10 @@ class Reservations:
                 # Checking whether a pending block is above the parent means walking all the way up.
                 work += STEP if block_hash in pending else 1
                 answer, block = self._grant(reservation, account, parent, block_hash, now, fixed)
-                while isinstance(answer, Reassign) or (
-                    answer is Refusal.NO_SPACE and ways and self._eviction.give_way(account, True)
-                ):
-                    if isinstance(answer, Reassign):
-                        freed, parent = yield from self._reassign(reservation, parent, answer)
-                        if not freed:
-                            fixed.add(answer.slot_bytes)
-                    else:
-                        ways -= 1
-                        fixed.clear()
-                        parent = yield from self._pause(reservation, parent)
+                while isinstance(answer, Reassign):
+                    freed, parent = yield from self._reassign(reservation, parent, answer)
+                    if not freed:
+                        fixed.add(answer.slot_bytes)
                     if parent is None:
                         answer, block = Refusal.NO_PARENT, None
                     else:

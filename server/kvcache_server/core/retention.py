@@ -2,16 +2,14 @@
 
 A retention names a chain of blocks, from its root on. Those that are cached are held as a lease holds them: the deepest
 one is pinned. Those that are not cached yet are held once they are. Each owner (an engine, or the operator) has a
-quota, and all engines together have one. A retention of an engine is never stronger than others' floors: it gives way
-if an account below its floor finds no room. When an engine ends, its retentions stay until their time is over, but all
-engines that have ended share one quota.
+quota, and all engines together have one. What does not fit is refused. The retentions of an engine stay until their
+time is over, and count until then, also if it ends before.
 
 An operator's pins have no end, and the state file contains them.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from kvcache_proto.types import FULL, check_hashes
 from kvcache_server.core.boundary import boundary
 from kvcache_server.core.effects import Effects, Hinted
 from kvcache_server.core.eviction.policy import DROPPED, Eviction
-from kvcache_server.core.index import GOES_FIRST, Account, Block, Group
+from kvcache_server.core.index import GOES_FIRST, Block, Group
 from kvcache_server.core.journal import PinEnded, PinMade
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pins import Lease, Pins, new_lease
@@ -35,9 +33,6 @@ _MOST_WANTED = 8 * LOOK  # blocks of a retention that will be stored soon
 TOGETHER = 0.5  # of the pool: what all engines may retain
 MOST, MOST_OF_ONE = 8192, 1024  # retentions, in all and per owner: some passes over all take a millisecond
 NAMES, NAMES_OF_ONE = 1 << 20, 1 << 16  # hashes in them
-MOST_DISPLACED = 16  # for the number of another one
-GIVE_WAY = 64  # retentions that give way between two ticks
-FEW = 64  # entries out of date that are tolerated
 FOR_EVER = math.inf
 
 
@@ -55,9 +50,10 @@ class _Cached(NamedTuple):
 
 
 class Owner:
-    """An engine that retains blocks; or, without a name, all engines that have ended, or the operator.
+    """An engine that retains blocks, or has retained them until it ended; without a name, the operator.
 
-    Attributes: `pins` counts the bytes that it holds, `retentions` are by the last hash and the tag of its group.
+    Attributes: `pins` counts the bytes that it holds, `retentions` are by the last hash and the tag of its group, the
+    oldest first.
     """
 
     __slots__ = ("engine", "names", "pins", "retentions")
@@ -76,27 +72,19 @@ class Retention:
     is when it ends. `number` counts up; a pin is named by it.
     """
 
-    __slots__ = (
-        *("group", "held", "key", "label", "lease", "lease_number", "names", "number", "owner", "priority"),
-        *("request", "until", "wanted"),
-    )
+    __slots__ = ("group", "held", "key", "label", "lease", "names", "number", "owner", "request", "until", "wanted")
 
     def __init__(self, number: int, owner: Owner, group: Group, names: list[bytes], label: str = "") -> None:
         self.number, self.owner, self.group, self.names, self.label = number, owner, group, names, label
         self.key = names[-1] + group.tag
         self.wanted, self.held = len(names), 0
-        self.until, self.priority = FOR_EVER, m.MOST_PRIORITY
+        self.until = FOR_EVER
         self.request = ""
         self.lease: Lease | None = None
-        self.lease_number = 0
 
     @property
     def ended(self) -> bool:
         return self.owner.retentions.get(self.key) is not self
-
-    def holds(self, priority: int) -> bool:
-        """Whether it holds blocks, and has that priority."""
-        return self.lease is not None and self.priority == priority and not self.ended
 
     @property
     def sound(self) -> bool:
@@ -119,15 +107,12 @@ class Retentions:
         self.ended: Counter[str] = Counter()
         self.dropped = 0  # blocks
         self.doubts = self.examined = self.distrusting = 0
-        self.operator, self.former = Owner(""), Owner("")
+        self.operator = Owner("")
         self.engines: dict[str, Owner] = {}
         self.waiting: dict[int, Retention] = {}  # those that want more than they hold, by number
         self._pool, self._eviction, self._namespaces, self._effects = pool, eviction, namespaces, effects
-        self._last = self._last_lease = self._names = self._count = 0
+        self._last = self._names = self._count = 0
         self._next_end = FOR_EVER
-        # Those of engines that hold blocks, by slot size, the weakest first; entries may be out of date.
-        self._weakest: dict[int, list[tuple[int, int, int, Retention]]] = {}
-        self._may_give_way = GIVE_WAY
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
@@ -137,12 +122,15 @@ class Retentions:
     # What there is.
 
     def owners(self) -> Iterator[Owner]:
-        yield from (self.operator, self.former)
+        yield self.operator
         yield from self.engines.values()
 
     def all(self) -> list[Retention]:
         """Return all retentions. O(retentions)."""
         return [each for owner in self.owners() for each in owner.retentions.values()]
+
+    def _of_engines(self) -> Iterator[Retention]:
+        return (each for owner in self.engines.values() for each in owner.retentions.values())
 
     @property
     def doubted(self) -> bool:
@@ -152,21 +140,28 @@ class Retentions:
     @property
     def retained_bytes(self) -> int:
         """Bytes that hints of engines hold; an upper bound, as Pins.bytes is."""
-        return self.former.pins.bytes + sum(owner.pins.bytes for owner in self.engines.values())
+        return sum(owner.pins.bytes for owner in self.engines.values())
 
-    def quota(self, owner: Owner) -> int:
-        """Return how many bytes `owner` may hold."""
-        capacity = self._pool.capacity
-        if owner is self.operator:
-            return int(self._limits.operator_quota * capacity)
-        return int(self._limits.retain_quota * capacity)
+    @property
+    def quota(self) -> int:
+        """Bytes that one engine may hold."""
+        return int(self._limits.retain_quota * self._pool.capacity)
+
+    @property
+    def quota_together(self) -> int:
+        """Bytes that all engines together may hold."""
+        return int(TOGETHER * self._pool.capacity)
+
+    @property
+    def operator_quota(self) -> int:
+        return int(self._limits.operator_quota * self._pool.capacity)
 
     def _room(self, owner: Owner) -> int:
         """Return the quota of `owner`, or what the quota of all engines together leaves for it."""
         if owner is self.operator:
-            return self.quota(owner)
+            return self.operator_quota
         others = self.retained_bytes - owner.pins.bytes
-        return min(self.quota(owner), int(TOGETHER * self._pool.capacity) - others)
+        return min(self.quota, self.quota_together - others)
 
     # Requests of engines.
 
@@ -176,8 +171,6 @@ class Retentions:
         _check(request.hashes, group)
         if not 0 < request.seconds <= m.MAX_SECONDS:
             raise BadArgument(f"retain for {request.seconds} s: more than 0, at most {m.MAX_SECONDS:.0f}")
-        if not m.LEAST_PRIORITY <= request.priority <= m.MOST_PRIORITY:
-            raise BadArgument(f"priority {request.priority}: {m.LEAST_PRIORITY} to {m.MOST_PRIORITY}")
         if not request.hashes:
             return m.Retained(request.id, 0)
         owner = self.engines.get(session.engine.name)
@@ -186,16 +179,13 @@ class Retentions:
         until = now + request.seconds
         found = owner.retentions.get(request.hashes[-1] + group.tag)
         if found is not None:
-            # Several requests share the prefix: the longest time and the highest priority count.
+            # Several requests share the prefix: the longest time counts.
             found.until, found.wanted, found.request = max(found.until, until), len(found.names), request.request
-            if request.priority > found.priority:
-                found.priority = request.priority
-                self._note_strength(found)
             if found.held < found.wanted:
                 self.waiting[found.number] = found
         else:
             found = Retention(self._last + 1, owner, group, request.hashes)
-            found.until, found.priority, found.request = until, request.priority, request.request
+            found.until, found.request = until, request.request
             if not self._admit(found):
                 self._refuse(found, "count", len(request.hashes))
                 return m.Retained(request.id, 0, "count")
@@ -242,7 +232,7 @@ class Retentions:
         _check(request.hashes, group)
         if not request.hashes:
             raise BadArgument("a pin without a block")
-        pins, quota = self.operator.retentions, self.quota(self.operator)
+        pins, quota = self.operator.retentions, self.operator_quota
         found = pins.get(request.hashes[-1] + group.tag)
         if found is None:
             found = Retention(self._last + 1, self.operator, group, request.hashes, request.label)
@@ -280,82 +270,19 @@ class Retentions:
 
     # What others do.
 
-    def give_way(self, account: Account, refused: bool) -> bool:
-        """End the weakest retention of an engine before `account`, which has no more than its floor, loses a block, or
-        because it is `refused` one; return whether there was one.
-
-        The weakest one has the lowest priority, and is the oldest of those. Only so many give way between two ticks: a
-        request must not take long.
-        """
-        size, share = account.group.slot_bytes, account.share
-        if not self._may_give_way or share.bytes + size * refused > share.floor or self._eviction.frozen:
-            return False
-        self._may_give_way -= 1
-        # Slots of another size help only if they empty an extent.
-        return self.end_weakest(size) or (refused and self.end_weakest())
-
-    def end_weakest(self, slot_bytes: int = 0) -> bool:
-        """End the weakest retention of an engine that holds slots of that size, or of any; return whether there was
-        one."""
-        weakest: Retention | None = None
-        for size, heap in self._weakest.items():
-            if (
-                self._strip(heap)
-                and slot_bytes in (0, size)
-                and (weakest is None or _strength(heap[0][3]) < _strength(weakest))
-            ):
-                weakest = heap[0][3]
-        if weakest is None:
-            return False
-        self._refuse(weakest, "gave_way", weakest.held)
-        self._end(weakest, "gave_way")
-        return True
-
-    @staticmethod
-    def _strip(heap: list[tuple[int, int, int, Retention]]) -> bool:
-        """Drop entries that are out of date, until the weakest one is not; return whether there is one."""
-        while heap and not heap[0][3].holds(heap[0][0]):
-            heapq.heappop(heap)
-        return bool(heap)
-
-    def gives_way(self, retention: Retention) -> bool:
-        """Whether `end_weakest` would find it. O(retentions)."""
-        entry = (*_strength(retention), retention.lease_number, retention)
-        return entry in self._weakest.get(retention.group.slot_bytes, [])
-
     def clear(self, namespace: int | None) -> Steps[None]:
         """End the retentions of engines in that namespace, or in all for None."""
-        mine = (each for each in self.all() if each.owner is not self.operator)
-        yield from self._end_all((each for each in mine if namespace in (None, each.group.namespace)), "cleared")
+        mine = (each for each in self._of_engines() if namespace in (None, each.group.namespace))
+        yield from self._end_all(mine, "cleared")
 
-    def engine_ended(self, engine: str) -> Steps[None]:
-        """Move the retentions of an engine that has ended to those that share one quota: the latest ones stay."""
-        owner = self.engines.get(engine)
-        if owner is None:
-            return
-        for each in sorted(owner.retentions.values(), key=_strength):
-            if each.ended:
-                continue
-            until, priority, wanted, names = each.until, each.priority, each.wanted, each.names
-            self._end(each, "")
-            twin = self.former.retentions.get(each.key)
-            if twin is None:
-                twin = Retention(each.number, self.former, each.group, names)
-                twin.until, twin.priority, twin.wanted = until, priority, wanted
-                if not self._admit(twin):
-                    continue
-            twin.until, twin.wanted = max(twin.until, until), max(twin.wanted, wanted)
-            if twin.held < twin.wanted:
-                self.waiting[twin.number] = twin
-            if priority > twin.priority:
-                twin.priority = priority
-                self._note_strength(twin)
-            yield from self._hold(twin)
-            yield
+    def end_next(self) -> None:
+        """End the retention of an engine that would end next: it may be what keeps an extent from being retired."""
+        chosen = min(self._of_engines(), key=lambda each: each.until, default=None)
+        if chosen is not None:
+            self._end(chosen, "resize")
 
     def tick(self, now: float) -> Steps[None]:
         """End what is over; hold what has been stored since; end what exceeds a quota that has been lowered."""
-        self._may_give_way = GIVE_WAY
         if now >= self._next_end:
             yield from self._end_all((each for each in self.all() if each.until <= now), "expired")
             self._next_end = min((each.until for each in self.all()), default=FOR_EVER)
@@ -376,33 +303,41 @@ class Retentions:
                 yield
             elif done % LOOK == 0:
                 yield
-        self._weakest = {size: heap for size, heap in self._weakest.items() if self._strip(heap)}
-        self._eviction.retaining = bool(self._weakest)
-        for owner in (self.former, *self.engines.values()):
-            while owner.pins.bytes > self.quota(owner) and owner.retentions:
-                if owner.pins.exact:
-                    self._end(min(owner.retentions.values(), key=_strength), "quota")
-                owner.pins.tighten()
-                yield
-            if owner.engine and not owner.retentions and owner.pins.settled:
-                self.engines.pop(owner.engine, None)
+        while (owner := self._beyond_quota()) is not None:
+            if not self._tighten():
+                self._end(next(iter(owner.retentions.values())), "quota")
+            yield
+        for owner in list(self.engines.values()):
+            if not owner.retentions and owner.pins.settled:
+                del self.engines[owner.engine]
+
+    def _beyond_quota(self) -> Owner | None:
+        """Return an engine that holds too much since a quota was lowered, by all that is counted; None if none does."""
+        retaining = (owner for owner in self.engines.values() if owner.retentions)
+        most = max(retaining, key=lambda owner: owner.pins.bytes, default=None)
+        if most is not None and (most.pins.bytes > self.quota or self.retained_bytes > self.quota_together):
+            return most
+        return None
+
+    def _tighten(self) -> bool:
+        """Take some steps towards exact counts of what is held; return False if all are exact."""
+        inexact = next((owner.pins for owner in self.owners() if not owner.pins.exact), None)
+        if inexact is not None:
+            inexact.tighten()
+        return inexact is not None
 
     # How a retention begins and ends.
 
     def _admit(self, retention: Retention) -> bool:
-        """Enter a retention; return False if there are too many, also after a weaker one of its owner has ended."""
-        owner, displaced = retention.owner, 0
-        while (
+        """Enter a retention; return False if there are too many."""
+        owner = retention.owner
+        if (
             len(owner.retentions) >= MOST_OF_ONE
             or self._count >= MOST
             or owner.names + len(retention.names) > NAMES_OF_ONE
             or self._names + len(retention.names) > NAMES
         ):
-            weaker = self._weaker(retention)
-            if weaker is None or displaced == MOST_DISPLACED:
-                return False
-            self._end(weaker, "displaced")
-            displaced += 1
+            return False
         self._last = max(self._last, retention.number)
         self._count += 1
         self._names += len(retention.names)
@@ -411,23 +346,8 @@ class Retentions:
         self._next_end = min(self._next_end, retention.until)
         return True
 
-    def _weaker(self, retention: Retention) -> Retention | None:
-        """Return the weakest retention of the same owner that `retention` may displace; None if there is none.
-
-        A promise is broken only for a higher priority; for engines that have ended, also for a later one.
-        """
-        weakest = min(retention.owner.retentions.values(), key=_strength, default=None)
-        if weakest is None or weakest is retention or retention.owner is self.operator:
-            return None
-        if retention.owner is self.former:
-            return weakest if _strength(weakest) < _strength(retention) else None
-        return weakest if weakest.priority < retention.priority else None
-
     def _hold(self, retention: Retention) -> Steps[str]:
-        """Hold what is cached of a retention, as far as it fits; return why not all of that is held, "" if it is.
-
-        Weaker retentions of its owner end if it needs their bytes.
-        """
+        """Hold what is cached of a retention, as far as it fits; return why not all of that is held, "" if it is."""
         owner = retention.owner
         while not retention.ended:
             cached = _cached(retention, retention.wanted)
@@ -435,14 +355,7 @@ class Retentions:
                 break
             fits = self._fit(owner, cached)
             if fits.blocks < cached.blocks:
-                inexact = next((each.pins for each in self.owners() if not each.pins.exact), None)
-                if inexact is not None:
-                    inexact.tighten()
-                    yield
-                    continue
-                weaker = self._weaker(retention)
-                if weaker is not None:
-                    self._end(weaker, "displaced")
+                if self._tighten():
                     yield
                     continue
                 if cached.tails:
@@ -459,7 +372,7 @@ class Retentions:
                 return why
         if retention.held == retention.wanted:
             self.waiting.pop(retention.number, None)
-        else:
+        elif not retention.ended:
             self._eviction.learner.want(retention.names[retention.held : retention.wanted][:_MOST_WANTED])
         return ""
 
@@ -473,24 +386,11 @@ class Retentions:
 
     def _take(self, retention: Retention, cached: _Cached) -> None:
         block = cached.chain[-1] if cached.chain else None
-        lease, number = new_lease(block, cached.size, cached.cover, cached.tails), self._last_lease + 1
-        self._last_lease = number
+        lease = new_lease(block, cached.size, cached.cover, cached.tails)
         retention.owner.pins.add(lease)  # first: the covers of the former lease stay
         self._let_go(retention)
-        retention.lease, retention.lease_number, retention.held = lease, number, cached.blocks
-        self._note_strength(retention)
+        retention.lease, retention.held = lease, cached.blocks
         retention.names[: len(cached.chain)] = [each.hash for each in cached.chain]  # the index's bytes, not copies
-
-    def _note_strength(self, retention: Retention) -> None:
-        if retention.owner is self.operator or retention.lease is None:
-            return
-        size = retention.group.slot_bytes
-        heap = self._weakest.setdefault(size, [])
-        self._eviction.retaining = True
-        heapq.heappush(heap, (*_strength(retention), retention.lease_number, retention))
-        if len(heap) > 2 * self._count + FEW:
-            current = {each[2]: each for each in heap if each[3].holds(each[0])}
-            self._weakest[size] = sorted(current.values())
 
     def _let_go(self, retention: Retention) -> None:
         lease = retention.lease
@@ -515,25 +415,18 @@ class Retentions:
         self._count -= 1
         self._names -= len(retention.names)
         owner.names -= len(retention.names)
-        retention.names = []  # an entry that is out of date may refer to it
-        if cause:
-            self.ended[cause] += 1
+        self.ended[cause] += 1
         if owner is self.operator:
             self._effects.records.append(PinEnded(retention.number))
 
     def _refuse(self, retention: Retention, why: str, blocks: int) -> None:
-        """Count blocks that are not kept, or no longer, and report it for `why`."""
+        """Count blocks that are not kept, and report it for `why`."""
         self.refused[why] += blocks
         if retention.request:
             engine = retention.owner.engine
             self._effects.changes.append(
                 Hinted(self._effects.actor.at, engine, retention.request, f"retain_{why}", blocks)
             )
-
-
-def _strength(retention: Retention) -> tuple[int, int]:
-    """The weakest one gives way first: the lowest priority, and of these the oldest."""
-    return retention.priority, retention.number
 
 
 def _cached(retention: Retention, most: int) -> _Cached:

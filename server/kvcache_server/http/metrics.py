@@ -37,7 +37,7 @@ _TIER_EVENTS = {  # as in `status`
 _DEDUPLICATED = {Refusal.PRESENT.name.lower(): "cached", Refusal.IN_FLIGHT.name.lower(): "in_flight"}
 # Shown before they occur: the first occurrence is then a rise from 0, which an alert sees.
 _REFUSED = (*(each.name.lower() for each in Refusal if each > Refusal.IN_FLIGHT), "leases", "not_worth_it")
-_UNRETAINED = ("quota", "count", "gave_way")
+_UNRETAINED = ("quota", "count")
 _DROPS = ("peer_gone", "peer_slow")
 _TURNED_AWAY = ("attach_rate", "bad_frame", "not_permitted", "unavailable", "version_mismatch")
 _CUTS = ("bad_protocol", "crowded_out", "not_permitted")  # of connections to the wire and to KV events
@@ -248,7 +248,7 @@ def _hints(hints: Mapping[str, Any]) -> Iterator[Metric]:
     counts = {"request": hints["retentions"], "operator": len(hints["pins"])}
     yield _gauge("kept_prompts", "Prompts kept from eviction, or their beginnings", counts, "by")
     refused = dict.fromkeys(_UNRETAINED, 0) | hints["refused"]
-    doc = "Blocks that requests asked to retain, and that are not retained or no longer, by reason"
+    doc = "Blocks that requests asked to retain, and that are not retained, by reason"
     yield _counter("unretained_blocks", doc, refused, "reason")
     yield _counter("dropped_blocks", "Blocks that requests gave up for eviction", hints["dropped_blocks"])
 

@@ -129,7 +129,7 @@ class Away(msgspec.Struct):
 class Retainer(msgspec.Struct):
     """What the requests of one engine have retained."""
 
-    engine: Annotated[str, _doc("Empty for all engines that have ended")]
+    engine: str
     retentions: Count
     bytes: Count
     last_ends_s: float
@@ -156,7 +156,7 @@ class Hints(msgspec.Struct):
     pinned_bytes: Annotated[Count, _doc("Bytes that pins keep from eviction")]
     pin_quota_bytes: Annotated[Count, _doc("Bytes that pins may keep")]
     dropped_blocks: Annotated[Count, _doc("Blocks that requests gave up for eviction")]
-    refused: Annotated[Counts, _doc("Blocks that were not retained, or no longer, by reason")]
+    refused: Annotated[Counts, _doc("Blocks that were not retained, by reason")]
     ended: Annotated[Counts, _doc("Retentions and pins that ended, by cause")]
     engines: Annotated[list[Retainer], _doc("Those that retain most")]
     pins: list[Pin]

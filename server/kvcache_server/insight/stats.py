@@ -174,21 +174,21 @@ class Report:
     def _hints(self, now: float) -> dict[str, Any]:
         """Return what engines retain and operators pin. O(retentions): a few milliseconds."""
         retentions = self._cache.retentions
-        owners = [(owner, len(owner.retentions)) for owner in (retentions.former, *retentions.engines.values())]
+        owners = [(owner, len(owner.retentions)) for owner in retentions.engines.values()]
         owners.sort(key=lambda pair: -pair[0].pins.bytes)
         return {
             "retained_bytes": retentions.retained_bytes,
             "retentions": sum(count for _, count in owners),
             "waiting": len(retentions.waiting),
-            "quota_bytes": retentions.quota(retentions.former),
+            "quota_bytes": retentions.quota,
             "pinned_bytes": retentions.operator.pins.bytes,
-            "pin_quota_bytes": retentions.quota(retentions.operator),
+            "pin_quota_bytes": retentions.operator_quota,
             "dropped_blocks": retentions.dropped,
             "refused": dict(retentions.refused),
             "ended": dict(retentions.ended),
             "engines": [
                 {
-                    "engine": owner.engine,  # "" for all that have ended
+                    "engine": owner.engine,
                     "retentions": count,
                     "bytes": owner.pins.bytes,
                     "last_ends_s": round(max(each.until for each in owner.retentions.values()) - now, 1),

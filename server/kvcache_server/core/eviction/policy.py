@@ -89,9 +89,6 @@ class Eviction:
         self.evicted_by_class = [0] * CLASSES
         self.declined = 0
         self._dropped: dict[int, OrderedDict[int, Block]] = {}  # leaves that go first, by slot size and id()
-        self.retaining = False  # whether an engine retains blocks
-        # Ends what an engine retains, before the account loses a block, or is refused one, below its floor.
-        self.give_way: Callable[[Account, bool], bool] = lambda account, refused: False
         # Whether a tier gets a block of this class that an account stores: then it is not declined, however little
         # it is worth here.
         self.stored_below: Callable[[Account, int], bool] | None = None
@@ -170,8 +167,6 @@ class Eviction:
                 return extent, slot  # without a way through the list of vacant slots
             self._pool.give_back(extent, slot)
             return self._pool.take(size) or Refusal.NO_SPACE
-        if self.retaining and self.give_way(account, False):
-            return self.make_room(account, fixed, cls)
         return (self._pool.take(size) if self._evict_from([account], ROOM) else None) or Refusal.NO_SPACE
 
     def _declines(self, account: Account, cls: int, least: float) -> bool:
