@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -119,6 +121,24 @@ def test_a_request_ends_whose_blocks_the_next_one_gets(engines: Any, sim: Any, p
     for name in ("p0", "p1", "p2"):
         two.generate(prompts[name], name=name)
         assert two.prefills[name] == (3, 0, 12 * BLOCK)
+
+
+def test_a_request_that_has_ended_is_let_go_before_its_blocks_are(
+    engines: Any, sim: Any, prompt: Any, idle: Any
+) -> None:
+    """Of a prompt that is a tensor of embeddings, nothing but hashes may stay for as long as the device has them."""
+    one, two = small(engines, "one", enable_prompt_embeds=True), engines("two", enable_prompt_embeds=True)
+    embeddings = sim.torch.randn(7 * BLOCK + 3, 64)
+    request = ref(one.add("embeddings", embeddings))
+    one.run()
+    one.step()
+    gc.collect()
+    assert request() is None
+    for _ in range(6):
+        one.generate(prompt(7 * BLOCK + 3))
+    idle()
+    two.generate(embeddings)
+    assert two.prefills["r0"] == (3, 0, 7 * BLOCK)
 
 
 def test_a_reset_forgets_what_was_to_be_saved(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:

@@ -63,6 +63,17 @@ def test_what_is_saved_and_found_is_published(publishing: Any, sim: Any, prompt:
     assert found == sorted(prefixes(longest[: (len(longest) - 1) // BLOCK * BLOCK])), "what the lookup has found"
 
 
+def test_what_is_saved_after_its_request_has_ended_is_published(publishing: Any, prompt: Any, idle: Any) -> None:
+    one = publishing("one", max_num_batched_tokens=4 * BLOCK, extra={"save_mode": "lazy"})
+    shared = prompt(4 * BLOCK)
+    for _ in range(3):  # the third request finds the shared blocks for the second time: those of the first are saved
+        one.generate([*shared, *prompt(BLOCK + 5)])
+        idle()
+    for at in range(2):
+        one.generate(prompt(9), name=f"later {at}")
+    assert sorted(follow(one).values()) == sorted(prefixes(shared))
+
+
 def test_what_vllm_publishes_of_the_device_is_as_without_us(publishing: Any, sim: Any, prompt: Any, idle: Any) -> None:
     """Loaded blocks are published as computed ones are, once they have come."""
     prompts = {f"{at}": prompt(2 * BLOCK + 31 * at) for at in range(5)}
