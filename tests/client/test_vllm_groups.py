@@ -168,6 +168,7 @@ def test_what_is_declined_is_named() -> None:
     old.kv_cache_tensors = [SimpleNamespace(size=PAGE, shared_by=["0.0", "1.0"])]
     said = "2 KV cache groups (FullAttentionSpec, SlidingWindowSpec): before vLLM 0.32"
     assert why_not_groups(VLLM, old).startswith(said)
+    assert why_not_groups(VLLM, config()) == "its model has no KV cache"
     assert why_not_groups(VLLM, config((SinkFullAttentionSpec(), 1))).startswith("SinkFullAttentionSpec")
     mixed = SimpleNamespace(block_size=16, kv_cache_specs={"a": full, "b": window})
     assert why_not_groups(VLLM, config((mixed, 2))).startswith("SlidingWindowSpec")

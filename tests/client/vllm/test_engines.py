@@ -50,6 +50,13 @@ def test_before_0_32_windows_are_declined(engines: Any, sim: Any, prompt: Any, l
     )
 
 
+def test_a_model_without_kv_cache_is_declined(engines: Any, sim: Any, prompt: Any, lines: list[str]) -> None:
+    one = engines("one", specs={}, enable_prefix_caching=False)
+    tokens = prompt(2 * BLOCK)
+    assert one.generate(tokens) == sim.expected(tokens, 1)
+    assert len(lines) == 1 and declined(lines) == ["its model has no KV cache"]
+
+
 def test_states_without_boundaries_are_declined(engines: Any, sim: Any, prompt: Any, lines: list[str]) -> None:
     """Granite 4 without prefix caching: there are no states at the ends of blocks."""
     one = engines("one", specs=sim.full(1) | sim.states(2, first=1), enable_prefix_caching=False)

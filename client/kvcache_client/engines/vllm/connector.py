@@ -438,15 +438,15 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guard()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        table, *others = blocks.get_block_ids()
+        tables = blocks.get_block_ids()
         if num_external_tokens > 0:
             # Those before may be shared with requests that run.
             tokens = engine_block_size(self._kv_cache_config)
             first = self._computed.pop(request.request_id, 0) // tokens
-            self._awaited[request.request_id] = list(table[first : first + -(-num_external_tokens // tokens)])
+            self._awaited[request.request_id] = list(tables[0][first : first + -(-num_external_tokens // tokens)])
         if self._scheduler is not None:
             view = request_view(request, self._contents)
-            self._scheduler.allocated(view, table, num_external_tokens, others)
+            self._scheduler.allocated(view, tables[0], num_external_tokens, tables[1:])
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._plan(scheduler_output)

@@ -70,6 +70,8 @@ def is_plain(kv_cache_config: Any) -> bool:
 def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return why these groups cannot be cached, "" where they can."""
     groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        return "its model has no KV cache"
     for group in groups:
         kind = kind_of(first_spec(group))
         for spec in layer_specs(group.kv_cache_spec):
