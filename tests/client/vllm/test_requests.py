@@ -326,7 +326,10 @@ def test_many_requests_of_shared_prefixes_on_little_memory(engines: Any, sim: An
 
 
 def test_what_vllm_counts(engines: Any, prompt: Any, idle: Any) -> None:
-    """Every prompt token is computed, found on the device or loaded, and none of the three is negative."""
+    """Every prompt token is computed, found on the device or loaded, and none of the three is negative.
+
+    Of the connector it counts all tokens that the device lacks, and those that are loaded.
+    """
     prompts = [prompt(count) for count in (BLOCK, 2 * BLOCK, 3 * BLOCK + 1, 5 * BLOCK - 1)]
     one, two = engines("one"), engines("two")
     for engine, again in itertools.product((one, two), range(3)):
@@ -336,13 +339,16 @@ def test_what_vllm_counts(engines: Any, prompt: Any, idle: Any) -> None:
         if again == 1:
             assert engine.reset()
     for engine in (one, two):
+        lacking = 0
         for again, (at, tokens) in itertools.product(range(3), enumerate(prompts)):
             computed, local, external = engine.prefills[f"{again}.{at}"]
             hit = full_blocks(len(tokens))
             where = (0, 0) if engine is one and not again else (hit, 0) if again == 1 else (0, hit)
             assert (local, external) == where
             assert computed + local + external == len(tokens)
+            lacking += len(tokens) - local
         stats = [each.connector_prefix_cache_stats for each in engine.stats]
         hits, queries = sum(each.hits for each in stats), sum(each.queries for each in stats)
         loads = sum(full_blocks(len(tokens)) for tokens in prompts) * (2 if engine is two else 1)
-        assert hits == loads <= queries
+        assert (queries, hits) == (lacking, loads)
+        assert engine.counters["needed_blocks"] * BLOCK == loads
