@@ -138,7 +138,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             live=True,
         ),
     ] = 100.0
-    pin_quota: Annotated[float, _doc("Share of the region that the leases of one engine may hold.", live=True)] = 0.5
+    pin_quota: Annotated[
+        float,
+        _doc(
+            "Share of the region that the leases of one engine may hold; a block counts once, however many hold it.",
+            live=True,
+        ),
+    ] = 0.5
     write_quota: Annotated[
         float,
         _doc(

@@ -37,12 +37,38 @@ def test_many_leases_of_one_prefix_count_it_once():
     cache.disconnect_session(engine.session, 0.0)
     cache.tick(9.0)
     check_integrity(cache)
-    assert figures(cache, 0.0)["pool"]["pinned_bytes"] > 0
+    pins = cache.engines["one"].pins
+    assert pins.bytes > 0
     for tick in range(3):
         cache.tick(10.0 + tick)
-    assert figures(cache, 0.0)["pool"]["pinned_bytes"] == 0
+    assert pins.bytes == 0
     cache.end_session(engine.session, 13.0)
     check_integrity(cache)
+
+
+def test_the_figures_count_a_block_once_however_many_leases_hold_it():
+    cache = make_cache()
+    engines = [Engine(cache, name, block_bytes=1024) for name in ("one", "two")]
+    engines[0].store(chain("p", 8))
+    for name in ("q", "r"):
+        engines[0].store(chain(name, 2), "p7")
+    leases = [
+        (engine, engine.acquire(names).lease)
+        for engine in engines
+        for names in (chain("p", 3), chain("p", 8), chain("p", 8), chain("p", 8) + chain("q", 2))
+    ]
+
+    def pinned() -> float:
+        return figures(cache, 0.0)["pool"]["pinned_bytes"] / 1024
+
+    assert pinned() == 10
+    leases.append((engines[1], engines[1].acquire(chain("p", 8) + chain("r", 1)).lease))
+    assert pinned() == 11
+    for engine, lease in leases[1:]:
+        engine.ask(m.Release(1, b"", [lease]))
+    assert pinned() == 3
+    engines[0].ask(m.Release(1, b"", [leases[0][1]]))
+    assert pinned() == 0
 
 
 def test_a_lookup_beyond_the_quota_takes_a_bounded_number_of_steps():

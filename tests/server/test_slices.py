@@ -280,6 +280,23 @@ def test_a_reservation_cannot_be_settled_before_its_reply(tiny: None) -> None:
     assert engine.settle(long.finish()) == [Verdict.VISIBLE] * 4
 
 
+@pytest.mark.parametrize("slices", range(16))
+def test_blocks_may_go_while_those_that_leases_hold_are_counted(tiny: None, slices: int) -> None:
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    engine.store(chain("a", 8))
+    engine.acquire(chain("a", 8))
+    held = figures(cache, 0.0)["pool"]["pinned_bytes"]
+    long = Long(other, m.Stats(1, b""))
+    for _ in range(slices):
+        long.take_slice()
+    cache.end_session(engine.session, 0.0)
+    other.ask(m.Clear(1, b""))
+    do_chores(cache)
+    assert not cache.eviction.fair_share.used
+    assert 0 <= long.finish().stats["pool"]["pinned_bytes"] <= held
+
+
 @pytest.mark.parametrize("slices", range(6))
 def test_a_session_that_ends_midway_leaves_nothing_behind(tiny: None, slices: int) -> None:
     cache = make_cache()

@@ -128,7 +128,7 @@ def _pool(stats: Mapping[str, Any], pool: Mapping[str, Any]) -> Iterator[Metric]
     yield _gauge("pool_bytes", "The pool by state; the states add up to its size", states, "state")
     yield _gauge(
         "pinned_bytes",
-        "Bytes that leases hold, at most: what leases share may count for each, and does for each engine",
+        "Bytes of the blocks that leases hold; a block counts once, however many hold it",
         pool["pinned_bytes"],
     )
     yield _gauge(

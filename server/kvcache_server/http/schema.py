@@ -49,7 +49,7 @@ class Pool(msgspec.Struct):
     slots_quarantined: Count
     pinned_bytes: Annotated[
         Count,
-        _doc("Bytes that leases hold, at most: what leases share may count for each, and does for each engine"),
+        _doc("Bytes of the blocks that leases hold; a block counts once, however many hold it"),
     ]
     ready_bytes: Annotated[Count, _doc("This and the next four add up to the whole pool")]
     writing_bytes: Count

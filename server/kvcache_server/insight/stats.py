@@ -9,7 +9,7 @@ from typing import Any
 from kvcache_proto.counts import OTHER
 from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.index import Reservation
+from kvcache_server.core.index import Block, Reservation
 from kvcache_server.core.sessions import Namespace
 from kvcache_server.core.slices import LOOK, STEP, Steps
 from kvcache_server.insight.infinite_cache import InfiniteCache
@@ -32,7 +32,8 @@ class Report:
     def figures(self, now: float) -> Steps[dict[str, Any]]:
         """Return pool, namespaces, sessions, refusals by reason, and counters.
 
-        O(namespaces, accounts, sessions, grants, extents), in slices: each part is reported as it is in its turn.
+        O(namespaces, accounts, sessions, grants, extents, leases, pinned blocks), in slices: each part is reported as
+        it is in its turn.
         """
         # Sessions first: a report without a session also has the memory that its end has freed.
         sessions, away = (yield from self._sessions(now)), (yield from self._away())
@@ -63,6 +64,7 @@ class Report:
                 hidden += ready
                 writing += len(pending[at : at + LOOK]) - ready
                 yield
+        pinned = yield from self._pinned()
         return {
             "region_id": self._cache.geometry.region_id.hex(),
             "bytes": self._cache.pool.capacity,
@@ -74,7 +76,7 @@ class Report:
             "blocks_writing": writing,
             "blocks_hidden": hidden,
             "slots_quarantined": len(self._cache.pool.quarantine),
-            "pinned_bytes": sum(engine.pins.bytes for engine in self._cache.engines.values()),
+            "pinned_bytes": pinned,
             # These five add up to the whole pool; overhead is slot rows and the ends of extents.
             "ready_bytes": survey.used - survey.busy,
             "writing_bytes": survey.busy - quarantined,
@@ -86,6 +88,26 @@ class Report:
             "reservations": sum(len(engine.reservations) for engine in self._cache.engines.values()),
             "residence": self._residency.residence.figures(),
         }
+
+    def _pinned(self) -> Steps[int]:
+        """Return the bytes of the blocks that leases hold, each counted once. O(leases, blocks that they hold)."""
+        found: dict[int, Block] = {}  # by id(): no other block has it while this one is referenced here
+        size = looks = 0
+        for session in self._cache.registry.holders():
+            for lease in list(session.leases.values()):
+                for block in lease.blocks:
+                    each: Block | None = block
+                    while each is not None and each.parent is not None and id(each) not in found:
+                        found[id(each)] = each
+                        size += each.account.group.slot_bytes
+                        each = each.parent
+                        looks += 1
+                        if looks % LOOK == 0:
+                            yield
+                looks += 1
+                if looks % LOOK == 0:
+                    yield
+        return size
 
     def _namespaces(self) -> Steps[list[dict[str, Any]]]:
         engines: dict[int, Counter[str]] = {
