@@ -69,7 +69,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     Attributes:
         endpoint: where the daemon listens; empty means KVCACHE_ENDPOINT or the default path.
         block_size: tokens per cached block, a multiple of the engine's block size; 0 means BLOCK_TOKENS or a little
-            more.
+            more. An engine that publishes KV events does not use it: its cached blocks have its own block size.
         num_cpu_blocks: cached blocks that this engine's saves may occupy; 0 is no bound.
         deadline_ms: how long the scheduler waits for the daemon's answer.
         save: `all` full blocks, or only those of the `prompt`.

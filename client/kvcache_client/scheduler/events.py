@@ -1,7 +1,9 @@
 """What one engine may load from the daemon, as far as it knows: its own saves, and what its lookups found. Pure.
 
-Events name blocks of the engine, several per cached block, with their tokens, so that a router that follows the
-engine's own blocks can match them. Nothing is reported as stored that cannot be reported as removed later.
+Events name blocks of the engine, with their tokens, so that a router that follows the engine's own blocks can match
+them. A cached block is one of these, so that each can be loaded by itself. It is several only if the engine's KV cache
+groups have blocks of different sizes: then no hit ends between these, not even in device memory. Nothing is reported as
+stored that cannot be reported as removed later.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from kvcache_client.scheduler.views import RequestView
 from kvcache_client.step_plan import RankVerdicts
 from kvcache_proto.types import Verdict
 
-REMEMBERED = 1 << 16  # cached blocks; beyond that the oldest are reported as removed, though they may be there
-SHIPPED = 1 << 13  # blocks that are being saved; beyond that the answers to the oldest are taken for lost
-WAITING = 1 << 12  # blocks whose parent is not visible; beyond that a lookup may report them later
+REMEMBERED = 1 << 19  # cached blocks; beyond that the oldest are reported as removed, though they may be there
+SHIPPED = 1 << 16  # blocks that are being saved; beyond that the answers to the oldest are taken for lost
+WAITING = 1 << 15  # blocks whose parent is not visible; beyond that a lookup may report them later
 
 
 @dataclass(slots=True)

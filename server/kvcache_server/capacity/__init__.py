@@ -49,7 +49,12 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 @click.command()
 @click.argument("config_json", metavar="CONFIG_JSON")
 @click.option("--tp", type=int, help="Tensor-parallel ranks of an engine.  [default: 1]")
-@click.option("--block-size", "block_tokens", type=int, help="Tokens per cached block.  [default: 128]")
+@click.option(
+    "--block-size",
+    "block_tokens",
+    type=int,
+    help="Tokens per cached block; with KV events from the engine, its own block size.  [default: 128]",
+)
 @click.option("--engine-block-size", "engine_block", type=int, help="vLLM's own --block-size.  [default: 16; MLA 64]")
 @click.option("--ram", metavar="SIZE", help="Memory of the host.  [default: 512GiB]")
 @click.option("--leave", metavar="SIZE", help="Memory that the region leaves free.  [default: a rule of thumb]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -36,6 +37,15 @@ def follow(engine: Any, medium: str = "CPU") -> dict[Any, list[int]]:
             assert name not in known, "stored twice"
             above = known[name] = above + list(event.token_ids[at * BLOCK : (at + 1) * BLOCK])
     return known
+
+
+def promised(engine: Any, request: Any) -> int:
+    """Return how many tokens of a request are on the host, by the blocks that events name."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    known = follow(engine)
+    names = [maybe_convert_block_hash(name) for name in request.block_hashes]
+    return BLOCK * sum(1 for _ in itertools.takewhile(known.__contains__, names))
 
 
 def prefixes(tokens: list[int]) -> list[list[int]]:
@@ -99,3 +109,32 @@ def test_a_reset_of_the_connector_removes_all(publishing: Any, sim: Any, prompt:
     assert one.reset(connector=True)
     one.generate(prompt(5), name="last")
     assert not follow(one)
+
+
+@pytest.mark.parametrize("shared", [1, 3, 4, 5, 7])
+def test_what_is_published_can_be_loaded(
+    publishing: Any, sim: Any, prompt: Any, idle: Any, lines: list[str], shared: int
+) -> None:
+    """However many tokens prompts have in common: cached blocks are no larger than those that events name."""
+    one = publishing("one", extra={"block_size": 4 * BLOCK})
+    assert sum("block_size 128 is not used" in line for line in lines) == 1
+    tokens = prompt(9 * BLOCK)
+    one.generate(tokens)
+    idle()
+    for at in range(2):
+        one.generate(prompt(9), name=f"later {at}")
+    assert one.reset()
+    request = one.add("second", prompt(9 * BLOCK, tokens[: shared * BLOCK]), 1)
+    expected = promised(one, request)
+    assert expected == shared * BLOCK
+    one.run()
+    one.step()
+    assert one.prefills["second"][2] == expected
+
+
+def test_cached_blocks_are_small_only_for_events(publishing: Any, engines: Any, sim: Any, lines: list[str]) -> None:
+    sizes = []
+    for make in (publishing, engines):
+        sizes.append(make("one", extra={"block_size": 0}).connector._scheduler._group.slot_tokens)
+    assert sizes == [BLOCK, 4 * BLOCK]
+    assert not any("is not used" in line for line in lines)

@@ -79,6 +79,10 @@ _NO_SHARES = (
     "with pipeline parallelism, each rank has to tell the scheduler what it stores of a block, and vLLM brings no such "
     "word from rank %d; beside another connector of a MultiConnector, it never does"
 )
+_EVENTS = (
+    "block_size %d is not used: an engine that publishes KV events (--kv-events-config) caches blocks of its own size, "
+    "%d tokens"
+)
 _TWICE = (
     "this engine has a second %s for the daemon at %s, which does nothing because the first one does everything; "
     "leave it out of `connectors`"
@@ -201,7 +205,12 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning(_TWICE, type(self).__name__, settings.endpoint or "the default endpoint")
             return
         tokens = engine_block_size(kv_cache_config)
-        per_slot = blocks_per_slot(settings, tokens, *([tokens] if has_states(kv_cache_config) else []))
+        if self._wants_events:  # they name blocks of the engine, each of which must be loadable by itself
+            if in_scheduler and settings.block_size not in (0, tokens):
+                logger.warning(_EVENTS, settings.block_size, tokens)
+            per_slot = 1
+        else:
+            per_slot = blocks_per_slot(settings, tokens, *([tokens] if has_states(kv_cache_config) else []))
         self._groups = groups_of(kv_cache_config, per_slot)
         self._writes_early = writes_early(kv_cache_config)
         self._announces = settings.overlap != "off" and compat.announces_layers(vllm_config)
