@@ -81,7 +81,13 @@ class Rig:
         self.worker.register({str(layer): tensor for layer, tensor in enumerate(self.tensors)}, BLOCKS)
         self.session = sessions[1]
         self.scheduler = VllmScheduler(
-            self.session, SPEC, options, BLOCK, 1, events=events, checkpoint=lambda: self.checkpoint
+            self.session,
+            SPEC,
+            options,
+            BLOCK,
+            1,
+            describe=(lambda *_: (None, [])) if events else None,
+            checkpoint=lambda: self.checkpoint,
         )
         self.seen: set[str] = set()
 

@@ -28,74 +28,85 @@ def a_request(name: str, blocks: int) -> Any:
     return RequestView(name, 4 * blocks, 4 * blocks, hashes, list(range(4 * blocks)))
 
 
+def made(blocks_per_slot: int = 1) -> EngineEvents:
+    """For an engine that says a request's name, and where the tokens of its blocks are."""
+    return EngineEvents(
+        FullAttention(4, blocks_per_slot), lambda request, begin, end: (request.id, [*range(begin, end)])
+    )
+
+
+def stored(request: Any, first: int, end: int) -> Stored:
+    """Return the event of a request's blocks."""
+    parent = request.hashes[first - 1] if first else None
+    tokens = [*range(4 * first, 4 * end)]
+    return Stored(parent, request.hashes[first:end], tokens, request.id, tokens)
+
+
 def ship(events: EngineEvents, request: Any, slots: range, reservation: int = 1) -> None:
     for position, slot in enumerate(slots):
         events.shipped(REGION, reservation, position, request, slot)
 
 
 def test_a_save_is_told_with_all_blocks_of_the_engine_and_their_tokens() -> None:
-    events, request = EngineEvents(FullAttention(4, 2)), a_request("a", 7)
+    events, request = made(2), a_request("a", 7)
     ship(events, request, range(1, 3))
     assert events.take() == []
     events.settled(RankVerdicts(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))
-    assert events.take() == [Stored(request.hashes[1], request.hashes[2:6], list(range(8, 24)))]
+    assert events.take() == [stored(request, 2, 6)]
     assert events.take() == []
 
 
 def test_runs_that_do_not_follow_each_other_stay_apart() -> None:
-    events, one, two = EngineEvents(FullAttention(4, 1)), a_request("a", 2), a_request("b", 1)
+    events, one, two = made(), a_request("a", 2), a_request("b", 1)
     events.looked_up(one, 2, 2)
     events.looked_up(two, 1, 1)
-    assert events.take() == [
-        Stored(None, one.hashes, list(range(8))),
-        Stored(None, two.hashes, list(range(4))),
-    ]
+    assert events.take() == [stored(one, 0, 2), stored(two, 0, 1)]
 
 
 def test_of_several_ranks_the_last_one_tells_and_what_fails_is_not_told() -> None:
-    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3)
+    events, request = made(), a_request("a", 3)
     ship(events, request, range(3))
     events.settled(RankVerdicts(REGION, 1, [0, 1, 2], [PARTIAL, PARTIAL, FAILED]))
     assert events.take() == []
     events.settled(RankVerdicts(REGION, 1, [0, 1, 2], [VISIBLE, FAILED, FAILED]))
-    assert events.take() == [Stored(None, request.hashes[:1], [0, 1, 2, 3])]
+    assert events.take() == [stored(request, 0, 1)]
     events.settled(RankVerdicts(REGION, 1, [0, 1], [VISIBLE, VISIBLE]))  # told and done
     assert events.take() == []
 
 
 def test_a_parent_whose_last_verdict_comes_late_is_told_first() -> None:
     """The rank that ends a block's save need not be the one that ended that of its parent."""
-    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3)
+    events, request = made(), a_request("a", 3)
     ship(events, request, range(3))
     events.settled(RankVerdicts(REGION, 1, [0, 1, 2], [PARTIAL, VISIBLE, VISIBLE]))
     assert events.take() == []
     events.settled(RankVerdicts(REGION, 1, [0, 1, 2], [VISIBLE, PARTIAL, PARTIAL]))
-    assert events.take() == [Stored(None, request.hashes, list(range(12)))]
+    assert events.take() == [stored(request, 0, 3)]
 
 
 def test_what_waits_for_its_parent_is_told_with_it() -> None:
-    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3)
+    events, request = made(), a_request("a", 3)
     ship(events, request, range(3))
     events.settled(RankVerdicts(REGION, 1, [2, 1], [HIDDEN, HIDDEN]))
     assert events.take() == []
     events.settled(RankVerdicts(REGION, 1, [0], [VISIBLE]))
-    assert events.take() == [Stored(None, request.hashes, list(range(12)))]
+    assert events.take() == [stored(request, 0, 3)]
 
 
 def test_a_lookup_tells_what_it_found_and_what_it_found_no_more() -> None:
-    events, request = EngineEvents(FullAttention(4, 2)), a_request("a", 9)
+    events, request = made(2), a_request("a", 9)
     names = request.hashes
     events.looked_up(request, 3, 4)  # another engine's
     events.looked_up(request, 3, 4)
-    assert events.take() == [Stored(None, names[:6], list(range(24)))]
+    assert events.take() == [stored(request, 0, 6)]
     events.looked_up(request, 1, 4)
     assert events.take() == [Removed(names[2:6])]
     events.looked_up(request, 4, 4)
-    assert events.take() == [Stored(names[1], names[2:8], list(range(8, 32)))]
+    assert events.take() == [stored(request, 2, 8)]
 
 
 def test_after_a_reset_nothing_is_there_and_late_verdicts_are_of_the_past() -> None:
-    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 4)
+    events, request = made(), a_request("a", 4)
     events.looked_up(request, 2, 2)
     ship(events, request, range(2, 4))
     events.take()
@@ -106,7 +117,7 @@ def test_after_a_reset_nothing_is_there_and_late_verdicts_are_of_the_past() -> N
 
 def test_no_more_is_claimed_than_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMEMBERED", 3)
-    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 5)
+    events, request = made(), a_request("a", 5)
     events.looked_up(request, 5, 5)
     known: list[bytes] = []
     for event in events.take():
@@ -139,12 +150,13 @@ def test_a_real_rank_and_a_real_daemon(daemon: Any) -> None:
 
     try:
         request = steps.Request("r", 3 * steps.BLOCK + 1, all_token_ids=list(range(3 * steps.BLOCK + 1)))
+        whole = Stored(None, request.block_hashes, list(range(3 * steps.BLOCK)), None, [])
         assert rig.scheduler.matched_tokens(request, 0) == (0, False)
         rig.run(request, [3, 1, 4, 5])
-        assert told(3) == [Stored(None, request.block_hashes, list(range(3 * steps.BLOCK)))]
+        assert told(3) == [whole]
         again = steps.Request("s", 3 * steps.BLOCK + 1, request.block_hashes, all_token_ids=request.all_token_ids)
         assert other.scheduler.matched_tokens(again, 0)[0]
-        assert other.scheduler.events.take() == [Stored(None, request.block_hashes, list(range(3 * steps.BLOCK)))]
+        assert other.scheduler.events.take() == [whole]
         other.scheduler.finished(again)
         with AdminClient(daemon.endpoint) as admin:
             daemon.wait_status(lambda s: not s["pool"]["pinned_bytes"], "no lease")
@@ -159,7 +171,7 @@ def test_a_real_rank_and_a_real_daemon(daemon: Any) -> None:
 
 def test_what_waits_in_vain_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITING", 3)
-    events, requests = EngineEvents(FullAttention(4, 1)), [a_request(name, 3) for name in "abcd"]
+    events, requests = made(), [a_request(name, 3) for name in "abcd"]
     for number, request in enumerate(requests):
         ship(events, request, range(1, 2), reservation=number)
         events.settled(RankVerdicts(REGION, number, [0], [HIDDEN]))
@@ -173,7 +185,7 @@ def test_nothing_is_kept_of_a_request_but_what_is_told() -> None:
     class Request(SimpleNamespace):
         pass
 
-    events, request = EngineEvents(FullAttention(4, 1)), Request(**msgspec.structs.asdict(a_request("a", 3)))
+    events, request = made(), Request(**msgspec.structs.asdict(a_request("a", 3)))
     ship(events, request, range(3))
     events.settled(RankVerdicts(REGION, 1, [2], [HIDDEN]))
     kept = weakref.ref(request)
@@ -182,9 +194,9 @@ def test_nothing_is_kept_of_a_request_but_what_is_told() -> None:
 
 
 def test_a_long_chain_that_waited_for_its_root_is_told_as_one() -> None:
-    events, request = EngineEvents(FullAttention(4, 1)), a_request("a", 3000)
+    events, request = made(), a_request("a", 3000)
     ship(events, request, range(1, 3000))
     events.settled(RankVerdicts(REGION, 1, list(range(2999)), [HIDDEN] * 2999))
     assert events.take() == []
     events.looked_up(request, 1, 1)  # somebody else has written the root
-    assert events.take() == [Stored(None, request.hashes, request.token_ids)]
+    assert events.take() == [stored(request, 0, 3000)]

@@ -8,8 +8,10 @@ stored that cannot be reported as removed later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import Any
 
 from kvcache_client.scheduler.content import plain
 from kvcache_client.scheduler.groups import FullAttention
@@ -21,15 +23,27 @@ REMEMBERED = 1 << 19  # cached blocks; beyond that the oldest are reported as re
 SHIPPED = 1 << 16  # blocks that are being saved; beyond that the answers to the oldest are taken for lost
 WAITING = 1 << 15  # blocks whose parent is not visible; beyond that a lookup may report them later
 
+# Returns what events say of a request, and what they say of its blocks from one token to another, in order.
+Describe = Callable[[RequestView, int, int], tuple[Any, list[Any]]]
+
 
 @dataclass(slots=True)
 class Stored:
-    """A chain of the engine's blocks, each the child of the one before it, can be loaded. The hashes are its own."""
+    """A chain of cached blocks, each the child of the one before it, can be loaded.
+
+    Attributes:
+        parent: hash of the engine's block above them; None for a root.
+        hashes: of the engine's blocks in them, its own.
+        tokens: of all of them.
+        request: what the engine says of the request that saved or found them.
+        blocks: what it says of them, in order.
+    """
 
     parent: bytes | None
     hashes: list[bytes]
     tokens: list[int]
-    adapter: tuple[int, str] | None = None
+    request: Any
+    blocks: list[Any]
 
 
 @dataclass(slots=True)
@@ -42,10 +56,10 @@ class Removed:
 class EngineEvents:
     """What has changed; `take` returns it."""
 
-    def __init__(self, group: FullAttention) -> None:
-        self._group = group
+    def __init__(self, group: FullAttention, describe: Describe) -> None:
+        self._group, self._describe = group, describe
         self._new: list[Stored | Removed] = []
-        self._there: dict[bytes, bytes] = {}  # by a cached block's hash, those of the engine's blocks in it, joined
+        self._there: dict[bytes, tuple[bytes, ...]] = {}  # by a cached block's hash, those of the engine's blocks in it
         self._shipped: dict[tuple[bytes, int, int], Stored] = {}  # being saved, each one cached block
         self._hidden: dict[bytes, list[Stored]] = {}  # whole, by the parent that is not, as far as we know
         self._coming: set[bytes] = set()  # hashes of the cached blocks in both
@@ -58,7 +72,7 @@ class EngineEvents:
 
     def shipped(self, region: bytes, reservation: int, position: int, request: RequestView, slot: int) -> None:
         """Note that the ranks are to save the cached block `slot` of the request."""
-        piece = self._shipped[region, reservation, position] = self._piece(request, slot)
+        piece = self._shipped[region, reservation, position] = self._piece(request, slot, slot + 1)
         self._coming.add(piece.hashes[-1])
         if len(self._shipped) > SHIPPED:
             self._forget([self._shipped.pop(next(iter(self._shipped)))])
@@ -86,12 +100,12 @@ class EngineEvents:
 
     def looked_up(self, request: RequestView, hits: int, asked: int) -> None:
         """Note that of the first `asked` cached blocks of the request only the first `hits` are cached."""
-        for slot, name in enumerate(self._group.keys(plain(request.hashes))[:asked]):
-            if slot < hits:
-                if name not in self._there:
-                    self._stored(self._piece(request, slot))
-            elif name in self._there:
-                self._remove([name])
+        names = self._group.keys(plain(request.hashes))[:asked]
+        for is_known, run in groupby(range(hits), lambda slot: names[slot] in self._there):
+            slots = list(run)
+            if not is_known:
+                self._stored(self._piece(request, slots[0], slots[-1] + 1))
+        self._remove([name for name in names[hits:] if name in self._there])
 
     def reset(self) -> None:
         """The engine has moved to another namespace: it can load nothing of this one any more."""
@@ -101,15 +115,13 @@ class EngineEvents:
         self._waiting = 0
         self._remove(list(self._there))
 
-    def _piece(self, request: RequestView, slot: int) -> Stored:
-        first, end = slot * self._group.blocks_per_slot, (slot + 1) * self._group.blocks_per_slot
-        tokens, hashes = self._group.block_tokens, plain(request.hashes)
-        return Stored(
-            hashes[first - 1] if first else None,
-            list(hashes[first:end]),
-            list(request.token_ids[first * tokens : end * tokens]),
-            request.adapter,
-        )
+    def _piece(self, request: RequestView, first: int, end: int) -> Stored:
+        """Return the cached blocks of a request from `first` to `end`."""
+        per_slot, slot_tokens, hashes = self._group.blocks_per_slot, self._group.slot_tokens, plain(request.hashes)
+        parent = hashes[first * per_slot - 1] if first else None
+        tokens = list(request.token_ids[first * slot_tokens : end * slot_tokens])
+        said, blocks = self._describe(request, first * slot_tokens, end * slot_tokens)
+        return Stored(parent, list(hashes[first * per_slot : end * per_slot]), tokens, said, blocks)
 
     def _awaited(self, parent: bytes) -> list[Stored]:
         """Return what waits for that parent, and forget that it waits."""
@@ -122,28 +134,30 @@ class EngineEvents:
         self._coming.difference_update(piece.hashes[-1] for piece in pieces)
 
     def _stored(self, piece: Stored) -> None:
-        waiting = [piece]  # not recursive: a chain of hidden blocks may be long
+        per_slot, waiting = self._group.blocks_per_slot, [piece]  # not recursive: a chain of hidden blocks may be long
         while waiting:
             piece = waiting.pop()
-            name = piece.hashes[-1]
-            self._coming.discard(name)
-            if name not in self._there:
-                self._there[name] = b"".join(piece.hashes)
-                last = self._new[-1] if self._new else None
-                if isinstance(last, Stored) and piece.parent == last.hashes[-1]:
-                    last.hashes += piece.hashes
-                    last.tokens += piece.tokens
-                else:
-                    self._new.append(piece)
-                if len(self._there) > REMEMBERED:
-                    self._remove([next(iter(self._there))])
-            waiting += self._awaited(name)
+            names = self._group.keys(piece.hashes)
+            self._coming.difference_update(names)
+            if names[0] not in self._there:
+                for at, name in enumerate(names):
+                    self._there[name] = tuple(piece.hashes[at * per_slot : (at + 1) * per_slot])
+                self._report(piece)
+                self._remove(list(islice(self._there, max(0, len(self._there) - REMEMBERED))))
+            for name in names:
+                waiting += self._awaited(name)
+
+    def _report(self, piece: Stored) -> None:
+        last = self._new[-1] if self._new else None
+        if isinstance(last, Stored) and (piece.parent, piece.request) == (last.hashes[-1], last.request):
+            last.hashes += piece.hashes
+            last.tokens += piece.tokens
+            last.blocks += piece.blocks
+        else:
+            self._new.append(piece)
 
     def _remove(self, names: Sequence[bytes]) -> None:
-        hashes = []
-        for name in names:
-            joined = self._there.pop(name)
-            hashes += [joined[at : at + len(name)] for at in range(0, len(joined), len(name))]
+        hashes = [each for name in names for each in self._there.pop(name)]
         last = self._new[-1] if self._new else None
         if isinstance(last, Removed):
             last.hashes += hashes

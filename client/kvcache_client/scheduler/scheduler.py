@@ -12,7 +12,7 @@ from kvcache_client.scheduler.admission import Admission
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.demand import Demand
-from kvcache_client.scheduler.events import EngineEvents
+from kvcache_client.scheduler.events import Describe, EngineEvents
 from kvcache_client.scheduler.gate import Gate
 from kvcache_client.scheduler.groups import Found, FullAttention, Group, SeveralGroups
 from kvcache_client.scheduler.hints import Hints
@@ -53,7 +53,7 @@ class Scheduler:
         saves: bool = True,
         loads: bool = True,
         volatile: int = 0,
-        events: bool = False,
+        describe: Describe | None = None,
         checkpoint: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
         groups: Sequence[Group] = (),
@@ -73,7 +73,7 @@ class Scheduler:
             blocks_per_slot: blocks of the engine in a cached block.
             saves, loads: whether the engine saves to the cache, and loads from it.
             volatile: cached blocks at the end of a hit that are computed all the same.
-            events: whether to keep `events` for the engine.
+            describe: returns what `events` say of a request and its blocks. Without it, there are no events.
             checkpoint: returns what `spec` calls so, as it is now; "" where that is not known.
             clock: returns seconds, never fewer than before.
             groups: those of `spec`, of an engine that has not just one of full attention; `block_tokens` are then those
@@ -101,7 +101,7 @@ class Scheduler:
         self._block_bytes = group.block_bytes // blocks_per_slot  # of the engine's blocks, all ranks together
         self._counters = LoggedCounters(logger)
         has_full = self._group.has_full
-        self.events = EngineEvents(self._group) if events and has_full else None
+        self.events = EngineEvents(self._group, describe) if describe and has_full else None
         self.gate = Gate(self._counters, settings.gate == "auto", self._group.block_tokens)
         self.overlap = Overlap(self.gate.pace, settings.overlap == "auto", ranks, step_tokens)
         self._membership = Membership(session, spec, settings, checkpoint, self.events, joining)
@@ -520,7 +520,7 @@ class Scheduler:
     def doubt(self, adapters: Set[int]) -> None:
         """The weights of LoRA adapters with these numbers may change: their running requests save nothing more."""
         for state in self._requests.values():
-            if state.request.adapter is not None and state.request.adapter[0] in adapters:
+            if state.request.adapter in adapters:
                 self._bar(state)
 
     def _bar(self, state: RequestState) -> None:

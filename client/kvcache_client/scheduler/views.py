@@ -30,8 +30,9 @@ class RequestView(msgspec.Struct, frozen=True):
         skips_cache: whether it asked not to be served from a cache.
         hint: what it says of its own blocks.
         bad_hint: what is wrong with what it says; then `hint` is None.
-        key: distinguishes it from an earlier request of the same name; compared by identity, never looked into.
-        adapter: number and name that the engine has for its LoRA adapter; None for none.
+        key: the engine's own object, which distinguishes it from an earlier request of the same name; only the engine's
+            package looks into it.
+        adapter: number that the engine has for its LoRA adapter; None for none.
         set_aside: whether the engine may have set it aside before it asked for it first, as it does while it compiles
             the grammar of an answer.
     """
@@ -47,7 +48,7 @@ class RequestView(msgspec.Struct, frozen=True):
     hint: Hint | None = None
     bad_hint: str = ""
     key: object = None
-    adapter: tuple[int, str] | None = None
+    adapter: int | None = None
     set_aside: bool = False
 
 

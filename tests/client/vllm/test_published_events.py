@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -36,6 +37,24 @@ def follow(engine: Any, medium: str = "CPU") -> dict[Any, list[int]]:
         for at, name in enumerate(event.block_hashes):
             assert name not in known, "stored twice"
             above = known[name] = above + list(event.token_ids[at * BLOCK : (at + 1) * BLOCK])
+    return known
+
+
+def described(engine: Any, medium: str) -> dict[Any, dict[str, Any]]:
+    """Return what the events say of each block, by KV cache group and hash, but for the medium.
+
+    Only of groups that keep all blocks: others' events have tokens of more blocks than they name.
+    """
+    known: dict[Any, dict[str, Any]] = {}
+    for event in of(engine.published, medium):
+        if type(event).__name__ != "BlockStored" or event.kv_cache_spec_sliding_window:
+            continue
+        facts = {name: getattr(event, name) for name in event.__struct_fields__ if name != "medium"}
+        names, tokens, keys = (facts.pop(name) for name in ("block_hashes", "token_ids", "extra_keys"))
+        for at, name in enumerate(names):
+            some = tokens[at * event.block_size : (at + 1) * event.block_size]
+            known[event.group_idx, name] = facts | {"tokens": some, "extra_keys": keys and keys[at]}
+            facts |= {"parent_block_hash": name}
     return known
 
 
@@ -138,3 +157,61 @@ def test_cached_blocks_are_small_only_for_events(publishing: Any, engines: Any, 
         sizes.append(make("one", extra={"block_size": 0}).connector._scheduler._group.slot_tokens)
     assert sizes == [BLOCK, 4 * BLOCK]
     assert not any("is not used" in line for line in lines)
+
+
+@pytest.mark.parametrize("what", ["tokens", "salt", "adapter", "embeddings", "session"])
+def test_a_block_on_the_host_is_described_as_on_the_device(
+    publishing: Any, sim: Any, prompt: Any, idle: Any, tmp_path: Any, what: str
+) -> None:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+    if what == "session" and "session_id" not in inspect.signature(Request).parameters:
+        pytest.skip("before vLLM 0.32, events name no session")
+    folder = str(sim.write_adapter(tmp_path / "adapter", "one"))
+    options, facts = {
+        "tokens": ({}, {}),
+        "salt": ({}, {"cache_salt": "tenant"}),
+        "adapter": ({"enable_lora": True}, {"lora_request": LoRARequest("x", 7, folder)}),
+        "embeddings": ({"enable_prompt_embeds": True}, {}),
+        "session": ({}, {"session_id": "s"}),
+    }[what]
+    one, two = publishing("one", **options), publishing("two", **options)
+    tokens: Any = prompt(4 * BLOCK + 9)
+    if what == "embeddings":
+        tokens = sim.torch.tensor(tokens, dtype=sim.torch.bfloat16).view(-1, 1).repeat(1, 16)
+    one.generate(tokens, 2 * BLOCK, **facts)
+    idle()
+    for at in range(2):
+        one.generate(prompt(9), name=f"later {at}")
+    two.generate(tokens, 2 * BLOCK, **facts)
+    for engine, blocks in ((one, 6), (two, 4)):
+        host, device = described(engine, "CPU"), described(engine, "GPU")
+        assert len(host) == blocks
+        assert host == {name: device[name] for name in host}
+
+
+@pytest.mark.parametrize("name", ["one size", "two sizes", "two full groups"])
+def test_blocks_of_several_groups_are_described_as_on_the_device(
+    publishing: Any, sim: Any, prompt: Any, idle: Any, name: str
+) -> None:
+    """Of blocks of two sizes, the smaller ones are those of full attention."""
+    if not sim.HAS_GROUPS:
+        pytest.skip("before vLLM 0.32, engines with several groups are declined")
+    specs = {
+        "one size": sim.full(1) | sim.windows(2, 2 * BLOCK, 1),
+        "two sizes": sim.full(1) | sim.windows(2, 2 * BLOCK, 1, dtype=sim.torch.bfloat16),
+        "two full groups": sim.full(4) | sim.windows(2, 2 * BLOCK, 4),
+    }[name]
+    one, tokens = publishing("one", specs=specs, blocks=128), prompt(8 * BLOCK + 9)
+    one.generate(tokens)
+    idle()
+    for at in range(2):
+        one.generate(prompt(9), name=f"later {at}")
+    host, device = described(one, "CPU"), described(one, "GPU")
+    assert len(host) == (16 if name == "two full groups" else 8)
+    assert host == {name: device[name] for name in host}
+    assert one.reset(connector=True)
+    one.generate(prompt(5), name="last")
+    removed = [event for event in of(one.published, "CPU") if type(event).__name__ == "BlockRemoved"]
+    assert {(event.group_idx, name) for event in removed for name in event.block_hashes} == host.keys()

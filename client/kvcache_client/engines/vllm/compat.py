@@ -199,6 +199,23 @@ def lora_in_hashes(lora: Any) -> tuple[Any, ...]:
     return tuple(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
 
 
+def event_fields(request: Any) -> dict[str, Any]:
+    """Return the fields of a BlockStored that are about the request."""
+    lora = request.lora_request
+    fields = {"lora_id": lora.adapter_id if lora else None, "lora_name": lora.name if lora else None}
+    if hasattr(request, "session_id"):  # from 0.32 on
+        fields["session_id"] = request.session_id
+    return fields
+
+
+def event_extra_keys(keys: list[Any]) -> list[Any]:
+    """Return the extra keys of blocks as events have them: from 0.32 on without the tags that they have in hashes."""
+    from vllm.v1.core import kv_cache_utils
+
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
+    return list(untagged(keys))
+
+
 def reads_next_token(vllm_config: Any) -> bool:
     """Return whether a drafter's KV depends on the next token: vLLM then computes the last block of a hit again.
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,13 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvcache_client.devices import CopyError
 from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.adapters import Adapters
 from kvcache_client.engines.vllm.contents import Contents
 from kvcache_client.engines.vllm.early_start import claim, discard, open_session
+from kvcache_client.engines.vllm.events import HostEvents
 from kvcache_client.engines.vllm.groups import Merged, first_spec, has_states, hash_tokens, writes_early
 from kvcache_client.engines.vllm.guard import guard, report
 from kvcache_client.engines.vllm.identity import (
@@ -58,7 +57,7 @@ from kvcache_client.engines.vllm.running import (
 from kvcache_client.engines.vllm.stats import CacheMetrics, CacheStats, Feed
 from kvcache_client.engines.vllm.views import request_view, step_view
 from kvcache_client.engines.vllm.wrapped import before_sleep, before_step
-from kvcache_client.scheduler.events import Removed, Stored
+from kvcache_client.scheduler.groups import Table
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings, blocks_per_slot, parse_settings
@@ -157,6 +156,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._contents = Contents()
         self._block_pool: Any = None
         self._wants_events = False
+        self._events: HostEvents | None = None  # of the scheduler's side
         self._role, self._rank = role, 0
         self._share: RankShare | None = None  # of a rank, where the scheduler's side needs it
         self._open_with: Callable[[list[Share]], None] | None = None  # opens the scheduler's side once it has them all
@@ -287,6 +287,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         tokens, config = engine_block_size(self._kv_cache_config), self._kv_cache_config
         if self._groups:
             tokens, per_slot = hash_tokens(config), per_slot * tokens // hash_tokens(config)
+        if self._wants_events:
+            tables = self._groups[0].group.tables if self._groups else (Table(0, tokens, per_slot),)
+            self._events = HostEvents(config, tables, tokens)
         why_eager = self._why_eager()
         if why_eager and settings.save_mode == "lazy":
             logger.warning("save_mode: lazy needs %s; this engine saves eagerly", why_eager)
@@ -301,7 +304,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 saves=transfer.is_kv_producer,
                 loads=transfer.is_kv_consumer,
                 volatile=int(compat.reads_next_token(self._vllm_config)),
-                events=self._wants_events,
+                describe=self._events.describe if self._events is not None else None,
                 checkpoint=lambda: checkpoint_id(self._vllm_config),
                 groups=[merged.group for merged in self._groups],
                 evicted_next=None if why_eager else lambda count: compat.evicted_next(self._block_pool, count),
@@ -515,11 +518,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     @guard(lambda *_: ())
     def take_events(self) -> Iterable[Any]:
         events = self._scheduler.events if self._scheduler is not None else None
-        if events is None:
+        if events is None or self._events is None:
             return ()
-        config = self._kv_cache_config
-        tokens = hash_tokens(config) if self._groups else engine_block_size(config)
-        return [_vllm_event(event, tokens) for event in events.take()]
+        return [each for event in events.take() for each in self._events.convert(event)]
 
     @guard(lambda *_: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -669,23 +670,6 @@ def _leave(scheduler: Scheduler | None, worker: Worker | None, session: Session 
     finally:
         if worker is None or worker.wait_quiet():
             quiet.set()
-
-
-def _vllm_event(event: Stored | Removed, block_size: int) -> Any:
-    hashes = [maybe_convert_block_hash(BlockHash(each)) for each in event.hashes]
-    if isinstance(event, Removed):
-        return BlockRemoved(block_hashes=hashes, medium=compat.MEDIUM, group_idx=0)
-    number, name = event.adapter or (None, None)
-    return BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=maybe_convert_block_hash(BlockHash(event.parent)) if event.parent is not None else None,
-        token_ids=event.tokens,
-        block_size=block_size,
-        lora_id=number,
-        medium=compat.MEDIUM,
-        lora_name=name,
-        group_idx=0,
-    )
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ def request_view(request: Any, contents: Contents = _WITHOUT_ADAPTERS) -> Reques
         hint,
         bad_hint,
         key=request,
-        adapter=(lora.lora_int_id, lora.lora_name) if lora is not None and not uncacheable else None,
+        adapter=lora.lora_int_id if lora is not None and not uncacheable else None,
         set_aside=bool(getattr(request, "use_structured_output", False)),
     )
 
