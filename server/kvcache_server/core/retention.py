@@ -275,12 +275,6 @@ class Retentions:
         mine = (each for each in self._of_engines() if namespace in (None, each.group.namespace))
         yield from self._end_all(mine, "cleared")
 
-    def end_next(self) -> None:
-        """End the retention of an engine that would end next: it may be what keeps an extent from being retired."""
-        chosen = min(self._of_engines(), key=lambda each: each.until, default=None)
-        if chosen is not None:
-            self._end(chosen, "resize")
-
     def tick(self, now: float) -> Steps[None]:
         """End what is over; hold what has been stored since; end what exceeds a quota that has been lowered."""
         if now >= self._next_end:
