@@ -271,41 +271,6 @@ def test_engines_and_operators_that_keep_all_they_may_leave_the_others_their_flo
     check_integrity(cache)
 
 
-def test_a_smaller_pool_ends_what_exceeds_the_half_of_it() -> None:
-    """Also where no engine exceeds its own quota."""
-    cache = make_cache(retain_quota=0.2)
-    engines = [Engine(cache, f"engine {number}") for number in range(5)]
-    for number, engine in enumerate(engines):
-        engine.store(chain(f"prompt {number} ", 6))
-        engine.store(chain(f"another {number} ", 6))
-        assert retain(engine, chain(f"prompt {number} ", 6)).blocks == 6
-        assert retain(engine, chain(f"another {number} ", 6)).blocks == 6
-    shrink_to_half(cache)
-    tick(cache, 1.0)
-    check_integrity(cache)
-    # 32 blocks are half of it; each engine may retain 12.
-    assert cache.retentions.retained_bytes == 30 * 64 * KIB
-    assert hints(cache)["ended"] == {"quota": 5}
-    assert [each["retentions"] for each in hints(cache)["engines"]] == [1] * 5
-
-
-def test_a_resize_ends_retentions_that_keep_it_from_an_extent(cache: Cache) -> None:
-    one = Engine(cache, "one")
-    for number in range(4):
-        one.store(chain(f"prompt {number} ", 31))  # an extent
-        assert retain(one, chain(f"prompt {number} ", 4), 60.0 + number).blocks == 4
-    shrink_to_half(cache)
-    assert hints(cache)["ended"] == {"resize": 2}
-    assert [one.hits(chain(f"prompt {number} ", 4)) for number in range(4)] == [0, 0, 4, 4]
-
-
-def shrink_to_half(cache: Cache) -> None:
-    cache.resize(cache.pool.capacity // 2)
-    for _ in range(10):
-        cache.shrink(0.0)
-    assert cache.pool.capacity == 2 * cache.pool.extent_bytes
-
-
 def test_an_engine_above_its_floor_gets_nothing_of_what_others_retain(cache: Cache) -> None:
     one, other = Engine(cache, "one"), Engine(cache, "other")
     one.store(chain("kept", 24))
