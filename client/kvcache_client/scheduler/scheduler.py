@@ -459,9 +459,10 @@ class Scheduler:
         state = self._requests.pop(request_id, None)
         if state is None:
             return
-        # Saves may know the request for as long as the device has its blocks: without the engine's own object.
-        tokens = state.request.token_ids if self.events is not None else ()
-        state.request = msgspec.structs.replace(state.request, key=None, token_ids=tokens)
+        # Saves may know the request for as long as the device has its blocks: without the engine's own object, unless
+        # events have to describe them.
+        if self.events is None:
+            state.request = msgspec.structs.replace(state.request, key=None, token_ids=())
         self._lookups.forget(state)
         if self._admission is not None:
             self._admission.leave((request_id,))

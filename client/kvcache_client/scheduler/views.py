@@ -1,7 +1,7 @@
 """What an engine passes to its scheduler's side: plain values, made by the engine's package. Pure.
 
 Nothing that grows is copied: `hashes`, `token_ids` and a step's lists are the engine's own, to be read only. A step's
-lists are not kept beyond the step. Of a request that has ended, `key` is not kept, and `token_ids` only for events.
+lists are not kept beyond the step. Of a request that has ended, `key` and `token_ids` are kept only for events.
 """
 
 from __future__ import annotations
