@@ -63,6 +63,13 @@ class Backend(Protocol):
         """Remove the values that are there."""
         ...
 
+    def lost(self) -> str:
+        """Return why the store must be opened again, because what it had was removed; "" if it need not be.
+
+        This is called every few seconds. Raises Failed if it could not be opened again, either.
+        """
+        ...
+
     def close(self) -> None:
         """End all that the backend has begun. No other call follows, and none is running."""
         ...

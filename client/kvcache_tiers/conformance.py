@@ -91,6 +91,11 @@ class BackendSuite:
         assert not (tier.put([], []) or tier.get([], []) or tier.contains([]))
         tier.remove([])
 
+    def test_it_is_not_lost(self, tier: Backend) -> None:
+        self.put(tier, 1, 2)
+        tier.remove([key(1)])
+        assert tier.lost() == ""
+
     def test_what_was_removed_is_not(self, tier: Backend) -> None:
         self.put(tier, 1, 2)
         tier.remove([key(1), key(3)])

@@ -105,6 +105,18 @@ class DiskTier:
             for key in keys:
                 self._forget(key)
 
+    def lost(self) -> str:
+        if self._in_place():
+            return ""
+        why = f"{self._folder.path}: its files were removed"
+        with contextlib.suppress(OSError, NotPermitted):
+            os.close(self._folder.open("lock", os.O_RDWR | os.O_CREAT))  # else what is left would be somebody else's
+        try:
+            Folder(self._folder.path).close()  # which makes it, if needed
+        except OSError as error:
+            raise Failed(f"{why}, and it cannot be opened again: {error.strerror}") from error
+        return why
+
     def close(self) -> None:
         for segment in self._segments.values():
             segment.close()
@@ -290,6 +302,18 @@ class DiskTier:
                     yield segment, record
 
     # Records.
+
+    def _in_place(self) -> bool:
+        """Return whether all its files are still in the folder, and that where it was."""
+        if not (self._folder.in_place() and self._folder.has("lock", self._owner)):
+            return False
+        with self._lock:
+            segments = list(self._segments.values())
+        for segment in segments:
+            with self._lock:
+                if segment.number in self._segments and not segment.in_place():
+                    return False
+        return True
 
     def _own(self, folder: Path) -> None:
         """Make sure that no other process uses the folder. Raises OSError, Failed, ConfigError, NotPermitted."""

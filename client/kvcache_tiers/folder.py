@@ -64,6 +64,20 @@ class Folder:
         _judge_file(self.path / name, found)
         return True
 
+    def in_place(self) -> bool:
+        """Return whether its path still leads to it."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
+        except OSError:
+            return False
+
+    def has(self, name: str, file: int) -> bool:
+        """Return whether `name` is still the name of an open file."""
+        try:
+            return os.path.samestat(os.stat(name, dir_fd=self.fd, follow_symlinks=False), os.fstat(file))
+        except OSError:
+            return False
+
     def remove(self, name: str) -> None:
         """Remove a file, if there is one."""
         try:

@@ -230,6 +230,9 @@ class MooncakeTier:
         for code in self._call("batch_remove", keys, True):
             self._count(code, 0, _NOT_FOUND)
 
+    def lost(self) -> str:
+        return ""
+
     def close(self) -> None:
         if self.store.close():
             self.counts["close_failed"] += 1

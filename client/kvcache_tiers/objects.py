@@ -180,6 +180,9 @@ class ObjectTier:
             for pack in packs:
                 self._write_without(pack, set(keys))
 
+    def lost(self) -> str:
+        return ""
+
     def close(self) -> None:
         self._closing.set()
         self._finder.join()

@@ -31,12 +31,13 @@ URL = "KVCACHE_TIER_URL"  # environment variable, where `ps` does not show a URL
 DEADLINE = 5.0  # seconds that a reservation may take; a request for work is held for half a second
 READERS, WRITERS = 4, 2  # threads; lookups have another one, because they do not wait for reads
 ABSENT = 0.1  # seconds between two looks for a daemon
+CHECK_EVERY = 20.0  # seconds between two looks whether somebody has removed what is stored
 SAY_EVERY = 60.0  # seconds between two lines about what the backend has counted
 IDLE = 60.0  # seconds without a job after which a namespace is left: else the daemon would never forget it
 MOST_ATTACHED = 12  # namespaces; the daemon allows 16
 OPENING = 300.0  # seconds; whoever started the process sees that it ends, and starts it again
 STOP_SECONDS = 10.0  # after `stop`, for what is being read and written to end
-RESTART = 75  # as an exit status: the backend must be opened with another region, by a process without the old one
+RESTART = 75  # as an exit status: the backend must be opened again, by a process without the old region and files
 _THERE = (Refusal.GRANTED, Refusal.PRESENT, Refusal.IN_FLIGHT)
 
 
@@ -54,6 +55,7 @@ class TierProcess:
         self._writers = ThreadPoolExecutor(WRITERS, "tier-write")
         self._backend: Backend | None = None
         self._region: Region | None = None  # that the backend was opened with
+        self._lost, self._check_at = False, 0.0  # whether what it had stored was removed, and when to look next
         self._namespaces: dict[str, tuple[Namespace, float]] = {}  # by id; when each had its last job, oldest first
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
@@ -67,7 +69,10 @@ class TierProcess:
         self._stopping.set()
 
     def run(self) -> int:
-        """Serve until `stop`, and return 0, or RESTART if the region was replaced. Raises ConfigError for the URL."""
+        """Serve until `stop`, and return 0, or RESTART if the region was replaced or what was stored is lost.
+
+        Raises ConfigError for the URL.
+        """
         try:
             while not self._stopping.is_set():
                 region = self._session.region
@@ -75,6 +80,8 @@ class TierProcess:
                     self._stopping.wait(ABSENT)
                 elif self._backend is not None and region is not self._region:
                     log.info("the daemon has another region: starting again")
+                    return RESTART
+                elif self._lost:
                     return RESTART
                 elif self._open(region):
                     self._work()
@@ -88,7 +95,7 @@ class TierProcess:
             self._session.close()
 
     def _open(self, region: Region) -> bool:
-        """Return whether the backend is open and may be asked."""
+        """Return whether the backend is open, has not lost what is stored, and may be asked."""
         if wait := self._reading.left:
             self._stopping.wait(min(wait, 0.5))
             return False
@@ -106,7 +113,26 @@ class TierProcess:
             self._region = region
             self._moves = Moves(self._backend, self._counts)
             log.info("tier %s is open", self._name)
-        return True
+        return self._is_whole()
+
+    def _is_whole(self) -> bool:
+        """Return whether the backend has not lost what is stored, as far as is known; look every few seconds.
+
+        After a loss, the process starts again: so the daemon forgets, too, what the tier had.
+        """
+        assert self._backend is not None
+        now = time.monotonic()
+        if now < self._check_at:
+            return True
+        try:
+            if why := self._backend.lost():
+                self._lost = True
+                self._failed(Failed(why))
+        except Failed as error:  # then it is asked again after the pause
+            self._failed(error)
+            return False
+        self._check_at = now + CHECK_EVERY
+        return not self._lost
 
     def _give_up(self) -> None:
         log.error("tier %s ends: its store could not be opened within %g s", self._name, OPENING)

@@ -186,6 +186,11 @@ class Segment:
         if os.pwrite(self._index, entry, PAGE + at) != len(entry):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def in_place(self) -> bool:
+        """Return whether its files are still in the folder."""
+        files = zip(names_of(self.number), (self.file, self._index), strict=True)
+        return all(self._folder.has(name, file) for name, file in files)
+
     def close(self) -> None:
         for file in (self.file, self._index, self.direct_file):
             if file >= 0:
