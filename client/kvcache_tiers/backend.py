@@ -11,14 +11,22 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, Protocol
 
 from kvcache_proto.errors import ConfigError
+from kvcache_proto.text import escaped
 
 GROUP = "kvcache_server.tiers"
 MAX_KEY, MAX_HEADER = 255, 16 << 10  # bytes
+MOST_TEXT = 500  # characters of an error that are told
 EXTRAS = ("objects", "redis")  # extras of this package, each named like the module that needs it
 
 
 class Failed(Exception):
-    """The store did not do what it was asked for, and may not for a while: it is full, unreachable or broken."""
+    """The store did not do what it was asked for, and may not for a while: it is full, unreachable or broken.
+
+    As text it is one short line, whatever the store has said: it is logged, and shown to operators.
+    """
+
+    def __str__(self) -> str:
+        return escaped(super().__str__()[:MOST_TEXT])
 
 
 class Value(NamedTuple):

@@ -20,11 +20,11 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from kvcache_proto.errors import ConfigError
+from kvcache_proto.errors import ConfigError, NotPermitted
 from kvcache_proto.sizes import parse_size
 from kvcache_tiers.backend import Failed, Value
 from kvcache_tiers.folder import Folder
-from kvcache_tiers.segments import LEAST_RECORDS, MOST_BYTES, PAGE, Kind, Segment, names_of, numbers
+from kvcache_tiers.segments import LAST_NUMBER, LEAST_RECORDS, MOST_BYTES, PAGE, Kind, Segment, names_of, numbers
 from kvcache_tiers.urls import options, shown, split_url
 
 SEGMENT = MOST_BYTES  # of a large tier
@@ -70,7 +70,6 @@ class DiskTier:
         self._writing: set[bytes] = set()
         self._reads = 0
         self._now = 0
-        self._last = 0
         self._full_until = 0.0
         self._owner = -1
         self._local = threading.local()
@@ -239,24 +238,24 @@ class DiskTier:
             return False
         held = sum(segment.size for segment in self._segments.values())
         usual = max(LEAST_RECORDS, min(SEGMENT, self._size // SEGMENTS) // kind.room)
-        records = min(usual, (self._size - held) // kind.stride)
+        records = min(usual, (self._size - held) // kind.room)
         if records < LEAST_RECORDS or time.monotonic() < self._full_until:
             return False
         try:
             disk = os.statvfs(self._folder.fd)
             room = disk.f_bavail * disk.f_frsize - 2 * PAGE
             fitting = min(records, room // (kind.stride + kind.entry))
-            while fitting >= LEAST_RECORDS:
+            number = max(self._segments, default=0) + 1
+            while fitting >= LEAST_RECORDS and number <= LAST_NUMBER:
                 try:
-                    segment = Segment.make(self._folder, self._last + 1, kind, fitting)
+                    segment = Segment.make(self._folder, number, kind, fitting)
                 except FileExistsError:  # somebody has put it there since the folder was opened
-                    self._last += 1
+                    number += 1
                 except OSError as error:
                     if error.errno not in FULL:
                         raise
                     fitting //= 2
                 else:
-                    self._last += 1
                     self._add(segment, range(fitting))
                     return True
         except OSError as error:
@@ -266,11 +265,11 @@ class DiskTier:
         return False
 
     def _make_room(self, kind: Kind) -> None:
-        if self._size < LEAST_RECORDS * kind.stride:
+        if self._size < LEAST_RECORDS * kind.room:
             return
         own = [segment for segment in self._segments.values() if segment.kind == kind]
         least = min((each.used for each in own), default=self._now + 1)
-        for oldest in sorted(self._segments.values(), key=lambda each: each.used):
+        for oldest in sorted(self._segments.values(), key=lambda each: (each.used, each.number)):
             if oldest.kind == kind or oldest.used >= least:
                 break
             if not oldest.pins:
@@ -326,24 +325,22 @@ class DiskTier:
             raise Failed(f"{folder}: another process uses it") from None
 
     def _find(self) -> None:
-        for number in numbers(self._folder):
-            self._last = number
-            segment = Segment.open(self._folder, number)
+        rest = self._size  # which may have been larger when the oldest were made
+        for number in reversed(numbers(self._folder)):
+            segment = Segment.open(self._folder, number, rest)
             if segment is None:
                 self.counts["segments_lost"] += 1
                 for name in names_of(number):
                     self._folder.remove(name)
-                continue
+            else:
+                self._segments[number] = segment
+                rest -= segment.size
+        for segment in list(self._segments.values()):
             taken = set()
             for record, key in segment.entries():
                 if self._places.setdefault(key, (segment, record)) == (segment, record):
                     taken.add(record)
             self._add(segment, [record for record in range(segment.records) if record not in taken])
-        held = sum(segment.size for segment in self._segments.values())
-        for segment in list(self._segments.values()):  # the oldest first
-            if held > self._size:  # which was larger when they were made
-                held -= segment.size
-                self._drop(segment)
 
     def _add(self, segment: Segment, free: Sequence[int]) -> None:
         self._segments[segment.number] = segment

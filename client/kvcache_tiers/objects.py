@@ -13,6 +13,7 @@ obstore has no HDFS: `opendal` has, and who needs it would write a backend with 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import secrets
@@ -30,10 +31,25 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvcache_proto.errors import ConfigError
 from kvcache_tiers.backend import Failed, Value
-from kvcache_tiers.packs import Index, Run, first_name, head_bytes, make_head, make_name, read_head, runs, written_at
+from kvcache_tiers.packs import (
+    LEAST_HEAD,
+    MOST_DATA,
+    MOST_HEAD,
+    Index,
+    Run,
+    first_name,
+    head_bytes,
+    make_head,
+    make_name,
+    read_head,
+    row_bytes,
+    runs,
+    written_at,
+)
 from kvcache_tiers.urls import options, seconds, shown, split_url
 
 if TYPE_CHECKING:
+    from obstore import GetResult
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
 
 FOLDER = "packs"
@@ -41,6 +57,9 @@ PART = 8 << 20  # bytes of a request that writes, of which one pack has up to 8 
 LONGEST_READ = 8 << 20  # bytes of a request that reads, and of the memory that it needs
 READERS = 16  # requests that read values at once, of all callers
 FINDERS = 32  # requests that read heads at once
+AT_ONCE = 1024  # heads that are asked for together
+MOST_PACKS = 1 << 20  # that are listed, and
+LONGEST_LISTING = 120.0  # seconds that this may take: a server may say again and again that there are more
 OVERLAP = 60_000  # milliseconds; see _look
 RELIST = 600  # seconds between listings of all packs
 
@@ -105,7 +124,7 @@ def _open_store(scheme: str, bucket: str, prefix: str, given: dict[str, str], ti
 class ObjectTier:
     """Counters: `counts`, by name. `len` is the number of values that are known."""
 
-    batch_bytes = 64 << 20
+    batch_bytes = MOST_DATA
 
     def __init__(self, store: Store, name: str, refresh: float) -> None:
         """Read the heads of all packs. `name` stands in errors; `refresh` is in seconds. Raises Failed."""
@@ -158,13 +177,13 @@ class ObjectTier:
         with self._lock:
             new = {key: value for key, value in zip(keys, values, strict=True) if key not in self._index}
         pack: dict[bytes, Value] = {}
-        size = 0
+        head, size = LEAST_HEAD, 0
         for key, value in new.items():
-            length = len(key) + len(value.header) + value.data.nbytes
-            if pack and size + length > self.batch_bytes:
+            row, length = row_bytes(key, value.header), value.data.nbytes
+            if pack and (head + row > MOST_HEAD or size + length > self.batch_bytes):
                 self._write(pack)
-                pack, size = {}, 0
-            pack[key], size = value, size + length
+                pack, head, size = {}, LEAST_HEAD, 0
+            pack[key], head, size = value, head + row, size + length
         if pack:
             self._write(pack)
         return [True] * len(keys)
@@ -203,10 +222,10 @@ class ObjectTier:
         """Return a range of bytes; None if the pack is not there, or shorter. Raises Failed."""
         try:
             with self._call():
-                data = self._store.get_range(f"{FOLDER}/{pack}", start=begin, end=end)
+                data = _body(self._store.get(f"{FOLDER}/{pack}", options={"range": (begin, end)}), end - begin)
         except _Gone:
             return None
-        return memoryview(data) if len(data) == end - begin else None
+        return data if len(data) == end - begin else None
 
     def _write(self, values: dict[bytes, Value]) -> None:
         """Write a pack. Raises Failed."""
@@ -282,24 +301,39 @@ class ObjectTier:
             self.counts["packs_gone"] += sum(self._index.drop(pack) for pack in gone)
             new = [pack for pack in listed if pack not in self._index.packs and pack not in self._ignored]
         with ThreadPoolExecutor(FINDERS, "kvcache-packs") as finders:
-            _all(finders, lambda pack: self._add(pack, listed[pack]), new)
-        times = [written_at(pack) for pack in listed if head_bytes(pack) is not None]
-        self._newest = min(max(times, default=0), time.time_ns() // 1_000_000)  # a clock may be fast
+            for begin in range(0, len(new), AT_ONCE):
+                _all(finders, lambda pack: self._add(pack, listed[pack]), new[begin : begin + AT_ONCE])
+        newest = max(map(written_at, listed), default=0)
+        self._newest = min(newest, time.time_ns() // 1_000_000)  # a clock may be fast
 
     def _list(self, since: int) -> dict[str, int]:
-        """Return the sizes of packs by name, also of other objects beside them. Raises Failed."""
+        """Return the sizes of packs by name. Raises Failed, also for a listing that does not end."""
+        listed: dict[str, int] = {}
+
+        async def collect() -> None:
+            async for page in self._store.list(FOLDER, offset=f"{FOLDER}/{first_name(since)}", chunk_size=1000):
+                for each in page:
+                    name = each["path"].removeprefix(f"{FOLDER}/")
+                    if head_bytes(name) is not None:
+                        listed[name] = each["size"]
+                if len(listed) > MOST_PACKS:
+                    raise Failed(f"{self._name}: there are more than {MOST_PACKS:,} packs")
+
         with self._call():
-            chunks = self._store.list(FOLDER, offset=f"{FOLDER}/{first_name(since)}", chunk_size=1000)
-            return {each["path"].removeprefix(f"{FOLDER}/"): each["size"] for chunk in chunks for each in chunk}
+            try:
+                asyncio.run(asyncio.wait_for(collect(), LONGEST_LISTING))
+            except asyncio.TimeoutError:  # also of pages without objects, which obstore does not return
+                raise Failed(f"{self._name}: the list of packs has no end after {LONGEST_LISTING:g} s") from None
+        return listed
 
     def _add(self, pack: str, size: int) -> None:
         """Add a pack of `size` bytes to the index, unless it is not whole. Raises Failed."""
         length = head_bytes(pack)
-        whole = length is not None and length <= size
-        head = self._read(pack, 0, length) if length is not None and whole else None
-        if whole and head is None:
+        assert length is not None
+        head = self._read(pack, 0, length) if length <= size else b""
+        if head is None:
             return  # it is gone already
-        places = read_head(pack, bytes(head), size) if head is not None else None
+        places = read_head(pack, bytes(head), size)
         with self._lock:
             if places is None:
                 self._ignored.add(pack)
@@ -329,6 +363,11 @@ def _all(pool: ThreadPoolExecutor, call: Callable[[T], R], items: Iterable[T]) -
     futures = [pool.submit(call, item) for item in items]
     wait(futures)
     return [future.result() for future in futures]
+
+
+def _body(found: GetResult, most: int) -> memoryview:
+    """Return the body of an answer, or more than `most` bytes of a longer one, whatever length the server has named."""
+    return memoryview(next(iter(found.stream(min_chunk_size=most + 1)), b""))
 
 
 def _text(error: Exception) -> str:

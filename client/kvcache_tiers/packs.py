@@ -16,12 +16,15 @@ from typing import NamedTuple
 
 import xxhash
 
+from kvcache_tiers.backend import MAX_HEADER, MAX_KEY
+
 FORMAT = 1
 _MAGIC = b"kvpack"
 _FIXED = struct.Struct("<6sHIIQ")  # magic, format, values, bytes of the head, bytes of the pack
 _SUM = struct.Struct("<Q")  # xxh3 of the rest of the head, follows the fixed part
 _ROW = struct.Struct("<HHQ")  # bytes of the key, of the header and of the data
-LEAST_HEAD, MOST_HEAD = _FIXED.size + _SUM.size, 64 << 20  # bytes; the values of a pack have 64 MiB in all
+LEAST_HEAD, MOST_HEAD = _FIXED.size + _SUM.size, 1 << 20  # bytes
+MOST_DATA = 64 << 20  # bytes, of a pack with several values
 _NAME = re.compile(r"([0-9]{13})-([0-9a-f]{8})-[0-9a-f]{16}")  # milliseconds since 1970, bytes of the head, random
 
 
@@ -60,6 +63,11 @@ def written_at(name: str) -> int:
     return int(name[:13])
 
 
+def row_bytes(key: bytes, header: bytes) -> int:
+    """Return how many bytes of a head a value takes."""
+    return _ROW.size + len(key) + len(header)
+
+
 def make_head(values: Iterable[tuple[bytes, bytes, int]]) -> bytes:
     """Return the head of a pack with these values: keys, headers and bytes of data."""
     parts: list[bytes] = []
@@ -82,6 +90,8 @@ def read_head(name: str, head: bytes, size: int) -> dict[bytes, Place] | None:
     (checksum,) = _SUM.unpack_from(head, _FIXED.size)
     if (magic, version, length, total) != (_MAGIC, FORMAT, len(head), size):
         return None
+    if count > 1 and size - length > MOST_DATA:
+        return None
     if checksum != xxhash.xxh3_64_intdigest(fixed + rows):
         return None
     places, at, offset = {}, 0, length
@@ -91,7 +101,7 @@ def read_head(name: str, head: bytes, size: int) -> dict[bytes, Place] | None:
         key_bytes, header_bytes, data_bytes = _ROW.unpack_from(rows, at)
         middle = at + _ROW.size + key_bytes
         at = middle + header_bytes
-        if at > len(rows) or offset + data_bytes > size:
+        if key_bytes > MAX_KEY or header_bytes > MAX_HEADER or at > len(rows) or offset + data_bytes > size:
             return None
         places[rows[middle - key_bytes : middle]] = Place(name, offset, data_bytes, rows[middle:at])
         offset += data_bytes

@@ -34,7 +34,6 @@ MOST_OWN = 4 << 20  # bytes of the replies to a command of redis-py's own
 MOST_DATA = 512 << 20  # bytes of a reply's data; servers hold no longer strings unless told otherwise
 STALLS = 3  # times the timeout that the replies of one exchange may take, and
 SLOWEST = 128 << 10  # bytes that come in each second beyond that
-MOST_TEXT = 300  # characters of an error that are told
 NO_ROOM = b"-OOM"
 WRONG_TYPE = b"-WRONGTYPE"
 MOVING = (b"-ASK", b"-TRYAGAIN")  # the key's slot is on its way to another node of the cluster
@@ -305,4 +304,4 @@ class Link:
     def _failed(self, why: Exception | str) -> Failed:
         text = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
         text = self._settings.without_passwords(text)  # before it is cut: no half of a password remains
-        return Failed(f"{self._settings.name}: {text[:MOST_TEXT]}")
+        return Failed(f"{self._settings.name}: {text}")

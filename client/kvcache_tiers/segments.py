@@ -26,6 +26,7 @@ from kvcache_tiers.folder import Folder
 PAGE = 4096
 MOST_BYTES = 256 << 20  # of the data of a segment, and of its index, if it has more records than the fewest
 LEAST_RECORDS = 4  # of a segment
+LAST_NUMBER = 10**12 - 1
 _NAME = re.compile(r"([0-9]{8,12})\.(data|index)")
 _MAGIC = b"kvcache segment 1"
 _HEAD = struct.Struct("<20sIIQII")  # magic, key, header, data, records, checksum of all before
@@ -69,8 +70,8 @@ class Segment:
         given_up: records that are free once nobody reads or writes them.
     """
 
-    def __init__(self, folder: Folder, number: int) -> None:
-        """Open the files. Raises _Broken where they are not whole, NotPermitted, OSError."""
+    def __init__(self, folder: Folder, number: int, most: int) -> None:
+        """Open the files, of at most `most` bytes. Raises _Broken where they are not whole, NotPermitted, OSError."""
         self.number, self._folder = number, folder
         self.used = 0
         self.pins: dict[int, int] = {}
@@ -84,6 +85,8 @@ class Segment:
             self._index = folder.open(index, os.O_RDWR)
             undo.callback(os.close, self._index)
             self.kind, self.records = self._read_head()
+            if self.size > most:
+                raise _Broken
             self._entries = bytearray(self.records * self.kind.entry)
             if os.preadv(self._index, [self._entries], PAGE) != len(self._entries):
                 raise _Broken
@@ -113,7 +116,8 @@ class Segment:
 
     @property
     def size(self) -> int:
-        return self.records * self.kind.stride
+        """Bytes of the larger of both files."""
+        return self.records * self.kind.room
 
     @classmethod
     def make(cls, folder: Folder, number: int, kind: Kind, records: int) -> Segment:
@@ -130,20 +134,20 @@ class Segment:
                         os.pwrite(file, head + _ENTRY.pack(zlib.crc32(head)), 0)
                 finally:
                     os.close(file)
-            segment = cls(folder, number)
+            segment = cls(folder, number, records * kind.room)
             undo.pop_all()
         return segment
 
     @classmethod
-    def open(cls, folder: Folder, number: int) -> Segment | None:
-        """Open a segment that is there; None where its files are not whole, or the disk has lost them.
+    def open(cls, folder: Folder, number: int, most: int) -> Segment | None:
+        """Open a segment that is there; None where its files are not whole, too large, or the disk has lost them.
 
         Raises OSError where they cannot be opened now, NotPermitted where they are not the tier's.
         """
         for name in names_of(number):
             folder.check(name)  # both, before either may be removed
         try:
-            return cls(folder, number)
+            return cls(folder, number, most)
         except _Broken:
             return None
         except OSError as error:

@@ -15,10 +15,10 @@ from conftest import Daemon, StartDaemon
 from tiered import a_tier, wait_for, wait_open
 
 from kvcache_proto.errors import ConfigError, NotPermitted
-from kvcache_tiers.backend import Failed
+from kvcache_tiers.backend import MAX_HEADER, Failed
 from kvcache_tiers.conformance import BackendSuite, Region
 from kvcache_tiers.disk import DiskTier, open_tier
-from kvcache_tiers.segments import _HEAD, PAGE
+from kvcache_tiers.segments import _HEAD, MOST_BYTES, PAGE, Kind
 
 SIZE = 64 << 20
 NOBODY = 65534
@@ -140,6 +140,42 @@ def test_a_segment_whose_description_lies(folder: Path, field: int, value: int) 
     finally:
         tracemalloc.stop()
     assert peak < 64 << 20
+
+
+def test_more_segments_than_the_tier_may_have(folder: Path) -> None:
+    """Each would be right by itself, and its index takes 256 MiB of memory."""
+    records = MOST_BYTES // Kind(255, MAX_HEADER, PAGE).room
+    head = _HEAD.pack(b"kvcache segment 1", 255, MAX_HEADER, PAGE, records, 0)[:-4]
+    for number in range(10, 30):
+        index = folder / f"{number:08d}.index"
+        index.write_bytes(head + struct.pack("<I", zlib.crc32(head)))
+        index.with_suffix(".data").touch()
+        os.truncate(index, PAGE + records * Kind(255, MAX_HEADER, PAGE).entry)
+        os.truncate(index.with_suffix(".data"), records * PAGE)
+    values = BackendSuite()
+    values.buffers = Region()
+    tracemalloc.start()
+    try:
+        with closing(DiskTier(folder, SIZE)) as tier:
+            assert values.stored(tier, 1) == [True]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20 and len(list(folder.glob("*.data"))) == 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_segment_with_the_last_number(folder: Path, whole: bool) -> None:
+    """A file with a number after it would not be found again, and take room for ever."""
+    for path in list(folder.glob("00000001.*"))[: 2 if whole else 1]:
+        path.rename(path.with_stem("9" * 12))
+    values = BackendSuite()
+    values.buffers = Region()
+    for again in (False, True):
+        with closing(DiskTier(folder, SIZE)) as tier:
+            assert values.stored(tier, 3, size=2 * PAGE) == [again]
+            assert values.put(tier, 1) == values.put(tier, 3, size=2 * PAGE) == [True]
+    assert len(list(folder.glob("*.data"))) == 2
 
 
 def test_a_url_with_nul() -> None:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import xxhash
 
-from kvcache_tiers.packs import Index, Place, first_name, head_bytes, make_head, make_name, read_head, runs, written_at
+from kvcache_tiers.backend import MAX_HEADER, MAX_KEY
+from kvcache_tiers.packs import (
+    MOST_DATA,
+    Index,
+    Place,
+    first_name,
+    head_bytes,
+    make_head,
+    make_name,
+    read_head,
+    runs,
+    written_at,
+)
 
 VALUES = [(b"one", b"header 1", 100), (b"two", b"", 1), (b"three", b"header 3", 5000)]
 HEAD = make_head(VALUES)
@@ -52,8 +64,23 @@ def test_heads_that_lie() -> None:
             assert head == HEAD or read_head(PACK, head, SIZE) is None
 
 
+def test_packs_that_no_tier_writes() -> None:
+    """With right checksums: they are larger than memory allows, or a key is longer than that of any value."""
+    for values in (
+        [(b"one", b"", MOST_DATA), (b"two", b"", 1)],
+        [(b"one", b"", 1 << 62), (b"two", b"", 1 << 62)],
+        [(b"k" * (MAX_KEY + 1), b"", 1)],
+        [(b"k", b"h" * (MAX_HEADER + 1), 1)],
+    ):
+        head = make_head(values)
+        assert read_head(PACK, head, len(head) + sum(size for _, _, size in values)) is None
+    for values in ([(b"one", b"", MOST_DATA - 1), (b"two", b"", 1)], [(b"one", b"", 1 << 62)]):
+        head = make_head(values)
+        assert read_head(PACK, head, len(head) + sum(size for _, _, size in values)) is not None
+
+
 def test_names_of_heads_that_cannot_be() -> None:
-    for length in (0, 1, 31, (64 << 20) + 1, (1 << 32) - 1):
+    for length in (0, 1, 31, (1 << 20) + 1, (1 << 32) - 1):
         assert head_bytes(f"1700000000123-{length:08x}-{7:016x}") is None
 
 
