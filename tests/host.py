@@ -10,7 +10,7 @@ import pytest
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import UnknownHandle
-from kvcache_proto.region import RegionRows, plan_geometry
+from kvcache_proto.region import ALIGN, HEADER, ROW, RegionRows
 from kvcache_proto.types import REF_BYTES, TAIL, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Verdict
 from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
@@ -19,8 +19,15 @@ from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.recovery.snapshot import Snapshot
 
-MIB = 1 << 20
+KIB = 1 << 10
 LIMITS = Limits(pin_quota=1.0, write_quota=1.0, supersede_after=2.0, quarantine=10.0, grace=10.0)
+
+
+def geometry_of(blocks: int, page_bytes: int = 4 * KIB) -> PoolGeometry:
+    """Return the geometry of a region with room for so many blocks of 64 KiB."""
+    pages = blocks * 64 * KIB // page_bytes
+    begin = -(-(HEADER + pages * ROW) // ALIGN) * ALIGN
+    return PoolGeometry(b"r" * 16, begin + pages * page_bytes, page_bytes, pages, begin)
 
 
 class Killed(Exception):
@@ -66,8 +73,9 @@ def reopen(
 class Host:
     """A region and a state file that outlive the caches, as files do, and the sessions whose locks are held."""
 
-    def __init__(self, extents: int = 3, extent_bytes: int = 2 * MIB, limits: Limits = LIMITS) -> None:
-        self.geometry = plan_geometry(b"r" * 16, extents * extent_bytes, extent_bytes)
+    def __init__(self, blocks: int = 93, limits: Limits = LIMITS) -> None:
+        """The region has room for so many blocks of 64 KiB."""
+        self.geometry = geometry_of(blocks)
         self.buffer = bytearray(self.geometry.region_bytes)
         self.limits = limits
         self.file = bytearray(journal.MAGIC)
@@ -207,7 +215,7 @@ class Client:
 
 
 def found(cache: Cache) -> dict[bytes, bytes]:
-    """Every visible block: its slot's reference by its hash, namespace and group."""
+    """Every visible block: its reference by its hash, namespace and group."""
     return {
         group.namespace.to_bytes(4, "little") + name + bytes([group.number] if group.number else []): block.ref
         for namespace in cache.namespaces.values()
@@ -261,7 +269,7 @@ class Story:
         if what in ("store", "reserve"):
             reserved = client.reserve(run)
             if reserved.reservation:
-                granted = len(reserved.slots) // 24
+                granted = len(reserved.slots) // REF_BYTES
                 self.heard[client.session] = reserved.reservation
                 writers = self.ranks if client is self.scheduler else [client]
                 self.open += [(writer, reserved.reservation, granted) for writer in writers]

@@ -28,10 +28,11 @@ from kvcache_proto.errors import (
     VersionMismatch,
 )
 from kvcache_proto.messages import Run
-from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, SlotRef, Verdict
+from kvcache_proto.types import BlockRef, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
 
 __all__ = [
     "BadArgument",
+    "BlockRef",
     "ClientError",
     "ConfigError",
     "GeometryMismatch",
@@ -50,7 +51,6 @@ __all__ = [
     "ServerError",
     "Session",
     "Slot",
-    "SlotRef",
     "Ticket",
     "Unavailable",
     "Verdict",

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvcache_client.session.checksums import sum_up
 from kvcache_client.session.region import Region
-from kvcache_proto.types import SUM_BYTES, GroupSpec, NamespaceSpec, SlotRef, unpack_refs
+from kvcache_proto.types import SUM_BYTES, BlockRef, GroupSpec, NamespaceSpec, unpack_refs
 from kvcache_tiers.backend import Backend, Failed, Value
 from kvcache_tiers.pause import Pause
 from kvcache_tiers.records import key_prefix, make_header, read_header
@@ -40,15 +40,19 @@ class Moves:
         return bytes(self._contains(_keys(spec, group, hashes)))
 
     def bring(
-        self, spec: NamespaceSpec, group: int, hashes: Sequence[bytes], refs: Sequence[SlotRef], region: Region
+        self, spec: NamespaceSpec, group: int, hashes: Sequence[bytes], refs: Sequence[BlockRef], region: Region
     ) -> list[bytes | None]:
         """Copy blocks into the slots `refs`; return the checksums of each one's shards, None where it is not there.
 
         Raises Failed; then the slots may have been written to.
         """
         of, keys = spec.groups[group], _keys(spec, group, hashes)
-        buffers = [_slot(region, ref, of) for ref in refs]
+        places = [_views(region, ref, of) for ref in refs]
+        # A store fills one buffer per block.
+        buffers = [views[0] if len(views) == 1 else memoryview(bytearray(of.block_bytes)) for views in places]
         headers = self._backend.get(keys, buffers)
+        for views, buffer in zip(places, buffers, strict=True):
+            _scatter(views, buffer)
         found: list[bytes | None] = []
         wrong: list[bytes] = []
         for key, header, ref in zip(keys, headers, refs, strict=True):
@@ -82,7 +86,9 @@ class Moves:
             known = sums[at * width : at * width + width]
             if not all(np.frombuffer(known, "<u8")):
                 known = _sums(region, refs[at], of)
-            values.append(Value(make_header(keys[at], of.shards, known), _slot(region, refs[at], of)))
+            views = _views(region, refs[at], of)
+            data = views[0] if len(views) == 1 else memoryview(b"".join(views))
+            values.append(Value(make_header(keys[at], of.shards, known), data))
         new = [keys[at] for at in missing]
         stored: list[bool] = []
         self._try(self.writing, "writes_refused", len(new), lambda: stored.extend(self._backend.put(new, values)))
@@ -133,12 +139,19 @@ def _keys(spec: NamespaceSpec, group: int, hashes: Sequence[bytes]) -> list[byte
     return [prefix + each for each in hashes]
 
 
-def _slot(region: Region, ref: SlotRef, group: GroupSpec) -> memoryview:
-    return region.rows.slot_view(ref, 0, group.block_bytes)
+def _views(region: Region, ref: BlockRef, group: GroupSpec) -> list[memoryview]:
+    return region.rows.views(ref, group.block_bytes, 0, group.block_bytes)
 
 
-def _sums(region: Region, ref: SlotRef, group: GroupSpec) -> bytes:
-    parts = []
-    for shard, size in enumerate(group.shards):
-        parts.append(sum_up(region.buffer, [ref.offset + group.shard_offset(shard)], size))
-    return np.concatenate(parts).astype("<u8").tobytes()
+def _scatter(views: list[memoryview], buffer: memoryview) -> None:
+    """Copy a buffer to the places of a block that lies in several pieces."""
+    at = 0
+    for view in views if len(views) > 1 else ():
+        view[:] = buffer[at : at + len(view)]
+        at += len(view)
+
+
+def _sums(region: Region, ref: BlockRef, group: GroupSpec) -> bytes:
+    sizes = enumerate(group.shards)
+    shards = [region.rows.views(ref, group.block_bytes, group.shard_offset(shard), size) for shard, size in sizes]
+    return sum_up(shards).astype("<u8").tobytes()

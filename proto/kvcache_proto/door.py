@@ -14,7 +14,7 @@ from kvcache_proto import __version__
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
 from kvcache_proto.endpoint import closed_folder, door_path
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, VersionMismatch, from_wire
-from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, DoorMessage, Error, Hello, Welcome
+from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, SPOKEN, DoorMessage, Error, Hello, Welcome
 
 LENGTH = struct.Struct("<I")
 
@@ -82,7 +82,7 @@ def read_welcome(received: bytes) -> Welcome:
     Raises the error that the daemon sent instead, VersionMismatch, or BadFrame for any other message.
     """
     message = decode_door(received[LENGTH.size :])
-    ours = f"kvcache-server {__version__} speaks protocol {OLDEST_VERSION} to {PROTOCOL_VERSION}"
+    ours = f"kvcache-server {__version__} speaks {SPOKEN}"
     if isinstance(message, Error):
         # One line names both versions; older daemons name only theirs.
         unnamed = message.code == VersionMismatch.code and __version__ not in message.message

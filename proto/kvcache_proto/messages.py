@@ -14,8 +14,13 @@ from kvcache_proto.counts import MAX_NAMES
 from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_HASH_BYTES, MAX_HASHES, MAX_NAME, MAX_SHARDS, NamespaceSpec, PoolGeometry
 
-PROTOCOL_VERSION = 2
-OLDEST_VERSION = 1
+PROTOCOL_VERSION = 3
+OLDEST_VERSION = 3
+SPOKEN = (
+    f"protocol {PROTOCOL_VERSION}"
+    if OLDEST_VERSION == PROTOCOL_VERSION
+    else (f"protocol {OLDEST_VERSION} to {PROTOCOL_VERSION}")
+)
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # the daemon remembers it, so it is bounded when it is read
 Most = msgspec.Meta(max_length=MAX_HASHES)  # reading the millions that fit into a frame would block the daemon

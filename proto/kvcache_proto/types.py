@@ -27,30 +27,30 @@ MAX_NAME = 256
 UNNAMED = "unnamed-"  # begins the name of weights that one engine has, and that is used once
 MAX_IDENTITY = 4096  # characters; `status` contains all of them, in one frame
 
-_REF = struct.Struct("<QQQ")
+_REF = struct.Struct("<QQ")
 REF_BYTES = _REF.size
-pack_ref = _REF.pack  # the fields of a SlotRef: creating the SlotRef would take longer than packing
+pack_ref = _REF.pack  # the fields of a BlockRef: creating the BlockRef would take longer than packing
 SUM_BYTES = 8  # of a shard's checksum: XXH3, 64 bits, little-endian; 0 means none
 
 
-class SlotRef(NamedTuple):
-    """Where a block is, and the two generations by which a reader checks that it is still there."""
+class BlockRef(NamedTuple):
+    """Where a block's first page begins in the region, and the generation by which a reader checks that the block is
+    still there. If it has several runs of pages, its row has the others."""
 
     offset: int
     generation: int
-    extent_generation: int
 
     def pack(self) -> bytes:
         return pack_ref(*self)
 
     @classmethod
-    def unpack(cls, packed: bytes) -> SlotRef:
+    def unpack(cls, packed: bytes) -> BlockRef:
         return cls(*_REF.unpack(packed))
 
 
-def unpack_refs(packed: bytes) -> list[SlotRef]:
-    """Return the slot references in `packed`, `REF_BYTES` per reference."""
-    return [SlotRef(*fields) for fields in _REF.iter_unpack(packed)]
+def unpack_refs(packed: bytes) -> list[BlockRef]:
+    """Return the references in `packed`, `REF_BYTES` per reference."""
+    return [BlockRef(*fields) for fields in _REF.iter_unpack(packed)]
 
 
 class Refusal(enum.IntEnum):
@@ -239,8 +239,8 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
 
     region_id: bytes
     region_bytes: int
-    extent_bytes: int
-    extents: int
+    page_bytes: int
+    pages: int
     data_offset: int
 
 

@@ -16,7 +16,7 @@ import msgspec
 from kvcache_proto.endpoint import SCHEME, check_endpoint, default_endpoint
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.messages import SECOND, WRITE_POLICIES
-from kvcache_proto.region import ALIGN
+from kvcache_proto.region import LEAST_PAGE, MOST_PAGE
 from kvcache_proto.sizes import MAX_SIZE, format_size, parse_size
 from kvcache_proto.users import group, parse_ids, user
 from kvcache_server.core.limits import Limits
@@ -80,15 +80,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Every setting of the daemon; sizes are bytes, times are seconds."""
 
     endpoint: Annotated[str, _doc("Address that clients connect to: `ipc://` followed by an absolute path.")] = ""
-    size: Annotated[
-        int, _doc("Host memory for blocks. The region also needs 2 to 6 MiB for its header.", size=True)
-    ] = 4 << 30
+    size: Annotated[int, _doc("Host memory for blocks. Its header takes up to 2 MiB more.", size=True)] = 4 << 30
     region_dir: Annotated[str, _doc("Folder on tmpfs or hugetlbfs that holds the region file.")] = "/dev/shm"
-    extent_size: Annotated[
+    page_size: Annotated[
         int,
         _doc(
-            "Unit in which memory is reassigned from one block size to another. 0 selects the "
-            "unit, between 4 and 514 MiB, that common block sizes fill best.",
+            "Unit in which memory is allocated: a power of two, 4 KiB to 2 MiB. 0 selects 4 KiB for a region of less "
+            "than 256 MiB, and 16 KiB for one of up to 64 GiB; larger regions have at most 4,194,304 pages.",
             size=True,
         ),
     ] = 0
@@ -269,8 +267,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not os.path.isabs(self.region_dir):
             raise ConfigError(f"region_dir {self.region_dir!r}: an absolute path")
         _within("size", self.size, 1, MAX_SIZE)
-        if self.extent_size and (self.extent_size < ALIGN or self.extent_size % ALIGN):
-            raise ConfigError(f"extent_size {format_size(self.extent_size)}: 0 or a multiple of {format_size(ALIGN)}")
+        page = self.page_size
+        if page and (not LEAST_PAGE <= page <= MOST_PAGE or page & (page - 1)):
+            least, most = format_size(LEAST_PAGE), format_size(MOST_PAGE)
+            raise ConfigError(f"page_size {format_size(page)}: 0, or a power of two from {least} to {most}")
         for name in (
             *("pin_quota", "write_quota", "retain_quota", "operator_quota"),
             *("namespace_floor", "namespace_ceiling"),

@@ -25,7 +25,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_door, encode
 from kvcache_proto.endpoint import door_path, routing_id, socket_path
 from kvcache_proto.errors import KVCacheError, from_wire
-from kvcache_proto.types import GroupSpec, NamespaceSpec
+from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec
 
 GREETING = b"\xff".ljust(9, b"\0") + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 MANY = 60_000
@@ -151,13 +151,13 @@ class Attacker:
             spec = NamespaceSpec(f"evil {self.draw.randrange(4)}", (GroupSpec(16, 1024),))
             dealer.send(encode(m.Attach(1, session.token, spec, (0,))))
             dealer.recv()
-            refs = b"".join(self.draw.randbytes(24) for _ in range(MANY // 10)) * 10
+            refs = b"".join(self.draw.randbytes(REF_BYTES) for _ in range(MANY // 10)) * 10
             for number in range(2, 2 + self.draw.randrange(1, 8)):
                 for request in (
                     m.Acquire(number, session.token, 1, hashes),
                     m.Reserve(number, session.token, 1, [m.Run(hashes)]),
                     m.Distrust(number, session.token, session.region, refs, 0, 0),
-                    m.Restate(number, session.token, 0, [(each, bytes(24)) for each in range(MANY)]),
+                    m.Restate(number, session.token, 0, [(each, bytes(REF_BYTES)) for each in range(MANY)]),
                     m.Release(number, session.token, list(range(MANY))),
                 ):
                     if self.draw.random() < 0.6:

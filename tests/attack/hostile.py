@@ -111,7 +111,7 @@ class Tier:
             self._hashes.append(hashes)
             self._slots.append(reservation.packed)
             size = spec.groups[0].block_bytes
-            self._views.append([self.region.rows.slot_view(slot.ref, 0, size) for slot in reservation.slots])
+            self._views.append([view for (view,) in self.region.views(reservation.packed, size, 0, size)])
 
     def keys(self, number: int) -> list[bytes]:
         return [key_prefix(SPECS[number], 0) + each for each in self._hashes[number]]

@@ -33,6 +33,7 @@ from kvcache_client.devices.layout import block_fragments, runs
 from kvcache_client.devices.npu_runtime import NpuRuntime
 from kvcache_client.devices.runtime import Runtime
 from kvcache_client.devices.self_test import check_copies
+from kvcache_client.spans import Runs
 from kvcache_client.worker.worker import _describe
 
 GIB = 1 << 30
@@ -75,7 +76,9 @@ class Region:
 class Case:
     """A cache of twice `total` bytes and a device for it; jobs of `total` bytes."""
 
-    def __init__(self, machine: Machine, region: Region, fragment: int, layers: int, total: int) -> None:
+    runs: Runs | None = None
+
+    def __init__(self, machine: Machine, region: Any, fragment: int, layers: int, total: int) -> None:
         draw = np.random.default_rng(fragment + layers)
         slot = 2 * layers * fragment
         self.count, blocks = max(1, total // slot), max(2, 2 * total // slot)
@@ -105,7 +108,7 @@ class Case:
     def copy(self, saves: bool) -> tuple[float, float, float]:
         """Return the seconds on the device, those until the end is told, and those of the submission."""
         ended = threading.Event()
-        job = Job(self.region, self.blocks, self.slots, lambda job: ended.set())
+        job = Job(self.region, self.blocks, self.slots, lambda job: ended.set(), self.runs)
         begin = time.perf_counter()
         (self.device.save if saves else self.device.load)(job)
         submitted = time.perf_counter() - begin

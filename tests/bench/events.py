@@ -26,7 +26,7 @@ class Rig:
     """A cache that one session writes and reads; times are microseconds."""
 
     def __init__(self, told: bool) -> None:
-        geometry = plan_geometry(bytes(16), 64 * MIB, 4 * MIB)
+        geometry = plan_geometry(bytes(16), 64 * MIB)
         self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, seed=1)
         self.stream = Batches(self.cache, "kv@{namespace}", 10_000, 1) if told else None
         self.session = self.cache.open_session("one", "", 0.0)

@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 from eviction_traces import PROMPT, REALISTIC, STRESS, blocks_of
 
+from kvcache_server.capacity.room import Room
 from kvcache_server.core.eviction.policy import LRU, WORTH
-from kvcache_server.core.extent_sizing import Room
 from kvcache_server.replay.bounds import distinct, optimum
 from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
 from kvcache_server.replay.simulation import Setup, make_rooms, routes, size_for
@@ -120,13 +120,13 @@ def compare(case: Case, setup: Setup) -> Iterator[Row]:
         by_worth, guarded, switches = by_daemon(case.requests, prompts, room, setup, WORTH)
         yield Row(
             case.name,
-            room.slots,
-            room.slots * len(case.requests) / asked,
-            room.slots / different,
-            plain_lru(case.requests, room.slots) / asked,
+            room.blocks,
+            room.blocks * len(case.requests) / asked,
+            room.blocks / different,
+            plain_lru(case.requests, room.blocks) / asked,
             by_age / asked,
             by_worth / asked,
-            optimum(case.requests, room.slots) / asked,
+            optimum(case.requests, room.blocks) / asked,
             guarded,
             switches,
         )
@@ -204,7 +204,7 @@ def sensitivity(chosen: Sequence[Case], setup: Setup) -> None:
     def say(name: str, found: Sequence[float], most: str = "") -> None:
         print(f"{name:>24}" + "".join(f"{each:>14.2f}" for each in found) + most, flush=True)
 
-    print(f"{'hits in %':>24}" + "".join(f"{f'{case.name[:6]} {room.slots:,}':>14}" for case, _, room in runs))
+    print(f"{'hits in %':>24}" + "".join(f"{f'{case.name[:6]} {room.blocks:,}':>14}" for case, _, room in runs))
     usual, greatest = ratios(), (0.0, "")
     say("as they are", usual)
     for name in CONSTANTS:

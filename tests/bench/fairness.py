@@ -22,10 +22,9 @@ from pathlib import Path
 from one_daemon import one_daemon
 
 from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session
+from kvcache_server.commands.bench import PAGE, size_for
 
-SLOT = 4096  # some 40 extents: sizes trade memory by the extent
-ROW = 128
-EXTENT = 2 << 20
+SLOT = 4096
 A_MODEL = NamespaceSpec("a", (GroupSpec(16, SLOT),))
 BESIDE = {
     "alone": None,
@@ -79,8 +78,7 @@ def ratio(prompts: list[list[bytes]], blocks: int, beside: NamespaceSpec | None)
     fresh = itertools.count()
     hits = asked = 0
     with ExitStack() as stack:
-        size = (-(-blocks * (SLOT + ROW) // EXTENT) + 1) * EXTENT
-        endpoint = stack.enter_context(one_daemon(size=size, extent_size=EXTENT)).endpoint
+        endpoint = stack.enter_context(one_daemon(size=size_for(blocks), page_size=PAGE)).endpoint
         a = stack.enter_context(Session.connect(endpoint, engine="a", deadline=1.0)).attach(A_MODEL, shards=(0,))
         b = None
         if beside is not None:

@@ -64,9 +64,9 @@ def useless(cache: Cache) -> tuple[float, float]:
                     break
                 used.add(id(each))
     blocks = [block for group in namespace.groups for block in group.visible.values()]
-    total = sum(block.account.group.slot_bytes for block in blocks)
-    tail_bytes = sum(block.account.group.slot_bytes for block in blocks if block.account.group.is_tail)
-    wasted = sum(block.account.group.slot_bytes for block in blocks if id(block) not in used)
+    total = sum(block.account.group.allocated_bytes for block in blocks)
+    tail_bytes = sum(block.account.group.allocated_bytes for block in blocks if block.account.group.is_tail)
+    wasted = sum(block.account.group.allocated_bytes for block in blocks if id(block) not in used)
     return tail_bytes / total, wasted / total
 
 
@@ -109,7 +109,7 @@ def tails_of(kind: Kind) -> list[GroupSpec]:
 
 
 def make(blocks: int, kind: Kind, engines: int, with_tails: bool) -> tuple[SimulatedDaemon, Setup]:
-    setup = Setup(engines=engines, block_bytes=BYTES, extent=64 * BYTES)
+    setup = Setup(engines=engines, block_bytes=BYTES)
     room, _ = make_rooms(size_for(blocks, setup), setup)
     tails = tails_of(kind) if with_tails else []
     daemon = SimulatedDaemon(room, 512, engines, tails=tails, checkpoint=kind.checkpoint, junctions=kind.junctions)

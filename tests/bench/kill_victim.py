@@ -106,6 +106,7 @@ def reserve(namespace: Namespace, name: str, count: int) -> Any:
     while True:
         reservation = namespace.reserve(hashes)
         if len(reservation.granted) == count:
+            assert all(len(slot.views()) == 1 for slot in reservation.slots), "blocks of one size lie in one piece"
             return np.array([slot.ref.offset for slot in reservation.slots], np.int64)
         reservation.abort()
         if time.monotonic() > until:

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from against import room_for
+
 from kvcache_proto import messages as m
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
@@ -108,19 +110,11 @@ def main() -> None:
     path = os.pathsep.join(str(chosen.tree / part) for part in ("proto", "server"))
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
         endpoint = f"ipc://{folder}/kv.sock"
-        options = ["--endpoint", endpoint, "--size", str(chosen.blocks * 192 + (64 << 20)), "--lock", "never"]
-        command = [
-            sys.executable,
-            "-m",
-            "kvcache_server",
-            "serve",
-            *options,
-            "--keep",
-            "false",
-            "--extent-size",
-            "4MiB",
-        ]
-        daemon = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.DEVNULL)
+        env = os.environ | {"PYTHONPATH": path}
+        room = room_for(chosen.blocks + chosen.blocks // 10, chosen.tree, env)
+        options = ["--endpoint", endpoint, "--lock", "never", "--keep", "false", *room]
+        command = [sys.executable, "-m", "kvcache_server", "serve", *options]
+        daemon = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
         try:
             measure(endpoint, chosen.blocks, daemon.pid)
         finally:

@@ -1,11 +1,11 @@
 """Measure how long the cache of a killed daemon is away: from the start of the next daemon to its first answer.
 
-    python tests/bench/restart.py [--blocks 100000,1000000] [--rounds 3] [--extents 24,4000] [--json]
+    python tests/bench/restart.py [--blocks 100000,1000000] [--rounds 3] [--pages 16384,65536] [--json]
 
 It alternates with a daemon that begins with an empty region of the same size.
 
-With --extents, it measures instead how long it takes to read the rows of as many blocks from this number of extents of
-258 MiB. The region is a sparse file in this process: 4,000 extents, 1 TiB, need 1 GiB of memory.
+With --pages, it measures instead how long it takes to read the rows of as many blocks of 1 MiB with pages of this many
+bytes. The region is a sparse file in this process: 1 TiB in pages of 256 KiB needs 1 GiB of memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from pathlib import Path
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto import messages as m
 from kvcache_proto.errors import KVCacheError
-from kvcache_proto.region import SLOT_ROW, plan_geometry
+from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import Outcome
+from kvcache_server.commands.bench import PAGE, size_for
 from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.limits import Limits
@@ -34,8 +35,7 @@ from kvcache_server.replay.simulated_daemon import sparse_region
 
 SPEC = NamespaceSpec(model="bench", groups=[GroupSpec(16, 64)], hash_bytes=16)
 CHAIN = 100  # blocks of a prompt
-BYTES = 64 + 128  # of a block and its row
-EXTENT = 258 << 20  # as the daemon cuts a region of 8 GiB and more
+BLOCK_BYTES = 1 << 20  # of a block whose row is read back
 
 
 def chain(number: int) -> list[bytes]:
@@ -44,7 +44,7 @@ def chain(number: int) -> list[bytes]:
 
 def start(folder: Path, size: int, *flags: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", f"ipc://{folder}/kv.sock", *flags]
-    command += ["--size", str(size), "--log-level", "warning", "--grace", "0"]
+    command += ["--size", str(size), "--page-size", str(PAGE), "--log-level", "warning", "--grace", "0"]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
 
@@ -61,7 +61,7 @@ def first_answer(folder: Path, number: int, since: float) -> tuple[float, int]:
 
 def measure(blocks: int, rounds: int) -> dict[str, float]:
     chains = blocks // CHAIN
-    size = int(blocks * BYTES * 1.1) + (64 << 20)
+    size = size_for(blocks + blocks // 10)
     warm, empty = [], []
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as name:
         folder = Path(name)
@@ -90,20 +90,19 @@ def measure(blocks: int, rounds: int) -> dict[str, float]:
     return {"blocks": blocks, "warm_s": statistics.median(warm), "empty_s": statistics.median(empty)}
 
 
-def read_back(blocks: int, extents: int, rounds: int) -> dict[str, float]:
-    geometry = plan_geometry(secrets.token_bytes(16), extents * EXTENT, EXTENT)
+def read_back(blocks: int, page_bytes: int, rounds: int) -> dict[str, float]:
+    size = blocks * BLOCK_BYTES * 9 // 8
+    geometry = plan_geometry(secrets.token_bytes(16), size, page_bytes)
     buffer, limits = sparse_region(geometry), Limits(write_quota=1.0)
     records: list[journal.Record] = [journal.Began(geometry.region_id, 1)]
     cache = Cache(buffer, geometry, limits, 11)
     session = cache.open_session("bench", "", 0.0)
-    slots = -(-blocks // extents)
-    spec = NamespaceSpec(model="bench", groups=[GroupSpec(16, EXTENT // slots // 64 * 64 - SLOT_ROW)], hash_bytes=16)
+    spec = NamespaceSpec(model="bench", groups=[GroupSpec(16, BLOCK_BYTES)], hash_bytes=16)
     namespace = cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0).namespace
     for number in range(blocks // CHAIN):
         reserved = cache.handle(session, m.Reserve(1, b"", namespace, [m.Run(chain(number))]), 0.0)
         cache.handle(session, m.Settle(1, b"", geometry.region_id, reserved.reservation, (0,), Outcome.COMMITTED), 0.0)
     records += cache.effects.take()[0]
-    cut = len(cache.pool.extents)
     del cache
     seconds = []
     for epoch in range(2, 2 + rounds):
@@ -119,27 +118,27 @@ def read_back(blocks: int, extents: int, rounds: int) -> dict[str, float]:
         found = sum(len(each.visible) for each in cache.namespaces[namespace].groups)
         assert found == blocks // CHAIN * CHAIN, f"{found} of {blocks} blocks were found"
         del cache
-    return {"blocks": blocks, "extents": cut, "read_back_s": statistics.median(seconds)}
+    return {"blocks": blocks, "page_bytes": page_bytes, "read_back_s": statistics.median(seconds)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", default="100000,1000000")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--extents", default="")
+    parser.add_argument("--pages", default="")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    sizes, extents = ([int(each) for each in given.split(",") if each] for given in (chosen.blocks, chosen.extents))
-    if extents:
-        found = [read_back(blocks, cut, chosen.rounds) for blocks in sizes for cut in extents]
+    sizes, pages = ([int(each) for each in given.split(",") if each] for given in (chosen.blocks, chosen.pages))
+    if pages:
+        found = [read_back(blocks, each, chosen.rounds) for blocks in sizes for each in pages]
     else:
         found = [measure(blocks, chosen.rounds) for blocks in sizes]
     if chosen.json:
         print(json.dumps(found))
         return
     for each in found:
-        if extents:
-            print(f"{each['blocks']:>9,} blocks in {each['extents']:>5,} extents: {each['read_back_s']:.2f} s")
+        if pages:
+            print(f"{each['blocks']:>9,} blocks in pages of {each['page_bytes']:,}: {each['read_back_s']:.2f} s")
             continue
         print(
             f"{each['blocks']:>9,} blocks: {each['warm_s']:.2f} s; an empty region of that size {each['empty_s']:.2f} s"

@@ -29,11 +29,11 @@ from s3_server import S3Server, find_weed  # noqa: E402
 from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session  # noqa: E402
 from kvcache_client.scheduler.lookups import LEAST_WAIT  # noqa: E402
 from kvcache_proto.messages import SECOND, THROUGH  # noqa: E402
-from kvcache_proto.region import slots_per_extent  # noqa: E402
+from kvcache_proto.region import ALIGN, ROW  # noqa: E402
 from kvcache_proto.sizes import format_size  # noqa: E402
 from kvcache_server.replay.trace import read_trace  # noqa: E402
 
-EXTENT = 4 << 20
+PAGE = 4096
 DEADLINE = 10.0  # seconds; a lookup that takes longer says something about the host
 
 
@@ -60,9 +60,9 @@ def tier_of(daemon: Daemon) -> dict[str, Any]:
     return dict(tiers[0]) if tiers else {}
 
 
-def extents_for(blocks: int, block: int, extent: int = EXTENT) -> int:
-    """Return the size of a region for this number of blocks."""
-    return -(-blocks // slots_per_extent(extent, block)) * extent
+def size_for(blocks: int, block: int) -> int:
+    """Return the size of a region with pages of PAGE for this number of blocks."""
+    return -(-blocks * -(-block // PAGE) * (PAGE + ROW) // ALIGN) * ALIGN + ALIGN
 
 
 # Lookups beside tiers at work.
@@ -218,7 +218,7 @@ def a_case(kind: str, disk: Path, folder: Path, load: Load) -> Iterator[Case]:
         folder = folder / kind
         folder.mkdir()
         store = Store("", {}) if kind == "none" else stack.enter_context(a_store(kind, disk, folder, load))
-        size = max(3 * load.total, 64 << 20) + 2 * EXTENT
+        size = max(3 * load.total, 64 << 20) + (16 << 20)
         daemon = stack.enter_context(daemon_with(folder, store.url, size=size, env=store.env))
         session = stack.enter_context(Session.connect(daemon.endpoint, engine="bench", deadline=DEADLINE))
         namespace = session.attach(LOOKED_UP, (0,))
@@ -332,7 +332,7 @@ class Replayer:
             if hits < len(prompt):
                 reservation = self._namespace.reserve(prompt[hits:], prompt[hits - 1] if hits else None)
                 for slot in reservation.slots:
-                    slot.view()[:] = self._data
+                    slot.view()[:] = self._data  # blocks of one size lie in one piece
                 reservation.commit()
         return Found(len(prompt), hits, now - begin)
 
@@ -368,7 +368,7 @@ def ratio(
     """
     names = {each: hashlib.sha256(str(each).encode()).digest() for prompt in prompts for each in prompt}
     blocks = len(names)
-    whole, quarter = extents_for(blocks + blocks // 10, block), extents_for(-(-blocks // 4), block)
+    whole, quarter = size_for(blocks + blocks // 10, block), size_for(-(-blocks // 4), block)
     spec = NamespaceSpec("bench-ratio", (GroupSpec(16, block),))
     found: dict[str, list[Found]] = {}
     engines: dict[str, Replayer] = {}
@@ -382,7 +382,7 @@ def ratio(
             ("a quarter", quarter, ""),
         ):
             url = f"disk:{disk}/{writes}?size={4 * whole + (1 << 30)}" if writes else ""
-            daemon = daemons[name] = stack.enter_context(daemon_with(disk, url, writes, size=size, extent_size=EXTENT))
+            daemon = daemons[name] = stack.enter_context(daemon_with(disk, url, writes, size=size, page_size=PAGE))
             session = stack.enter_context(Session.connect(daemon.endpoint, engine="bench", deadline=DEADLINE))
             engines[name], found[name] = Replayer(session.attach(spec, (0,)), patience), []
         for prompt in prompts:

@@ -38,7 +38,7 @@ class Engine:
         for chain in self._chains:
             reservation = self._namespace.reserve(chain)
             for slot in reservation.slots:
-                slot.view()[:] = data
+                slot.view()[:] = data  # blocks of one size lie in one piece
             reservation.commit()
         until, blocks = time.monotonic() + STORE_SECONDS, len(self._chains) * self._length
         while self._tier().get("blocks_written", 0) < blocks:

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 from one_daemon import Daemon, one_daemon
 
-from kvcache_proto.region import slots_per_extent
-from kvcache_server.commands.bench import EXTENT, SHARD_BYTES, Writer, fill
+from kvcache_server.commands.bench import PAGE, Writer, fill, size_for
 
 WIDTH = 64
 TOPS = 10
@@ -161,10 +160,10 @@ def main() -> None:
     options.add_argument("--blocks", type=int, default=200_000)
     options.add_argument("--json", action="store_true")
     given = options.parse_args()
-    size = -(-given.blocks // slots_per_extent(EXTENT, SHARD_BYTES)) * EXTENT
+    size = size_for(given.blocks)
     found = []
     with (
-        one_daemon(size=size, extent_size=EXTENT, http="127.0.0.1:0") as daemon,
+        one_daemon(size=size, page_size=PAGE, http="127.0.0.1:0") as daemon,
         Writer(daemon.endpoint, 0) as writer,
     ):
         fill(writer, given.blocks, lambda text: print(text, file=sys.stderr))

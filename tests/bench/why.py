@@ -21,8 +21,7 @@ from pathlib import Path
 from one_daemon import one_daemon
 from watchers import WIDTH, turn
 
-from kvcache_proto.region import slots_per_extent
-from kvcache_server.commands.bench import EXTENT, SHARD_BYTES, Writer, fill
+from kvcache_server.commands.bench import PAGE, Writer, fill, size_for
 
 # Runs as the daemon's interpreter starts; a signal has it forget, or remember again.
 SWITCH = """
@@ -53,14 +52,14 @@ def main() -> None:
     options.add_argument("--same", action="store_true", help="remember in both turns")
     options.add_argument("--json", action="store_true")
     given = options.parse_args()
-    size = -(-given.blocks // slots_per_extent(EXTENT, SHARD_BYTES)) * EXTENT
+    size = size_for(given.blocks)
     ratios: list[float] = []
     medians: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(SWITCH)
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         with (
-            one_daemon({"PYTHONPATH": path}, size=size, extent_size=EXTENT) as daemon,
+            one_daemon({"PYTHONPATH": path}, size=size, page_size=PAGE) as daemon,
             Writer(daemon.endpoint, 0) as writer,
         ):
             fill(writer, given.blocks, lambda text: print(text, file=sys.stderr))

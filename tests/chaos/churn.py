@@ -2,7 +2,7 @@
 
 In each round, engines with new names attach new namespaces, change their weights, save, look up, hold leases, report
 what they could not use, distrust blocks, and leave or die; ranks fail and die; blocks are superseded; block sizes take
-each other's extents; operators watch, ask why, follow the events and request a replay; HTTP requests are sent and cut
+each other's pages; operators watch, ask why, follow the events and request a replay; HTTP requests are sent and cut
 off; invalid messages are sent; the configuration is read again. Then everything is released and cleared, so that every
 round ends in the same state.
 
@@ -49,7 +49,6 @@ SUPERSEDE = 0.05
 WARM_UP = 8  # rounds until what is bounded is full
 FLAGS = {
     "size": 16 * MIB,
-    "extent-size": 2 * MIB,
     "keep": "false",
     "attach-rate": 100_000,
     "http": "127.0.0.1:0",
@@ -121,7 +120,7 @@ class Churn:
     def round(self) -> None:
         self.rounds += 1
         for part in (
-            *(self.save_and_look_up, self.ranks, self.dead_writers, self.away, self.supersession, self.recuts),
+            *(self.save_and_look_up, self.ranks, self.dead_writers, self.away, self.supersession, self.sizes),
             *(self.watchers, self.followers, self.web, self.nonsense),
         ):
             part()
@@ -197,7 +196,7 @@ class Churn:
             slow.settle(late)
             slow.settle(below, Outcome.FAILED)
 
-    def recuts(self) -> None:
+    def sizes(self) -> None:
         """Each size of block fills the pool in its turn."""
         with self.engine("sizes") as engine:
             for group, count in ((LARGE, 220), (SMALL, 1500)):

@@ -45,7 +45,8 @@ POINTS: dict[str, tuple[Where, ...]] = {
     "after-reply": (_in("daemon/answers", "_finish"),),
     "grant": (
         _in("core/reservations", "_grant", "_grant_runs", "_supersede"),
-        _in("core/pool", "take", "place"),
+        _in("core/pool", "vacate", "place"),
+        _in("core/free_runs", "take"),
     ),
     "settle": (
         _in("core/reservations", "_settle_shards", "_show_some", "doom", "_give_back"),
@@ -55,11 +56,6 @@ POINTS: dict[str, tuple[Where, ...]] = {
         _in("core/eviction/policy", "_evict_from", "_evicted", "_forget"),
         _in("core/index", "remove"),
         _in("core/pool", "give_back"),
-    ),
-    "recut": (
-        _in("core/eviction/policy", "reassign", "_empty"),
-        _in("core/pool", "uncut_extent", "_cut", "_empty_extent"),
-        Where("kvcache_proto/region", frozenset({"cut"})),
     ),
     "session": (
         _in("daemon/handshake", "_welcome"),

@@ -38,7 +38,6 @@ from payload import prompt
 
 from kvcache_client import Session
 
-EXTENT = "2MiB"
 TAIL = 0.5  # seconds of honest work after the last fault
 HUNG = 5.0
 GRACE = 4.0  # seconds for which a daemon waits for sessions: longer than any client is stopped
@@ -84,7 +83,6 @@ class Run:
         self.daemon = Daemon(
             *(self.endpoint, self.folder, point, fresh and self.survivors),
             size=size or (schedule.ROOMY if self.plan.roomy else schedule.TIGHT),
-            extent_size=EXTENT,
             region_dir=self.region_dir,
             quarantine=self.plan.quarantine,
             supersede_after=self.plan.supersede_after,
@@ -251,7 +249,7 @@ class Run:
 
 def quiet(status: dict[str, Any]) -> bool:
     """Whether no session is open, and nothing is held."""
-    pool, held = status["pool"], ("blocks_writing", "blocks_hidden", "slots_quarantined", "pinned_bytes")
+    pool, held = status["pool"], ("blocks_writing", "blocks_hidden", "blocks_quarantined", "pinned_bytes")
     return not status["sessions"] and not status.get("away") and not any(pool[name] for name in held)
 
 

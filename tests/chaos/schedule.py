@@ -13,7 +13,6 @@ THEMES = (
         "before-reply",
         "after-reply",
         "evict",
-        "recut",
         "grant",
         "settle",
         "session",
@@ -29,7 +28,6 @@ REACH = {
     "before-reply": 600,
     "after-reply": 600,
     "evict": 1500,
-    "recut": 1500,
     "grant": 4000,
     "settle": 4000,
     "session": 150,
@@ -40,7 +38,7 @@ REACH = {
 }
 POINTS = ("attached", "reserved", "half written", "written", "lease held", "mid-read")
 TIGHT, ROOMY = "16MiB", "160MiB"  # the first holds a sixth of all blocks that there are, the second all of them
-CROWDED = {"evict", "recut", "full"}  # themes that want the region full
+CROWDED = {"evict", "full"}  # themes that want the region full
 KINDS = ("small", "large", "ranks")
 SHARDS = {"small": [0], "large": [0], "ranks": [0, 1]}
 

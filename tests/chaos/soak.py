@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import schedule
 from fleet import Broken, Crowd, Daemon, discard
-from run import EXTENT, add_up, quiet
+from run import add_up, quiet
 from tallies import Tallies, quantile
 
 
@@ -31,7 +31,7 @@ def soak(minutes: float, clients: int, period: float, size: str = schedule.TIGHT
     """Run it, print the periods, and return the last line. Raises Broken."""
     folder = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
     endpoint = f"ipc://{folder}/kv.sock"
-    daemon = Daemon(endpoint, folder, size=size, extent_size=EXTENT, quarantine=0.5)
+    daemon = Daemon(endpoint, folder, size=size, quarantine=0.5)
     crowd = Crowd(folder, endpoint, deadline=0.25)
     lines: list[dict[str, Any]] = []
     try:

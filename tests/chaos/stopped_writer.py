@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import blocks
 from fleet import Broken, Daemon, discard
 from payload import BRANCHES, FAMILIES, LENGTH, prompt
-from run import EXTENT, add_up, quiet
+from run import add_up, quiet
 
 from kvcache_client import Session
 from kvcache_proto.endpoint import door_path
@@ -113,7 +113,7 @@ def run(seconds: float, supersede_after: float, cut: bool = False) -> dict[str, 
 def _run(stack: contextlib.ExitStack, seconds: float, supersede_after: float, cut: bool) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
     endpoint = f"ipc://{folder}/kv.sock"
-    daemon = Daemon(endpoint, folder, size="2MiB", extent_size=EXTENT, supersede_after=supersede_after, quarantine=0.3)
+    daemon = Daemon(endpoint, folder, size="2112KiB", supersede_after=supersede_after, quarantine=0.3)
     writer: subprocess.Popen[str] | None = None
     try:
         daemon.ready()

@@ -29,7 +29,7 @@ def play(script: str, *options: object) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("themes", "must_have"),
     [
-        (("store", "evict", "recut", "after-reply"), ("died_there",)),
+        (("store", "evict", "after-reply"), ("died_there",)),
         (("client-kill", "client-stop"), ("kills", "stops")),
         (("ranks", "proxy"), ("kills", "visible")),
         (("daemon-stop", "full", "clock"), ("refused_mounts",)),

@@ -126,7 +126,7 @@ WIRE: dict[str, Callable[[list[Any], random.Random], list[bytes]]] = {
 
 
 def _geometry(**changes: int | bytes) -> Callable[[bytes, list[int]], tuple[bytes, list[int]]]:
-    names = ("region_id", "region_bytes", "extent_bytes", "extents", "data_offset")
+    names = ("region_id", "region_bytes", "page_bytes", "pages", "data_offset")
 
     def spoil(frame: bytes, descriptors: list[int]) -> tuple[bytes, list[int]]:
         welcome = decode(frame)
@@ -167,11 +167,11 @@ DOOR: dict[str, Callable[[bytes, list[int]], tuple[bytes, list[int]]]] = {
     "no id": _geometry(region_id=b""),
     "size 0": _geometry(region_bytes=0),
     "negative size": _geometry(region_bytes=-4096),
-    "huge": _geometry(region_bytes=1 << 63, extents=1 << 42),
+    "huge": _geometry(region_bytes=1 << 63, pages=1 << 42),
     "huger": _geometry(region_bytes=(1 << 64) - 1),
-    "extents of 0": _geometry(extent_bytes=0),
-    "no extents": _geometry(extents=0),
-    "negative extents": _geometry(extents=-(1 << 62)),
+    "pages of 0": _geometry(page_bytes=0),
+    "no pages": _geometry(pages=0),
+    "negative pages": _geometry(pages=-(1 << 62)),
     "begins late": _geometry(data_offset=1 << 40),
 }
 # Without a word of the real daemon's: it accepts and says nothing; closes; promises too much; says a byte.

@@ -18,7 +18,7 @@ from kvcache_proto import door
 from kvcache_proto.codec import encode
 from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import BadFrame, NotPermitted, RegionError, VersionMismatch
-from kvcache_proto.messages import Error, Welcome
+from kvcache_proto.messages import PROTOCOL_VERSION, Error, Welcome
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.admin_client import AdminClient
 
@@ -87,8 +87,8 @@ GEOMETRY = PoolGeometry(bytes(16), 4 << 20, 2 << 20, 1, 2 << 20)
         (Welcome(99, 1, bytes(16), GEOMETRY), 2, VersionMismatch, "protocol 99"),
         (Error(0, "version_mismatch", "too old"), 0, VersionMismatch, "too old"),
         (Error(0, "not_permitted", "uid 5"), 0, NotPermitted, "uid 5"),
-        (Welcome(1, 1, bytes(16), GEOMETRY), 1, BadFrame, "1 descriptors"),
-        (Welcome(1, 1, bytes(16), GEOMETRY), 2, RegionError, "cannot map"),
+        (Welcome(PROTOCOL_VERSION, 1, bytes(16), GEOMETRY), 1, BadFrame, "1 descriptors"),
+        (Welcome(PROTOCOL_VERSION, 1, bytes(16), GEOMETRY), 2, RegionError, "cannot map"),
         (b"\xc1", 0, BadFrame, None),
         (b"", 0, BadFrame, "0 bytes"),
     ],

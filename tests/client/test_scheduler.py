@@ -550,7 +550,7 @@ def test_a_shutdown_leaves_nothing_in_the_writing(rigs: Any, daemon: Any) -> Non
     rig.close()
     daemon.wait_status(lambda s: not s["sessions"] and not s["pool"]["blocks_writing"], "the end")
     status = daemon.status()["pool"]
-    assert (status["blocks"], status["slots_quarantined"]) == (4, 0)
+    assert (status["blocks"], status["blocks_quarantined"]) == (4, 0)
 
 
 def test_loads_that_a_thread_must_carry_wait_until_they_beat_computing(

@@ -136,22 +136,22 @@ def test_a_commit_is_not_lost_on_a_daemon_that_is_stopped(
     assert until(lambda: ns.acquire(run).hits, "a closed breaker") == 4
 
 
-def test_settles_that_the_socket_cannot_take_are_sent_later(
-    daemon: Any, connect: Connect, hashes: Hashes, until: Until
-) -> None:
-    session, count = connect(), 20_000  # several times what ZeroMQ and the kernel take for a stopped peer
-    ns = session.attach(NamespaceSpec(model="small", groups=[GroupSpec(16, 64)]), shards=(0,))
-    run = hashes(count)
-    reservation = ns.reserve(run)
-    with Stopped(daemon):
-        for position in range(count):
-            ns.settle(reservation.id, Outcome.COMMITTED, positions=(position,))
-        assert session.counters["socket_full"] > 0
-    # Asked by another one: a question of the session's waits behind all that it has sent.
-    with AdminClient(daemon.endpoint, timeout=30.0) as other:
-        until(lambda: held(other) == [(0, 0)], "the end of the reservation")
-    until(lambda: session.up, "a closed breaker")
-    assert ns.acquire(run).hits == count
+def test_settles_that_the_socket_cannot_take_are_sent_later(start_daemon: Any, hashes: Hashes, until: Until) -> None:
+    count = 20_000  # several times what ZeroMQ and the kernel take for a stopped peer
+    daemon = start_daemon(size="256MiB", page_size="4KiB")
+    with Session.connect(daemon.endpoint, engine="e1", deadline=10.0) as session:
+        ns = session.attach(NamespaceSpec(model="small", groups=[GroupSpec(16, 64)]), shards=(0,))
+        run = hashes(count)
+        reservation = ns.reserve(run)
+        with Stopped(daemon):
+            for position in range(count):
+                ns.settle(reservation.id, Outcome.COMMITTED, positions=(position,))
+            assert session.counters["socket_full"] > 0
+        # Asked by another one: a question of the session's waits behind all that it has sent.
+        with AdminClient(daemon.endpoint, timeout=30.0) as other:
+            until(lambda: held(other) == [(0, 0)], "the end of the reservation")
+        until(lambda: session.up, "a closed breaker")
+        assert ns.acquire(run).hits == count
 
 
 def test_a_session_that_cannot_say_what_it_must_says_it_at_another_door(

@@ -14,7 +14,7 @@ from kvcache_client.scheduler.request_state import LookupResult, RequestState, f
 from kvcache_client.scheduler.views import NewTable, RequestView, StepView
 from kvcache_client.session.counters import Counters
 from kvcache_client.worker.places import Places, without_nulls
-from kvcache_proto.types import TAIL, GroupSpec, SlotRef
+from kvcache_proto.types import REF_BYTES, TAIL, BlockRef, GroupSpec
 
 # Slots of 4 tokens. Full attention has blocks of 2 tokens, in two groups of the engine; windows of 6 have blocks of 4.
 FULL = Group((Table(0, 2, 2), Table(2, 2, 2)))
@@ -28,11 +28,11 @@ def several(*groups: Group, **options: Any) -> SeveralGroups:
 
 
 def packed(count: int) -> bytes:
-    return b"".join(SlotRef(64 * slot, 1, 1).pack() for slot in range(count))
+    return b"".join(BlockRef(64 * slot, 1).pack() for slot in range(count))
 
 
 def slots(refs: bytes) -> list[int]:
-    return [SlotRef.unpack(refs[at : at + 24]).offset // 64 for at in range(0, len(refs), 24)]
+    return [BlockRef.unpack(refs[at : at + REF_BYTES]).offset // 64 for at in range(0, len(refs), REF_BYTES)]
 
 
 def request(prompt: int, tokens: int = 0) -> RequestView:

@@ -194,7 +194,7 @@ def test_replies_with_one_wrong_field_do_no_harm(
             with ns.acquire(run) as lease:
                 assert 0 <= lease.hits == len(lease.slots) <= 3
                 assert 0 <= lease.pending <= 3
-                assert lease.hits == 0 or int(region.offsets(lease.packed).max()) <= region.bytes - 4096
+                assert region.holds(lease.packed)
         except KVCacheError:
             continue
     assert "handler_errors" not in session.counters

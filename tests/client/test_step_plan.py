@@ -15,7 +15,7 @@ from kvcache_client.step_plan import (
     StepPlan,
     pick_refs,
 )
-from kvcache_proto.types import GroupSpec, NamespaceSpec, SlotRef, unpack_refs
+from kvcache_proto.types import BlockRef, GroupSpec, NamespaceSpec, unpack_refs
 
 
 def request(tokens: int, hashed: int, prompt: int = 0) -> RequestView:
@@ -23,7 +23,7 @@ def request(tokens: int, hashed: int, prompt: int = 0) -> RequestView:
 
 
 def packed(count: int) -> bytes:
-    return b"".join(SlotRef(at * 64, at, 1).pack() for at in range(count))
+    return b"".join(BlockRef(at * 64, at).pack() for at in range(count))
 
 
 @pytest.mark.parametrize(

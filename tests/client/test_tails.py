@@ -10,7 +10,7 @@ import pytest
 from kvcache_client import GroupSpec, NamespaceSpec
 from kvcache_client.session.namespace import Namespace
 from kvcache_proto.messages import Acquired, Release, Reserve, Reserved, Run, Settle
-from kvcache_proto.types import REF_BYTES, TAIL, Refusal, SlotRef
+from kvcache_proto.types import TAIL, BlockRef, Refusal, unpack_refs
 
 WINDOW = GroupSpec(16, 8192, TAIL, 3)
 STATE = GroupSpec(16, 512, TAIL, 1)
@@ -20,7 +20,7 @@ BYTES = 1 << 20
 
 
 def refs(*numbers: int, size: int = 64) -> bytes:
-    return b"".join(SlotRef(size * number, number, 1).pack() for number in numbers)
+    return b"".join(BlockRef(size * number, number).pack() for number in numbers)
 
 
 def names(count: int) -> list[bytes]:
@@ -41,10 +41,8 @@ class Daemon:
         self.connection = SimpleNamespace(channel=channel, region=region, leases={}, owed=[])
 
     @staticmethod
-    def _holds(packed: bytes, size: int) -> bool:
-        return all(
-            SlotRef.unpack(packed[at : at + REF_BYTES]).offset + size <= BYTES for at in range(0, len(packed), 24)
-        )
+    def _holds(packed: bytes) -> bool:
+        return all(ref.offset < BYTES for ref in unpack_refs(packed))
 
     def call(self, connection: Any, request: Any, late: Any) -> Any:
         self.sent.append(request)
@@ -133,12 +131,11 @@ def test_a_junction_lies_above_what_is_cached() -> None:
     assert namespace.acquire(names(6)).junction == 4
 
 
-def test_references_are_checked_by_the_size_of_their_group() -> None:
+def test_the_references_of_each_group_are_checked() -> None:
     daemon, namespace = joined(FULL, STATE, WINDOW)
-    last = BYTES - 512
-    for places, good in (((0, last, 0), True), ((last, 0, 0), False), ((0, 0, last), False)):
+    for places, good in (((0, 64, 128), True), ((BYTES, 0, 0), False), ((0, BYTES, 0), False), ((0, 0, BYTES), False)):
         daemon.odd.clear()
-        daemon.reply = Acquired(1, 7, 1, 0, b"".join(SlotRef(place, 1, 1).pack() for place in places))
+        daemon.reply = Acquired(1, 7, 1, 0, b"".join(BlockRef(place, 1).pack() for place in places))
         assert namespace.acquire(names(1)).failed is not good
 
 
@@ -150,12 +147,12 @@ def test_sums_are_those_of_all_references() -> None:
 
 
 def test_one_reservation_of_several_groups() -> None:
-    """A place that only a block of one group fits into is refused for those of another."""
+    """A place that lies nowhere is refused, whatever the group."""
     daemon, namespace = joined(FULL, STATE)
     answers = bytes([Refusal.GRANTED, Refusal.PRESENT, Refusal.GRANTED, Refusal.GRANTED])
     runs = [Run(names(3), None), Run(names(3)[2:], None, 1)]
-    for places, good in (((0, 64, BYTES - 512), True), ((0, BYTES - 512, 64), False)):
-        daemon.reply = Reserved(1, 9, answers, b"".join(SlotRef(place, 1, 1).pack() for place in places))
+    for places, good in (((0, 64, 512), True), ((0, BYTES, 64), False), ((0, 64, BYTES), False)):
+        daemon.reply = Reserved(1, 9, answers, b"".join(BlockRef(place, 1).pack() for place in places))
         reservation = namespace.reserve_runs_later(runs).poll()
         assert reservation is not None and reservation.failed is not good
         if good:

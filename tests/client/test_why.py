@@ -16,7 +16,7 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.scheduler.notes import HASHES, NOTES, Notes
 from kvcache_client.session.counters import Counters
 from kvcache_proto import messages as m
-from kvcache_proto.region import slot_size, slots_per_extent
+from kvcache_proto.region import pages_of
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.insight.miss_log import REPEATED_AFTER
 from kvcache_server.replay.trace import read_trace
@@ -58,7 +58,7 @@ def test_two_engines_and_an_operator(daemon: Any) -> None:
         prompt = [number.to_bytes(32, "little") for number in range(1, 5)]
         one.reserve(prompt).commit()
         pool = daemon.status()["pool"]
-        room = pool["extents"] * slots_per_extent(pool["extent_bytes"], slot_size(size))
+        room = pool["pages"] // pages_of(size, pool["page_bytes"])
         for number in range(len(prompt), room):
             one.reserve([number.to_bytes(32, "big")]).commit()
         two.acquire(prompt, request="chatcmpl-apart-0", tokens=4 * 128 + 7)

@@ -13,7 +13,7 @@ from kvcache_client.scheduler.views import IDLE, NewTable, RequestView, StepView
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import StepPlan
 from kvcache_proto.messages import Note, Run
-from kvcache_proto.types import Outcome, SlotRef
+from kvcache_proto.types import BlockRef, Outcome
 
 BLOCK = 16
 SPEC = NamespaceSpec("tiny", (GroupSpec(BLOCK, 4096),), {"weights": "", "checkpoint": "files"})
@@ -26,7 +26,7 @@ def chain(name: str, blocks: int) -> list[bytes]:
 
 
 def refs(slots: Sequence[int]) -> bytes:
-    return b"".join(SlotRef(4096 * slot, 1, 1).pack() for slot in slots)
+    return b"".join(BlockRef(4096 * slot, 1).pack() for slot in slots)
 
 
 @dataclass

@@ -30,7 +30,7 @@ class Scene(NamedTuple):
 
 @pytest.fixture
 def scene(start_daemon: Any) -> Iterator[Scene]:
-    daemon = start_daemon(http="127.0.0.1:0", size="16MiB", extent_size="2MiB", pin_quota=1, write_quota=1)
+    daemon = start_daemon(http="127.0.0.1:0", size="16MiB", pin_quota=1, write_quota=1)
     with (
         Session.connect(daemon.endpoint, engine="first", deadline=5.0) as session,
         Session.connect(daemon.endpoint, engine="second", deadline=5.0) as other,
@@ -87,7 +87,7 @@ def test_the_page_shows_what_the_api_returns(scene: Scene, start_dashboard: Any,
         *(ratio(hit, asked), ratio(min(hit + lost, asked), asked), ratio(pool["used_bytes"], pool["bytes"]), "2")
     ]
     assert texts(page, "#tile-all-more") == [f"{hit:,} of {asked:,}"]
-    states = ("ready", "writing", "quarantined", "overhead", "free")
+    states = ("ready", "writing", "quarantined", "free")
     assert texts(page, "#pool-states-legend li") == [
         f"{name} {size(pool[name + '_bytes'])} {ratio(pool[name + '_bytes'], pool['bytes'])}" for name in states
     ]

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 BLOCK, BLOCK_BYTES = 32, 64 << 10  # tokens and bytes of a block of the model
-POOL = 64  # blocks, of which the daemon's rows take one or two
+POOL = 64  # blocks; rows take a 32nd part of their size
 PROMPT = 8  # blocks
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
 def daemon(start_module_daemon: Any) -> Any:
-    return start_module_daemon(size=str(POOL * BLOCK_BYTES), retain_quota=0.2)
+    return start_module_daemon(size=str(POOL * BLOCK_BYTES * 33 // 32), retain_quota=0.2)
 
 
 @pytest.fixture(scope="module")

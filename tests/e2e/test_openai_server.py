@@ -64,7 +64,7 @@ def prompts() -> list[list[int]]:
 
 def wait_idle(daemon: Any) -> dict[str, Any]:
     """Wait until nothing is leased, reserved or being written."""
-    held = ("leases", "reservations", "pinned_bytes", "blocks_writing", "blocks_hidden", "slots_quarantined")
+    held = ("leases", "reservations", "pinned_bytes", "blocks_writing", "blocks_hidden", "blocks_quarantined")
     return daemon.wait_status(lambda s: not any(s["pool"][name] for name in held), "an idle cache")
 
 

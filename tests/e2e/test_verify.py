@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvcache_client import Session
-from kvcache_proto.region import READY, SLOT_ROW, RegionRows
+from kvcache_proto.region import READY, RegionRows, row_of
+from kvcache_proto.types import BlockRef
 
 BLOCK = 32
 
@@ -30,20 +31,19 @@ def spoil(daemon: Any, number: int) -> None:
     """Turn the bits of all bytes of one cached block."""
     with Session.connect(daemon.endpoint, engine="vandal", deadline=5.0) as session:
         assert session.region is not None
-        at = next(itertools.islice(ready(session.region.rows), number, None))
+        rows = session.region.rows
+        ref = next(itertools.islice(ready(rows), number, None))
         (size,) = (n["block_bytes"][0] for n in daemon.status()["namespaces"])
-        data = session.region.buffer[at : at + size]
-        data[:] = bytes(byte ^ 0xFF for byte in data)
+        for data in rows.views(ref, size, 0, size):
+            data[:] = bytes(byte ^ 0xFF for byte in data)
 
 
-def ready(rows: RegionRows) -> Iterator[int]:
-    """Yield where each READY block lies."""
-    for extent in range(rows.geometry.extents):
-        slot_bytes, _, first, slots = rows.extent_row(extent)
-        for number in range(slots if slot_bytes else 0):
-            row = rows.read_row(first + number * SLOT_ROW)
-            if row is not None and row.state == READY:
-                yield rows.extent_start(extent) + number * slot_bytes
+def ready(rows: RegionRows) -> Iterator[BlockRef]:
+    """Yield a reference to each READY block."""
+    for page in range(rows.geometry.pages):
+        row = rows.read_row(row_of(page))
+        if row is not None and row.state == READY:
+            yield BlockRef(rows.geometry.data_offset + page * rows.geometry.page_bytes, row.generation)
 
 
 def test_spoilt_blocks_are_not_answered_from(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:

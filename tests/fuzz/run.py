@@ -49,7 +49,7 @@ SESSION = 2000  # frames of one session; with the next one, all that it held has
 ALONE, BESIDE = 0.4, 1.6  # seconds a turn
 LINGERING = 20  # visitors that never finish, at one time
 # Small, so that the pool is soon full; the fuzzer shakes hands more often than anybody may.
-FLAGS = {"size": "16MiB", "extent_size": "2MiB", "quarantine": 0.2, "attach_rate": 1_000_000, "log_level": "warning"}
+FLAGS = {"size": "16MiB", "page_size": "4KiB", "quarantine": 0.2, "attach_rate": 1_000_000, "log_level": "warning"}
 
 
 class Finding(AssertionError):

@@ -63,7 +63,8 @@ def traffic(session: Session, size: int, seconds: float, seed: int) -> None:
             continue
         counts["refused"] += len(reservation.refused)
         for position, slot in zip(reservation.granted, reservation.slots, strict=True):
-            session.view(slot)[:] = hashes[at + position] * (size // 32)
+            for view in slot.views():
+                view[:] = hashes[at + position] * (len(view) // 32)
         if draw.random() < 0.1:
             reservation.abort()
         else:

@@ -72,9 +72,9 @@ def test_a_client_killed_in_any_state_leaves_nothing(
         status = daemon.wait_status(lambda status: len(status["sessions"]) == 1, "the end of the session")
         pool = status["pool"]
         assert (pool["pinned_bytes"], pool["blocks_writing"], pool["blocks"]) == (0, 0, visible)
-        assert pool["slots_quarantined"] == quarantined
+        assert pool["blocks_quarantined"] == quarantined
         daemon.check_integrity()
-        pool = daemon.wait_status(lambda s: not s["pool"]["slots_quarantined"], "the end of the quarantine")["pool"]
+        pool = daemon.wait_status(lambda s: not s["pool"]["blocks_quarantined"], "the end of the quarantine")["pool"]
         assert pool["used_bytes"] == visible * BLOCK
         # Nothing half-written is found, and what was lost can be written again.
         whole = visible - 8
@@ -103,7 +103,7 @@ def test_a_client_killed_under_load_leaves_nothing(
             counts = json.loads(process.communicate(timeout=60)[0])
             assert counts["wrong"] == 0
         status = daemon.wait_status(
-            lambda s: len(s["sessions"]) == 1 and not s["pool"]["slots_quarantined"], "the end of the victims"
+            lambda s: len(s["sessions"]) == 1 and not s["pool"]["blocks_quarantined"], "the end of the victims"
         )
         assert status["pool"]["pinned_bytes"] == status["pool"]["blocks_writing"] == 0
 

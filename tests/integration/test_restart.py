@@ -162,7 +162,7 @@ def test_an_engine_that_died_with_the_daemon_holds_nothing_after_the_quarantine(
         dying.kill()
     daemon = start_daemon(endpoint=warm.endpoint, keep="true", quarantine=1.0)
     assert daemon.status()["counters"]["shards_dead"] == 9
-    daemon.wait_status(lambda status: status["pool"]["slots_quarantined"] == 0, "the end of the quarantine")
+    daemon.wait_status(lambda status: status["pool"]["blocks_quarantined"] == 0, "the end of the quarantine")
     assert daemon.status()["pool"]["used_bytes"] == 0
 
 
@@ -178,7 +178,7 @@ def test_a_stopped_engine_keeps_its_slots_until_it_is_fenced_off(warm: Any, star
         command = [sys.executable, "-m", "kvcache_server", "session", "fence-off", "--endpoint", daemon.endpoint]
         done = subprocess.run([*command, str(away["id"])], capture_output=True, text=True, check=True)
         assert "1 reservations ended" in done.stdout
-        daemon.wait_status(lambda status: status["pool"]["slots_quarantined"] == 0, "the end of the quarantine")
+        daemon.wait_status(lambda status: status["pool"]["blocks_quarantined"] == 0, "the end of the quarantine")
         assert daemon.status()["away"] == []
         assert subprocess.run([*command, "4711"], capture_output=True).returncode == 1
 
@@ -266,7 +266,7 @@ def test_another_size_starts_empty_and_is_logged(warm: Any, engine: Session, sta
     store(engine, engine.attach(SPEC, (0,)), run_of("a", 5))
     warm.stop()
     daemon = again(warm, start_daemon, engine, size="32MiB")
-    assert "cut for another size" in daemon.log
+    assert "made for another size" in daemon.log
     assert daemon.status()["pool"]["blocks"] == 0
 
 

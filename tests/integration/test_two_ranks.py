@@ -143,7 +143,7 @@ def test_every_order_of_commit_abort_kill_and_stop(start_daemon: StartDaemon, nu
         if number % 16 == 0:
             daemon.check_integrity()
     # All writers are gone: what they left unsettled rests for the quarantine and is free then.
-    status = daemon.wait_status(lambda s: s["pool"]["slots_quarantined"] == 0, "the quarantine's end")
+    status = daemon.wait_status(lambda s: s["pool"]["blocks_quarantined"] == 0, "the quarantine's end")
     assert status["pool"]["blocks_writing"] == 0
     counters = status["counters"]
     assert counters["blocks_reserved"] == counters["blocks_committed"] + counters["blocks_failed"]

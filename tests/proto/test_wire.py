@@ -24,11 +24,11 @@ from kvcache_proto.errors import (
 from kvcache_proto.types import (
     MAX_HASHES,
     TAIL,
+    BlockRef,
     Finding,
     GroupSpec,
     NamespaceSpec,
     PoolGeometry,
-    SlotRef,
     check_hashes,
     unpack_refs,
 )
@@ -38,7 +38,7 @@ REGION = b"\xaa" * 16
 LLAMA = NamespaceSpec("llama", (GroupSpec(16, 65536),), {"dtype": "bfloat16"}, 8)
 TWO_SHARDS = NamespaceSpec("m", (GroupSpec(32, (256, 512)),))
 HYBRID = NamespaceSpec("h", (GroupSpec(32, 256, followed=True), GroupSpec(32, 512, TAIL, 4, 8)))
-GEOMETRY = PoolGeometry(REGION, 10 << 20, 4 << 20, 2, 2 << 20)
+GEOMETRY = PoolGeometry(REGION, 10 << 20, 4096, 2048, 2 << 20)
 
 T = "c410 000102030405060708090a0b0c0d0e0f"
 R = "c410 aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
@@ -53,7 +53,7 @@ DOOR = [
     (messages.Hello(2, "e1", "", "", 300, TOKEN), f"97 a568656c6c6f 02 a26531 a0 a0 cd012c {T}"),
     (
         messages.Welcome(1, 3, TOKEN, GEOMETRY, "d"),
-        f"97 a777656c636f6d65 01 03 {T} 95 {R} ce00a00000 ce00400000 02 ce00200000 a164 c2",
+        f"97 a777656c636f6d65 01 03 {T} 95 {R} ce00a00000 cd1000 cd0800 ce00200000 a164 c2",
     ),
     (messages.Error(0, "not_permitted", "uid 7"), "94 a56572726f72 00 ad6e6f745f7065726d6974746564 a57569642037"),
 ]
@@ -92,16 +92,15 @@ REQUESTS = [
     ),
     (messages.Settle(6, TOKEN, REGION, 4, (1,), 2), f"99 a6736574746c65 06 {T} {R} 04 91 01 02 90 c400"),
     (
-        messages.Distrust(7, TOKEN, REGION, SlotRef(1, 2, 3).pack(), 5, Finding.DIFFERENT),
-        f"97 a86469737472757374 07 {T} {R} c418 0100000000000000 0200000000000000 0300000000000000 05 01",
+        messages.Distrust(7, TOKEN, REGION, BlockRef(1, 2).pack(), 5, Finding.DIFFERENT),
+        f"97 a86469737472757374 07 {T} {R} c410 0100000000000000 0200000000000000 05 01",
     ),
     (messages.Ping(7, TOKEN), f"93 a470696e67 07 {T}"),
     (messages.Stats(8, TOKEN), f"93 a57374617473 08 {T}"),
     (messages.Clear(9, TOKEN, "0011223344556677"), f"94 a5636c656172 09 {T} b030303131323233333434353536363737"),
     (
-        messages.Restate(1, TOKEN, 1 << 41, [(9, SlotRef(1, 2, 3).pack())]),
-        f"95 a772657374617465 01 {T} cf0000020000000000 91 92 09"
-        "c418 0100000000000000 0200000000000000 0300000000000000",
+        messages.Restate(1, TOKEN, 1 << 41, [(9, BlockRef(1, 2).pack())]),
+        f"95 a772657374617465 01 {T} cf0000020000000000 91 92 09c410 0100000000000000 0200000000000000",
     ),
     (messages.Fence(9, TOKEN, 12), f"94 a566656e6365 09 {T} 0c"),
     (messages.Tell(9, TOKEN, 1, {"probes": 300}), f"95 a474656c6c 09 {T} 01 81 a670726f626573 cd012c"),
@@ -137,17 +136,16 @@ REQUESTS = [
 REPLIES = [
     (messages.Attached(1, 1), "93 a86174746163686564 01 01"),
     (
-        messages.Acquired(3, 9, 1, 1, SlotRef(2 << 20, 7, 1 << 63).pack(), 5, b"sum-of-0"),
-        "9b a86163717569726564 03 09 01 01 c418 0000200000000000 0700000000000000 0000000000000080 05"
-        "c408 73756d2d6f662d30 00 00 00",
+        messages.Acquired(3, 9, 1, 1, BlockRef(2 << 20, 1 << 63).pack(), 5, b"sum-of-0"),
+        "9b a86163717569726564 03 09 01 01 c410 0000200000000000 0000000000000080 05c408 73756d2d6f662d30 00 00 00",
     ),
     (
         messages.Acquired(3, 0, 0, 1, b"", coming=3, eta_ms=250, junction=4),
         "9b a86163717569726564 03 00 00 01 c400 00 c400 03 ccfa 04",
     ),
     (
-        messages.Reserved(5, 4, bytes([1, 0]), SlotRef(1, 2, 3).pack()),
-        "95 a87265736572766564 05 04 c402 0100 c418 0100000000000000 0200000000000000 0300000000000000",
+        messages.Reserved(5, 4, bytes([1, 0]), BlockRef(1, 2).pack()),
+        "95 a87265736572766564 05 04 c402 0100 c410 0100000000000000 0200000000000000",
     ),
     (messages.Settled(6, b"\x00\x03"), "93 a7736574746c6564 06 c402 0003"),
     (messages.Distrusted(7, 3, [("e1", 4), ("", 0)]), "94 aa64697374727573746564 07 03 92 92 a26531 04 92 a0 00"),
@@ -175,11 +173,11 @@ REPLIES = [
             [TWO_SHARDS],
             [messages.Look(1, "ns", 0, [H1])],
             [messages.Bring(2, "ns", 0, H0, [H1]), messages.Bring(3, "ns", 1, None, [H2])],
-            [messages.WriteOut(4, "ns", 0, [H2], SlotRef(1, 2, 3).pack(), b"sum-of-0")],
+            [messages.WriteOut(4, "ns", 0, [H2], BlockRef(1, 2).pack(), b"sum-of-0")],
         ),
         "96 a46a6f6273 12 91 94 a16d 91 96 20 92 cd0100 cd0200 a466756c6c 00 00 c2 80 20"
         f"91 94 01 a26e73 00 91 {H1x} 92 95 02 a26e73 00 {H0x} 91 {H1x} 95 03 a26e73 01 c0 91 {H2x}"
-        f"91 96 04 a26e73 00 91 {H2x} c418 0100000000000000 0200000000000000 0300000000000000 c408 73756d2d6f662d30",
+        f"91 96 04 a26e73 00 91 {H2x} c410 0100000000000000 0200000000000000 c408 73756d2d6f662d30",
     ),
     (messages.Error(0, "bad_frame", "x"), "94 a56572726f72 00 a96261645f6672616d65 a178"),
 ]
@@ -382,8 +380,8 @@ def test_hashes_are_checked_by_number_and_length() -> None:
 word = st.integers(0, (1 << 64) - 1)
 
 
-@given(st.lists(st.builds(SlotRef, word, word, word), max_size=8))
-def test_a_reference_is_three_words(refs: list[SlotRef]) -> None:
+@given(st.lists(st.builds(BlockRef, word, word), max_size=8))
+def test_a_reference_is_two_words(refs: list[BlockRef]) -> None:
     assert unpack_refs(b"".join(ref.pack() for ref in refs)) == refs
 
 

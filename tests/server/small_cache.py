@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from host import geometry_of
 from insights import answer
 
 from kvcache_proto import messages as m
-from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
@@ -67,9 +67,9 @@ def chain(name: str, length: int) -> list[str]:
     return [f"{name}{number}" for number in range(length)]
 
 
-def make_cache(extents: int = 4, extent_bytes: int = 2 * MIB, policy: str = WORTH, **limits: float) -> Cache:
-    geometry = plan_geometry(b"r" * 16, extents * extent_bytes, extent_bytes)
-    assert geometry.extents == extents
+def make_cache(blocks: int = 124, page_bytes: int = 4 * KIB, policy: str = WORTH, **limits: float) -> Cache:
+    """Return a cache with room for so many blocks of 64 KiB."""
+    geometry = geometry_of(blocks, page_bytes)
     bounds = Limits(**{"write_quota": 1.0} | limits)  # most tests here fill the pool in one go
     return Cache(memoryview(bytearray(geometry.region_bytes)), geometry, bounds, seed=11, policy=policy)
 
@@ -82,4 +82,4 @@ def pass_time(cache: Cache, now: float) -> None:
 
 
 def make_group(block_bytes: int = 64) -> Group:
-    return Group(1, 0, GroupSpec(16, block_bytes), 16)
+    return Group(1, 0, GroupSpec(16, block_bytes), 16, 4 * KIB)

@@ -93,9 +93,9 @@ def test_no_event_reports_a_block_before_lookups_find_it() -> None:
 
 
 def test_evicted_cleared_and_distrusted_blocks_are_reported_as_removed() -> None:
-    host = Host(extents=1)
+    host = Host(28)
     stream = follow(host)
-    engine = Client(host, "one", spec_of(256 << 10))  # seven slots
+    engine = Client(host, "one", spec_of(256 << 10))  # seven of them
     engine.store(chain("a", 7))
     told(stream)
     engine.store(["b0"])
@@ -159,7 +159,7 @@ def test_arrays_for_subscribers_of_vllm_0_23() -> None:
 
 
 def test_large_changes_come_in_several_batches_with_their_numbers() -> None:
-    host = Host(extents=1, extent_bytes=8 << 20)
+    host = Host(124)
     stream = follow(host)
     engine = Client(host, "one", spec_of(4096))
     names = chain("n", 3 * STEP + 5)
@@ -261,7 +261,7 @@ def test_a_subscriber_knows_what_lookups_find(seed: int) -> None:
 
 
 def test_a_replay_beyond_the_buffer_begins_with_the_current_content_while_the_cache_changes() -> None:
-    host = Host(extents=1, extent_bytes=8 << 20)
+    host = Host(124)
     stream = follow(host, keep=2)
     engine = Client(host, "one", spec_of(4096))
     names = chain("n", 3 * STEP)
@@ -282,7 +282,7 @@ def test_a_replay_beyond_the_buffer_begins_with_the_current_content_while_the_ca
 
 
 def test_a_replay_has_no_more_numbers_than_are_missing() -> None:
-    host = Host(extents=1, extent_bytes=8 << 20)
+    host = Host(124)
     stream = follow(host, keep=1)
     engine = Client(host, "one", spec_of(4096))
     engine.store(chain("n", 4 * STEP))
@@ -297,8 +297,8 @@ def test_a_replay_has_no_more_numbers_than_are_missing() -> None:
 
 
 def test_each_step_of_a_replay_is_short_even_if_few_numbers_are_missing() -> None:
-    """Blocks cleared between two steps are not reported if they were not examined yet: this shows a step's extent."""
-    host = Host(extents=1, extent_bytes=8 << 20)
+    """Blocks cleared between two steps are not reported if they were not examined yet: this shows how far one goes."""
+    host = Host(124)
     stream = follow(host, keep=1)
     engine = Client(host, "one", spec_of(4096))
     engine.store(chain("n", 6 * STEP))

@@ -13,18 +13,32 @@ from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group,
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
 from kvcache_proto.region import RegionRows
-from kvcache_proto.types import TAIL, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
+from kvcache_proto.types import (
+    REF_BYTES,
+    TAIL,
+    Finding,
+    GroupSpec,
+    NamespaceSpec,
+    Outcome,
+    Refusal,
+    Verdict,
+    unpack_refs,
+)
+from kvcache_server.core.cache import Cache
+from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
+from kvcache_server.core.free_runs import Runs
 from kvcache_server.core.index import CLASSES, NEXT_TICK, SPARE, Account, Block, Grant, Group, Share
-from kvcache_server.core.integrity import check_integrity
+from kvcache_server.core.integrity import audit, check_integrity
 from kvcache_server.core.registry import OPERATORS
 from kvcache_server.core.sessions import Session
+from kvcache_server.core.slices import finish
 
 
 def living(kind: type) -> int:
     return sum(type(each) is kind for each in gc.get_objects())
 
 
-def test_a_stored_run_is_found_with_its_slots_and_another_is_not():
+def test_a_stored_run_is_found_with_its_references_and_another_is_not():
     cache = make_cache()
     engine, other = Engine(cache, "one"), Engine(cache, "two")
     reserved = engine.reserve(chain("a", 5))
@@ -93,21 +107,21 @@ def test_the_late_commit_of_a_stopped_writer_is_answered_superseded():
     check_integrity(cache)
 
 
-def test_the_slots_of_a_dead_writer_are_quarantined():
-    cache = make_cache(extents=1)
+def test_the_pages_of_a_dead_writer_are_quarantined():
+    cache = make_cache(31)
     victim, heir = Engine(cache, "victim"), Engine(cache, "heir")
-    per_extent = len(victim.reserve(chain("v", 100)).slots) // 24
+    room = len(victim.reserve(chain("v", 100)).slots) // REF_BYTES
     cache.end_session(victim.session, 5.0)
     assert heir.store(["x"]) == [Refusal.NO_SPACE]
     cache.tick(14.9)
     assert heir.store(["x"]) == [Refusal.NO_SPACE]
     cache.tick(15.0)
-    assert heir.store(chain("x", per_extent)) == [Refusal.GRANTED] * per_extent
+    assert heir.store(chain("x", room)) == [Refusal.GRANTED] * room
     check_integrity(cache)
 
 
 def test_a_leased_chain_is_not_evicted_until_it_is_released():
-    cache = make_cache(extents=1, pin_quota=1.0)
+    cache = make_cache(31, pin_quota=1.0)
     reader, writer = Engine(cache, "reader"), Engine(cache, "writer")
     reader.store(["p", "q"])
     lease = reader.acquire(["p", "q"])
@@ -124,14 +138,13 @@ def test_a_leased_chain_is_not_evicted_until_it_is_released():
 
 
 def test_a_parent_inherits_the_last_use_of_a_removed_child():
-    cache = make_cache(extents=1, pin_quota=1.0)
+    cache = make_cache(31, pin_quota=1.0)
     engine = Engine(cache, "one")
-    slots = 2 * MIB // (64 * KIB + 128)
     engine.store(["p", "q"])
     engine.store(["old"])
     lease = engine.acquire(["old"]).lease
     assert engine.hits(["p", "q"]) == 2  # later than the last use of "old"
-    engine.store(chain("n", slots - 3))
+    engine.store(chain("n", 31 - 3))
     engine.store(["x"])  # takes "q", the coldest leaf that is not leased
     engine.ask(m.Release(0, b"", [lease]))
     engine.store(["y"])  # "p" was last used with "q", after "old"
@@ -140,7 +153,7 @@ def test_a_parent_inherits_the_last_use_of_a_removed_child():
 
 
 def test_a_system_prompt_in_daily_use_outlives_its_cold_children():
-    cache = make_cache(extents=1)
+    cache = make_cache(31)
     engine = Engine(cache, "one")
     engine.store(["system"])
     for number in range(200):
@@ -149,7 +162,7 @@ def test_a_system_prompt_in_daily_use_outlives_its_cold_children():
 
 
 def test_beyond_its_quota_an_engine_is_offered_fewer_hits_which_is_counted():
-    cache = make_cache(extents=2, pin_quota=0.25)
+    cache = make_cache(64, pin_quota=0.25)
     engine = Engine(cache, "one", block_bytes=128 * KIB)
     engine.store(chain("a", 10))
     engine.reserve(chain("p", 2), parent="a9")
@@ -168,7 +181,7 @@ def test_beyond_its_quota_an_engine_is_offered_fewer_hits_which_is_counted():
 
 
 def test_beyond_its_quota_an_engine_saves_nothing_until_it_has_settled():
-    cache = make_cache(extents=2, write_quota=0.25)
+    cache = make_cache(64, write_quota=0.25)
     engine, other = Engine(cache, "one", block_bytes=128 * KIB), Engine(cache, "two", block_bytes=128 * KIB)
     reserved = engine.reserve(chain("a", 10))
     assert list(reserved.answers) == [Refusal.GRANTED] * 8 + [Refusal.QUOTA, Refusal.NO_PARENT]
@@ -194,7 +207,7 @@ def test_one_block_may_be_written_even_with_a_tiny_quota():
 
 
 def test_an_engine_at_its_ceiling_evicts_only_its_own_blocks():
-    cache = make_cache(extents=2)
+    cache = make_cache(62)
     spec = NamespaceSpec("m", (GroupSpec(16, 64 * KIB),), hash_bytes=16)
     bounded, other = Engine(cache, "bounded"), Engine(cache, "other")
     bounded.ask(m.Attach(1, b"", spec, (0,), 4 * 64 * KIB))
@@ -209,16 +222,17 @@ def test_an_engine_at_its_ceiling_evicts_only_its_own_blocks():
 
 
 def test_a_pool_full_of_small_blocks_makes_room_for_large_ones():
-    cache = make_cache(extents=8, extent_bytes=64 * MIB, pin_quota=1.0)
+    cache = make_cache(2048, 16 * KIB, pin_quota=1.0)
     small = Engine(cache, "small", 64 * KIB, "small")
-    for number in range(600):
+    for number in range(150):
         small.store(chain(f"{number}-", 16))
-    # Among the oldest: theirs is the extent that would go first.
-    leased = [small.acquire(chain(f"{number}-", 16)) for number in range(100, 110)]
+    # Among the oldest: what would go first lies around them.
+    leased = [small.acquire(chain(f"{number}-", 16)) for number in range(40, 50)]
     assert [lease.hits for lease in leased] == [16] * 10
-    large = Engine(cache, "large", 16 * MIB, "large")
+    large = Engine(cache, "large", 4 * MIB, "large")
     answers = [large.store([f"L{number}"]) for number in range(40)]
     assert answers == [[Refusal.GRANTED]] * 40
+    assert any(len(runs_of(cache, large, name)) > 1 for name in visible(cache, large)), "all of them lie in one run"
     usage = {n["model"]: n["bytes"] for n in figures(cache, 0.0)["namespaces"]}
     assert usage["large"] >= cache.pool.capacity * 0.25
     assert usage["small"] >= cache.pool.capacity / 32, "its floor"
@@ -228,9 +242,111 @@ def test_a_pool_full_of_small_blocks_makes_room_for_large_ones():
     check_integrity(cache)  # no chain is stranded
 
 
+def visible(cache: Cache, engine: Engine) -> list[bytes]:
+    return list(cache.namespaces[engine.namespace].groups[0].visible)
+
+
+def runs_of(cache: Cache, engine: Engine, name: bytes) -> Runs:
+    return cache.pool.runs_of(cache.namespaces[engine.namespace].groups[0].visible[name])
+
+
+def comb(cache: Cache) -> tuple[Engine, list[int]]:
+    """Fill the pool with blocks of which every second one is leased, clear the rest, and return the leases."""
+    small, names = Engine(cache, "small", model="small"), chain("s", cache.pool.blocks_of(64 * KIB))
+    for name in names:
+        small.store([name])
+    leases = [small.acquire([name]).lease for name in names[1::2]]
+    small.ask(m.Clear(1, b""))
+    assert sorted(cache.pool.free.runs()) == [(page, 16) for page in range(0, cache.geometry.pages, 32)]
+    return small, leases
+
+
+def test_a_block_in_several_runs_is_stored_found_and_evicted_like_any_other():
+    cache = make_cache(32, pin_quota=1.0)
+    small, leases = comb(cache)
+    size = 250 * KIB + 100
+    large = Engine(cache, "large", size, "large")
+    reserved = large.reserve(chain("L", 4))
+    assert [Refusal(each) for each in reserved.answers] == [Refusal.GRANTED] * 4
+    check_integrity(cache)
+    content = [random.Random(number).randbytes(size) for number in range(4)]
+    for ref, data in zip(unpack_refs(reserved.slots), content, strict=True):
+        at = 0
+        for view in cache.rows.views(ref, size, 0, size):
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+    assert large.settle(reserved) == [Verdict.VISIBLE] * 4
+    found = large.acquire(chain("L", 4))
+    assert (found.hits, found.slots) == (4, reserved.slots)
+    assert [len(runs_of(cache, large, name)) for name in hashes(chain("L", 4))] == [4] * 4
+    for ref, data in zip(unpack_refs(found.slots), content, strict=True):
+        assert b"".join(cache.rows.views(ref, size, 0, size)) == data
+        assert b"".join(cache.rows.views(ref, size, 60 * KIB, 100 * KIB)) == data[60 * KIB : 160 * KIB]
+        assert cache.rows.is_current(ref)
+    assert large.store(["x"]) == [Refusal.NO_SPACE], "all is leased"
+    check_integrity(cache)
+    large.ask(m.Release(1, b"", [found.lease]))
+    assert large.store(["x"]) == [Refusal.GRANTED]
+    assert large.hits(chain("L", 4)) == 3
+    assert [cache.rows.is_current(ref) for ref in unpack_refs(found.slots)] == [True, True, True, False]
+    check_integrity(cache)
+    small.ask(m.Release(1, b"", leases))
+    small.ask(m.Clear(1, b""))
+    assert cache.pool.free.runs() == [(0, cache.geometry.pages)], "runs that have not merged"
+    assert not any(large.hits([name]) for name in chain("L", 4))
+    check_integrity(cache)
+    finish(audit(cache))
+
+
+def test_small_blocks_take_the_place_of_one_in_several_runs():
+    cache = make_cache(32, pin_quota=1.0)
+    comb(cache)
+    large, other = Engine(cache, "large", 1 * MIB, "large"), Engine(cache, "other")
+    large.store(["L"])
+    assert len(runs_of(cache, large, *visible(cache, large))) == 16
+    assert [other.store([name]) for name in chain("o", 16)] == [[Refusal.GRANTED]] * 16
+    assert not large.hits(["L"])
+    check_integrity(cache)
+    finish(audit(cache))
+
+
+def test_a_large_block_is_refused_while_all_is_leased():
+    cache = make_cache(62, pin_quota=1.0)
+    small, large = Engine(cache, "small", 64 * KIB, "small"), Engine(cache, "large", MIB, "large")
+    small.store(chain("a", 32))
+    for name in chain("b", 30):
+        small.store([name])
+    leases = [small.acquire(chain("a", 32)).lease, *(small.acquire([name]).lease for name in chain("b", 30))]
+    assert large.store(["L"]) == [Refusal.NO_SPACE]
+    small.ask(m.Release(0, b"", leases[1::2]))
+    assert large.store(["L"]) == [Refusal.NO_SPACE], "fifteen of the sixteen that it needs"
+    check_integrity(cache)
+    small.ask(m.Release(0, b"", leases[2:3]))
+    assert large.store(["L"]) == [Refusal.GRANTED]
+    assert small.hits(chain("a", 32)) == 32
+    check_integrity(cache)
+
+
+def test_a_large_block_that_is_worth_less_is_refused():
+    cache = make_cache(64, namespace_floor=0.0, pin_quota=1.0)
+    small, stream = Engine(cache, "small", 64 * KIB, "small"), Engine(cache, "stream", MIB, "large")
+    small.store(chain("a", 48))
+    stream.store(["L"])
+    lease = stream.acquire(["L"]).lease
+    (account,) = (each for each in cache.eviction.fair_share.accounts if each.engine == "stream")
+    account.share.factor = FACTOR_ONE_OFF / 2
+    assert stream.store(["M"]) == [Refusal.NO_SPACE]
+    assert cache.eviction.declined == 1 and small.hits(chain("a", 48)) == 48
+    stream.ask(m.Release(1, b"", [lease]))
+    account.share.factor = 1.0
+    cache.eviction.ranking.expire()
+    assert stream.store(["M"]) == [Refusal.GRANTED]
+    check_integrity(cache)
+
+
 def test_blocks_of_many_engines_that_are_gone_make_room_for_blocks_of_two_sizes():
-    """None of them has as much as an extent."""
-    cache = make_cache(extents=3)
+    """None of them has as much as one of these."""
+    cache = make_cache(93)
     for number in range(96):
         engine = Engine(cache, f"gone{number}", model=f"m{number}")
         engine.store([f"{number}"])
@@ -240,41 +356,29 @@ def test_blocks_of_many_engines_that_are_gone_make_room_for_blocks_of_two_sizes(
     prompts = [hashes([f"new{number}"]) for number in range(20)]
     runs = [m.Run(prompt, None, group) for prompt in prompts for group in (0, 1)]
     answers = new.ask(m.Reserve(1, b"", new.namespace, runs)).answers
-    assert {Refusal(each) for each in answers} == {Refusal.GRANTED}, "tails in two extents"
+    assert {Refusal(each) for each in answers} == {Refusal.GRANTED}, "tails, too"
     check_integrity(cache)
 
 
 def test_blocks_of_engines_at_their_floors_make_room_for_a_second_size():
     """As long as there is none of it: an engine without windows would have no hits at all."""
-    cache = make_cache(extents=2)
+    cache = make_cache(60)
     live = [Engine(cache, f"live{number}", model=f"m{number}") for number in range(16)]
     for number, engine in enumerate(live):
         engine.store([f"{number}"])
     new = Engine(cache, "new", 256 * KIB, tails=(GroupSpec(16, 128 * KIB, TAIL, 1),))
-    fill = [m.Run(hashes([f"full{number}"])) for number in range(7)]
+    fill = [m.Run(hashes([f"full{number}"])) for number in range(11)]
     new.settle(new.ask(m.Reserve(1, b"", new.namespace, fill)))
+    assert not cache.pool.free.pages
     runs = [m.Run(hashes(["full0"])), m.Run(hashes(["full0"]), None, 1)]
     answers = [Refusal(each) for each in new.ask(m.Reserve(1, b"", new.namespace, runs)).answers]
     assert answers == [Refusal.PRESENT, Refusal.GRANTED]
-
-
-def test_no_extent_is_reassigned_while_one_of_its_blocks_or_their_descendants_is_leased():
-    cache = make_cache(extents=2, pin_quota=1.0)
-    small = Engine(cache, "small", 64 * KIB, "small")
-    slots = 2 * MIB // (64 * KIB + 128)
-    small.store(chain("a", slots + 1))  # the last one lies in the second extent, all that it hangs on in the first
-    small.store(chain("b", slots - 1))
-    lease = small.acquire(chain("a", slots + 1))
-    large = Engine(cache, "large", MIB, "large")
-    assert large.store(["L"]) == [Refusal.NO_SPACE]
-    small.ask(m.Release(0, b"", [lease.lease]))
-    assert large.store(["L"]) == [Refusal.GRANTED]
     check_integrity(cache)
 
 
 def test_an_engine_that_streams_new_prompts_does_not_cost_another_its_hits():
     def hit_ratio(noise: bool) -> float:
-        cache = make_cache(extents=8)
+        cache = make_cache(248)
         steady = Engine(cache, "steady")
         noisy = Engine(cache, "noisy") if noise else None
         found = asked = 0
@@ -368,14 +472,14 @@ def test_a_user_s_sessions_count_until_their_processes_end():
 
 
 class Reader(Engine):
-    """One that reads a chain of 8 blocks, in a pool with room for 32."""
+    """One that reads a chain of 8 blocks, in a pool with room for 31."""
 
     def __init__(self) -> None:
-        super().__init__(make_cache(extents=1), "reader")
+        super().__init__(make_cache(31), "reader")
         self.other = Engine(self.cache, "other")
         self.store(chain("a", 8))
         reply = self.acquire(chain("a", 8))
-        self.held = (reply.lease, reply.slots[-24:])
+        self.held = (reply.lease, reply.slots[-REF_BYTES:])
 
     def lose(self, now: float = 0.0) -> None:
         self.cache.disconnect_session(self.session, now)
@@ -393,7 +497,7 @@ class Reader(Engine):
             self.other.store([name])
         check_integrity(self.cache)
         found = self.other.ask(m.Acquire(1, b"", self.namespace, hashes(chain("a", 8)), pin=False))
-        return found.hits == 8 and found.slots[-24:] == self.held[1]
+        return found.hits == 8 and found.slots[-REF_BYTES:] == self.held[1]
 
 
 def test_who_loses_the_connection_may_go_on_reading():
@@ -430,7 +534,7 @@ def test_who_has_come_back_has_time_to_restate():
 
 
 def test_what_an_engine_s_other_sessions_have_left_pinned_counts():
-    cache = make_cache(extents=1, pin_quota=0.5)  # 16 blocks
+    cache = make_cache(32, pin_quota=0.5)  # 16 blocks
     ones = [Engine(cache, "one") for _ in range(3)]
     lost = []
     for number, engine in enumerate(ones):
@@ -441,7 +545,7 @@ def test_what_an_engine_s_other_sessions_have_left_pinned_counts():
         cache.resume_session(engine.session, "", 0.0)
         engine.ask(m.Attach(1, b"", cache.namespaces[engine.namespace].spec, (0,)))
         cache.lookups.last += 1
-        lost.append(engine.ask(m.Restate(1, b"", 0, [(cache.lookups.last, reply.slots[-24:])])).lost)
+        lost.append(engine.ask(m.Restate(1, b"", 0, [(cache.lookups.last, reply.slots[-REF_BYTES:])])).lost)
         cache.disconnect_session(engine.session, 0.0)
         check_integrity(cache)
     assert lost[:2] == [[], []] and lost[2], "more than the quota"
@@ -489,7 +593,7 @@ def test_engines_that_come_and_go_leave_only_their_blocks():
 
 
 def test_each_block_ends_in_one_count_and_present_is_what_is_left():
-    cache = make_cache(extents=1, supersede_after=2.0)
+    cache = make_cache(31, supersede_after=2.0)
     engine, other = Engine(cache, "slow"), Engine(cache, "quick")
     engine.store(chain("kept", 3))
     slow = engine.reserve(chain("p", 4))  # two will be superseded, the others then have another parent
@@ -560,7 +664,7 @@ def test_a_namespace_at_its_ceiling_evicts_from_accounts_above_their_share():
 
 def test_nothing_grows_with_blocks_that_come_and_go():
     # The daemon runs its collector on young objects only, so that what goes must go by itself.
-    cache = make_cache(extents=8)
+    cache = make_cache(248)
     engine = Engine(cache, "one")
     spec = NamespaceSpec("m", (GroupSpec(16, 64 * KIB),), hash_bytes=16)
     engine.ask(m.Attach(1, b"", spec, (0,), 31 * 64 * KIB))
@@ -574,7 +678,7 @@ def test_nothing_grows_with_blocks_that_come_and_go():
         assert living(Grant) == before
     finally:
         gc.enable()
-    assert sum(map(len, cache.pool._roomy.values())) <= len(cache.pool.extents)
+    assert len(cache.pool.free.runs()) <= 2 and not cache.pool._scattered
 
 
 def test_namespaces_that_nobody_can_attach_again_go_with_their_blocks():
@@ -623,28 +727,28 @@ def test_namespaces_that_come_and_go_leave_nothing():
 
 
 def test_an_engine_without_blocks_is_forgotten_with_its_order():
-    cache = make_cache(extents=1)
+    cache = make_cache(31)
     engine = Engine(cache, "one")
-    engine.store(["a"])
+    engine.store(["a", "b"])
     (account,) = cache.engines["one"].accounts.values()
-    cache.end_session(engine.session, 0.0)
-    assert Engine(cache, "two", block_bytes=MIB, model="large").store(["b"]) == [Refusal.GRANTED]
+    ref = engine.acquire(["a"], pin=False).slots
+    assert engine.ask(m.Distrust(1, b"", cache.geometry.region_id, ref, 0, Finding.CORRUPT)).blocks == 2
     assert account.entries()
+    cache.end_session(engine.session, 0.0)
     cache.end_session(Engine(cache, "three").session, 0.0)
     assert "one" not in cache.engines and not account.entries()
 
 
-def test_reassigned_extents_leave_no_entries_in_the_order():
-    cache = make_cache(extents=4)
-    small, large = Engine(cache, "small", 1024, model="small"), Engine(cache, "large", MIB, model="large")
-    slots = 2 * MIB // (1024 + 128)
+def test_small_blocks_evicted_for_large_ones_leave_no_entries_in_the_order():
+    cache = make_cache(31, KIB)
+    small, large = Engine(cache, "small", KIB, model="small"), Engine(cache, "large", 256 * KIB, model="large")
     for turn in range(16):
-        runs = [m.Run([name]) for name in hashes(chain(f"{turn}.", slots))]
+        runs = [m.Run([name]) for name in hashes(chain(f"{turn}.", cache.geometry.pages))]
         small.settle(small.ask(m.Reserve(1, b"", small.namespace, runs)))
-        large.store(["x"])  # takes an extent
-        large.ask(m.Clear(1, b"", cache.namespaces[large.namespace].id))  # and gives it up
+        large.store(["x"])
+        large.ask(m.Clear(1, b"", cache.namespaces[large.namespace].id))
         check_integrity(cache)
-    assert cache.counters["extents_recut"] > 12
+    assert cache.eviction.evictions["room"] > 12 * 256
     entries = sum(len(each.entries()) for each in cache.eviction.fair_share.accounts)
     assert entries <= 2 * figures(cache, 0.0)["pool"]["blocks"] + 2 * SPARE
 
@@ -665,7 +769,7 @@ def test_sweeping_does_not_change_the_order_of_eviction(seed: int):
         return next(times) * NEXT_TICK | draw.choice((0, 0, 0, 0, 0, 0, 1, 2))
 
     for number in range(14_000):
-        block = Block(0, tick(), number.to_bytes(16, "big"), number.to_bytes(24, "big"), account, group.root)
+        block = Block(0, tick(), number.to_bytes(16, "big"), number.to_bytes(REF_BYTES, "big"), account, group.root)
         account.enter(block)
         there.append(block)
         draw.choice(there).tick = tick()
@@ -686,16 +790,16 @@ def test_sweeping_does_not_change_the_order_of_eviction(seed: int):
 def test_an_engine_that_often_changes_its_weights_keeps_its_share():
     cache = make_cache(max_namespaces=8)
     engine = Engine(cache, "one")
-    slots = 4 * (2 * MIB // (64 * KIB + 128))
+    room = cache.pool.blocks_of(64 * KIB)
     for number in range(40):
         spec = NamespaceSpec(f"weights {number}", (GroupSpec(16, 64 * KIB),), hash_bytes=16)
         left, engine.namespace = engine.namespace, engine.ask(m.Attach(1, b"", spec, (0,))).namespace
         if number == 3:
             engine.reserve(["unsettled"])  # it goes on after its namespace was left
         assert engine.ask(m.Detach(0, b"", left)) is None
-        for at in range(0, slots + 8, 4):
+        for at in range(0, room + 8, 4):
             engine.store(chain(f"{number}-{at}-", 4))
-        assert figures(cache, 0.0)["namespaces"][-1]["blocks"] >= slots * 0.8
+        assert figures(cache, 0.0)["namespaces"][-1]["blocks"] >= room * 0.8
     assert len(cache.namespaces) < 8
     engine.ask(m.Detach(0, b"", left))
     assert cache.counters["detaches_unknown"] == 1
@@ -719,14 +823,11 @@ def test_a_leaf_whose_child_was_superseded_elsewhere_may_be_evicted():
     assert engine.ask(m.Clear(1, b"")).blocks == 3
 
 
-@pytest.mark.timeout(60)  # a look through all vacant slots for each of them took minutes, and engines waited
-def test_the_check_of_an_almost_empty_extent_terminates():
-    cache = make_cache(1, 128 * MIB)
+@pytest.mark.timeout(60)
+def test_the_check_of_an_almost_empty_pool_of_many_pages_terminates():
+    cache = make_cache(2048, KIB)
     Engine(cache, "one", block_bytes=512).store(["a"])
-    (extent,) = cache.pool.extents.values()
-    while len(extent.blocks) < extent.slots:
-        cache.pool._lay_out(extent)
-    assert len(extent.vacant) > 100_000
+    assert cache.pool.free.pages > 100_000
     check_integrity(cache)
 
 

@@ -7,23 +7,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from host import geometry_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import LRU
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 
-SLOTS_AN_EXTENT, EXTENTS = 3, 2
-EXTENT = 2 << 20
+ROOM = 6  # blocks
 SHARDS = 2
-SHARD_BYTES = EXTENT // SLOTS_AN_EXTENT // SHARDS - 512
+SHARD_BYTES = 64 << 10
 QUARANTINE, SUPERSEDE = 10.0, 2.0
 PINNED = 4  # blocks that may be pinned at one time
 RANKS = ("scheduler", "rank 0", "rank 1")
@@ -50,7 +49,7 @@ class ModelGrant:
 class Model:
     """One engine, one namespace, in the plainest words: sets of paths, and a look at all of them for each question."""
 
-    slots: int = SLOTS_AN_EXTENT * EXTENTS
+    room: int = ROOM
     tick: int = 0
     visible: dict[str, int] = field(default_factory=dict)  # path -> last use of it or of any descendant ever cached
     own: dict[str, int] = field(default_factory=dict)
@@ -117,7 +116,7 @@ class Model:
                 answers.append(Refusal.PRESENT)
             elif rival is not None and (path in self.hidden or now - rival.created < SUPERSEDE):
                 answers.append(Refusal.IN_FLIGHT)
-            elif self.used() >= self.slots and not self.evict(above):
+            elif self.used() >= self.room and not self.evict(above):
                 answers.append(Refusal.NO_SPACE)
                 above = None
                 continue
@@ -169,9 +168,9 @@ class Model:
 class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        geometry = plan_geometry(bytes(16), EXTENTS * EXTENT, EXTENT)
+        geometry = geometry_of(ROOM * SHARDS)
         limits = Limits(
-            pin_quota=(PINNED + 0.5) / SLOTS_AN_EXTENT / EXTENTS,
+            pin_quota=(PINNED + 0.5) / ROOM,
             write_quota=1.0,
             supersede_after=SUPERSEDE,
             quarantine=QUARANTINE,
@@ -312,7 +311,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert {b.hash for b in group.visible.values()} == set(map(digest, self.model.visible))
         assert set(group.pending) == set(map(digest, self.model.current))
         assert len(self.cache.pool.quarantine) == len(self.model.quarantined)
-        assert self.cache.engines["engine"].pins.bytes >= len(self.model.pinned()) * group.slot_bytes
+        assert self.cache.engines["engine"].pins.bytes >= len(self.model.pinned()) * group.allocated_bytes
 
 
 CacheMachine.TestCase.settings = settings(stateful_step_count=60, deadline=None)

@@ -113,7 +113,7 @@ def test_a_dead_daemon_counts_as_no_daemon(daemon: Any) -> None:
         (["--size", "1MiB"], 2, "at least"),
         (["--strict", "--size", "1MiB"], 2, "at least"),
         (["--strict", "perhaps"], 2, "flags: strict: "),
-        (["--size", "64MiB", "--extent-size", "3MiB"], 2, "extent_size"),
+        (["--size", "64MiB", "--page-size", "3MiB"], 2, "page_size"),
         (["--lock", "maybe"], 2, "maybe"),
         (["--region-dir", "/nowhere"], 2, "no such folder"),
         (["--endpoint", "tcp://127.0.0.1:5555"], 2, "only ipc://"),
@@ -121,7 +121,8 @@ def test_a_dead_daemon_counts_as_no_daemon(daemon: Any) -> None:
         (["--config", "/nowhere/kv.toml"], 2, "/nowhere/kv.toml: cannot be read"),
         (["--allow-uids", "0,no-such-user"], 2, "flags: allow_uids: no user 'no-such-user' on this host"),
         (["--allow-gids", "no-such-group"], 2, "flags: allow_gids: no group 'no-such-group' on this host"),
-        (["--size", "900TiB"], 5, "choose a smaller size"),
+        (["--size", "900TiB"], 2, "choose a smaller size"),
+        (["--size", "7TiB"], 5, "choose a smaller size"),
     ],
 )
 def test_a_daemon_that_cannot_start_reports_why(short_folder: Path, arguments: list[str], code: int, told: str) -> None:
@@ -135,10 +136,10 @@ def test_a_daemon_that_cannot_start_reports_why(short_folder: Path, arguments: l
 
 def test_unknown_settings_in_file_and_environment(short_folder: Path) -> None:
     file = short_folder / "kv.toml"
-    file.write_text('size = "64MiB"\nextent_szie = "4MiB"\n')
+    file.write_text('size = "64MiB"\npage_szie = "4KiB"\n')
     failed = run("serve", "--config", str(file))
     assert failed.returncode == 2
-    assert failed.stderr == f"kvcache-server: {file}: unknown setting 'extent_szie'; did you mean 'extent_size'?\n"
+    assert failed.stderr == f"kvcache-server: {file}: unknown setting 'page_szie'; did you mean 'page_size'?\n"
     failed = run("serve", KVCACHE_LOG_FROMAT="json")
     assert failed.returncode == 2
     assert "did you mean 'KVCACHE_LOG_FORMAT'?" in failed.stderr
@@ -187,11 +188,11 @@ def test_no_permission_for_the_endpoint(daemon: Any) -> None:
 
 def test_a_configured_daemon(start_daemon: Any, short_folder: Path) -> None:
     file = short_folder / "kv.toml"
-    file.write_text('size = "900TiB"\nextent_size = "2MiB"\nlog_format = "json"\nlog_level = "debug"\n')
+    file.write_text('size = "900TiB"\npage_size = "2MiB"\nlog_format = "json"\nlog_level = "debug"\n')
     daemon = start_daemon(config=file, env={"KVCACHE_SIZE": "800TiB"}, size="32MiB")
     status = daemon.status()
-    assert status["pool"]["extent_bytes"] == 2 << 20
-    assert status["pool"]["bytes"] == 32 << 20
+    assert status["pool"]["page_bytes"] == 2 << 20
+    assert status["pool"]["bytes"] == 30 << 20  # rows take some of the size
     assert daemon.stop() == 0
     lines = [json.loads(line) for line in daemon.log.splitlines()]
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)

@@ -211,13 +211,13 @@ def test_two_connections_open_two_sessions(host: Host) -> None:
         (framed(encode(["nobody", 1])), "bad_frame", "nobody"),
         (framed(encode(Ping(1, b""))), "bad_frame", "ping"),
         (framed(encode(Error(0, "x", "y"))), "bad_frame", "expected a hello"),
-        (framed(encode(Hello(1, "e"))) + b"more", "bad_frame", "4 bytes after the hello"),
+        (framed(encode(Hello(PROTOCOL_VERSION, "e"))) + b"more", "bad_frame", "4 bytes after the hello"),
         (framed(encode(Hello(0, "e"))), "version_mismatch", "protocol 0, this daemon"),
         (framed(encode(Hello(99, "e"))), "version_mismatch", "protocol 99, this daemon"),
         (framed(encode(Hello(-(2**40), "e"))), "version_mismatch", "protocol -1099511627776"),
-        (framed(encode(Hello(1, ""))), "bad_argument", "engine id of 0 characters"),
-        (framed(encode(Hello(1, "e" * 257))), "bad_argument", "engine id of 257 characters"),
-        (framed(encode(Hello(1, "e", "l" * 257))), "bad_argument", "label of 257 characters"),
+        (framed(encode(Hello(PROTOCOL_VERSION, ""))), "bad_argument", "engine id of 0 characters"),
+        (framed(encode(Hello(PROTOCOL_VERSION, "e" * 257))), "bad_argument", "engine id of 257 characters"),
+        (framed(encode(Hello(PROTOCOL_VERSION, "e", "l" * 257))), "bad_argument", "label of 257 characters"),
     ],
 )
 def test_invalid_hellos_are_refused(host: Host, guest: Guest, said: bytes, code: str, told: str) -> None:
@@ -330,7 +330,7 @@ sys.stdout.buffer.write(door.recv(1 << 16)[4:])
 def knock_as(uid: int, gid: int, host: Host) -> Any:
     """What a process of that user hears at the door; None where the kernel keeps it away."""
     os.chmod(host.path.parent, 0o755)
-    hello = framed(encode(Hello(1, "e"))).hex()
+    hello = framed(encode(Hello(PROTOCOL_VERSION, "e"))).hex()
     asked = subprocess.run(
         [sys.executable, "-c", KNOCK, str(host.path), hello, str(uid), str(gid)], capture_output=True, check=False
     )

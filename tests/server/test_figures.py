@@ -15,7 +15,7 @@ from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
 from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, encode
 from kvcache_proto.errors import NotPermitted
-from kvcache_proto.types import Breaker, GroupSpec, NamespaceSpec, Outcome, Refusal, SlotRef
+from kvcache_proto.types import BlockRef, Breaker, GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server.commands.describe import evicting
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import LRU, WORTH
@@ -31,7 +31,7 @@ from kvcache_server.insight.stats import MOST_IDENTITY
 
 def pool(cache: Cache) -> dict:
     stats = figures(cache, 0.0)["pool"]
-    states = ("ready", "writing", "quarantined", "free", "overhead")
+    states = ("ready", "writing", "quarantined", "free")
     assert sum(stats[f"{state}_bytes"] for state in states) == stats["bytes"]
     return stats
 
@@ -44,7 +44,7 @@ def test_a_histogram_counts_each_value_up_to_its_bound():
 
 
 def test_evicted_blocks_that_were_never_read_are_counted_separately():
-    cache = make_cache(extents=1)
+    cache = make_cache(32)
     engine = Engine(cache, "one", block_bytes=500 << 10)  # four of them
     engine.store(chain("a", 3))
     engine.hits(chain("a", 2))  # and with the second the first
@@ -57,7 +57,7 @@ def test_evicted_blocks_that_were_never_read_are_counted_separately():
 
 
 def test_storing_a_block_again_does_not_count_as_a_lookup():
-    cache = make_cache(extents=1)
+    cache = make_cache(32)
     engine = Engine(cache, "one", block_bytes=500 << 10)
     engine.store(["a"])
     assert engine.store(["a"]) == [Refusal.PRESENT]
@@ -66,7 +66,7 @@ def test_storing_a_block_again_does_not_count_as_a_lookup():
 
 
 def test_a_block_counts_as_read_if_a_descendant_was_read():
-    cache = make_cache(extents=1)
+    cache = make_cache(32)
     engine = Engine(cache, "one", block_bytes=500 << 10)
     engine.store(chain("a", 2))
     engine.hits(chain("a", 2))
@@ -76,37 +76,37 @@ def test_a_block_counts_as_read_if_a_descendant_was_read():
 
 
 def test_each_eviction_has_its_cause():
-    cache = make_cache(extents=2, namespace_ceiling=0.5)
+    cache = make_cache(64, namespace_ceiling=0.5)
     engine = Engine(cache, "one", block_bytes=500 << 10)
     for name in chain("a", 5):  # half of the region holds four
         engine.store([name])
     assert dict(cache.eviction.evictions) == {"namespace_ceiling": 1}
 
-    cache = make_cache(extents=2)
+    cache = make_cache(62)
     engine = Engine(cache, "one", block_bytes=500 << 10)
     (account,) = [cache.registry.account(cache.engines["one"], cache.namespaces[1].groups[0])]
-    account.share.ceiling = 2 * account.group.slot_bytes
+    account.share.ceiling = 2 * account.group.allocated_bytes
     for name in chain("a", 3):
         engine.store([name])
     assert dict(cache.eviction.evictions) == {"own_ceiling": 1}
 
-    cache = make_cache(extents=1)
+    cache = make_cache(32)
     engine = Engine(cache, "one", block_bytes=500 << 10)
     engine.store(chain("a", 4))
     Engine(cache, "two", block_bytes=MIB, model="larger").store(["x"])
-    assert dict(cache.eviction.evictions) == {"recut": 4}
+    assert dict(cache.eviction.evictions) == {"room": 2}
 
 
 def test_the_pool_by_state_adds_up():
-    cache = make_cache(extents=2, quarantine=10.0)
-    size = 500 << 10
+    cache = make_cache(63, quarantine=10.0)
+    size = 504 << 10
     engine = Engine(cache, "one", block_bytes=size)
-    assert pool(cache)["largest_free_bytes"] == 2 * MIB
+    assert pool(cache)["free_runs"] == 1
     engine.store(chain("a", 4))
     reserved = engine.reserve(chain("b", 3))
     stats = pool(cache)
     assert (stats["ready_bytes"], stats["writing_bytes"], stats["free_bytes"]) == (4 * size, 3 * size, size)
-    assert stats["largest_free_bytes"] == size
+    assert stats["free_runs"] == 1
     engine.settle(reserved, Outcome.FAILED, at=(0,))  # and with it those below, which are being written still
     assert pool(cache)["writing_bytes"] == 2 * size
     cache.end_session(engine.session, 0.0)
@@ -122,8 +122,8 @@ def tick(cache: Cache, now: float) -> None:
 
 
 def test_how_long_evicted_blocks_were_cached():
-    cache = make_cache(extents=1)
-    engine = Engine(cache, "one", block_bytes=30 << 10)  # 68 of them
+    cache = make_cache(34)
+    engine = Engine(cache, "one", block_bytes=32 << 10)  # 68 of them
     tick(cache, 1000.0)
     engine.store(chain("a", 68))
     for now in (1000.25, 1030.0):
@@ -142,7 +142,7 @@ def test_how_long_evicted_blocks_were_cached():
 
 
 def block_of(generation: int) -> Block:
-    return Block(0, 0, b"", SlotRef(0, generation, 1).pack(), Account(Share("", 0), None))
+    return Block(0, 0, b"", BlockRef(0, generation).pack(), Account(Share("", 0), None))
 
 
 def test_ages_stay_accurate_in_a_long_running_daemon():
@@ -173,7 +173,7 @@ def named(path: str) -> str:
 @pytest.mark.parametrize("seed", range(5))
 def test_hits_and_lost_blocks_are_the_hits_of_an_infinite_pool(seed: int, policy: str):
     draw = random.Random(seed)
-    small, large = make_cache(extents=2, policy=policy), make_cache(extents=64)
+    small, large = make_cache(62, policy=policy), make_cache(1984)
     engines = [Engine(cache, "one", block_bytes=200 << 10) for cache in (small, large)]
     trunk = chain("trunk", 4)
     for turn in range(300):
@@ -191,10 +191,10 @@ def test_hits_and_lost_blocks_are_the_hits_of_an_infinite_pool(seed: int, policy
 
 
 def test_a_request_that_is_looked_up_again_counts_once_with_the_most_that_it_found():
-    cache = make_cache(extents=2, policy=LRU)
+    cache = make_cache(62, policy=LRU)
     engine = Engine(cache, "one", block_bytes=200 << 10)
-    slots = cache.pool.slots_of(200 << 10)
-    blocks = chain("a", slots)
+    room = cache.pool.blocks_of(200 << 10)
+    blocks = chain("a", room)
     engine.store(blocks[:8])
 
     def look_up(names: list[str], request: str) -> tuple[int, ...]:
@@ -212,7 +212,7 @@ def test_a_request_that_is_looked_up_again_counts_once_with_the_most_that_it_fou
     assert look_up(blocks[:4], "s") == (6, 14, 14, 0)
     assert look_up(blocks[:4], "") == (7, 18, 18, 0)
     assert look_up(blocks[:4], "") == (8, 22, 22, 0), "two requests, as far as is known"
-    engine.store(chain("b", slots))
+    engine.store(chain("b", room))
     assert look_up(blocks[:10], "t") == (9, 32, 22, 10)
     assert look_up(blocks[:10], "t") == (10, 32, 22, 10)
 
@@ -245,7 +245,7 @@ def counters(count: int) -> list[bytes]:
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_hashes_that_are_counters_are_sampled_like_digests(reverse: bool):
-    cache = make_cache(extents=1)
+    cache = make_cache(11, 64)
     engine = Engine(cache, "one", block_bytes=64)
     names = [each[::-1] if reverse else each for each in counters(30_000)]
     for at in range(0, len(names), 100):
@@ -320,22 +320,17 @@ def test_an_engine_s_bytes_include_all_groups_of_the_namespace() -> None:
     assert space["bytes"] >= (2 * 64 + 32) * KIB
 
 
-def attach(cache: Cache, block_bytes: int) -> tuple[float, int]:
-    """Attach a model with such blocks, and return its overhead and the better extent size as `status` shows them."""
+def attach(cache: Cache, block_bytes: int) -> float:
+    """Attach a model with such blocks, and return its overhead as `status` shows it."""
     Engine(cache, f"of {block_bytes}", block_bytes, model=f"of {block_bytes}")
-    space = figures(cache, 0.0)["namespaces"][-1]
-    return space["overhead"], space["better_extent_bytes"]
+    return float(figures(cache, 0.0)["namespaces"][-1]["overhead"])
 
 
-def test_a_namespace_reports_its_overhead_and_a_better_extent_size():
-    cache = make_cache(extents=32, extent_bytes=8 * MIB)
-    overhead, better = attach(cache, MIB)
-    assert overhead == pytest.approx(1 / 8, abs=0.001)
-    assert attach(make_cache(extents=256 * MIB // better, extent_bytes=better), MIB)[0] < 0.05
-    assert attach(cache, 5 * MIB)[1] > 8 * MIB
-    overhead, better = attach(cache, 64)  # it is the rows, which extents of any size have
-    assert (round(overhead, 2), better) == (0.67, 0)
-    assert attach(cache, 64 * KIB) == (pytest.approx(0.008, abs=0.001), 0)
+def test_a_namespace_reports_its_overhead():
+    cache = make_cache()
+    assert attach(cache, 64 * KIB) == attach(cache, 100 * KIB) == 0
+    assert attach(cache, 62 * KIB) == pytest.approx(2 / 64, abs=0.001)
+    assert attach(cache, 1 * KIB) == pytest.approx(3 / 4, abs=0.001)
 
 
 def test_a_report_of_many_sessions_comes_in_slices_and_fits_a_frame() -> None:
@@ -386,7 +381,7 @@ def test_a_session_attaches_a_few_namespaces() -> None:
 
 
 def test_hits_and_evictions_are_counted_by_class() -> None:
-    cache = make_cache(extents=1)
+    cache = make_cache(32)
     engine = Engine(cache, "one", block_bytes=500 << 10)  # four of them
     engine.hits(["a"])
     engine.store(["a"])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 from small_cache import Engine, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import Outcome
-from kvcache_server.core.extent import Extent
 
 RUN = 64
 KIB = 1024
@@ -44,14 +42,14 @@ def store(engine: Engine, names: list[str]) -> tuple[float, float]:
 
 
 def test_a_block_is_stored_in_few_calls() -> None:
-    engine = Engine(make_cache(extents=8), "one", block_bytes=1 * KIB)
+    engine = Engine(make_cache(248, KIB), "one", block_bytes=1 * KIB)
     for length in (RUN, 16 * RUN):  # in one slice, and in several
         reserved, committed = store(engine, chain(f"p{length}", length))
         assert reserved < 16 and committed < 7
 
 
 def test_a_block_is_stored_in_few_calls_while_another_is_evicted() -> None:
-    cache = make_cache(extents=2)
+    cache = make_cache(62, KIB)
     engine = Engine(cache, "one", block_bytes=1 * KIB)
     at = 0
     while not cache.eviction.evictions:
@@ -61,21 +59,16 @@ def test_a_block_is_stored_in_few_calls_while_another_is_evicted() -> None:
     assert reserved < 56 and committed < 7
 
 
-def test_a_full_pool_examines_no_extent_to_find_that_none_is_empty() -> None:
-    class Extents(dict[int, Extent]):
-        looks = 0
-
-        def values(self) -> Any:
-            self.looks += 1
-            return super().values()
-
-    cache = make_cache(extents=2)
-    cache.pool.extents = extents = Extents()
-    engine = Engine(cache, "one", block_bytes=1 * KIB)
-    at = 0
-    while not cache.eviction.evictions:
-        engine.store(chain(f"p{at}", RUN))
-        at += 1
-    extents.looks = 0
-    engine.store(chain("new", RUN))
-    assert extents.looks == 0
+def test_a_block_in_few_runs_is_stored_in_few_calls() -> None:
+    """Each run is found at once, however many others are free."""
+    cache = make_cache(62, KIB, pin_quota=1.0)
+    engine, large = Engine(cache, "one", block_bytes=1 * KIB), Engine(cache, "large", 16 * KIB, "large")
+    names = chain("p", cache.geometry.pages)
+    for name in names:
+        engine.store([name])
+    for name in names[::2]:
+        engine.acquire([name])
+    engine.ask(m.Clear(1, b""))
+    assert len(cache.pool.free.runs()) == cache.geometry.pages // 2
+    reserved, committed = store(large, chain("l", RUN))
+    assert reserved < 16 * 8 and committed < 7

@@ -26,7 +26,7 @@ from kvcache_server.http.connection_limiter import BYTES, OPEN
 from kvcache_server.http.schema import ROUTES
 
 SPEC = NamespaceSpec("llama", (GroupSpec(16, 4096),))
-SERVE = [sys.executable, "-m", "kvcache_server", "serve", "--size", "16MiB", "--extent-size", "2MiB", "--lock", "never"]
+SERVE = [sys.executable, "-m", "kvcache_server", "serve", "--size", "16MiB", "--lock", "never"]
 
 
 class Answer(NamedTuple):

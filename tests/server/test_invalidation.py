@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from host import geometry_of
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
-from kvcache_proto.region import PAGE, plan_geometry
 from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Refusal, Verdict
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.checksums import PIECE, Checksums, sums_bytes
@@ -20,12 +21,12 @@ from kvcache_server.core.limits import Limits
 from kvcache_server.storage.checksum_file import open_sums
 from kvcache_server.storage.folder import Folder
 
-MIB = 1 << 20
+PAGE, MIB = 4096, 1 << 20
 SHARDS = (3 * PAGE, PAGE, 2 * PAGE)
 
 
-def make_cache(extents: int = 1, **limits: Any) -> Cache:
-    geometry = plan_geometry(b"r" * 16, extents * 2 * MIB, 2 * MIB)
+def make_cache(blocks: int = 31, **limits: Any) -> Cache:
+    geometry = geometry_of(blocks)
     cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, Limits(**limits), seed=11)
     cache.keep_checksums(Checksums(memoryview(bytearray(sums_bytes(geometry))), {0}, lambda piece: False))
     return cache
@@ -97,7 +98,7 @@ def test_checksums_are_returned_only_on_request() -> None:
     assert two.acquire(chain("a", 4), verify=False).sums == b""
 
 
-def test_blocks_stored_without_checksums_do_not_inherit_those_of_the_slot() -> None:
+def test_blocks_stored_without_checksums_do_not_inherit_those_of_the_pages() -> None:
     cache = make_cache()
     engine = Engine(cache, "one")
     first = engine.store(chain("a", 3))
@@ -154,25 +155,25 @@ def test_shards_smaller_than_a_page_have_no_checksums() -> None:
 
 def test_checksums_outlive_the_daemon_but_not_the_region(tmp_path: Path) -> None:
     path, copy = tmp_path / "kv.sums", tmp_path / "copy.sums"
-    geometry = plan_geometry(b"r" * 16, 2 * MIB, 2 * MIB)
+    geometry = geometry_of(31)
 
     def found(path: Path, geometry: PoolGeometry, life: int) -> bytes:
-        ref = (5 * PAGE).to_bytes(8, "little") + bytes(16)
+        ref = (5 * PAGE).to_bytes(8, "little") + bytes(8)
         return opened(path, geometry, life).read(ref, (64,))
 
     opened(path, geometry, 1).put(5 * PAGE + 64, sum_of(1, 1))
     assert found(path, geometry, 2) == sum_of(1, 1)
     shutil.copy(path, copy)
-    assert found(path, plan_geometry(b"s" * 16, 2 * MIB, 2 * MIB), 3) == bytes(8)
+    assert found(path, msgspec.structs.replace(geometry, region_id=b"s" * 16), 3) == bytes(8)
     assert found(copy, geometry, 4) == bytes(8)  # the third daemon stored blocks and kept no sums
 
 
 def test_checksums_are_allocated_as_needed_and_dropped_without_memory(tmp_path: Path) -> None:
     path, far = tmp_path / "kv.sums", 3 * 512 * MIB
-    geometry = plan_geometry(b"r" * 16, 2048 * MIB, 256 * MIB)
+    geometry = geometry_of(32 << 10, 16 << 10)
     taken = lambda: path.stat().st_blocks * 512  # noqa: E731
     sums = opened(path, geometry, 1)
-    ref = lambda offset: offset.to_bytes(8, "little") + bytes(16)  # noqa: E731
+    ref = lambda offset: offset.to_bytes(8, "little") + bytes(8)  # noqa: E731
     assert (taken(), sums.read(ref(far), (0,))) == (PAGE, bytes(8))
     sums.put(far, b"")
     assert taken() == PAGE
@@ -208,7 +209,7 @@ def test_a_distrusted_block_is_removed_with_its_descendants_and_its_writer_is_na
     assert cache.counters["blocks_corrupt"] == 1
     assert cache.counters["blocks_distrusted"] == 6
     check_integrity(cache)
-    assert sum(block is not None for extent in cache.pool.extents.values() for block in extent.blocks) == 3
+    assert sum(block is not None for block in cache.pool.blocks) == 3
     two.store(chain("a", 5)[1:], chain("a", 1)[0])
     assert one.hits(chain("a", 5)) == 5
 
@@ -225,7 +226,7 @@ def test_a_writer_that_has_left_is_named_by_its_engine() -> None:
 def test_a_leased_block_keeps_its_bytes_until_it_is_released() -> None:
     cache = make_cache(pin_quota=1.0)
     one, two = Engine(cache, "one"), Engine(cache, "two")
-    room = cache.pool.capacity // (6 * PAGE + 128)
+    room = cache.pool.capacity // (6 * PAGE)
     reserved = one.store(chain("a", 4))
     lease = two.acquire(chain("a", 4))
     one.distrust(slot(reserved.slots, 1))
@@ -263,21 +264,21 @@ def test_blocks_being_written_below_it_are_orphaned() -> None:
         two.settle(below, rank)
     assert two.hits(chain("a", 3)) == 0
     check_integrity(cache)
-    assert not any(block for extent in cache.pool.extents.values() for block in extent.blocks)
+    assert not any(cache.pool.blocks)
 
 
 def test_unknown_references_invalidate_nothing() -> None:
     cache = make_cache()
     engine = Engine(cache, "one")
     reserved = engine.store(chain("a", 2))
-    stale = reserved.slots[:8] + (1).to_bytes(8, "little") + reserved.slots[16:24]
-    inside = (int.from_bytes(reserved.slots[:8], "little") + 64).to_bytes(8, "little") + reserved.slots[8:24]
-    beyond = b"\xff" * 24
+    stale = reserved.slots[:8] + (1).to_bytes(8, "little")
+    inside = (int.from_bytes(reserved.slots[:8], "little") + 64).to_bytes(8, "little") + reserved.slots[8:16]
+    beyond = b"\xff" * REF_BYTES
     found = engine.distrust(stale + inside + beyond)
     assert (found.blocks, found.writers) == (0, [("", 0)] * 3)
     with pytest.raises(UnknownHandle, match="another region"):
         engine.distrust(reserved.slots, region=b"s" * 16)
-    with pytest.raises(BadArgument, match="slot references"):
+    with pytest.raises(BadArgument, match="bytes of references"):
         engine.distrust(reserved.slots[:-1])
     with pytest.raises(BadArgument, match="finding 9"):
         engine.distrust(reserved.slots, finding=9)
@@ -289,7 +290,7 @@ def test_unknown_references_invalidate_nothing() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_invariants_hold_whatever_is_distrusted(seed: int) -> None:
     draw = random.Random(seed)
-    cache = make_cache(extents=2, pin_quota=0.5, supersede_after=0.0)
+    cache = make_cache(62, pin_quota=0.5, supersede_after=0.0)
     engines = [Engine(cache, "one"), Engine(cache, "two"), Engine(cache, "three", (PAGE, 7 * PAGE))]
     leases: list[tuple[Engine, m.Acquired]] = []
     open_: list[tuple[Engine, m.Reserved]] = []
@@ -329,5 +330,5 @@ def test_invariants_hold_whatever_is_distrusted(seed: int) -> None:
     check_integrity(cache)
     engines[0].ask(m.Clear(1, b""))
     assert cache.counters["blocks_distrusted"] > 20
-    assert not any(block for extent in cache.pool.extents.values() for block in extent.blocks)
+    assert not any(cache.pool.blocks)
     assert all(share.bytes == 0 for share in cache.eviction.fair_share.shares)

@@ -132,7 +132,8 @@ def test_work_of_the_daemon_s_own(loop: Loop) -> None:
 # With a daemon.
 
 
-def test_other_sessions_see_a_long_reserve_in_progress_and_its_own_session_waits(daemon: Any) -> None:
+def test_other_sessions_see_a_long_reserve_in_progress_and_its_own_session_waits(start_daemon: Any) -> None:
+    daemon = start_daemon(size="128MiB")
     with Engine(daemon.endpoint, "long") as long, Engine(daemon.endpoint, "short") as short:
         in_progress = False
         for attempt in range(10):  # who asks may be asleep all the time that it takes

@@ -15,7 +15,7 @@ from kvcache_server.core.pins import STEPS
 
 def prefix_cache(blocks: int, quota_blocks: int) -> tuple[Cache, Engine]:
     """Return a cache with a chain "p" of `blocks`, of which an engine may pin `quota_blocks` at one time."""
-    cache = make_cache(extents=8, pin_quota=quota_blocks * 1024 / (16 * MIB))
+    cache = make_cache(256, KIB, pin_quota=quota_blocks * KIB / (16 * MIB))
     engine = Engine(cache, "one", block_bytes=1024)
     for at in range(0, blocks, 1024):
         engine.store(chain("p", blocks)[at : at + 1024], f"p{at - 1}" if at else None)
@@ -47,8 +47,8 @@ def test_many_leases_of_one_prefix_count_it_once():
 
 
 def test_the_figures_count_a_block_once_however_many_leases_hold_it():
-    cache = make_cache()
-    engines = [Engine(cache, name, block_bytes=1024) for name in ("one", "two")]
+    cache = make_cache(page_bytes=KIB)
+    engines = [Engine(cache, name, block_bytes=KIB) for name in ("one", "two")]
     engines[0].store(chain("p", 8))
     for name in ("q", "r"):
         engines[0].store(chain(name, 2), "p7")
@@ -100,13 +100,13 @@ def test_a_lease_may_end_while_its_chain_is_being_covered():
 
 
 def test_released_blocks_may_be_evicted_before_they_are_uncovered():
-    cache = make_cache(extents=1, pin_quota=0.5)
+    cache = make_cache(32, pin_quota=0.5)
     engine = Engine(cache, "one", block_bytes=128 * KIB)
     engine.store(chain("a", 6))
     leases = [engine.acquire(chain("a", 6)).lease for _ in range(3)]
     engine.ask(m.Release(1, b"", leases))
-    engine.store(chain("b", 15))  # takes all of "a"
+    engine.store(chain("b", 16))  # takes all of "a"
     assert engine.hits(["a0"]) == 0
     check_integrity(cache)
-    assert engine.acquire(chain("b", 15)).hits == 8
+    assert engine.acquire(chain("b", 16)).hits == 8
     check_integrity(cache)

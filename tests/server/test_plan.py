@@ -51,7 +51,7 @@ def blocks_until_one_goes(serve: str, shards: int, shard_bytes: int) -> int:
     assert words[:2] == ["kvcache-server", "serve"]
     flags = {flag[2:].replace("-", "_"): value for flag, value in zip(words[2::2], words[3::2], strict=True)}
     config = load(environ={}, flags=flags)
-    geometry = plan_geometry(b"r" * 16, config.size, config.extent_size)
+    geometry = plan_geometry(b"r" * 16, config.size, config.page_size)
     cache = Cache(sparse_region(geometry), geometry)
     session = cache.open_session("one", "", 0.0)
     spec = NamespaceSpec("m", (GroupSpec(128, (shard_bytes,) * shards),))
@@ -74,7 +74,7 @@ def blocks_until_one_goes(serve: str, shards: int, shard_bytes: int) -> int:
     ("name", "options"),
     [
         ("llama-3-8b", {"ram": 64 * GIB}),
-        ("llama-3-8b", {"ram": 64 * GIB, "extent": 256 << 20}),
+        ("llama-3-8b", {"ram": 64 * GIB, "page_size": 2 << 20}),
         ("llama-3.1-70b", {"ram": 256 * GIB, "tp": 8, "kv_dtype": "fp8"}),
         ("llama-3-8b", {"ram": 256 * GIB, "tp": 16}),
         ("deepseek-v3", {"ram": 160 * GIB, "tp": 8}),
@@ -91,12 +91,9 @@ def test_a_daemon_with_the_pasted_flags_holds_exactly_the_planned_blocks(name: s
     assert found["host"]["tokens"] == kept * kv["block_tokens"]
 
 
-def test_an_extent_size_is_recommended_only_if_it_holds_more() -> None:
-    advised = plan("gemma-2-9b", ram=512 * GIB)["host"]
-    assert advised["extent_given"] and advised["blocks"] > 1.01 * advised["blocks_by_default"]
-    assert advised["unused_share"] < 0.01
-    for name in ("gemma-3-1b", "llama-3-8b"):
-        assert not plan(name, ram=512 * GIB)["host"]["extent_given"]
+def test_pages_leave_little_of_the_memory_unused() -> None:
+    for name in ("gemma-2-9b", "gemma-3-1b", "llama-3-8b"):
+        assert plan(name, ram=512 * GIB)["host"]["unused_share"] < 0.03
 
 
 @pytest.mark.parametrize(
@@ -232,7 +229,7 @@ def test_an_unsupported_file_is_refused_naming_the_field(change: dict[str, Any],
         (["--weights", "0"], "weights 0: at least 1"),
         (["--engine-block-size", "0"], "engine_block 0: at least 1"),
         (["--engines", "99999999999999999999"], "engines 99999999999999999999: at most"),
-        (["--ram", "20GiB", "--leave", "19.9GiB", "--extent-size", "2MiB"], "does not fit into an extent"),
+        (["--ram", "20GiB", "--leave", "19.999GiB", "--page-size", "4KiB"], "at least 2162688 with pages of 4096"),
     ],
 )
 def test_invalid_flags_are_refused(arguments: list[str], says: str) -> None:

@@ -12,19 +12,18 @@ from insights import figures
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError, KVCacheError, NotPermitted, RegionError, UnknownHandle
-from kvcache_proto.region import READY, SLOT_ROW, RegionRows
-from kvcache_proto.types import Outcome, Refusal, SlotRef, Verdict, unpack_refs
+from kvcache_proto.region import READY, ROW, RegionRows, row_of
+from kvcache_proto.types import REF_BYTES, BlockRef, Outcome, Refusal, Verdict, unpack_refs
 from kvcache_server.core import journal
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.journal import Manifest
-from kvcache_server.core.slices import LOOK
 
 # Plain stories.
 
 
 def test_blocks_are_restored_in_place_and_evicted_in_the_same_order() -> None:
-    host = Host(extents=1)
-    engine = Client(host, "one", spec_of(256 << 10))  # seven slots
+    host = Host(blocks=28)
+    engine = Client(host, "one", spec_of(256 << 10))  # room for seven
     for name in "abc":
         engine.store(chain(name, 2))
     engine.acquire(chain("a", 2), pin=False)
@@ -39,22 +38,53 @@ def test_blocks_are_restored_in_place_and_evicted_in_the_same_order() -> None:
     check_integrity(host.cache)
 
 
-def test_each_extent_has_the_latest_tick_of_its_blocks() -> None:
-    host = Host(extents=6)
-    engine = Client(host, "one", spec_of(512 << 10))  # three an extent
+def test_a_daemon_continues_with_the_last_tick_and_generation_and_the_same_free_pages() -> None:
+    host = Host(blocks=120)
+    engine = Client(host, "one", spec_of(512 << 10))
     for number in range(14):
         engine.store([f"c{number}"])
     for number in (3, 7, 12):
         engine.acquire([f"c{number}"])
-    before = {extent.index: extent.newest for extent in host.cache.pool.extents.values()}
-    assert len(before) == 5
+    before = host.cache.pool
     after = host.restart(gone=(engine.session,)).pool
-    assert {extent.index: extent.newest for extent in after.extents.values()} == before
-    assert after.tick == max(before.values())
+    assert (after.tick, after.generation) == (before.tick, before.generation)
+    assert sorted(after.free.runs()) == sorted(before.free.runs())
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_blocks_in_several_runs_are_restored_with_all_their_pages(living: bool) -> None:
+    host = Host(blocks=16)
+    small, large = Client(host, "small", spec_of(64 << 10)), Client(host, "large", spec_of(160 << 10))
+    small.store([f"s{number}" for number in range(16)])
+    for number in range(1, 16, 2):
+        small.ask(m.Drop(1, b"", small.namespace, [digest(f"s{number}")]))
+    for number in range(16):
+        if number % 2:
+            small.acquire([f"s{number}"], pin=False)
+    large.store(["x"])
+    large.store(["y"])
+    reserved = large.reserve(["z"])
+    before = found(host.cache)
+    group = host.cache.namespaces[2].groups[0]
+    blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values())]
+    runs = {block.ref: host.cache.pool.runs_of(block) for block in blocks}
+    assert len(runs) == 3
+    host.restart(gone=() if living else (large.session,))
+    check_integrity(host.cache)
+    assert found(host.cache) == before
+    pool = host.cache.pool
+    assert {block.ref: pool.runs_of(block) for block in pool.blocks if block is not None and block.ref in runs} == runs
+    if living:
+        large.come_back(reserved.reservation)
+        assert large.settle(reserved.reservation) == [Verdict.VISIBLE]
+    else:
+        host.now += LIMITS.quarantine
+        host.tick()
+    check_integrity(host.cache)
 
 
 def test_what_a_parent_inherited_survives_a_restart() -> None:
-    host = Host(extents=1)
+    host = Host(blocks=28)
     engine = Client(host, "one", spec_of(256 << 10))
     engine.store(chain("p", 2))  # the prefix that children keep warm
     engine.store(chain("x", 3))
@@ -68,30 +98,6 @@ def test_what_a_parent_inherited_survives_a_restart() -> None:
     engine.come_back()
     host.tick()
     assert {block.hash: block.tick for block in host.cache.namespaces[1].groups[0].visible.values()}[digest("p1")] > 0
-    check_integrity(host.cache)
-
-
-def test_rows_that_were_never_cleared_are_not_read() -> None:
-    host = Host(extents=1)
-    extent_bytes = host.cache.geometry.extent_bytes
-    start = host.cache.rows.extent_start(0)
-    host.cache.rows.buffer[start : start + extent_bytes] = b"\1" + b"\xff" * (extent_bytes - 1)
-    engine = Client(host, "one", spec_of(64))
-    names = [f"t{number}" for number in range(LOOK + 2)]
-    for name in names[: LOOK - 1]:
-        engine.store([name])
-    before = found(host.cache)
-    generation = host.cache.pool.generation
-    host.restart(gone=(engine.session,))
-    assert found(host.cache) == before
-    assert (host.cache.counters["rows_discarded"], host.cache.pool.generation) == (0, generation)
-    check_integrity(host.cache)
-    engine = Client(host, "two", spec_of(64))
-    for name in names[LOOK - 1 :]:
-        engine.store([name])
-    host.restart(gone=(engine.session,))
-    engine = Client(host, "three", spec_of(64))
-    assert all(engine.acquire([name], pin=False).hits for name in names)
     check_integrity(host.cache)
 
 
@@ -121,11 +127,11 @@ def test_reservations_whose_replies_were_lost_are_given_back() -> None:
     with pytest.raises(UnknownHandle):
         engine.settle(unheard.reservation)
     # By way of the quarantine: that it was not told of them is for nobody else to say.
-    assert (host.cache.pool.extents[0].used, len(host.cache.pool.quarantine)) == (3, 2)
+    assert (used(host), len(host.cache.pool.quarantine)) == (3, 2)
     check_integrity(host.cache)
     host.now += LIMITS.quarantine
     host.tick()
-    assert host.cache.pool.extents[0].used == 1
+    assert used(host) == 1
     check_integrity(host.cache)
 
 
@@ -133,7 +139,7 @@ def test_only_a_resumed_session_restates_and_only_once() -> None:
     host = Host()
     engine = Client(host, "one", spec_of(64 << 10))
     engine.store(chain("a", 3))
-    ref = engine.acquire(chain("a", 3)).slots[-24:]
+    ref = engine.acquire(chain("a", 3)).slots[-REF_BYTES:]
     writing = engine.reserve(["w"])
     for _ in range(2):
         with pytest.raises(NotPermitted, match="nothing to restate"):
@@ -153,7 +159,7 @@ def test_a_session_that_resumes_with_the_same_daemon_also_restates_once() -> Non
     lease, heard = engine.acquire(chain("a", 3)), engine.reserve(["h"])
     unheard = engine.reserve(["u"])
     host.cache.disconnect_session(engine.session, 0.0)
-    assert engine.come_back(heard.reservation, ((lease.lease, lease.slots[-24:]),)) == []
+    assert engine.come_back(heard.reservation, ((lease.lease, lease.slots[-REF_BYTES:]),)) == []
     assert host.cache.counters["leases_restated"] == 1
     assert engine.settle(heard.reservation) == [Verdict.VISIBLE]
     with pytest.raises(UnknownHandle):
@@ -166,13 +172,13 @@ def test_a_session_that_resumes_with_the_same_daemon_also_restates_once() -> Non
 
 def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
     limits = msgspec.structs.replace(LIMITS, max_leases=4, pin_quota=0.25)
-    host = Host(extents=2, limits=limits)
+    host = Host(blocks=62, limits=limits)
     engine = Client(host, "one", spec_of(64 << 10))
     for name in "abcdef":
         engine.store(chain(name, 3))
     group = host.cache.namespaces[1].groups[0]
     ends = {name: group.visible[digest(f"{name}2")].ref for name in "abcdef"}
-    quota = int(0.25 * host.cache.pool.capacity) // group.slot_bytes
+    quota = int(0.25 * host.cache.pool.capacity) // group.allocated_bytes
     last = host.cache.lookups.last
     host.cache.disconnect_session(engine.session, 0.0)
     # The same chain over and over costs nothing; the fifth lease is one too many.
@@ -192,7 +198,7 @@ def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
 
 def test_the_work_of_a_restate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache_server.core.lookups.MOST_RESTATED", 50)
-    host = Host(extents=3)
+    host = Host(blocks=93)
     engine = Client(host, "one", spec_of(64 << 10))
     engine.store(chain("a", 40))
     engine.store(chain("b", 40))
@@ -205,7 +211,7 @@ def test_the_work_of_a_restate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("stores", range(7))
-def test_a_slot_being_granted_does_not_restore_its_former_block(stores: int) -> None:
+def test_pages_being_granted_do_not_restore_its_former_block(stores: int) -> None:
     host = Host()
     engine = Client(host, "one", spec_of(64 << 10))
     engine.settle(engine.reserve(["half"]).reservation, Outcome.FAILED)
@@ -218,7 +224,7 @@ def test_a_slot_being_granted_does_not_restore_its_former_block(stores: int) -> 
 
 
 def test_nothing_is_evicted_until_leases_are_restated_or_ten_seconds_have_passed() -> None:
-    host = Host(extents=1)
+    host = Host(blocks=28)
     reader, other = (Client(host, name, spec_of(256 << 10)) for name in ("reader", "other"))
     other.store(chain("a", 7))
     lease = reader.acquire(chain("a", 7))
@@ -237,12 +243,17 @@ def test_nothing_is_evicted_until_leases_are_restated_or_ten_seconds_have_passed
     check_integrity(host.cache)
 
 
+def used(host: Host) -> int:
+    """Return how many blocks have pages."""
+    return sum(block is not None for block in host.cache.pool.blocks)
+
+
 def engine_answers(client: Client, paths: list[str]) -> list[Refusal]:
     return [Refusal(answer) for answer in client.reserve(paths).answers]
 
 
 def test_after_the_grace_period_a_disconnected_session_keeps_only_its_slots_until_it_is_fenced_off() -> None:
-    host = Host(extents=1)
+    host = Host(blocks=28)
     away, other = (Client(host, name, spec_of(256 << 10)) for name in ("away", "other"))
     other.store(chain("a", 5))
     away.acquire(chain("a", 5))
@@ -261,15 +272,15 @@ def test_after_the_grace_period_a_disconnected_session_keeps_only_its_slots_unti
     host.now = 19.9
     host.tick()
     assert engine_answers(other, ["c"]) == [Refusal.GRANTED]
-    assert figures(host.cache, host.now)["pool"]["slots_quarantined"] == 1
+    assert figures(host.cache, host.now)["pool"]["blocks_quarantined"] == 1
     host.now = 20.0
     host.tick()
-    assert figures(host.cache, host.now)["pool"]["slots_quarantined"] == 0
+    assert figures(host.cache, host.now)["pool"]["blocks_quarantined"] == 0
     check_integrity(host.cache)
 
 
 def test_a_quarantine_starts_again_with_the_daemon() -> None:
-    host = Host(extents=1)
+    host = Host(blocks=28)
     dead = Client(host, "dead", spec_of(256 << 10))
     dead.reserve(["w"])
     host.end(dead.session)
@@ -278,11 +289,11 @@ def test_a_quarantine_starts_again_with_the_daemon() -> None:
         host.now += 9.0
         host.restart()
         host.tick()
-        assert figures(host.cache, host.now)["pool"]["slots_quarantined"] == 1, life
+        assert figures(host.cache, host.now)["pool"]["blocks_quarantined"] == 1, life
         check_integrity(host.cache)
     host.now += 10.0
     host.tick()
-    assert host.cache.pool.extents[0].used == 0
+    assert used(host) == 0
 
 
 def test_a_dead_rank_dooms_its_blocks_and_the_other_rank_settles_first() -> None:
@@ -298,7 +309,7 @@ def test_a_dead_rank_dooms_its_blocks_and_the_other_rank_settles_first() -> None
     assert zero.settle(reserved.reservation, at=(1,)) == [Verdict.FAILED]
     assert scheduler.acquire(["a"]).hits == 0  # a rank is missing, and the block is doomed, too
     stats = figures(host.cache, host.now)["pool"]
-    assert (stats["slots_quarantined"], stats["blocks"], stats["blocks_writing"]) == (2, 0, 0)
+    assert (stats["blocks_quarantined"], stats["blocks"], stats["blocks_writing"]) == (2, 0, 0)
     check_integrity(host.cache)
 
 
@@ -315,7 +326,7 @@ def test_only_disconnected_sessions_can_be_resumed() -> None:
 
 
 def test_numbers_and_generations_are_never_reused() -> None:
-    host = Host(extents=1)
+    host = Host(blocks=28)
     seen: set[tuple[str, int]] = set()
     for _ in range(3):
         engine = Client(host, "one", spec_of(256 << 10))
@@ -339,12 +350,10 @@ def test_numbers_and_generations_are_never_reused() -> None:
 def still_there(host: Host, ref: bytes) -> bool:
     """Whether the region itself says that the slot holds the READY block of this reference."""
     rows = RegionRows(memoryview(host.buffer), host.geometry)
-    where = SlotRef.unpack(ref)
+    where = BlockRef.unpack(ref)
     if not rows.is_current(where):
         return False
-    extent = (where.offset - host.geometry.data_offset) // host.geometry.extent_bytes
-    slot = (where.offset - rows.extent_start(extent)) // rows.extent_row(extent)[0]
-    row = rows.read_row(rows.row_offset(extent, slot))
+    row = rows.read_row(row_of(rows.page_of(where.offset)))
     return row is not None and row.state == READY
 
 
@@ -408,7 +417,7 @@ def test_a_rewritten_manifest_is_equal() -> None:
     for record in book.records():
         again.apply(record)
     assert vars(again) == vars(book)
-    assert SLOT_ROW == 128
+    assert ROW == 128
 
 
 def test_a_row_forged_in_another_engine_s_name_does_not_harm_that_engine() -> None:
@@ -417,12 +426,11 @@ def test_a_row_forged_in_another_engine_s_name_does_not_harm_that_engine() -> No
     victim.reserve(["v"])
     mine = attacker.reserve(["a", "b"])
     rows = host.cache.rows
-    extent, slot = host.cache.pool.locate(host.cache.namespaces[1].groups[0].pending[digest("b")].block)
-    at = host.cache.pool.row(extent, slot)
+    at = host.cache.pool.row(host.cache.namespaces[1].groups[0].pending[digest("b")].block)
     row = rows.read_row(at)
     assert row is not None
     body = row.body._replace(engine=host.cache.engines["victim"].number)
-    rows.open_row(at, row.generation, row.tick, row.parent, body)
+    rows.open_row(at, row.generation, row.tick, row.parent, body, 25)
     cache = host.restart()
     check_integrity(cache)
     written = cache.engines["victim"].writing

@@ -17,8 +17,8 @@ from insights import figures
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import TAIL, GroupSpec
+from kvcache_server.capacity.room import room
 from kvcache_server.cli import commands
-from kvcache_server.core.extent_sizing import room
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.replay.bounds import distinct, optimum
 from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
@@ -150,7 +150,7 @@ def test_the_simulated_daemon_uses_the_real_index_and_stays_sound() -> None:
             there = [block_hash(block) in group.visible for block in request.blocks]
             assert there == sorted(there, reverse=True)
     assert figures(shadow.cache, 0.0)["pool"]["pinned_bytes"] == 0
-    assert figures(shadow.cache, 0.0)["pool"]["blocks"] == place.slots
+    assert figures(shadow.cache, 0.0)["pool"]["blocks"] == place.blocks
     assert figures(shadow.cache, 0.0)["counters"]["blocks_evicted"] > 0
 
 
@@ -227,7 +227,7 @@ def test_json_and_table_agree(tmp_path: Path) -> None:
     )
     model = json.loads(run(str(path), "--model", str(MODEL), "--capacity", "4GiB", "--engines", "2", "--json").stdout)
     assert model["block_bytes"] == 512 * 128 * 1024
-    assert model["rows"][0]["blocks"] == make_rooms(4 << 30, Setup(block_bytes=model["block_bytes"]))[0].slots
+    assert model["rows"][0]["blocks"] == make_rooms(4 << 30, Setup(block_bytes=model["block_bytes"]))[0].blocks
 
 
 GOOD = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}'

@@ -15,7 +15,7 @@ from small_cache import KIB, Engine, chain, hashes, make_cache, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
-from kvcache_proto.types import Finding
+from kvcache_proto.types import REF_BYTES, Finding
 from kvcache_server.commands.describe import describe
 from kvcache_server.commands.why import describe as explain
 from kvcache_server.core import retention
@@ -25,7 +25,7 @@ from kvcache_server.core.journal import Manifest, PinEnded, PinMade, pack, read
 from kvcache_server.core.limits import OPERATOR
 from kvcache_server.core.slices import finish
 
-BLOCKS = 4 * 31  # of make_cache(): 64 KiB blocks in 4 extents of 2 MiB
+BLOCKS = 128  # of 64 KiB, for which there is room here
 
 
 def retain(engine: Engine, names: list[str], seconds: float = 60.0, request: str = "") -> m.Retained:
@@ -52,7 +52,9 @@ def hints(cache: Cache, now: float = 0.0) -> dict[str, Any]:
 
 @pytest.fixture
 def cache() -> Any:
-    made = make_cache(retain_quota=0.2, policy="lru")  # otherwise what was asked for again survives a flood by itself
+    made = make_cache(
+        BLOCKS, retain_quota=0.2, policy="lru"
+    )  # otherwise what was asked for again survives a flood by itself
     yield made
     check_integrity(made)
     finish(audit(made))
@@ -62,7 +64,7 @@ def cache() -> Any:
 
 
 def test_what_is_to_be_retained_is_stored_whatever_it_is_worth() -> None:
-    cache = make_cache(retain_quota=0.2)
+    cache = make_cache(BLOCKS, retain_quota=0.2)
     engine = Engine(cache, "one")
     popular = [chain(f"popular {number} ", 4) for number in range(BLOCKS // 4)]
     for turn in range(600):
@@ -79,7 +81,7 @@ def test_what_is_to_be_retained_is_stored_whatever_it_is_worth() -> None:
 
 
 def test_what_is_dropped_right_after_it_was_asked_for_goes_first() -> None:
-    cache = make_cache()
+    cache = make_cache(BLOCKS)
     engine = Engine(cache, "one")
     for name in ("older", "over", "newer"):
         engine.store(chain(name, 8))
@@ -208,7 +210,7 @@ def test_what_does_not_fit_displaces_nothing(cache: Cache) -> None:
 
 
 def test_all_engines_together_retain_half_of_the_pool() -> None:
-    cache = make_cache(retain_quota=0.2)
+    cache = make_cache(BLOCKS, retain_quota=0.2)
     engines = [Engine(cache, f"engine {number}") for number in range(4)]
     for number, engine in enumerate(engines):
         engine.store(chain(f"prompt {number} ", 24))
@@ -255,7 +257,7 @@ def test_values_out_of_bounds_are_named(cache: Cache, seconds: float, named: str
 
 
 def test_engines_and_operators_that_keep_all_they_may_leave_the_others_their_floors() -> None:
-    cache = make_cache(retain_quota=0.25, operator_quota=0.25)
+    cache = make_cache(BLOCKS, retain_quota=0.25, operator_quota=0.25)
     for number in range(2):
         one = Engine(cache, f"engine {number}")
         one.store(chain(f"kept {number} ", 31))
@@ -284,7 +286,7 @@ def test_an_engine_above_its_floor_gets_nothing_of_what_others_retain(cache: Cac
 
 
 def test_a_dropped_prompt_goes_first() -> None:
-    cache = make_cache()
+    cache = make_cache(BLOCKS)
     one, other = Engine(cache, "one"), Engine(cache, "other")
     other.store(chain("old", 20))
     one.store(chain("over", 20))
@@ -298,7 +300,7 @@ def test_a_dropped_prompt_goes_first() -> None:
 
 
 def test_what_others_share_is_not_dropped() -> None:
-    cache = make_cache(retain_quota=0.2)
+    cache = make_cache(BLOCKS, retain_quota=0.2)
     one, other = Engine(cache, "one"), Engine(cache, "other")
     one.store(chain("system", 5))
     for name in ("a", "b"):
@@ -319,7 +321,7 @@ def test_what_others_share_is_not_dropped() -> None:
 
 
 def test_a_dropped_prompt_that_is_asked_for_again_stays() -> None:
-    cache = make_cache()
+    cache = make_cache(BLOCKS)
     one = Engine(cache, "one")
     one.store(chain("first", 10))
     one.store(chain("over", 10))
@@ -344,7 +346,7 @@ def test_a_drop_by_one_engine_does_not_take_another_below_its_floor() -> None:
 
 
 def test_nothing_is_left_of_engines_and_namespaces_that_are_gone() -> None:
-    cache = make_cache(retain_quota=0.5)
+    cache = make_cache(BLOCKS, retain_quota=0.5)
     for number in range(3):
         engine = Engine(cache, f"engine {number}", (64 + number) * KIB, f"model {number}")
         engine.store(chain("kept", 5))
@@ -431,7 +433,7 @@ def test_wrong_blocks_are_forgotten_although_they_are_kept_and_kept_again_once_t
     pin(cache, one, chain("kept", 10))
     slots = one.acquire(chain("kept", 10), pin=False).slots
     region = cache.geometry.region_id
-    one.ask(m.Distrust(1, b"", region, slots[4 * 24 : 5 * 24], 0, Finding.CORRUPT))
+    one.ask(m.Distrust(1, b"", region, slots[4 * REF_BYTES : 5 * REF_BYTES], 0, Finding.CORRUPT))
     check_integrity(cache)
     tick(cache, 1.0)
     flood(one)
@@ -504,7 +506,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = make_cache(1, retain_quota=0.3, operator_quota=0.2, pin_quota=0.3)
+        self.cache = make_cache(31, retain_quota=0.3, operator_quota=0.2, pin_quota=0.3)
         self.engines = [Engine(self.cache, f"engine {number}") for number in range(3)]
         self.operator = operator(self.cache)
         self.now = 0.0
@@ -558,7 +560,7 @@ class Machine(RuleBasedStateMachine):
     def distrust(self, engine: int, name: str, at: int) -> None:
         found = self.engines[engine].acquire(chain(name, at + 1), pin=False)
         region = self.cache.geometry.region_id
-        self.engines[engine].ask(m.Distrust(1, b"", region, found.slots[-24:], 0, Finding.CORRUPT))
+        self.engines[engine].ask(m.Distrust(1, b"", region, found.slots[-REF_BYTES:], 0, Finding.CORRUPT))
 
     @rule()
     def clear(self) -> None:

@@ -192,7 +192,7 @@ def wrong_requests(engine: Engine, reservation: int) -> Iterator[tuple[m.Request
     yield m.Attach(0, b"", other, (0,)), "geometry_mismatch", "shards (8192,); registered with (4096,)"
     yield m.Attach(0, b"", NamespaceSpec("model", SPEC.groups, hash_bytes=16)), "geometry_mismatch", "hashes of 16"
     huge = NamespaceSpec("huge", (GroupSpec(16, 1 << 40),))
-    yield m.Attach(0, b"", huge, (0,)), "bad_argument", "does not fit into an extent"
+    yield m.Attach(0, b"", huge, (0,)), "bad_argument", "does not fit into a region"
     yield m.Attach(0, b"", SPEC, (-1,)), "bad_argument", "shards"
     yield m.Attach(0, b"", SPEC, (0, 0)), "bad_argument", "shards"
     yield m.Attach(0, b"", SPEC, (1,)), "bad_argument", "shards"
@@ -291,7 +291,7 @@ def memory_of(daemon: Any) -> int:
 
 @pytest.mark.parametrize(("width", "turn"), [(100, 2000), (2000, 500), (20_000, 50)])
 def test_a_client_that_never_reads_does_not_grow_the_daemon(start_daemon: Any, width: int, turn: int) -> None:
-    daemon = start_daemon()
+    daemon = start_daemon(size="192MiB")
     spec = NamespaceSpec("small", (GroupSpec(16, 1024),))
     with Engine(daemon.endpoint, "honest", spec) as engine:
         engine.store(hashes(width))
@@ -674,14 +674,3 @@ def test_sessions_are_bounded(start_daemon: Any) -> None:
     sessions.pop().close()
     for session in sessions:
         session.close()
-
-
-def test_the_log_says_once_that_blocks_leave_much_of_the_region_empty(start_daemon: Any) -> None:
-    daemon = start_daemon(size="64MiB", extent_size="8MiB")
-    odd, even = (NamespaceSpec(name, (GroupSpec(16, size),)) for name, size in (("odd", 3 << 20), ("even", 64 << 10)))
-    with Engine(daemon.endpoint, "one", odd), Engine(daemon.endpoint, "two", odd), Engine(daemon.endpoint, "x", even):
-        found = {space["model"]: space for space in daemon.status()["namespaces"]}
-    said = [line for line in daemon.log.splitlines() if "of the region empty" in line]
-    assert len(said) == 1 and "model odd: blocks of 3.0 MiB leave 25.0 %" in said[0]
-    assert found["odd"]["better_extent_bytes"] > 8 << 20 and "; extent_size " in said[0]
-    assert found["even"]["better_extent_bytes"] == 0

@@ -15,10 +15,20 @@ from small_cache import KIB, MIB, Engine, chain, hashes, make_cache
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, UnknownHandle
-from kvcache_proto.region import SLOT_ROW
-from kvcache_proto.types import TAIL, Finding, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict, unpack_refs
+from kvcache_proto.region import ROW, row_of
+from kvcache_proto.types import (
+    REF_BYTES,
+    TAIL,
+    Finding,
+    GroupSpec,
+    Outcome,
+    Refusal,
+    Verdict,
+    unpack_refs,
+)
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.eviction.policy import Reassign
+from kvcache_server.core.eviction.policy import LRU
+from kvcache_server.core.index import Block
 from kvcache_server.core.integrity import audit, check_integrity
 from kvcache_server.core.slices import LOOK, STEP, finish
 from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
@@ -125,7 +135,7 @@ def verdicts(settled: m.Settled) -> list[Verdict]:
 
 
 def test_slices_are_bounded_and_small_requests_take_one() -> None:
-    cache = make_cache(extents=8)
+    cache = make_cache(248, KIB)
     engine = Engine(cache, "one", block_bytes=1 * KIB)
     assert reserving(engine, chain("a", STEP)).slices == 1
     reserved = reserving(engine, chain("b", 10 * STEP))
@@ -136,42 +146,12 @@ def test_slices_are_bounded_and_small_requests_take_one() -> None:
     assert settled.slices == 10
     failed = settling(engine, engine.reserve(chain("c", 10 * STEP)), Outcome.FAILED)
     failed.finish()
-    assert failed.slices == 19  # it dooms them, then it frees their slots
-
-
-def test_an_extent_of_tiny_blocks_is_cut_some_slots_at_a_time() -> None:
-    cache = make_cache(extents=1)
-    pool, rows = cache.pool, cache.rows
-    first = rows.extent_start(0)
-    cache.rows.buffer[first:] = b"\xff" * (2 * MIB)
-    engine = Engine(cache, "one", 64)
-    slots = 2 * MIB // (64 + SLOT_ROW)
-    at = rows.extent_start(1) - slots * SLOT_ROW
-
-    def cleared() -> int:
-        return slots - rows.states(at, slots).count((1 << 64) - 1)
-
-    reserved = [engine.reserve([f"{number}" for number in range(LOOK - 1)])]
-    assert cleared() == LOOK, "rows of slots that nobody has asked for"
-    assert finish(pool.surveying()).free == (slots - LOOK + 1) * 64
-    reserved += [engine.reserve([f"{number}"]) for number in (LOOK - 1, LOOK)]
-    assert cleared() == 2 * LOOK
-    check_integrity(cache)
-    names = [f"{number}" for number in range(LOOK + 1, slots)]
-    reserved.append(engine.reserve(names))
-    assert all(each.answers.count(Refusal.GRANTED) == len(each.answers) for each in reserved), "not every slot is had"
-    assert finish(pool.surveying()).free == 0
-    for each in reserved:
-        engine.settle(each)
-    refs = unpack_refs(engine.acquire(["0"]).slots + engine.acquire(names[-1:]).slots)
-    assert all(rows.is_current(ref) and rows.slot_view(ref, 0, 64).nbytes == 64 for ref in refs)
-    check_integrity(cache)
-    finish(audit(cache))
+    assert failed.slices == 19  # it dooms them, then it frees their pages
 
 
 @pytest.mark.parametrize("when", [3, 8, 20, 40, 300, 800])
 def test_why_examines_a_long_miss_in_slices_while_the_cache_changes(when: int) -> None:
-    cache = make_cache()
+    cache = make_cache(page_bytes=KIB)
     engines = [Engine(cache, name, 64, name) for name in ("one", "two", "three")]
     names = [f"{number}" for number in range(60_000)]
     for engine in engines[1:]:
@@ -214,7 +194,7 @@ def test_a_why_with_very_many_causes_ends_with_unexamined_blocks() -> None:
 
 def test_many_runs_are_examined_in_slices() -> None:
     """Also runs that are all refused at once, because their parents are unknown."""
-    cache = make_cache(extents=8)
+    cache = make_cache()
     engine = Engine(cache, "one", block_bytes=1 * KIB)
     names = hashes(chain("a", 3 * LOOK))
     orphans = Long(engine, m.Reserve(1, b"", engine.namespace, [m.Run([name], b"x" * 16) for name in names]))
@@ -228,7 +208,7 @@ def test_many_runs_are_examined_in_slices() -> None:
 
 
 def test_a_commit_shows_many_blocks_in_slices() -> None:
-    cache = make_cache(extents=12)
+    cache = make_cache(80, 512)
     engine = Engine(cache, "one", block_bytes=512)
     names = chain("a", 2 * LOOK)
     reserved = engine.reserve(names)
@@ -241,7 +221,7 @@ def test_a_commit_shows_many_blocks_in_slices() -> None:
 
 
 def test_a_long_invalid_request_changes_nothing() -> None:
-    cache = make_cache(extents=16)
+    cache = make_cache(80, 512)
     engine = Engine(cache, "one", block_bytes=512)
     names = chain("a", 2 * LOOK)
     with pytest.raises(BadArgument, match="twice"):
@@ -280,7 +260,7 @@ def test_a_reservation_cannot_be_settled_before_its_reply(tiny: None) -> None:
     assert engine.settle(long.finish()) == [Verdict.VISIBLE] * 4
 
 
-@pytest.mark.parametrize("slices", range(16))
+@pytest.mark.parametrize("slices", range(15))
 def test_blocks_may_go_while_those_that_leases_hold_are_counted(tiny: None, slices: int) -> None:
     cache = make_cache()
     engine, other = Engine(cache, "one"), Engine(cache, "two")
@@ -313,7 +293,12 @@ def test_a_session_that_ends_midway_leaves_nothing_behind(tiny: None, slices: in
     cache.registry.prune()
     check_integrity(cache)
     stats = figures(cache, 0.0)["pool"]
-    assert (stats["blocks"], stats["blocks_writing"], stats["slots_quarantined"], stats["reservations"]) == (2, 0, 0, 0)
+    assert (stats["blocks"], stats["blocks_writing"], stats["blocks_quarantined"], stats["reservations"]) == (
+        2,
+        0,
+        0,
+        0,
+    )
     assert other.store(chain("a", 8))[2:] == [Refusal.GRANTED] * 6
 
 
@@ -359,7 +344,7 @@ def test_the_parent_of_a_run_may_fail_or_be_superseded_midway(tiny: None) -> Non
 
 
 def test_the_parent_of_a_run_is_not_evicted_for_it(tiny: None) -> None:
-    cache = make_cache(extents=1)
+    cache = make_cache(31)
     engine, other = Engine(cache, "one", 512 * KIB), Engine(cache, "two", 512 * KIB)
     engine.store(["p", "q"])
     long = begun(engine, ["q", "r"], parent="p")  # q is present, and a leaf
@@ -372,13 +357,13 @@ def test_the_parent_of_a_run_is_not_evicted_for_it(tiny: None) -> None:
 
 
 def test_blocks_found_by_a_long_lookup_stay_until_they_are_leased(tiny: None) -> None:
-    cache = make_cache(extents=1, pin_quota=1.0)
+    cache = make_cache(31, pin_quota=1.0)
     engine, other = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 256 * KIB)
     engine.store(chain("a", 6))
     long = Long(engine, m.Acquire(1, b"", engine.namespace, hashes(chain("a", 6))))
     for _ in range(4):
         long.take_slice()
-    other.store(chain("b", 7))  # all that can be had: the slot that is free, and what is below the four found
+    other.store(chain("b", 7))  # all that can be had: what is free, and what is below the four found
     assert long.finish().hits == 4
     assert engine.hits(chain("a", 6)) == 4 and other.hits(chain("b", 7)) == 3
 
@@ -391,7 +376,9 @@ def test_a_long_lookup_does_not_return_blocks_distrusted_in_the_meantime(tiny: N
     long = Long(other, m.Acquire(1, b"", other.namespace, hashes(chain("a", 6))))
     for _ in range(4):
         long.take_slice()
-    engine.ask(m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[24:48], 0, Finding.CORRUPT))
+    engine.ask(
+        m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[REF_BYTES : 2 * REF_BYTES], 0, Finding.CORRUPT)
+    )
     assert long.finish().hits == 1
 
 
@@ -412,111 +399,64 @@ def test_a_session_that_leaves_during_a_lookup_pins_nothing(tiny: None, slices: 
 # Making room.
 
 
-def test_an_extent_that_is_leased_while_it_is_emptied_stays(tiny: None) -> None:
-    cache = make_cache(extents=2, pin_quota=1.0)
+def test_large_and_small_blocks_take_each_others_place_between_slices(tiny: None) -> None:
+    cache = make_cache(62)
     small, large = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 1 * MIB, model="large")
     small.store(chain("a", 14))
-    long = reserving(large, ["x"])
-    while long.under_way and cache.eviction.evictions["recut"] < 3:
-        long.take_slice()
-    assert cache.eviction.evictions["recut"] == 3
-    lease = small.acquire(chain("a", 14))
-    assert lease.hits == 11
-    assert answers(long.finish()) == [Refusal.NO_SPACE]
-    assert small.hits(chain("a", 14)) == 11
-    assert small.store(chain("b", 3)) == [Refusal.GRANTED] * 3  # its vacant slots are given away again
+    for turn in range(20):
+        long = reserving(large, chain(f"x{turn}.", 2))
+        while long.under_way:
+            long.take_slice()
+            small.store([f"b{turn}.{long.slices}"])
+        assert answers(long.reply) == [Refusal.GRANTED] * 2
+        large.settle(long.reply)
+        check_integrity(cache)
+    finish(audit(cache))
 
 
-def test_no_slot_of_an_extent_being_emptied_is_granted(tiny: None) -> None:
-    cache = make_cache(extents=2)
+def test_what_is_leased_stays_while_room_is_made(tiny: None) -> None:
+    cache = make_cache(64, pin_quota=1.0)
     small, large = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 1 * MIB, model="large")
-    small.store(chain("a", 14))
-    long = reserving(large, ["x"])
-    while long.under_way:
+    small.store(chain("a", 16))
+    long = reserving(large, chain("x", 4))
+    while long.under_way and cache.eviction.evictions["room"] < 4:
         long.take_slice()
-        small.store([f"b{long.slices}"])
-    assert answers(long.reply) == [Refusal.GRANTED]
+    lease = small.acquire(chain("a", 16))
+    assert lease.hits == 12
+    assert answers(long.finish()) == [Refusal.GRANTED, Refusal.NO_SPACE, *[Refusal.NO_PARENT] * 2]
+    assert small.hits(chain("a", 16)) == 12
 
 
-@pytest.mark.parametrize("slices", range(1, 6))
-def test_an_extent_is_not_emptied_under_a_writer_whose_block_was_doomed_meanwhile(tiny: None, slices: int) -> None:
-    """Nothing can evict that block, and its slot stays taken: the daemon would try for ever."""
-    cache = make_cache(extents=1, policy="lru")
-    session = cache.open_session("one", "", 0.0)
-
-    def ask(request: m.Request) -> Any:
-        return cache.handle(session, request, 0.0)
-
-    spec = NamespaceSpec("m", (GroupSpec(16, (32 * KIB, 32 * KIB)),), hash_bytes=16)
-    namespace = ask(m.Attach(1, b"", spec, (0, 1))).namespace
-
-    def reserve(name: str) -> m.Reserved:
-        return ask(m.Reserve(1, b"", namespace, [m.Run(hashes([name]))]))
-
-    def settle(reserved: m.Reserved, shards: tuple[int, ...], outcome: Outcome) -> None:
-        ask(m.Settle(1, b"", cache.geometry.region_id, reserved.reservation, shards, outcome))
-
-    first, second = reserve("first"), reserve("second")
-    for each in (first, second):
-        settle(each, (0, 1), Outcome.COMMITTED)
-    ask(m.Distrust(1, b"", cache.geometry.region_id, first.slots, 0, Finding.CORRUPT))  # so its slot is the next
-    size = cache.namespaces[namespace].groups[0].slot_bytes
-    emptying = cache.eviction.reassign(Reassign(size))
-    for _ in range(slices):
-        next(emptying)
-    doomed = reserve("doomed")
-    settle(doomed, (0,), Outcome.FAILED)
-    assert doomed.slots[:8] == first.slots[:8]
-    assert finish(emptying) is False
-    check_integrity(cache)
-
-
-@pytest.mark.parametrize("slices", range(1, 20))
-def test_two_requests_do_not_empty_one_extent(tiny: None, slices: int) -> None:
-    """One that gives up would let others take slots that the other one has emptied already."""
-    cache = make_cache(extents=1, policy="lru")
-    engine = Engine(cache, "one")
-    names = chain("a", 4)
-    for name in names:
-        engine.store([name])
-    size = cache.namespaces[1].groups[0].slot_bytes
-    first, second = (cache.eviction.reassign(Reassign(size)) for _ in range(2))
-    for _ in range(slices):
-        next(first, None)
-        next(second, None)
-    lease = engine.acquire(names[-1:]).lease
-    finish(first)
-    engine.ask(m.Release(1, b"", [lease]))
-    engine.store(["b"])
-    finish(second)
-    check_integrity(cache)
-
-
-def test_the_coldest_extents_are_emptied_in_slices(tiny: None) -> None:
-    cache = make_cache(extents=4)
-    engine = Engine(cache, "one", block_bytes=512 * KIB)
+def test_what_is_coldest_goes_for_a_large_block() -> None:
+    cache = make_cache(96, policy=LRU)
+    engine, large = Engine(cache, "one", block_bytes=512 * KIB), Engine(cache, "two", 3 * MIB, model="large")
     for name in "abcd":
         engine.store(chain(name, 3))
     engine.hits(chain("a", 3))
-    size = cache.namespaces[1].groups[0].slot_bytes
-    slices = 0
-    for _ in range(3):
-        for _ in cache.eviction.reassign(Reassign(size)):
-            slices += 1
-            check_integrity(cache)
-    assert cache.pool.uncut == 3
-    assert slices > 9
-    assert engine.hits(chain("a", 3)) == 3
+    assert large.store(["x"]) == [Refusal.GRANTED]
+    assert [engine.hits(chain(name, 3)) for name in "abcd"] == [3, 0, 0, 3]
+    check_integrity(cache)
 
 
-def test_of_a_chain_in_many_extents_the_end_goes() -> None:
-    cache = make_cache(extents=40)
-    engine = Engine(cache, "one", block_bytes=512 * KIB)
+def test_of_a_chain_the_end_goes_for_large_blocks() -> None:
+    cache = make_cache(960)
+    engine, large = Engine(cache, "one", block_bytes=512 * KIB), Engine(cache, "two", 6 * MIB, model="large")
     engine.store(chain("a", 120))
-    size = cache.namespaces[1].groups[0].slot_bytes
-    for _ in range(20):
-        assert finish(cache.eviction.reassign(Reassign(size)))
+    assert large.store(chain("x", 5)) == [Refusal.GRANTED] * 5
     assert engine.hits(chain("a", 120)) == 60
+    check_integrity(cache)
+
+
+def test_for_one_block_a_bounded_number_of_others_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the next one is asked for, the rest goes."""
+    monkeypatch.setattr("kvcache_server.core.eviction.policy._MOST_FOR_ONE", 100)
+    cache = make_cache(4, 64)
+    small, large = Engine(cache, "one", block_bytes=64), Engine(cache, "two", 64 * 250, model="large")
+    names = chain("a", cache.geometry.pages)
+    small.store(names)
+    assert [large.store(["x"]) for _ in range(3)] == [[Refusal.NO_SPACE]] * 2 + [[Refusal.GRANTED]]
+    assert cache.eviction.evictions["room"] == 250
+    check_integrity(cache)
 
 
 def lines_of_slices(steps: Any) -> list[int]:
@@ -538,35 +478,22 @@ def lines_of_slices(steps: Any) -> list[int]:
             sys.settrace(None)
 
 
-@pytest.fixture
-def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for bound in ("core.index.LOOK", "core.eviction.policy.LOOK", "core.eviction.policy._LOOK_BLOCKS"):
-        monkeypatch.setattr(f"kvcache_server.{bound}", 64)
-    monkeypatch.setattr("kvcache_server.core.eviction.policy.STEP", 1)
-
-
 @pytest.mark.parametrize("wide", [False, True], ids=["a chain", "children of one block"])
-def test_no_slice_grows_with_the_blocks_of_an_extent_that_is_emptied(short_looks: None, wide: bool) -> None:
-    cache = make_cache(extents=2)
-    engine = Engine(cache, "one", block_bytes=64)
-    names = chain("a", 15_000)  # 10,922 in an extent
-    engine.store(names[:1])
-    for at in range(1, len(names), 1 if wide else 1000):
-        engine.store(names[at : at + (1 if wide else 1000)], names[0 if wide else at - 1])
-    assert max(lines_of_slices(cache.eviction.reassign(Reassign(64)))) < 2000
-    assert cache.pool.uncut == 1
-    check_integrity(cache)
-
-
-def test_examining_an_extent_is_bounded_for_any_number_of_children(short_looks: None) -> None:
-    cache = make_cache(extents=16)
-    engine = Engine(cache, "one", block_bytes=32 * KIB)
-    engine.store(["parent"])
-    for name in chain("child", 1000):
-        engine.store([name], "parent")
-    assert not cache.pool.uncut
-    assert max(lines_of_slices(cache.eviction.reassign(Reassign(32 * KIB)))) < 2000
-    assert cache.pool.uncut == 1
+def test_no_slice_grows_with_the_blocks_in_the_pool(wide: bool) -> None:
+    most = []
+    for blocks in (4, 16):
+        cache = make_cache(blocks, 64)
+        engine, large = Engine(cache, "one", block_bytes=64), Engine(cache, "two", 20 * 64, model="large")
+        names = chain("a", cache.geometry.pages)
+        engine.store(names[:1])
+        for at in range(1, len(names), 1 if wide else 1000):
+            engine.store(names[at : at + (1 if wide else 1000)], names[0 if wide else at - 1])
+        assert not cache.pool.free.pages
+        request = m.Reserve(1, b"", large.namespace, [m.Run(hashes(chain("x", 64)))])
+        most.append(max(lines_of_slices(cache.begin(large.session, request, 0.0))))
+        assert cache.eviction.evictions["room"] >= 20 * 64
+        check_integrity(cache)
+    assert most[1] < 1.2 * most[0]
 
 
 # Clear, distrust, ends and quarantines.
@@ -614,7 +541,10 @@ def test_distrusted_blocks_are_hidden_from_the_first_slice_on(tiny: None) -> Non
     engine.settle(reserved)
     lease = other.acquire(names[:6])
     writing = other.reserve(["below"], parent=names[7])
-    long = Long(engine, m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[24:48], 0, Finding.CORRUPT))
+    long = Long(
+        engine,
+        m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[REF_BYTES : 2 * REF_BYTES], 0, Finding.CORRUPT),
+    )
     while not cache.invalidation.waiting:
         long.take_slice()
     assert other.hits(names) == 1
@@ -633,7 +563,7 @@ def test_nothing_below_a_distrusted_block_is_found_through_a_new_one(tiny: None)
     names = chain("a", 8)
     reserved = engine.reserve(names)
     engine.settle(reserved)
-    long = Long(engine, m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[:24], 0, Finding.CORRUPT))
+    long = Long(engine, m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[:REF_BYTES], 0, Finding.CORRUPT))
     while other.hits(names):
         long.take_slice()
     while long.under_way:
@@ -668,52 +598,65 @@ def test_what_is_retained_may_be_distrusted_until_a_tick_has_looked(tiny: None) 
     assert not cache.retentions.doubted and not cache.retentions.retained_bytes
 
 
-def test_the_end_of_a_writer_takes_slices_and_its_slots_stay_quarantined(tiny: None) -> None:
+def test_the_end_of_a_writer_takes_slices_and_its_pages_stay_quarantined(tiny: None) -> None:
     cache = make_cache(quarantine=10.0)
     engine, other = Engine(cache, "one"), Engine(cache, "two")
     engine.reserve(chain("a", 8))
     cache.end_session(engine.session, 0.0)
     assert cache.chores
-    assert figures(cache, 0.0)["pool"]["slots_quarantined"] < 8
+    assert figures(cache, 0.0)["pool"]["blocks_quarantined"] < 8
     assert do_chores(cache) > 8
-    assert figures(cache, 0.0)["pool"]["slots_quarantined"] == 8
+    assert figures(cache, 0.0)["pool"]["blocks_quarantined"] == 8
     assert "one" not in cache.engines
     cache.tick(10.0)
-    assert 0 < figures(cache, 0.0)["pool"]["slots_quarantined"] < 8
+    assert 0 < figures(cache, 0.0)["pool"]["blocks_quarantined"] < 8
     cache.tick(10.0)
     do_chores(cache)
-    assert figures(cache, 0.0)["pool"]["slots_quarantined"] == 0
+    assert figures(cache, 0.0)["pool"]["blocks_quarantined"] == 0
     assert other.store(chain("a", 8)) == [Refusal.GRANTED] * 8
 
 
 # A look at what must always hold.
 
 
+def block_of(cache: Cache, name: str) -> Block:
+    return cache.namespaces[1].groups[0].visible[hashes([name])[0]]
+
+
 def spoil_row(cache: Cache) -> None:
-    extent = cache.pool.extents[0]
-    cache.rows.set_state(cache.pool.row(extent, 1), 0)
+    cache.rows.set_state(cache.pool.row(block_of(cache, "a1")), 0)
+
+
+def spoil_stray_row(cache: Cache) -> None:
+    row = cache.pool.row(block_of(cache, "a1"))
+    cache.rows.buffer[row_of(1) : row_of(2)] = cache.rows.buffer[row : row + ROW]
 
 
 def spoil_busy(cache: Cache) -> None:
-    cache.pool.extents[0].busy += 1
+    cache.pool.busy += 1
 
 
-def spoil_vacant(cache: Cache) -> None:
-    cache.pool.extents[0].vacant.append(0)
+def spoil_free(cache: Cache) -> None:
+    cache.pool.free.add(cache.pool.page(block_of(cache, "a1")), 1)
+
+
+def spoil_page(cache: Cache) -> None:
+    pool = cache.pool
+    pool.blocks[pool.page(block_of(cache, "a1"))] = block_of(cache, "a2")
 
 
 def spoil_tree(cache: Cache) -> None:
-    block = cache.pool.extents[0].blocks[3]
-    assert block is not None and block.parent is not None
+    block = block_of(cache, "a3")
+    assert block.parent is not None
     block.parent.child = None
 
 
 def spoil_order(cache: Cache) -> None:
-    cache.namespaces[1].groups[0].visible[hashes(["a5"])[0]].queued = 0
+    block_of(cache, "a5").queued = 0
 
 
 def spoil_parent(cache: Cache) -> None:
-    cache.rows.set_parent(cache.pool.row(cache.pool.extents[0], 2), 77)
+    cache.rows.set_parent(cache.pool.row(block_of(cache, "a2")), 77)
 
 
 def spoil_account(cache: Cache) -> None:
@@ -731,8 +674,8 @@ def spoil_pending(cache: Cache) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        *(spoil_row, spoil_busy, spoil_vacant, spoil_tree, spoil_order, spoil_parent, spoil_account, spoil_engine),
-        spoil_pending,
+        *(spoil_row, spoil_stray_row, spoil_busy, spoil_free, spoil_page, spoil_tree, spoil_order, spoil_parent),
+        *(spoil_account, spoil_engine, spoil_pending),
     ],
 )
 def test_an_audit_finds_what_is_broken(spoil: Any) -> None:
@@ -751,20 +694,20 @@ def test_an_audit_finds_what_is_broken(spoil: Any) -> None:
 
 
 @pytest.mark.parametrize("slices", range(1, 12))
-def test_an_audit_passes_over_extents_that_are_cut_again_meanwhile(slices: int) -> None:
-    cache = make_cache(extents=1)
+def test_an_audit_passes_over_pages_that_get_other_blocks_meanwhile(slices: int) -> None:
+    cache = make_cache(31)
     engine, other = Engine(cache, "one"), Engine(cache, "two", 100 * KIB, "other")
     engine.store(chain("a", 3))
     auditing = audit(cache)
     for _ in range(slices):
         next(auditing, None)
     cache.clear("", "an operator", 0.0)
-    assert other.reserve(["b"]).reservation  # in the same extent; it is written now
+    assert other.reserve(["b"]).reservation  # on the same pages; it is written now
     finish(auditing)
 
 
 def test_an_audit_runs_in_slices_while_the_cache_changes() -> None:
-    cache = make_cache(extents=8)
+    cache = make_cache(248, KIB)
     engine = Engine(cache, "one", block_bytes=1 * KIB)
     engine.store(chain("a", 20 * STEP))
     looks = 0
@@ -785,7 +728,7 @@ class Story:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.cache = make_cache(extents=3, supersede_after=1.0, quarantine=3.0)
+        self.cache = make_cache(93, 32 * KIB, supersede_after=1.0, quarantine=3.0)
         self.now = 0.0
         self.count = 0
         self.long: dict[str, Long] = {}
@@ -794,6 +737,13 @@ class Story:
         self.refs: list[bytes] = []
         self.engines: dict[str, Engine] = {}
         self.audit, self.audits = audit(self.cache), 0
+        self.scattered = False
+        self.comb = Engine(self.cache, "comb", 64 * KIB, "comb")  # between what it leases, no large block fits
+        for at in range(93):
+            self.comb.store([f"c{at}"])
+            if at % 4 == 0:
+                self.comb.acquire([f"c{at}"])
+        self.comb.ask(m.Clear(1, b""))
         for name in ("one", "two", "three", "four", "window", "state"):
             self.start(name)
 
@@ -851,11 +801,13 @@ class Story:
         else:
             self.long[name] = Long(engine, self.request(name))
             self.look(name)
+        self.scattered |= bool(self.cache.pool._scattered)
         check_integrity(self.cache)
 
     def look_at_a_part(self) -> None:
         try:
-            next(self.audit)
+            for _ in range(16):
+                next(self.audit)
         except StopIteration:
             self.audits += 1
             self.audit = audit(self.cache)
@@ -869,7 +821,7 @@ class Story:
         self.count += long.slices > 1
         if isinstance(reply, m.Reserved) and reply.reservation:
             self.open[name].append(reply)
-            self.refs = [reply.slots[at : at + 24] for at in range(0, len(reply.slots), 24)] + self.refs[:10]
+            self.refs = [ref.pack() for ref in unpack_refs(reply.slots)] + self.refs[:10]
         elif isinstance(reply, m.Acquired) and reply.lease:
             self.leases[name].append(reply.lease)
 
@@ -886,7 +838,7 @@ def test_concurrent_requests_leave_a_consistent_state_after_each_slice(tiny: Non
     story = Story(seed)
     for _ in range(800):
         story.step()
-    assert story.audits > 5
+    assert story.audits > 5 and story.scattered
     for name in list(story.long):
         long = story.long.pop(name)
         while long.under_way:
@@ -901,6 +853,7 @@ def test_concurrent_requests_leave_a_consistent_state_after_each_slice(tiny: Non
             except UnknownHandle:
                 continue  # settled
         story.cache.end_session(engine.session, story.now)
+    story.cache.end_session(story.comb.session, story.now)
     do_chores(story.cache)
     story.cache.tick(story.now + 10.0)
     do_chores(story.cache)
@@ -927,7 +880,7 @@ def restating(engine: Engine, ends: list[str]) -> Long:
 
 
 def test_many_long_leases_are_restated_in_slices() -> None:
-    cache = make_cache(extents=2)
+    cache = make_cache(16, 64)
     engine = Engine(cache, "one", block_bytes=64)
     names = chain("a", 2 * LOOK)
     engine.store(names)
@@ -950,7 +903,7 @@ def test_many_long_leases_are_restated_in_slices() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_leases_are_restated_while_others_evict_and_read(seed: int) -> None:
     draw = random.Random(seed)
-    cache = make_cache(extents=1)
+    cache = make_cache(31)
     engine, sibling, other = (Engine(cache, name) for name in ("one", "one", "other"))
     engine.store(chain("a", 12))
     for name in "bc":
@@ -977,7 +930,7 @@ def test_leases_are_restated_while_others_evict_and_read(seed: int) -> None:
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("slices", [1, 2, 5, 12])
 def test_a_session_that_leaves_while_it_restates_holds_nothing(slices: int) -> None:
-    cache = make_cache(extents=1)
+    cache = make_cache(31)
     engine, other = Engine(cache, "one"), Engine(cache, "other")
     engine.store(chain("a", 8))
     cache.lookups.last += 4

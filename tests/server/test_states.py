@@ -12,7 +12,7 @@ from small_cache import KIB, Engine, chain, hashes, make_cache
 from kvcache_proto import messages as m
 from kvcache_proto import region
 from kvcache_proto.errors import UnknownHandle
-from kvcache_proto.region import RegionRows
+from kvcache_proto.region import WORD, RegionRows
 from kvcache_server.core.slices import STEP, finish
 from kvcache_server.core.states import LEASE, RESERVATION, SHARD, SLOT
 
@@ -23,12 +23,12 @@ def stepped(steps: tuple[object, ...]) -> set[tuple[str, str]]:
     return {(step.before, step.after) for step in steps}  # type: ignore[attr-defined]
 
 
-def test_slots_change_state_as_in_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_change_state_as_in_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[tuple[str, str]] = set()
-    set_state, open_row = RegionRows.set_state, RegionRows.open_row
+    set_state, open_row, close_row = RegionRows.set_state, RegionRows.open_row, RegionRows.close_row
 
     def state(rows: RegionRows, at: int) -> str:
-        return NAMES[rows.states(at, 1)[0]]
+        return NAMES[rows._words[at // WORD]]
 
     def noted_state(rows: RegionRows, at: int, after: int) -> None:
         before = state(rows, at)
@@ -41,7 +41,14 @@ def test_slots_change_state_as_in_their_table(monkeypatch: pytest.MonkeyPatch) -
         open_row(rows, at, *what)  # type: ignore[arg-type]
         seen.add((before, state(rows, at)))
 
+    def noted_closing(rows: RegionRows, at: int) -> None:
+        before = rows._words[at // WORD]
+        close_row(rows, at)
+        if before in NAMES:  # not of a further run
+            seen.add((NAMES[before], state(rows, at)))
+
     monkeypatch.setattr(RegionRows, "set_state", noted_state)
+    monkeypatch.setattr(RegionRows, "close_row", noted_closing)
     monkeypatch.setattr(RegionRows, "open_row", noted_opening)
     for seed in range(8):
         host = Host()

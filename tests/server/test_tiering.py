@@ -13,7 +13,7 @@ from small_cache import Engine, chain, hashes, make_cache
 from kvcache_proto import messages as m
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.messages import Work
-from kvcache_proto.types import GroupSpec
+from kvcache_proto.types import REF_BYTES, GroupSpec
 from kvcache_server.commands.why import TIERS
 from kvcache_server.core.effects import SessionGone
 from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
@@ -34,7 +34,7 @@ def tier() -> Tier:
 
 @pytest.fixture
 def group() -> Group:
-    return Group(1, 0, GroupSpec(16, (SIZE,)), 32, None)
+    return Group(1, 0, GroupSpec(16, (SIZE,)), 32, 4096)
 
 
 def names(count: int, of: str = "a") -> list[bytes]:
@@ -55,7 +55,7 @@ def bring(tier: Tier, group: Group, hashes: list[bytes], now: float, rate: float
             burst.append((number, part))
         if not burst:
             return now
-        now += sum(part.end - part.begin for _, part in burst) * group.slot_bytes / rate
+        now += sum(part.end - part.begin for _, part in burst) * group.allocated_bytes / rate
         for each, part in burst:
             assert tier.brought(each, b"\1" * (part.end - part.begin), now)
 
@@ -82,7 +82,7 @@ def test_blocks_that_a_tier_did_not_have_are_not_asked_for_at_once_again(tier: T
 
 
 def test_what_a_tier_had_is_forgotten_in_slices(tier: Tier) -> None:
-    blocks: Any = [SimpleNamespace(ref=number.to_bytes(24, "little")) for number in range(3 * LOOK)]
+    blocks: Any = [SimpleNamespace(ref=number.to_bytes(REF_BYTES, "little")) for number in range(3 * LOOK)]
     for block in blocks:
         tier.mark(block)
     assert all(map(tier.has, blocks))
@@ -129,7 +129,7 @@ class Host:
             self.work(name)
 
     def work(self, name: str) -> None:
-        self.tiering.begin(self.tiers[name], m.Work(1, b"", name, 4 * self.group.slot_bytes), self.now)
+        self.tiering.begin(self.tiers[name], m.Work(1, b"", name, 4 * self.group.allocated_bytes), self.now)
 
     def jobs(self, name: str) -> m.Jobs:
         jobs = self.tiering.jobs(self.tiers[name], 1, self.now)
@@ -329,7 +329,7 @@ def test_new_blocks_are_written_if_most_blocks_return_or_all_are_to_be(
 ) -> None:
     host = Host()
     host.tiers["disk"] = host.cache.open_session("tier disk", "", host.now)
-    work = m.Work(1, b"", "disk", 64 * host.group.slot_bytes, writes=writes)
+    work = m.Work(1, b"", "disk", 64 * host.group.allocated_bytes, writes=writes)
     host.tiering.begin(host.tiers["disk"], work, host.now)
     host.tiering.jobs(host.tiers["disk"], 1, host.now)
     engine = Stores(host, "other")
@@ -427,7 +427,7 @@ def test_long_looks_leave_no_room_for_writes(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_tier_that_refuses_writes_gets_them_later_and_looks_at_once() -> None:
     host = Host("disk")
-    tier, size = host.tiers["disk"], 4 * host.group.slot_bytes
+    tier, size = host.tiers["disk"], 4 * host.group.allocated_bytes
     host.tiering.begin(tier, m.Worked(2, b"", writes_off="no right"), host.now)  # while a request for work waits
     host.look_up()
     jobs = host.jobs("disk")

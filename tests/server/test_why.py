@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from insights import insight
-from worlds import BLOCK, IDENTITY, MIB, WAYS, Engine, Injector, World, fill
+from worlds import BLOCK, IDENTITY, WAYS, Engine, Injector, World, fill
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
@@ -111,7 +111,7 @@ def test_a_block_that_is_evicted_as_the_least_recently_used() -> None:
 
 
 def test_blocks_that_are_worth_less_than_all_others_are_not_saved() -> None:
-    world = World(policy=WORTH, extents=1)
+    world = World(policy=WORTH, blocks=31)
     a = Engine(world, "a")
     often = [world.chain(1) for _ in range(40)]
     while not world.cache.refusals["not_worth_it"]:
@@ -127,7 +127,7 @@ def test_blocks_that_are_worth_less_than_all_others_are_not_saved() -> None:
     assert "not saved by engine a" in told and "worth less than each cached block that could have gone" in told
 
 
-def test_blocks_of_another_size_recut_an_extent() -> None:
+def test_blocks_of_another_size_take_room() -> None:
     world = World()
     a = Engine(world, "a")
     fill(a)
@@ -137,7 +137,7 @@ def test_blocks_of_another_size_recut_an_extent() -> None:
     request, _ = a.look_up([gone])
     (told,) = world.why(request)["explained"]
     (run,) = told["runs"]
-    assert (run["cause"], run["engine"], run["namespace"], run["model"]) == ("recut", "large", large.spec.id, "large")
+    assert (run["cause"], run["engine"], run["namespace"], run["model"]) == ("room", "large", large.spec.id, "large")
     assert f"engine large saved in namespace {large.spec.id} (large)" in describe(world.why(request))
 
 
@@ -145,7 +145,7 @@ def test_a_namespace_at_its_ceiling() -> None:
     world = World(namespace_ceiling=0.25, write_quota=1.0)
     a, b = Engine(world, "a"), Engine(world, "b")
     run = a.store(world.chain(2))
-    slots = 8 * 2 * MIB // 4 // BLOCK
+    slots = 248 // 4
     while (a.number, run[1]) in world.visible():
         b.store(world.chain(1))
     request, _ = a.look_up(run)
@@ -160,7 +160,7 @@ def test_a_namespace_at_its_ceiling() -> None:
 
 
 def test_cached_blocks_that_are_withheld() -> None:
-    world = World(pin_quota=4 * BLOCK / (16 * MIB), max_leases=2)
+    world = World(pin_quota=4 / 248, max_leases=2)
     a = Engine(world, "a")
     run = a.store(world.chain(6))
     request, found = a.look_up([*run, *world.chain(1)], pin=True)
@@ -241,7 +241,7 @@ def test_how_the_daemon_started() -> None:
     run = world.chain(2)
     request, _ = a.look_up(run)
     assert causes(world, request) == [(2, "began_empty")]
-    assert "size or extent_size had changed" in describe(world.why(request))
+    assert "size or page_size had changed" in describe(world.why(request))
     a.store(world.chain(2))
     request, _ = a.look_up(run)
     assert causes(world, request) == [(2, "diverged")]

@@ -80,9 +80,9 @@ class Checked(Ranking):
 
     choices = 0
 
-    def least(self, size: int) -> Entry | None:
+    def least(self) -> Entry | None:
         self.expire()  # between two rankings time goes on, and a block may be one bin older than when it was ranked
-        entry = super().least(size)
+        entry = super().least()
         coldest: dict[tuple[str, int], Block] = {}  # of each account and class
         for each in self._fair_share.accounts:
             if each.share.bytes > each.share.floor:
@@ -111,7 +111,7 @@ class Checked(Ranking):
 def test_what_is_evicted_is_worth_least_of_the_coldest_of_each_account_and_class(
     seed: int,
 ) -> None:
-    draw, cache = random.Random(seed), make_cache(extents=4)
+    draw, cache = random.Random(seed), make_cache(124)
     cache.eviction.ranking.__class__ = Checked
     engines = [Engine(cache, name) for name in ("one", "two", "three")]
     now = 0.0
@@ -130,7 +130,7 @@ def test_what_is_evicted_is_worth_least_of_the_coldest_of_each_account_and_class
 @given(st.integers(0, 1 << 30), st.integers(1, 3))
 @settings(max_examples=15, deadline=None)
 def test_no_account_loses_blocks_to_others_below_its_floor(seed: int, others: int) -> None:
-    draw, cache = random.Random(seed), make_cache(extents=4, namespace_floor=0.2)
+    draw, cache = random.Random(seed), make_cache(124, namespace_floor=0.2)
     quiet = Engine(cache, "quiet", model="quiet")
     mine = chain("mine-", 40)
     quiet.store(mine)
@@ -142,13 +142,15 @@ def test_no_account_loses_blocks_to_others_below_its_floor(seed: int, others: in
         prompt = chain(f"{turn if draw.random() < 0.5 else draw.randrange(9)}-", draw.randrange(1, 20))
         engine.hits(prompt)
         engine.store(prompt)
-        assert account.share.bytes >= min(40 * account.group.slot_bytes, account.share.floor - account.group.slot_bytes)
+        assert account.share.bytes >= min(
+            40 * account.group.allocated_bytes, account.share.floor - account.group.allocated_bytes
+        )
     assert cache.eviction.evictions and quiet.hits(mine) >= 20
 
 
 @pytest.mark.parametrize("model", ["model", "another"])
 def test_a_stream_that_nobody_reads_stays_at_its_floor_even_by_age(model: str) -> None:
-    cache = make_cache(extents=4)
+    cache = make_cache(124)
     reader, stream = Engine(cache, "reader"), Engine(cache, "stream", model=model)
     kept = [chain(f"kept {number} ", 8) for number in range(15)]
     for prompt in kept:
@@ -157,7 +159,9 @@ def test_a_stream_that_nobody_reads_stays_at_its_floor_even_by_age(model: str) -
     account.share.factor, cache.eviction.guard.by_age = FACTOR_ONE_OFF / 2, True
     for number in range(100):
         stream.store(chain(f"once {number} ", 8))
-    assert account.share.bytes <= account.share.floor + 6 * account.group.slot_bytes, "the floor, and what was free"
+    assert account.share.bytes <= account.share.floor + 6 * account.group.allocated_bytes, (
+        "the floor, and what was free"
+    )
     assert cache.eviction.guard.by_age and cache.eviction.declined
     assert [reader.hits(prompt) for prompt in kept] == [8] * 15
     follow(cache)
@@ -188,7 +192,7 @@ def test_a_request_counts_once_however_often_it_asks() -> None:
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.7])
 def test_how_many_blocks_return_is_learned_from_those_that_had_the_time(part: float) -> None:
-    draw, cache = random.Random(5), make_cache(extents=4)
+    draw, cache = random.Random(5), make_cache(124)
     engine = Engine(cache, "one")
     again: defaultdict[int, list[list[str]]] = defaultdict(list)
     assert cache.learner.worths.returning == 0
@@ -221,11 +225,11 @@ def test_the_blocks_above_a_hit_go_up_one_class_too() -> None:
 
 
 def test_a_small_cache_of_the_guard_is_an_lru_cache() -> None:
-    cache = make_cache(extents=1)
-    engine = Engine(cache, "one", block_bytes=30 << 10)
-    slots = cache.pool.slots_of(30 << 10)
+    cache = make_cache(31)
+    engine = Engine(cache, "one", block_bytes=32 << 10)
+    blocks = cache.pool.blocks_of(32 << 10)
     draw = random.Random(1)
-    loop = [f"l{at % (slots + 20)}" for at in range(1000)]
+    loop = [f"l{at % (blocks + 20)}" for at in range(1000)]
     mixed = [f"m{int(draw.paretovariate(0.7))}" for _ in range(1000)]
     by_age = cache.eviction.guard._by_age
     for at, name in enumerate(loop + mixed):
@@ -233,12 +237,12 @@ def test_a_small_cache_of_the_guard_is_an_lru_cache() -> None:
             engine.store([name])
         if at % 100 == 99:
             cache.learner.learn()
-            latest = list(dict.fromkeys((loop + mixed)[at::-1]))[:slots]
+            latest = list(dict.fromkeys((loop + mixed)[at::-1]))[:blocks]
             assert list(by_age) == hashes(latest[::-1])
 
 
 def test_class_and_time_survive_a_restart() -> None:
-    host = Host(extents=6)
+    host = Host(186)
     spec = NamespaceSpec("m", (GroupSpec(16, 256 * KIB),), hash_bytes=8)
     engine = Client(host, "one", spec)
     engine.store(["a", "b", "c"])

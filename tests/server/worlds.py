@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from host import geometry_of
 from insights import answer, figures, insight
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
-from kvcache_proto.region import plan_geometry
-from kvcache_proto.types import Finding, GroupSpec, NamespaceSpec, Outcome, Refusal
+from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server.commands.why import describe
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import LRU
 from kvcache_server.core.limits import Limits
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
 IDENTITY = {"dtype": "bfloat16", "weights": "", "shards": "1", "block": "16x8", "seed": "0", "layout": "NHD"}
 OTHERWISE = {"dtype": "float16", "weights": "v2", "shards": "2", "layout": "HND"}
 BLOCK = 64 * KIB
@@ -25,8 +25,8 @@ BLOCK = 64 * KIB
 class World:
     """A small cache, and its true history: which blocks were removed, and why."""
 
-    def __init__(self, seed: int = 0, extents: int = 8, policy: str = LRU, **limits: Any) -> None:
-        geometry = plan_geometry(b"r" * 16, extents * 2 * MIB, 2 * MIB)
+    def __init__(self, seed: int = 0, blocks: int = 248, policy: str = LRU, **limits: Any) -> None:
+        geometry = geometry_of(blocks)
         options = {"pin_quota": 1.0, "supersede_after": 2.0, **limits}
         limits = Limits(**options)
         self.cache = Cache(memoryview(bytearray(geometry.region_bytes)), geometry, limits, seed=11, policy=policy)
@@ -175,7 +175,7 @@ class Injector:
         finding = self.draw.choice(list(Finding))
         slots = self.a.ask(m.Acquire(1, b"", self.a.number, [*head, *run], pin=False)).slots
         region = self.world.cache.geometry.region_id
-        self.b.ask(m.Distrust(1, b"", region, slots[24 * len(head) :][:24], 0, finding))
+        self.b.ask(m.Distrust(1, b"", region, slots[REF_BYTES * len(head) :][:REF_BYTES], 0, finding))
         return self.a, [*head, *run], [(len(head), "hit", {}), (3, finding.name.lower(), {"engine": "b"})]
 
     def no_space(self) -> Any:
@@ -189,7 +189,7 @@ class Injector:
                     leases.append((engine, engine.ask(m.Acquire(1, b"", space.number, names)).lease))
         run: list[bytes] = []
         answers = b""
-        while not any(answer > Refusal.IN_FLIGHT for answer in answers):  # until the last vacant slot is taken
+        while not any(answer > Refusal.IN_FLIGHT for answer in answers):  # until the last free page is taken
             part = self.world.chain(4)
             reserved = self.b.reserve(part, run[-1] if run else None)
             run, answers = run + part, answers + reserved.answers
@@ -221,7 +221,7 @@ class Injector:
         limit = int(self.world.cache.limits.write_quota * self.world.cache.pool.capacity) // BLOCK
         run = self.world.chain(limit + 3)
         reserved = self.b.reserve(run)
-        assert len(reserved.slots) // 24 == limit
+        assert len(reserved.slots) // REF_BYTES == limit
         self.b.settle(reserved)
         facts = {"engine": "b"}
         return self.a, run, [(limit, "hit", {}), (1, "refused_write_quota", facts), (2, "no_parent", facts)]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 from conftest import Daemon
+from scattered import write
 from tiered import wait_for
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
@@ -40,7 +41,7 @@ class HybridEngine:
             reservation = self.namespace.reserve(wanted, group=number)
             for at, slot in zip(reservation.granted, reservation.slots, strict=True):
                 for shard, size in enumerate(group.shards):
-                    slot.view(shard)[:] = content(wanted[at], number, shard, size)
+                    write(slot, content(wanted[at], number, shard, size), shard)
             stored += len(reservation.commit())
         return stored
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from conftest import Daemon, StartDaemon
+from scattered import scatter
 from tiered import (
     Connect,
     a_tier,
@@ -50,6 +51,34 @@ def test_blocks_come_back_from_a_tier(daemon: Daemon, connect: Connect, url: str
         wait_tier(daemon, "blocks_brought", 40)
         assert tier_of(daemon)["blocks_found"] == 40
     wait_for(lambda: not tier_of(daemon), "the tier's end")
+
+
+def test_scattered_blocks_go_out_and_come_back(
+    start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path
+) -> None:
+    """They lie in several runs of pages, both those that are written and those that are brought."""
+    daemon = start_daemon(size="8MiB", quarantine=0.5)
+    engine, names = connect(daemon), hashes(1, 12)
+
+    def check_that_they_are_scattered() -> None:
+        with engine.namespace.acquire(names) as lease:
+            assert lease.hits == len(names)
+            pieces = [sum(len(slot.views(shard)) for shard in range(2)) for slot in lease.slots]
+        assert sum(each > 2 for each in pieces) > len(names) // 2, "one piece for each shard would be two"
+
+    scatter(daemon.endpoint)
+    with a_tier(tmp_path, url, daemon.endpoint):
+        wait_open(daemon)
+        assert engine.save(names) == len(names)
+        check_that_they_are_scattered()
+        wait_tier(daemon, "blocks_written", len(names))
+    engine.session.clear()
+    scatter(daemon.endpoint)
+    with a_tier(tmp_path, url, daemon.endpoint):
+        wait_open(daemon)
+        engine.load_all(names)
+        wait_tier(daemon, "blocks_brought", len(names))
+        check_that_they_are_scattered()
 
 
 def test_through_writes_blocks_that_nobody_has_found_yet(
@@ -287,7 +316,7 @@ def test_ahead_writes_what_was_found_before_it_is_evicted(
         assert not tier_of(daemon).get("blocks_written"), "there is room"
         for chain in range(3, 40):  # evicts all others in the end
             engine.save(hashes(chain, 16))
-            time.sleep(0.02)
+            time.sleep(0.1)
         wait_tier(daemon, "blocks_written", 20)
         assert tier_of(daemon)["blocks_written"] == 20, "the others were never found"
         engine.session.clear()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import Daemon
+from scattered import write
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.session.namespace import Namespace
@@ -47,7 +48,7 @@ class ToyEngine:
         reservation = self.namespace.reserve(names, parent)
         for at, slot in zip(reservation.granted, reservation.slots, strict=True):
             for shard in range(len(SHARDS)):
-                slot.view(shard)[:] = content(names[at], shard)
+                write(slot, content(names[at], shard), shard)
         return len(reservation.commit())
 
     def load(self, names: Sequence[bytes], request: str = "", answered: bool = True) -> int:
@@ -109,7 +110,7 @@ def leave_below(daemon: Daemon, engine: ToyEngine, names: list[bytes]) -> None:
 
 def all_is_free(daemon: Daemon) -> bool:
     pool = daemon.status()["pool"]
-    return not pool["blocks_writing"] and not pool["slots_quarantined"] and not pool["pinned_bytes"]
+    return not pool["blocks_writing"] and not pool["blocks_quarantined"] and not pool["pinned_bytes"]
 
 
 def patched(folder: Path, code: str) -> dict[str, str]:

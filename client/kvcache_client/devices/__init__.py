@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.devices.layout import FragmentRun
+from kvcache_client.spans import Runs
 from kvcache_proto.errors import ServerError
 
 
@@ -62,6 +63,7 @@ class Job:
         blocks: n device blocks.
         offsets: n offsets in the region; the bytes of blocks[i] begin at offsets[i].
         ended: called once, on the thread that sees the end, after the last byte has moved or `error` is set.
+        runs: translates offsets from the region's end on, of blocks that lie in several runs of pages.
         error: why not all bytes have arrived.
         seconds: how long the copy itself took.
         cancelled: it never began, because its blocks were given away; `error` says so, too.
@@ -76,6 +78,7 @@ class Job:
     blocks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     ended: Callable[[Job], None]
+    runs: Runs | None = None
     error: str = ""
     seconds: float = 0.0
     layout: int = 0
@@ -88,6 +91,17 @@ class Job:
     def cancel(self) -> None:
         """Note that its blocks were given away before it began."""
         self.cancelled, self.error = True, "its blocks were given away before the copy began"
+
+    def pieces(self, offset: int, size: int) -> list[tuple[int, int]]:
+        """Return where `size` bytes from one of the offsets on lie in the region, in their order: offsets and sizes."""
+        return [(offset, size)] if self.runs is None else self.runs.pieces(offset, size)
+
+    @property
+    def end(self) -> int:
+        """The end of the offsets: that of the region, and of what is translated."""
+        if self.runs is None:
+            return self.region.bytes
+        return int(self.runs.begins[-1] + self.runs.sizes[-1])
 
 
 class Device(Protocol):
@@ -184,7 +198,7 @@ def check_job(job: Job, num_blocks: int, block_bytes: int) -> None:
     if not len(job.blocks):
         return
     low, high = int(job.offsets.min()), int(job.offsets.max()) + block_bytes
-    if low < 0 or high > job.region.bytes:
+    if low < 0 or high > job.end:
         raise ValueError(f"bytes {low} to {high} of a region of {job.region.bytes}")
     first, last = int(job.blocks.min()), int(job.blocks.max())
     if first < 0 or last >= num_blocks:

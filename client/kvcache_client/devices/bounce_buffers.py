@@ -13,7 +13,7 @@ import numpy as np
 from kvcache_client.devices import Job
 from kvcache_client.devices.paths import Blocks, Path
 from kvcache_client.devices.runtime import Addresses, Handle, Runtime
-from kvcache_client.devices.spans import Spans
+from kvcache_client.spans import Spans
 
 
 class BounceBuffers:
@@ -30,18 +30,18 @@ class BounceBuffers:
 
     def save(self, job: Job) -> None:
         """Copy a job; return when the bytes are in the region."""
-        filling: tuple[Addresses, int, Handle] | None = None
+        filling: tuple[list[int], int, Handle] | None = None
         try:
-            for blocks, places, buffer, event in self._parts(job):
+            for blocks, offsets, buffer, event in self._parts(job):
                 if job.cancelled:
                     break
                 self._path.move(blocks, _slots(buffer, len(blocks), self._slot), _whole)
                 self._path.finish(event)
                 if filling is not None:
-                    self._empty(*filling)
-                filling = (places, buffer, event)
+                    self._empty(job, *filling)
+                filling = (offsets, buffer, event)
             if filling is not None:
-                self._empty(*filling)
+                self._empty(job, *filling)
         except BaseException:
             self._path.synchronize()  # nothing may still write a buffer that the next job takes
             raise
@@ -49,11 +49,15 @@ class BounceBuffers:
     def load(self, job: Job) -> None:
         """Copy a job; return when the last bytes are in a buffer and their copy to the device is queued."""
         begin, size, _ = self._path.sections[job.section]
+        base = job.region.address
         try:
-            for blocks, places, buffer, event in self._parts(job):
+            for blocks, offsets, buffer, event in self._parts(job):
                 self._runtime.wait_host(event)
-                for number, place in enumerate(places.tolist()):
-                    ctypes.memmove(buffer + number * size, place + begin, size)
+                for number, offset in enumerate(offsets):
+                    into = buffer + number * size
+                    for place, part in job.pieces(offset + begin, size):
+                        ctypes.memmove(into, base + place, part)
+                        into += part
                 self._path.move(blocks, _slots(buffer - begin, len(blocks), size), _whole, job.section)
                 self._path.record(event)
         except BaseException:
@@ -65,17 +69,19 @@ class BounceBuffers:
             self._runtime.free_host(buffer)
             self._runtime.destroy_event(event)
 
-    def _parts(self, job: Job) -> Iterator[tuple[Blocks, Addresses, int, Handle]]:
-        places = (job.offsets + job.region.address).astype(np.uint64)
+    def _parts(self, job: Job) -> Iterator[tuple[Blocks, list[int], int, Handle]]:
         most = max(1, min(self._size // self._path.sections[job.section].bytes, self._path.most(job.section)))
-        for number, begin in enumerate(range(0, len(places), most)):
+        for number, begin in enumerate(range(0, len(job.blocks), most)):
             part = slice(begin, begin + most)
-            yield job.blocks[part], places[part], *self._buffers[number % 2]
+            yield job.blocks[part], job.offsets[part].tolist(), *self._buffers[number % 2]
 
-    def _empty(self, places: Addresses, buffer: int, event: Handle) -> None:
+    def _empty(self, job: Job, offsets: list[int], buffer: int, event: Handle) -> None:
         self._runtime.wait_host(event)
-        for number, place in enumerate(places.tolist()):
-            ctypes.memmove(place, buffer + number * self._slot, self._slot)
+        for number, offset in enumerate(offsets):
+            out_of = buffer + number * self._slot
+            for place, part in job.pieces(offset, self._slot):
+                ctypes.memmove(job.region.address + place, out_of, part)
+                out_of += part
 
 
 def _slots(first: int, count: int, size: int) -> Addresses:

@@ -26,7 +26,7 @@ from kvcache_client.devices.bounce_buffers import BounceBuffers
 from kvcache_client.devices.paths import Path
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.runtime import Handle, Runtime
-from kvcache_client.devices.spans import Spans, cut
+from kvcache_client.spans import Spans, cut
 
 logger = logging.getLogger("kvcache_client.devices")
 
@@ -219,13 +219,13 @@ class CopyQueue:
     def _queue(self, entry: Entry) -> bool:
         """Queue the job on the device, or return False where its bytes are not page-locked."""
         job = entry.job
-        entry.borrowed = self._registration.borrow(job.region, job.offsets, self._slot)
+        entry.borrowed = self._registration.borrow(job, self._slot)
         if entry.borrowed is None:
             return False
         base, every = job.region.address, self._registration.piece
 
         def at_chunks(spans: Spans) -> Spans:
-            return cut(spans, base, every)
+            return cut(spans if job.runs is None else job.runs.translate(spans, base), base, every)
 
         order = np.argsort(job.offsets)  # slots that follow each other become one piece
         blocks, places = job.blocks[order], (job.offsets[order] + base).astype(np.uint64)

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -135,6 +135,10 @@ class CpuDevice:
         move, copy = ctypes.memmove, np.copyto
         even, single = self._sections[0]
         for block, at in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
+            if at >= job.region.bytes:
+                for device, place, size in self._sections[0].moves(job, block, at):
+                    move(base + place, device, size)
+                continue
             for view, run in even:
                 begin = at + run.offset
                 copy(region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes), view[block])
@@ -146,6 +150,10 @@ class CpuDevice:
         move, copy = ctypes.memmove, np.copyto
         even, single = self._sections[job.section]
         for block, at in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
+            if at >= job.region.bytes:
+                for device, place, size in self._sections[job.section].moves(job, block, at):
+                    move(device, base + place, size)
+                continue
             for view, run in even:
                 begin = at + run.offset
                 copy(view[block], region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes))
@@ -164,6 +172,16 @@ class _Views(NamedTuple):
         moved = [run._replace(offset=run.offset + section.begin) for run in runs(section.fragments)]
         even, single = _sort(moved, num_blocks, keep)
         return cls([(_view(run, num_blocks), run) for run in even], single)
+
+    def moves(self, job: Job, block: int, at: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the pieces of `block`, which lies in several runs of pages: address on the device, offset in the
+        region, bytes."""
+        for run in (*(run for _, run in self.even), *self.single):
+            for number in range(run.number):
+                device = run.pointer + block * run.stride + number * run.step
+                for place, size in job.pieces(at + run.offset + number * run.bytes, run.bytes):
+                    yield device, place, size
+                    device += size
 
 
 class _Thread:

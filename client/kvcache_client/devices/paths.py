@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvcache_client.devices.layout import Section
 from kvcache_client.devices.runtime import Addresses, Handle, Runtime
-from kvcache_client.devices.spans import Spans, join
+from kvcache_client.spans import Spans, join
 
 Blocks = npt.NDArray[np.int64]
 Cut = Callable[[Spans], Spans]

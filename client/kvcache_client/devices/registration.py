@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices import CopyError, Memory
+from kvcache_client.devices import CopyError, Job, Memory
 from kvcache_client.devices.runtime import Runtime
 
 logger = logging.getLogger("kvcache_client.devices")
@@ -35,15 +35,22 @@ class _Locked:
         self.pieces: npt.NDArray[np.bool_] = np.zeros(-(-region.bytes // piece), np.bool_)
         self.calls: dict[int, int] = {}  # how many pieces were locked together, by the first of them
         self.bytes = self.copies = 0
-        self.over = False
+        self.left = self.pieces.copy()
+        self.over = bool(self.left.all())
         self.wanted: dict[int, None] = {}  # in the order in which copies have asked
         self._next = 0
 
-    def missing(self, offsets: npt.NDArray[np.int64], size: int) -> bool:
-        """Return whether any of `size` bytes at each of `offsets` are not locked; if so, they are locked next."""
+    def missing(self, job: Job, size: int) -> bool:
+        """Return whether any of `size` bytes at each of the offsets of `job` are not locked; if so, they are locked
+        next."""
+        offsets, sizes = job.offsets, np.full(len(job.offsets), size)
         if not len(offsets) or self.bytes == self.region.bytes:
             return False
-        first, last = offsets // self.piece, (offsets + size - 1) // self.piece
+        if job.runs is not None:
+            here = offsets < self.region.bytes
+            offsets = np.concatenate((offsets[here], job.runs.offsets.astype(np.int64)))
+            sizes = np.concatenate((sizes[here], job.runs.sizes.astype(np.int64)))
+        first, last = offsets // self.piece, (offsets + sizes - 1) // self.piece
         most = int((last - first).max()) + 1
         touched = np.unique(np.minimum(first[:, None] + np.arange(most), last[:, None]))
         missing = touched[~self.pieces[touched]]
@@ -62,10 +69,10 @@ class _Locked:
 
     def take_run(self, most: int) -> tuple[int, int]:
         """Return the first piece to lock and how many follow it, `most` at most. There must be one."""
-        while self.pieces[self._next]:
+        while self.pieces[self._next] or self.left[self._next]:
             self._next += 1
         end = self._next + 1
-        while end < len(self.pieces) and end - self._next < most and not self.pieces[end]:
+        while end < len(self.pieces) and end - self._next < most and not (self.pieces[end] or self.left[end]):
             end += 1
         return self._next, end - self._next
 
@@ -74,7 +81,7 @@ class _Locked:
         self.pieces[first : first + count] = True
         self.calls[first] = count
         self.bytes += self.place(first, count)[1]
-        self.over = bool(self.pieces.all())
+        self.over = bool((self.pieces | self.left).all())
 
     def forget(self, first: int) -> None:
         self.pieces[first : first + self.calls.pop(first)] = False
@@ -133,16 +140,16 @@ class Registration:
         with self._changed:
             return (self._now.over, self._now.bytes) if self._now is not None else (False, 0)
 
-    def borrow(self, region: Memory, offsets: npt.NDArray[np.int64], size: int) -> object | None:
-        """Return what keeps `size` bytes at each of `offsets` in `region` locked until it is given back, None where
-        some are not.
+    def borrow(self, job: Job, size: int) -> object | None:
+        """Return what keeps `size` bytes at each of the offsets of `job` locked until it is given back, None where some
+        are not.
 
         Called for every copy; never waits.
         """
         with self._changed:
-            if self._now is None or self._now.region is not region:
+            if self._now is None or self._now.region is not job.region:
                 return None
-            if self._now.missing(offsets, size):
+            if self._now.missing(job, size):
                 self._changed.notify_all()
                 return None
             self._now.copies += 1

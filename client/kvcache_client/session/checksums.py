@@ -51,14 +51,15 @@ def sums_of_shard(packed: bytes, shard: int, shards: int) -> npt.NDArray[np.uint
     return np.frombuffer(packed, "<u8").reshape(-1, shards)[:, shard]
 
 
-def sum_up(buffer: memoryview, begins: Iterable[int], size: int) -> npt.NDArray[np.uint64]:
-    """Return the checksum of `size` bytes of `buffer` at each of `begins`. Releases the GIL where `size` is large."""
+def sum_up(shards: Iterable[Iterable[memoryview]]) -> npt.NDArray[np.uint64]:
+    """Return the checksum of each shard, whose bytes are those of its views. Releases the GIL where they are large."""
     # A state, not the one-shot call, which kept the GIL before 4.0.
     state = xxhash.xxh3_64()
     found = []
-    for begin in begins:
+    for views in shards:
         state.reset()
-        state.update(buffer[begin : begin + size])
+        for view in views:
+            state.update(view)
         found.append(state.intdigest() or 1)
     return np.array(found, np.uint64)
 

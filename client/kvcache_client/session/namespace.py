@@ -13,7 +13,7 @@ from kvcache_client.session.lease import Lease
 from kvcache_client.session.replies import wrong_lookup, wrong_reservation
 from kvcache_client.session.reservation import Reservation, Ticket, chosen_shards
 from kvcache_client.session.settlements import Settlements
-from kvcache_client.session.slots import Parts, parts_of_hits, split
+from kvcache_client.session.slots import Parts, parts_of_hits
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.messages import (
     MAX_RETAINED,
@@ -173,7 +173,7 @@ class Namespace:
             return self._no_lease("lookups_refused")
         parts = parts_of_hits(self.spec, group, max(0, reply.hits), start)
         slots = sum(count for _, count in parts)
-        wrong = wrong_lookup(reply, len(hashes), pin, self.spec.shards, _holds(connection, parts), slots)
+        wrong = wrong_lookup(reply, len(hashes), pin, self.spec.shards, connection.region.holds, slots)
         if wrong:
             self._daemon.misbehaved(wrong)
             self._give_back(connection, reply)
@@ -256,7 +256,7 @@ class Namespace:
         parts: Parts = ()
         if isinstance(reply, Reserved):
             parts = _granted(asked, reply.answers)
-            wrong = wrong_reservation(reply, count, _holds(connection, parts)) if connection is not None else ""
+            wrong = wrong_reservation(reply, count, connection.region.holds) if connection is not None else ""
             if wrong:
                 self._daemon.misbehaved(wrong)
                 self._daemon.count("reserves_refused")
@@ -384,7 +384,7 @@ class Namespace:
     def _say(self, message: Callable[[int], Numbered], answered: Callable[[Reply | None], None]) -> bool:
         """Send a hint, made for the daemon's number of this namespace."""
         connection, number = self._joined()
-        if connection is None or connection.door.welcome.version < 2:
+        if connection is None:
             self._daemon.count("hints_unsaid")
             return False
         return self._daemon.post(connection, message(number), "hints_unsaid", answered)
@@ -413,7 +413,7 @@ class Namespace:
             then(list(reply.writers) if isinstance(reply, Distrusted) else [])
 
         connection = daemon.connection
-        if connection is None or connection.region.id != region_id or connection.door.welcome.version < 2:
+        if connection is None or connection.region.id != region_id:
             daemon.count("distrusts_unsaid")
             then([])
             return
@@ -424,7 +424,7 @@ class Namespace:
     def remark(self, notes: list[Note], group: int = 0) -> bool:
         """Tell the daemon what it cannot know of some requests; never waits. Returns whether it was sent."""
         connection, number = self._joined()
-        if connection is None or connection.door.welcome.version < 2:
+        if connection is None:
             return False
         return self._daemon.post(connection, Remark(0, b"", number, notes, group), "notes_unsaid")
 
@@ -468,7 +468,3 @@ def _granted(asked: Parts, answers: bytes) -> Parts:
         else:
             parts.append((group, granted))
     return parts
-
-
-def _holds(connection: Connection, parts: Parts) -> Callable[[bytes], bool]:
-    return lambda packed: all(connection.region.holds(refs, group.block_bytes) for group, refs in split(packed, parts))

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache_client.spans import Runs
 from kvcache_proto.errors import RegionError
 from kvcache_proto.mapping import map_file
-from kvcache_proto.region import EXTENT_ROW, EXTENT_ROWS, MAX_EXTENTS, PAGE, SLOT_ROW, RegionRows
-from kvcache_proto.types import REF_BYTES, PoolGeometry
-
-# The leading words of the rows, as in kvcache_proto.region; a reader needs no others.
-_EXTENT = np.dtype(
-    {"names": ["slot_bytes", "generation", "rows", "slots"], "formats": ["u8"] * 4, "itemsize": EXTENT_ROW}
+from kvcache_proto.region import (
+    ALIGN,
+    HEADER,
+    LEAST_PAGE,
+    MAX_PAGES,
+    MOST_PAGE,
+    ROW,
+    ROW_FIELDS,
+    RegionRows,
+    pages_of,
+    pieces,
 )
-_REF = np.dtype([("offset", "<u8"), ("generation", "<u8"), ("extent_generation", "<u8")])
-_WORD = 8
-_SLOT_GENERATION = 3  # the word of a slot row
+from kvcache_proto.types import REF_BYTES, BlockRef, PoolGeometry
+
+_READ = ("generation", "run_pages")  # of a row, by who copies
+_ROW = np.dtype(
+    {
+        "names": list(_READ),
+        "formats": [ROW_FIELDS[name][0] for name in _READ],
+        "offsets": [ROW_FIELDS[name][1] for name in _READ],
+        "itemsize": ROW,
+    }
+)
+_REF = np.dtype([("offset", "<u8"), ("generation", "<u8")])
+
+
+class Placed(NamedTuple):
+    """Where n blocks lie: offsets[i] is where block i begins. If `runs` is given, offsets from the region's end on are
+    of blocks with several runs of pages, which it translates."""
+
+    offsets: npt.NDArray[np.int64]
+    runs: Runs | None = None
 
 
 class Region:
@@ -46,60 +69,91 @@ class Region:
         self.rows = RegionRows(self.buffer, geometry)
         self.rows.check_header()
         self._words: npt.NDArray[np.uint64] = np.frombuffer(self.buffer, dtype=np.uint64)
-        self._extents: npt.NDArray[Any] = np.frombuffer(
-            self.buffer, dtype=_EXTENT, count=geometry.extents, offset=EXTENT_ROWS
-        )
+        self._rows: npt.NDArray[Any] = np.frombuffer(self.buffer, dtype=_ROW, count=geometry.pages, offset=HEADER)
         self.address = int(self._words.ctypes.data)
 
-    def offsets(self, packed: bytes) -> npt.NDArray[np.uint64]:
-        """Return the offset in the region of each slot in `packed`, REF_BYTES per reference."""
-        return np.ascontiguousarray(_refs(packed)["offset"])
+    def place(self, packed: bytes, block_bytes: int) -> Placed | None:
+        """Return where the blocks of `block_bytes` lie that `packed` refers to, REF_BYTES per reference.
 
-    def holds(self, packed: bytes, size: int) -> bool:
-        """Return whether `packed` consists of whole references, each to `size` bytes inside the region's extents.
-
-        Only then may an address be computed from a reference.
+        None unless each of them is such a block of this region. Only then may an address be computed from a reference.
         """
-        if len(packed) % REF_BYTES or size > self.geometry.extent_bytes:
+        if not self.holds(packed):
+            return None
+        refs, page_bytes = _refs(packed), self.geometry.page_bytes
+        offsets = refs["offset"].astype(np.int64)
+        pages = pages_of(block_bytes, page_bytes)
+        first = (offsets - self.geometry.data_offset) // page_bytes
+        # The rows may be another block's already, of any size.
+        whole = (self._rows["run_pages"][first] >= pages) & (first <= self.geometry.pages - pages)
+        if whole.all():
+            return Placed(offsets)
+        begins, sizes, at, end = [], [], [], self.bytes
+        for number in np.flatnonzero(~whole).tolist():
+            ref = BlockRef(int(refs["offset"][number]), int(refs["generation"][number]))
+            try:
+                runs = self.rows.runs(ref, pages)
+            except RegionError:
+                return None
+            offsets[number] = end
+            for offset, size in pieces(self.geometry, runs, 0, pages * page_bytes):
+                begins.append(end)
+                at.append(offset)
+                sizes.append(size)
+                end += size
+        return Placed(offsets, Runs(np.array(begins, np.uint64), np.array(at, np.uint64), np.array(sizes, np.uint64)))
+
+    def views(self, packed: bytes, block_bytes: int, begin: int, size: int) -> list[list[memoryview]]:
+        """Return `size` bytes from `begin` on of each block, as its runs lie.
+
+        Raises RegionError unless all of `packed` refers to such blocks of this region.
+        """
+        placed = self.place(packed, block_bytes)
+        if placed is None:
+            raise RegionError(f"no blocks of {block_bytes} bytes: they were given to others")
+        begins = (placed.offsets + begin).tolist()
+        if placed.runs is None:
+            return [[self.buffer[at : at + size]] for at in begins]
+        return [[self.buffer[at : at + part] for at, part in placed.runs.pieces(first, size)] for first in begins]
+
+    def holds(self, packed: bytes) -> bool:
+        """Return whether `packed` consists of whole references, each to a page of this region."""
+        if len(packed) % REF_BYTES:
             return False
+        if not packed:
+            return True
+        g = self.geometry
         offsets = _refs(packed)["offset"]
-        return not len(packed) or (
-            int(offsets.min()) >= self.geometry.data_offset and int(offsets.max()) <= self.bytes - size
-        )
+        if int(offsets.min()) < g.data_offset or int(offsets.max()) > self.bytes - g.page_bytes:
+            return False
+        return not ((offsets - np.uint64(g.data_offset)) % np.uint64(g.page_bytes)).any()
 
     def current(self, packed: bytes) -> npt.NDArray[np.bool_]:
-        """Return for each reference in `packed` whether its slot still holds the block that it was given for.
+        """Return for each reference in `packed`, which the region `holds`, whether it still refers to its block.
 
-        Bytes copied out of a slot belong to the block only if this holds after the copy. Generations change before the
-        slot's bytes do, so a copy that met a new writer is detected.
+        Bytes copied out of a block belong to it only if this holds after the copy. Generations change before the bytes
+        do, so a copy that met a new writer is detected.
         """
         refs, g = _refs(packed), self.geometry
-        offset = refs["offset"].astype(np.int64) - g.data_offset
-        extent = offset // g.extent_bytes
-        current = (offset >= 0) & (extent < g.extents)
-        rows = self._extents[np.where(current, extent, 0)]
-        # A row counts only if it is consistent with its slot size: any process that maps the region may write there.
-        current &= (rows["slot_bytes"] > 0) & (rows["slot_bytes"] < g.extent_bytes)
-        slot_bytes = np.where(current, rows["slot_bytes"], 1).astype(np.int64)
-        slots = g.extent_bytes // (slot_bytes + SLOT_ROW)
-        first = g.data_offset + (extent + 1) * g.extent_bytes - slots * SLOT_ROW
-        slot, rest = np.divmod(offset - extent * g.extent_bytes, slot_bytes)
-        current &= (rows["generation"] == refs["extent_generation"]) & (rest == 0) & (slot < slots)
-        current &= (rows["slots"] == slots.astype(np.uint64)) & (rows["rows"] == first.astype(np.uint64))
-        word = (first + slot * SLOT_ROW) // _WORD + _SLOT_GENERATION
-        current &= self._words[np.where(current, word, 0)] == refs["generation"]
+        pages = (refs["offset"].astype(np.int64) - g.data_offset) // g.page_bytes
+        there = (pages >= 0) & (pages < g.pages)
+        current: npt.NDArray[np.bool_] = there & (
+            self._rows["generation"][np.where(there, pages, 0)] == refs["generation"]
+        )
         return current
 
 
 def _check(geometry: PoolGeometry) -> None:
     """Raise RegionError for a geometry that no region has."""
-    size, extents, begin = geometry.extent_bytes, geometry.extents, geometry.data_offset
-    sound = 0 < extents <= MAX_EXTENTS and size > 0 and begin >= EXTENT_ROWS + extents * EXTENT_ROW
-    if not sound or geometry.region_bytes != begin + extents * size or size % PAGE or begin % PAGE:
-        raise RegionError(f"region of {geometry.region_bytes} bytes: {extents} extents of {size} from {begin} on")
+    g = geometry
+    sound = 0 < g.pages <= MAX_PAGES and LEAST_PAGE <= g.page_bytes <= MOST_PAGE and not g.page_bytes & g.page_bytes - 1
+    sound = sound and g.data_offset >= HEADER + g.pages * ROW and not g.data_offset % ALIGN
+    if not sound or g.region_bytes != g.data_offset + g.pages * g.page_bytes:
+        raise RegionError(
+            f"region of {g.region_bytes} bytes: {g.pages} pages of {g.page_bytes} from {g.data_offset} on"
+        )
 
 
 def _refs(packed: bytes) -> npt.NDArray[Any]:
     if len(packed) % REF_BYTES:
-        raise RegionError(f"{len(packed)} bytes of slot references: {REF_BYTES} each")
+        raise RegionError(f"{len(packed)} bytes of references: {REF_BYTES} each")
     return np.frombuffer(packed, dtype=_REF)

@@ -6,30 +6,44 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvcache_client.session.region import Region
-from kvcache_proto.errors import BadArgument
-from kvcache_proto.types import FULL, REF_BYTES, GroupSpec, NamespaceSpec, SlotRef, unpack_refs
+from kvcache_proto.errors import BadArgument, RegionError
+from kvcache_proto.types import FULL, REF_BYTES, BlockRef, GroupSpec, NamespaceSpec, unpack_refs
 
 Parts = Sequence[tuple[GroupSpec, int]]  # of packed references: so many in a row to slots of that group
 
 
 class Slot(NamedTuple):
-    """The slot of one block: its reference, the sizes of its shards, its region, and whether it may be written."""
+    """The place of one block: its reference, the sizes of its shards, its region, and whether it may be written."""
 
-    ref: SlotRef
+    ref: BlockRef
     group: GroupSpec
     region: Region
     writable: bool
 
-    def view(self, shard: int = 0) -> memoryview:
-        """Return the bytes of `shard`, writable under a reservation, read-only under a lease.
+    def views(self, shard: int = 0) -> list[memoryview]:
+        """Return the bytes of `shard` as they lie, in one piece or in several; writable under a reservation, read-only
+        under a lease.
 
-        Raises BadArgument for a shard that the block does not have, RegionError where the slot is another block's now.
+        Raises BadArgument for a shard that the block does not have, RegionError if the place is another block's now.
         """
         shards = self.group.shards
         if not 0 <= shard < len(shards):
             raise BadArgument(f"shard {shard}: this block has {len(shards)}")
-        view = self.region.rows.slot_view(self.ref, self.group.shard_offset(shard), shards[shard])
-        return view if self.writable else view.toreadonly()
+        begin, size = self.group.shard_offset(shard), shards[shard]
+        views = self.region.rows.views(self.ref, self.group.block_bytes, begin, size)
+        return views if self.writable else [view.toreadonly() for view in views]
+
+    def view(self, shard: int = 0) -> memoryview:
+        """Return the bytes of `shard` in one piece: a copy under a lease if they lie in several.
+
+        Raises what `views` raises, and RegionError if they are to be written and lie in several pieces.
+        """
+        views = self.views(shard)
+        if len(views) == 1:
+            return views[0]
+        if self.writable:
+            raise RegionError(f"shard {shard} lies in {len(views)} pieces: write to `views`")
+        return memoryview(b"".join(views))
 
 
 def parts_of_hits(spec: NamespaceSpec, group: int, hits: int, start: int) -> Parts:

@@ -141,10 +141,10 @@ class Supervisor:
         channel.watched = False  # before looking whether it is busy: a post in between rings the bell
         channel.watched = watched = channel.busy
         probe_at = daemon.breaker.probe_at
-        timeout = daemon.deadline if watched else self._telemetry.seconds_left(connection)
+        timeout = daemon.deadline if watched else self._telemetry.seconds_left()
         if self._refused():
             until = max(0.0, self._asked_at + ASK_AGAIN - time.monotonic())
-            timeout = until if timeout is None else min(timeout, until)
+            timeout = min(timeout, until)
         if probe_at is not None:
             timeout = max(0.0, probe_at - time.monotonic())
         door = connection.door

@@ -13,7 +13,6 @@ from kvcache_proto.messages import Tell, Welcome
 from kvcache_proto.types import Breaker
 
 EVERY = 1.0  # seconds: `top` looks as often
-SINCE_VERSION = 2
 
 
 class Telemetry:
@@ -31,15 +30,13 @@ class Telemetry:
         """Report the counts that `source` returns, too; it is called on the supervisor's thread."""
         self._gains.sources.append(source)
 
-    def seconds_left(self, connection: Connection) -> float | None:
-        """Return the seconds until a report may be due; None where the daemon takes none."""
-        return max(0.0, self._due - time.monotonic()) if connection.door.welcome.version >= SINCE_VERSION else None
+    def seconds_left(self) -> float:
+        """Return the seconds until a report may be due."""
+        return max(0.0, self._due - time.monotonic())
 
     def report(self, connection: Connection, at_once: bool = False) -> None:
         """Send what has changed, where a report is due or `at_once`; never waits."""
         welcome, now = connection.door.welcome, time.monotonic()
-        if welcome.version < SINCE_VERSION:
-            return
         with self._lock:
             state = welcome, Breaker.CLOSED if self._daemon.breaker.closed else Breaker.OPEN
             if state == self._reported and now < self._due and not at_once:

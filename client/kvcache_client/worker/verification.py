@@ -22,7 +22,7 @@ from kvcache_client.session.region import Region
 from kvcache_client.step_plan import CheckJob, LoadJob, SaveJob, pick_refs
 from kvcache_client.worker.tolerance import Format, difference
 from kvcache_proto.text import escaped
-from kvcache_proto.types import REF_BYTES, Finding, NamespaceSpec
+from kvcache_proto.types import REF_BYTES, Finding, NamespaceSpec, unpack_refs
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
@@ -53,6 +53,7 @@ class Verifier:
         self._parts = [
             {shard: (group.shard_offset(shard), group.shards[shard]) for shard in self._reads} for group in spec.groups
         ]
+        self._block_bytes = [group.block_bytes for group in spec.groups]
 
     def after_save(self, region: Region, job: SaveJob, then: Callable[[bytes], None]) -> None:
         """Pass the checksums of what `job` has written, one per position and shard, to `then` on another thread."""
@@ -60,8 +61,8 @@ class Verifier:
         def work() -> None:
             packed, parts, refs = b"", self._parts[job.group], pick_refs(job.refs, job.summed)
             try:
-                places = [(_begins(region, refs, parts[shard][0]), parts[shard][1]) for shard in self._writes]
-                sums = [sum_up(region.buffer, begins, size) for begins, size in places]
+                block_bytes = self._block_bytes[job.group]
+                sums = [sum_up(region.views(refs, block_bytes, *parts[shard])) for shard in self._writes]
                 packed = pack_sums(len(job.positions), job.summed, np.stack(sums, axis=1))
             except Exception:  # the settlement must not wait for ever; it is as good without checksums
                 logger.exception("no checksums of request %s", job.request)
@@ -83,7 +84,8 @@ class Verifier:
                 for shard, (begin, size) in self._parts[job.group].items():
                     expected = sums_of_shard(job.sums, shard, self._shards)
                     (some,) = expected.nonzero()
-                    sums = self._sum_up(region, _begins(region, pick_refs(job.refs, some.tolist()), begin), size)
+                    refs = pick_refs(job.refs, some.tolist())
+                    sums = self._sum_up(region.views(refs, self._block_bytes[job.group], begin, size), size)
                     good[some] &= sums == expected[some]
                 sound = good
                 self._counts.add("blocks_verified", len(some))
@@ -102,9 +104,10 @@ class Verifier:
             size = sum(size for _, size in self._parts[0].values())
             try:
                 found = {}
-                for number, begin in enumerate(_begins(region, job.refs, inside)):
+                for number, views in enumerate(region.views(job.refs, self._block_bytes[0], inside, size)):
                     mine = computed[number * size : (number + 1) * size]
-                    if why := difference(region.buffer[begin : begin + size], mine, form):
+                    theirs = views[0] if len(views) == 1 else memoryview(b"".join(views))
+                    if why := difference(theirs, mine, form):
                         found[number] = why
                 # Asked last: what was read belongs to the block only if this still holds after the comparison.
                 current = region.current(job.refs)
@@ -131,7 +134,7 @@ class Verifier:
         """
         counter, said = _SAID[finding]
         answered = threading.Event()
-        offsets = region.offsets(refs).tolist()
+        offsets = [ref.offset for ref in unpack_refs(refs)]
         self._counts.add(counter, len(offsets))
 
         def log(writers: list[tuple[str, int]]) -> None:
@@ -150,17 +153,12 @@ class Verifier:
         self._loaded.shutdown()
         self._helpers.shutdown()
 
-    def _sum_up(self, region: Region, begins: list[int], size: int) -> npt.NDArray[np.uint64]:
-        parts = max(1, min(THREADS, len(begins), len(begins) * size // _SHARE))
-        cuts = [len(begins) * number // parts for number in range(parts + 1)]
-        mine, *others = [begins[begin:end] for begin, end in itertools.pairwise(cuts)]
-        helped = [self._helpers.submit(sum_up, region.buffer, part, size) for part in others]
-        return np.concatenate([sum_up(region.buffer, mine, size), *(each.result() for each in helped)])
-
-
-def _begins(region: Region, refs: bytes, inside: int) -> list[int]:
-    begins: list[int] = (region.offsets(refs).astype(np.int64) + inside).tolist()
-    return begins
+    def _sum_up(self, shards: list[list[memoryview]], size: int) -> npt.NDArray[np.uint64]:
+        parts = max(1, min(THREADS, len(shards), len(shards) * size // _SHARE))
+        cuts = [len(shards) * number // parts for number in range(parts + 1)]
+        mine, *others = [shards[begin:end] for begin, end in itertools.pairwise(cuts)]
+        helped = [self._helpers.submit(sum_up, part) for part in others]
+        return np.concatenate([sum_up(mine), *(each.result() for each in helped)])
 
 
 def _some(offsets: Sequence[int]) -> str:

@@ -23,9 +23,10 @@ from kvcache_client.devices.self_test import check_copies
 from kvcache_client.devices.several import SeveralLayouts
 from kvcache_client.session.counters import Counters
 from kvcache_client.session.namespace import Namespace
-from kvcache_client.session.region import Region
+from kvcache_client.session.region import Placed, Region
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
+from kvcache_client.spans import Runs
 from kvcache_client.step_plan import SHIPPED, CheckJob, LoadJob, RankVerdicts, SaveJob, StepPlan, pick_refs
 from kvcache_client.worker.layered import LayeredLoads, section_ends
 from kvcache_client.worker.places import WHOLE, Piece, Places, RankTable, without_nulls
@@ -374,9 +375,9 @@ class Worker:
         if self._device is None or region is None or region is self._straight:
             return {}
         _, locked = self._device.registered()
-        if locked == region.bytes:
+        if locked >= region.bytes:
             self._straight = region
-        seconds = (1 - locked / region.bytes) * self._block_bytes / self._carries
+        seconds = max(0.0, 1 - locked / region.bytes) * self._block_bytes / self._carries
         if abs(seconds - self._carried) <= CHANGE * self._carried:
             return {}
         self._carried = seconds
@@ -418,15 +419,16 @@ class Worker:
             # The reservation ended with the region that it was made in.
             self._counts.add("saves_of_another_region", len(job.positions))
             return
-        if not self._sound(region, job.refs, len(job.blocks), job.group):
+        placed = self._place(region, job.refs, len(job.blocks), job.group)
+        if placed is None:
             self._counts.add("saves_of_odd_places", len(job.positions))
             namespace.settle(job.reservation, Outcome.FAILED, job.positions, region_id=job.region)
             return
         with self._stored_lock:
             self._stored.setdefault(job.request, _Stored()).jobs += 1
         parts = [shard - self._reads[0] for shard in self._writes]
-        pieces = self._places[job.group].cut(region.offsets(job.refs), job.blocks, parts=parts)
-        _start(device.save, region, pieces, lambda done: self._saved(namespace, region, job, done))
+        pieces = self._places[job.group].cut(placed.offsets, job.blocks, parts=parts)
+        _start(device.save, region, placed.runs, pieces, lambda done: self._saved(namespace, region, job, done))
 
     def _saved(self, namespace: Namespace, region: Region, job: SaveJob, done: Job) -> None:
         self._check_read(done)
@@ -510,7 +512,7 @@ class Worker:
         if region is None or region.id != job.region or namespace is None or form is None:
             self._counts.add("canary_skipped")
             return
-        if not self._sound(region, job.refs, len(job.blocks)):
+        if self._place(region, job.refs, len(job.blocks)) is None:
             self._counts.add("canary_skipped")
             return
         places, slots = self._places[0], len(job.refs) // REF_BYTES
@@ -525,7 +527,7 @@ class Worker:
             else:
                 self._verifier.compare(namespace, region, job, scratch.buffer, form)
 
-        _start(device.save, scratch, pieces, ended)
+        _start(device.save, scratch, None, pieces, ended)
 
     # Loads.
 
@@ -535,15 +537,16 @@ class Worker:
             self._counts.add("loads_of_another_region")
             self._end_load(job, job.blocks or [0])
             return
-        if not self._sound(region, job.refs, job.skip + len(job.blocks), job.group):
+        placed = self._place(region, job.refs, job.skip + len(job.blocks), job.group)
+        if placed is None:
             self._counts.add("loads_of_odd_places")
             self._end_load(job, job.blocks)
             return
-        pieces = self._places[job.group].cut(region.offsets(job.refs), job.blocks, job.skip)
+        pieces = self._places[job.group].cut(placed.offsets, job.blocks, job.skip)
         if self._groups:
             pieces = without_nulls(pieces)
         epoch = self._epoch
-        _start(self._device.load, region, pieces, lambda done: self._filled(job, region, epoch, done))
+        _start(self._device.load, region, placed.runs, pieces, lambda done: self._filled(job, region, epoch, done))
 
     def _load_layered(self, job: LoadJob) -> bool:
         """Start a load and report it at once; return whether that is possible.
@@ -554,12 +557,13 @@ class Worker:
         region, layered = self._session.region, self._layered
         if layered is None or not layered.ready or region is None or region is not self._straight:
             return False
-        if region.id != job.region or not self._sound(region, job.refs, job.skip + len(job.blocks)):
+        if region.id != job.region:
             return False
-        if not region.current(job.refs).all():
+        placed = self._place(region, job.refs, job.skip + len(job.blocks))
+        if placed is None or not region.current(job.refs).all():
             return False
-        pieces = self._places[0].cut(region.offsets(job.refs), job.blocks, job.skip)
-        jobs = _jobs(region, pieces, lambda done: self._arrive(job, region, done), layered.sections())
+        pieces = self._places[0].cut(placed.offsets, job.blocks, job.skip)
+        jobs = _jobs(region, placed.runs, pieces, lambda done: self._arrive(job, region, done), layered.sections())
         self._done.append((job.request, []))
         with self._arrival:
             self._coming.add(job.request)
@@ -594,15 +598,14 @@ class Worker:
         if job.layered:
             self._arrived.append((job.request, 0.0, []))
 
-    def _sound(self, region: Region, refs: bytes, blocks: int, group: int = 0) -> bool:
-        """Return whether `refs` are slots of this region with room for that many of the engine's blocks.
+    def _place(self, region: Region, refs: bytes, blocks: int, group: int = 0) -> Placed | None:
+        """Return where the blocks lie that `refs` refer to, None unless they have room for so many of the engine's.
 
         The scheduler has checked them against its own mapping; the addresses are made in this one.
         """
-        slots = len(refs) // REF_BYTES
-        return (
-            region.holds(refs, self._spec.groups[group].block_bytes) and slots * self._places[group].columns >= blocks
-        )
+        if len(refs) // REF_BYTES * self._places[group].columns < blocks:
+            return None
+        return region.place(refs, self._spec.groups[group].block_bytes)
 
     def _filled(self, job: LoadJob, region: Region, epoch: int, done: Job) -> None:
         if done.error or not job.sums:
@@ -684,19 +687,29 @@ class Worker:
         return True
 
 
-def _start(copy: Callable[[Job], None], region: Memory, pieces: Sequence[Piece], ended: Callable[[Job], None]) -> None:
+def _start(
+    copy: Callable[[Job], None],
+    region: Memory,
+    runs: Runs | None,
+    pieces: Sequence[Piece],
+    ended: Callable[[Job], None],
+) -> None:
     """Start a copy for each piece; `ended` gets the last one once all have ended, with what became of them together."""
-    for job in _jobs(region, pieces, ended):
+    for job in _jobs(region, runs, pieces, ended):
         copy(job)
 
 
 def _jobs(
-    region: Memory, pieces: Sequence[Piece], ended: Callable[[Job], None], sections: Sequence[int] = (0,)
+    region: Memory,
+    runs: Runs | None,
+    pieces: Sequence[Piece],
+    ended: Callable[[Job], None],
+    sections: Sequence[int] = (0,),
 ) -> list[Job]:
     """Return a copy for each section of each piece, section by section; `ended` is as above."""
     if len(pieces) == len(sections) == 1:
         (piece,) = pieces
-        return [Job(region, piece.blocks, piece.offsets, ended, layout=piece.layout, section=sections[0])]
+        return [Job(region, piece.blocks, piece.offsets, ended, runs, layout=piece.layout, section=sections[0])]
     lock, done = threading.Lock(), []
 
     def ended_one(job: Job) -> None:
@@ -711,7 +724,7 @@ def _jobs(
         ended(job)
 
     return [
-        Job(region, piece.blocks, piece.offsets, ended_one, layout=piece.layout, section=section)
+        Job(region, piece.blocks, piece.offsets, ended_one, runs, layout=piece.layout, section=section)
         for section in sections
         for piece in pieces
     ]

@@ -38,7 +38,7 @@ def load_config(path: str) -> tuple[object, str]:
 
 def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(given)
-    for key in ("ram", "leave", "extent", "device", "weights", "overhead", "kv_memory"):
+    for key in ("ram", "leave", "page_size", "device", "weights", "overhead", "kv_memory"):
         try:
             found[key] = parse_size(given[key]) if given[key] is not None else None
         except ConfigError as error:
@@ -59,7 +59,7 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 @click.option("--ram", metavar="SIZE", help="Memory of the host.  [default: 512GiB]")
 @click.option("--leave", metavar="SIZE", help="Memory that the region leaves free.  [default: a rule of thumb]")
 @click.option("--engines", type=int, help="Engines on the host, for --leave.  [default: 1]")
-@click.option("--extent-size", "extent", metavar="SIZE", help="As for serve.  [default: what wastes least]")
+@click.option("--page-size", metavar="SIZE", help="As for serve.")
 @click.option("--kv-dtype", type=click.Choice(["auto", "bf16", "fp8"]), help="Type of the cache.  [default: auto]")
 @click.option("--device-memory", "device", metavar="SIZE", help="Memory of one device.  [default: 80GiB]")
 @click.option("--utilization", type=float, help="vLLM's --gpu-memory-utilization.  [default: 0.92]")
@@ -118,9 +118,6 @@ def _describe_host(host: Mapping[str, Any]) -> Iterator[str]:
     yield f"  size      {format_size(host['size_bytes']):>10}   {host['unused_share']:.1%} of it unusable for blocks"
     yield f"  blocks    {host['blocks']:>10,}   {host['tokens']:,} tokens"
     yield f"  holds     {host['conversations']:>10,}   conversations of {host['length']:,} tokens"
-    if host["blocks"] > host["blocks_by_default"]:
-        fewer = f"{host['blocks_by_default']:,} blocks"
-        yield f"            without --extent-size {fewer}: slots would not fill the extents"
     if host["size_bytes"] > host["ram_bytes"] // 2:
         yield "            tmpfs is limited to half of the memory by default: mount -o remount,size=... /dev/shm"
 

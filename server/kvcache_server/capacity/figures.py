@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvcache_proto.errors import ConfigError
-from kvcache_proto.region import plan_geometry, slot_size
+from kvcache_proto.region import default_page
 from kvcache_server.capacity.device import Device, device
 from kvcache_server.capacity.host import (
     GIB,
@@ -22,8 +22,8 @@ from kvcache_server.capacity.host import (
 )
 from kvcache_server.capacity.models import MOST, Attention, Latent, Model, State, read_model
 from kvcache_server.capacity.pages import Pages, Slot, page, pages, shards, slots, stripes
+from kvcache_server.capacity.room import room
 from kvcache_server.capacity.weights import weight_bytes
-from kvcache_server.core.extent_sizing import room, slots_by_default
 
 KV_ITEMS = {"bf16": 2, "fp8": 1}
 ENDLESS = 1 << 22  # tokens, if the model does not state its limit
@@ -41,7 +41,7 @@ class Options(msgspec.Struct, frozen=True):
     ram: int = 512 * GIB
     leave: int | None = None
     engines: int = 1
-    extent: int = 0
+    page_size: int = 0
     kv_dtype: str = "auto"
     device: int = 80 * GIB
     utilization: float = 0.92
@@ -53,11 +53,11 @@ class Options(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         counts = ("tp", "block_tokens", "engine_block", "engines", "length", "batched_tokens")
-        for name in (*counts, "ram", "leave", "device", "extent", "weights", "overhead", "kv_memory"):
+        for name in (*counts, "ram", "leave", "device", "page_size", "weights", "overhead", "kv_memory"):
             value = getattr(self, name)
             if value is None:
                 continue
-            least = 0 if name in ("leave", "extent", "overhead") else 1
+            least = 0 if name in ("leave", "page_size", "overhead") else 1
             if value < least:
                 raise ConfigError(f"{name} {value}: at least {least}")
             if name in counts and value > MOST:
@@ -113,7 +113,6 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
             "shards": number * cuts,
             "shard_bytes": shard_bytes // cuts,
             "block_bytes": number * shard_bytes,
-            "slot_bytes": slot_size(number * shard_bytes),
             "copies": number * _token_bytes(model, options.tp, 1) / max(_token_bytes(model, 1, 1), 1),
             "tails": tails,
         },
@@ -194,8 +193,7 @@ def _host(options: Options, block_bytes: int) -> dict[str, Any]:
     size -= size % unit
     if size <= 0:
         raise ConfigError(f"--ram {options.ram:,} bytes: {leave:,} are left for the host; reduce that with --leave")
-    chosen = room(size, block_bytes, options.extent)
-    default = plan_geometry(bytes(16), size).extent_bytes
+    chosen = room(size, block_bytes, options.page_size)
     return {
         "ram_bytes": options.ram,
         "leave_bytes": leave,
@@ -206,14 +204,13 @@ def _host(options: Options, block_bytes: int) -> dict[str, Any]:
             "given": options.leave is not None,
         },
         "size_bytes": size,
-        "extent_bytes": chosen.geometry.extent_bytes,
-        "extent_given": chosen.geometry.extent_bytes != default,
-        "extents": chosen.geometry.extents,
-        "region_bytes": chosen.region_bytes,
-        "blocks": chosen.slots,
-        "blocks_by_default": slots_by_default(size, block_bytes),
+        "page_bytes": chosen.geometry.page_bytes,
+        "page_given": chosen.geometry.page_bytes != default_page(size),
+        "pages": chosen.geometry.pages,
+        "region_bytes": chosen.geometry.region_bytes,
+        "blocks": chosen.blocks,
         "unused_share": chosen.waste,
-        "index_bytes": chosen.slots * INDEX_BYTES,
+        "index_bytes": chosen.blocks * INDEX_BYTES,
     }
 
 
@@ -233,8 +230,8 @@ def _device(model: Model, options: Options, engine_block: int, item: int, weight
 
 def _paste(model: Model, options: Options, engine_block: int, host: Mapping[str, Any], found: Device) -> dict[str, str]:
     serve = f"kvcache-server serve --size {_size(host['size_bytes'])}"
-    if host["extent_given"]:
-        serve += f" --extent-size {_size(host['extent_bytes'])}"
+    if host["page_given"]:
+        serve += f" --page-size {host['page_bytes'] >> 10}KiB"
     flags = [f"vllm serve {model.name}"]
     flags += [f"--tensor-parallel-size {options.tp}"] if options.tp > 1 else []
     if "state" in _kinds(model):

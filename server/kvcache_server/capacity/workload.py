@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvcache_proto.errors import ConfigError
-from kvcache_proto.region import ALIGN, plan_geometry, slot_size, slots_per_extent
-from kvcache_proto.sizes import MAX_SIZE
+from kvcache_proto.region import ALIGN, MAX_REGION, pages_of, plan_geometry
 from kvcache_server.capacity.host import check_block
 from kvcache_server.capacity.models import read_model
 from kvcache_server.capacity.pages import pages, shards, slots
@@ -48,27 +47,25 @@ def needs(config: Mapping[str, object], name: str, work: Workload) -> Needs:
     # Of windows and states, fewer are saved: this is the most that can be.
     blocks = work.prompts * -(-work.tokens // block_tokens)
     return Needs(
-        region_for(blocks, [slot_size(number * slot.bytes) for slot in found]),
+        region_for(blocks, [number * slot.bytes for slot in found]),
         weight_bytes(model, config, 1),
         (2 * laid_out.blocks_of(work.tokens) + 1) * laid_out.block_bytes,
     )
 
 
-def region_for(blocks: int, slot_bytes: list[int]) -> int:
-    """Return the least `--size`, to within 3 %, that holds `blocks` slots of each of these sizes.
+def region_for(blocks: int, block_bytes: list[int]) -> int:
+    """Return the least `--size`, to within 3 %, that holds `blocks` blocks of each of these sizes.
 
     Raises ConfigError if no region does.
     """
-    size = max(blocks * sum(slot_bytes), 8 * ALIGN)
-    while not _holds(size, blocks, slot_bytes):
+    size = max(blocks * sum(block_bytes), 8 * ALIGN)
+    while size <= MAX_REGION:
+        if _holds(size, blocks, block_bytes):
+            return size
         size += max(size // 32, ALIGN)
-        if size > MAX_SIZE:
-            raise ConfigError(f"{blocks:,} blocks of {sum(slot_bytes):,} bytes: more than a region can hold")
-    return size
+    raise ConfigError(f"{blocks:,} blocks of {sum(block_bytes):,} bytes: more than a region can hold")
 
 
-def _holds(size: int, blocks: int, slot_bytes: list[int]) -> bool:
-    """Slots of different sizes do not share extents."""
+def _holds(size: int, blocks: int, block_bytes: list[int]) -> bool:
     geometry = plan_geometry(bytes(16), size)
-    counts = [slots_per_extent(geometry.extent_bytes, each) for each in slot_bytes]
-    return all(counts) and sum(-(-blocks // each) for each in counts) <= geometry.extents
+    return blocks * sum(pages_of(each, geometry.page_bytes) for each in block_bytes) <= geometry.pages

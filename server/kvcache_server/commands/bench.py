@@ -27,15 +27,15 @@ import zmq
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
-from kvcache_proto.region import slots_per_extent
-from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec, Outcome, Refusal
+from kvcache_proto.region import ALIGN, ROW
+from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server import signals
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.daemon_process import running_daemon
 from kvcache_server.commands.tier import run_tier_module
 
 SHARD_BYTES = 64
-EXTENT = 4 << 20
+PAGE = 4096
 CHAIN = 1536  # blocks of a whole prompt; the longest lookup asks for 1,024
 RUN = 64  # blocks written at once
 WIDTHS = (64, 1024)  # hashes per lookup
@@ -110,7 +110,7 @@ class Writer(AdminClient):
         self._at += len(run)
         if max(reserved.answers) > Refusal.IN_FLIGHT:
             self._chain, self._at = [], 0  # its parent has been evicted, or the rest is not worth its space
-        return len(reserved.slots) // REF_BYTES, seconds
+        return reserved.answers.count(Refusal.GRANTED), seconds
 
     def acquire(self, hashes: list[bytes]) -> tuple[int, float]:
         """Acquire and release; return the hits, and the seconds."""
@@ -270,15 +270,20 @@ def idle_share(pid: int, seconds: float) -> float:
     return (cpu_seconds(pid) - before) / seconds
 
 
+def size_for(blocks: int) -> int:
+    """Return a size at which a region with pages of PAGE has room for so many blocks."""
+    return -(-blocks * (PAGE + ROW) // ALIGN) * ALIGN + ALIGN
+
+
 @contextlib.contextmanager
 def processes(folder: Path, blocks: int) -> Iterator[tuple[str, int, Echo]]:
     """Run daemon and echo; yield the daemon's endpoint, its process id, and a client of the echo."""
-    size = -(-blocks // slots_per_extent(EXTENT, SHARD_BYTES)) * EXTENT
+    size = size_for(blocks)
     echo_endpoint = f"ipc://{folder}/echo.sock"
     spawn = multiprocessing.get_context("spawn")
     ready, theirs = spawn.Pipe(duplex=False)
     echo = spawn.Process(target=echo_process, args=(echo_endpoint, blocks, theirs), daemon=True)
-    flags = ("--size", str(size), "--extent-size", str(EXTENT), "--lock", "never")
+    flags = ("--size", str(size), "--page-size", str(PAGE), "--lock", "never")
     with contextlib.ExitStack() as stack:
         endpoint, pid = stack.enter_context(running_daemon(folder, *flags))
         echo.start()

@@ -66,7 +66,7 @@ def blocks(pool: dict[str, Any]) -> str:
     """Return what the pool contains, and how much of it cannot be evicted."""
     return (
         f"{pool['blocks']:,} blocks, {pool['blocks_writing']:,} being written, "
-        f"{format_size(pool['pinned_bytes'])} pinned, {pool['slots_quarantined']:,} slots in quarantine"
+        f"{format_size(pool['pinned_bytes'])} pinned, {pool['blocks_quarantined']:,} blocks in quarantine"
     )
 
 

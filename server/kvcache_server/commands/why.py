@@ -29,8 +29,6 @@ CAUSES = {
     "unexamined": "not examined: one answer covers a limited number of blocks",
     # They were cached.
     "room": "evicted {ages} earlier, to make room for blocks that engine {engine} saved{where}{worth}",
-    "recut": "evicted {ages} earlier: their part of the region was cut again into slots of another size, for blocks "
-    "that engine {engine} saved{where}",
     "own_ceiling": "evicted {ages} earlier: engine {engine} had reached its own num_cpu_blocks, and saved other "
     "blocks{worth}",
     "namespace_ceiling": "evicted {ages} earlier: the namespace had reached its ceiling, and engine {engine} saved "
@@ -114,7 +112,7 @@ BEGAN = {
     "fresh": "serve --fresh discarded the previous cache",
     "not_kept": "keep is false, so nothing outlives a daemon",
     "first": "there was no previous daemon",
-    "resized": "size or extent_size had changed",
+    "resized": "size or page_size had changed",
     "no_state": "the previous daemon's state file was missing",
     "distrusted": "the previous daemon's region could not be trusted and was put aside",
     "": "it found the previous daemon's cache",

@@ -20,10 +20,9 @@ from itertools import islice
 
 import msgspec
 
-from kvcache_proto.region import SLOT_ROW, slot_size
+from kvcache_proto.region import pages_of
 from kvcache_proto.types import GroupSpec, Verdict
 from kvcache_server.core.checksums import Checksums
-from kvcache_server.core.extent import Extent
 from kvcache_server.core.slices import LOOK, STEP
 
 HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
@@ -60,7 +59,7 @@ class Block(msgspec.Struct, gc=False, order=True):
 
     @property
     def generation(self) -> int:
-        """The generation of its slot; 0 for a root."""
+        """The generation of its row; 0 for a root."""
         return int.from_bytes(self.ref[8:16], "little")
 
     @property
@@ -318,18 +317,24 @@ def tagged(name: bytes) -> int:
 class Group:
     """The cached blocks of one KV cache group of a namespace, by hash.
 
-    Attributes: `above` is the group that contains the parents of its blocks; another one if it `is_tail`. `tails` are
-    the groups of which an engine needs blocks, too, to continue after blocks of this one; it has them if it is the
-    first one of its namespace.
+    Attributes: a block takes `pages` pages, or `allocated_bytes`. `above` is the group that contains the parents of its
+    blocks; another one if it `is_tail`. `tails` are the groups of which an engine needs blocks, too, to continue after
+    blocks of this one; it has them if it is the first one of its namespace.
     """
 
     __slots__ = (
-        *("above", "hash_bytes", "is_tail", "leaf_is_useless", "namespace", "number", "pending", "read_blocks", "root"),
-        *("saved_blocks", "slot_bytes", "spec", "sum_offsets", "tag", "tails", "visible"),
+        *("above", "allocated_bytes", "hash_bytes", "is_tail", "leaf_is_useless", "namespace", "number", "pages"),
+        *("pending", "read_blocks", "root", "saved_blocks", "spec", "sum_offsets", "tag", "tails", "visible"),
     )
 
     def __init__(
-        self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, above: Group | None = None
+        self,
+        namespace: int,
+        number: int,
+        spec: GroupSpec,
+        hash_bytes: int,
+        page_bytes: int,
+        above: Group | None = None,
     ) -> None:
         self.above = above or self
         self.is_tail = above is not None
@@ -340,7 +345,8 @@ class Group:
         self.tag = tag(namespace, number)
         self.spec = spec
         self.hash_bytes = hash_bytes
-        self.slot_bytes = slot_size(spec.block_bytes)
+        self.pages = pages_of(spec.block_bytes, page_bytes)
+        self.allocated_bytes = self.pages * page_bytes
         self.sum_offsets = Checksums.offsets(spec)
         self.read_blocks = self.saved_blocks = 0
         self.visible: dict[bytes, Block] = {}
@@ -430,12 +436,12 @@ class Group:
         return self.above.visible.get(parent.hash) is parent or parent is self.root
 
     def trusts(self, block: Block) -> bool:
-        """Whether lookups find it. A distrusted block may still be in the tree, because its slot is being read."""
+        """Whether lookups find it. A distrusted block may still be in the tree, because it is being read."""
         return self.visible.get(block.hash) is block
 
 
 class Grant:
-    """One WRITING slot of a reservation, which of its shards are settled, and the outcome.
+    """One WRITING block of a reservation, which of its shards are settled, and the outcome.
 
         pending --- last shard settles ---> ready          all committed, and not superseded
                                       +---> given back     `verdict` says why
@@ -443,16 +449,11 @@ class Grant:
     `verdict` is None, or the Verdict that says why the block cannot become visible.
     """
 
-    __slots__ = (
-        *("block", "claimed", "extent", "ready", "reservation", "row", "settled", "slot"),
-        *("tainted_until", "verdict"),
-    )
+    __slots__ = (*("block", "claimed", "ready", "reservation", "row", "settled", "tainted_until", "verdict"),)
 
-    def __init__(self, block: Block, extent: Extent[Block], slot: int, reservation: Reservation) -> None:
+    def __init__(self, block: Block, row: int, reservation: Reservation) -> None:
         self.block = block
-        self.extent = extent
-        self.slot = slot
-        self.row = extent.rows + slot * SLOT_ROW  # the byte offset of the slot's row
+        self.row = row  # its byte offset
         self.reservation = reservation
         self.settled = 0  # bit set of shards
         self.claimed = 0  # failed shards, which are settled once all blocks below are doomed
@@ -473,7 +474,7 @@ class Grant:
 class Reservation:
     """The grants of one Reserve. `writers[shard]` is the session that may write that shard.
 
-    `writers_number` stands for `writers` in slots' rows. `complete` is false while blocks are being granted: it cannot
+    `writers_number` stands for `writers` in rows. `complete` is false while blocks are being granted: it cannot
     be settled yet.
     """
 

@@ -6,17 +6,15 @@ checks one part after the other, in slices, while requests are served.
 
 from __future__ import annotations
 
-from kvcache_proto.region import DOOMED, FREE, READY, WRITING
-from kvcache_proto.types import TAIL
+from kvcache_proto.region import DOOMED, READY, WRITING, row_of
+from kvcache_proto.types import TAIL, BlockRef
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.extent import Extent
 from kvcache_server.core.index import CLASSES, GONE, HIDDEN, SPARE, UNQUEUED, Block, Group, Reservation, Share
 from kvcache_server.core.pins import Lease
 from kvcache_server.core.retention import MOST, MOST_OF_ONE, NAMES, NAMES_OF_ONE
-from kvcache_server.core.slices import LOOK, STEP, Steps, finish
+from kvcache_server.core.slices import STEP, Steps
 
 _FEW = 10_000  # microseconds that the whole check may take while requests wait
-_SUMMED = 4 * LOOK  # slots that are added up at once, in some milliseconds
 
 
 def check_integrity(cache: Cache) -> None:
@@ -42,11 +40,11 @@ def check_integrity(cache: Cache) -> None:
     for namespace in cache.namespaces.values():
         for group in namespace.groups:
             _check_group(cache, group, pins, living)
-    _check_all_slots(cache, living)
+    _check_all_pages(cache, living)
 
 
 def _unsettled_bytes(reservation: Reservation) -> int:
-    return sum(grant.extent.slot_bytes for grant in reservation.grants if not grant.whole)
+    return sum(each.block.account.group.allocated_bytes for each in reservation.grants if not each.whole)
 
 
 def _check_retentions(cache: Cache) -> list[Lease]:
@@ -103,53 +101,57 @@ def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[
             assert grant.ready == grant.whole
 
 
-def _check_all_slots(cache: Cache, living: dict[int, Block]) -> None:
-    writing: dict[tuple[int, int], bool] = {}
+def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
+    pool = cache.pool
+    writing: dict[int, Block] = {}
     held: dict[Share, int] = {}
     for engine in cache.engines.values():
         for reservation in engine.reservations.values():
             assert reservation.unsettled == sum(not grant.whole for grant in reservation.grants) > 0
             for grant in reservation.grants:
                 if not grant.whole:
-                    writing[(grant.extent.index, grant.slot)] = True
+                    writing[id(grant.block)] = grant.block
                     if id(grant.block) not in living:
                         assert grant.verdict is not None and grant.block.pins == GONE
                         share = grant.block.account.share
-                        held[share] = held.get(share, 0) + grant.extent.slot_bytes
-    quarantined = {(extent.index, slot) for extent, slot in cache.pool.quarantine.slots()}
-    for extent in cache.pool.extents.values():
-        busy, vacant = 0, set(extent.vacant)
-        for slot, block in enumerate(extent.blocks):
-            row, key = cache.rows.read_row(cache.pool.row(extent, slot)), (extent.index, slot)
-            assert (block is None) == (slot in vacant), "a slot both vacant and lived in"
-            if key in quarantined or key in writing:
-                busy += 1
-                assert block is not None and row is not None
-                assert row.state == (DOOMED if id(block) not in living else WRITING)
-            elif block is not None:
-                assert id(block) in living, "a slot that nothing can free"
-                if block.visible and not block.account.group.trusts(block):
-                    assert row is None, "a distrusted block that the next daemon would find"
-                else:
-                    assert row is not None and row.state == READY and row.body.block_hash == block.hash
+                        held[share] = held.get(share, 0) + grant.block.account.group.allocated_bytes
+    quarantined = {id(block) for block in pool.quarantine.blocks()}
+    owners = bytearray(pool.geometry.pages)
+    busy = 0
+    for page, block in enumerate(pool.blocks):
+        row = cache.rows.read_row(row_of(page))
+        if block is None:
+            assert row is None, "a row without a block"
+            continue
+        runs = pool.runs_of(block)
+        assert runs[0][0] == pool.page(block) == page, "a block on other pages"
+        for first, count in runs:
+            assert not any(owners[first : first + count]), "a page with two blocks"
+            owners[first : first + count] = b"\1" * count
+        pages = sum(count for _, count in runs)
+        if id(block) in quarantined or id(block) in writing:
+            busy += pages
+            assert row is not None
+            assert row.state == (DOOMED if id(block) not in living else WRITING)
+        else:
+            assert id(block) in living, "a block that nothing can free"
+            if block.visible and not block.account.group.trusts(block):
+                assert row is None, "a distrusted block that the next daemon would find"
             else:
-                assert row is None or row.state == FREE
-            if block is not None and id(block) in living:
-                if row is not None:
-                    assert block.parent is not None and row.parent == block.parent.generation
-                    body, group = row.body, block.account.group
-                    assert (body.namespace, body.group) == (group.namespace, group.number)
-                    assert body.engine == cache.engines[block.account.engine].number
-                assert cache.pool.locate(block) == (extent, slot)
-                share = block.account.share
-                held[share] = held.get(share, 0) + extent.slot_bytes
-        assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"
-        assert extent.used == len(extent.blocks) - len(vacant) and len(vacant) == len(extent.vacant)
-    empty = {index: extent for index, extent in cache.pool.extents.items() if not extent.used}
-    assert cache.pool.empty == empty, "the list of empty extents is wrong"
-    survey, quarantine = finish(cache.pool.surveying()), cache.pool.quarantine.bytes
-    assert survey.used == quarantine + cache.eviction.fair_share.used, "slots without account"
-    assert survey.busy >= quarantine and survey.used + survey.free <= cache.pool.capacity, "a pool that does not add up"
+                assert row is not None and row.state == READY and row.body.block_hash == block.hash
+        if id(block) in living:
+            assert pages == block.account.group.pages, "a block of another size"
+            if row is not None:
+                assert block.parent is not None and row.parent == block.parent.generation
+                body, group = row.body, block.account.group
+                assert (body.namespace, body.group) == (group.namespace, group.number)
+                assert body.engine == cache.engines[block.account.engine].number
+                ref = BlockRef.unpack(block.ref)
+                assert tuple(cache.rows.runs(ref, pages)) == runs, "runs that readers do not find"
+            share = block.account.share
+            held[share] = held.get(share, 0) + block.account.group.allocated_bytes
+    assert busy == pool.busy, f"{pool.busy} pages are busy, {busy} are found"
+    _check_free(cache, owners)
     for share in cache.eviction.fair_share.shares:
         assert share.bytes == held.get(share, 0), "a share that does not add up"
     for account in cache.eviction.fair_share.accounts:
@@ -160,10 +162,25 @@ def _check_all_slots(cache: Cache, living: dict[int, Block]) -> None:
         )
 
 
+def _check_free(cache: Cache, owners: bytearray) -> None:
+    """Check that each page that has no owner is free, and no other."""
+    pool, last = cache.pool, -1
+    for page, count in sorted(pool.free.runs()):
+        assert page > last, "free runs that were not merged"
+        assert not any(owners[page : page + count]), "a free page with a block"
+        owners[page : page + count] = b"\1" * count
+        last = page + count
+    assert all(owners), "a page that is lost"
+    assert pool.free.pages == sum(count for _, count in pool.free.runs()), "a miscount of free pages"
+    survey, quarantine = pool.survey(), pool.quarantine.bytes
+    assert survey.used == quarantine + cache.eviction.fair_share.used, "pages without account"
+    assert survey.busy >= quarantine and survey.used + survey.free == pool.capacity, "a pool that does not add up"
+
+
 def takes_long(cache: Cache) -> bool:
     """Whether `check_integrity` would take longer than a request may."""
     blocks = sum(len(group.visible) for namespace in cache.namespaces.values() for group in namespace.groups)
-    return 8 * blocks + sum(len(extent.blocks) for extent in cache.pool.extents.values()) > _FEW
+    return 8 * blocks + cache.pool.geometry.pages // 8 > _FEW
 
 
 def audit(cache: Cache) -> Steps[None]:
@@ -184,39 +201,24 @@ def audit(cache: Cache) -> Steps[None]:
         for reservation in list(engine.reservations.values()):
             assert reservation.unsettled == sum(not grant.whole for grant in reservation.grants), "a miscount of grants"
             yield
-    survey, quarantine = finish(cache.pool.surveying()), cache.pool.quarantine.bytes
-    assert survey.used == quarantine + cache.eviction.fair_share.used, "slots without account"
-    for extent in list(cache.pool.extents.values()):
-        yield
-        if cache.pool.extents.get(extent.index) is extent:
-            _check_extent(cache, extent)
-        for slot in range(len(extent.blocks)):
-            if slot % STEP == 0:
-                yield
-            if cache.pool.extents.get(extent.index) is not extent:
-                break  # it was removed in the meantime
-            _check_slot(cache, extent, slot)
+    survey, quarantine = cache.pool.survey(), cache.pool.quarantine.bytes
+    assert survey.used == quarantine + cache.eviction.fair_share.used, "pages without account"
+    written = sum(engine.writing for engine in cache.engines.values())
+    assert survey.busy == quarantine + written, "a miscount of busy pages"
+    for page in range(cache.pool.geometry.pages):
+        if page % STEP == 0:
+            yield
+        _check_page(cache, page)
 
 
-def _check_extent(cache: Cache, extent: Extent[Block]) -> None:
-    """Check an extent's sums. With too many slots, only `_check_slot` checks them, one by one."""
-    blocks = extent.blocks
-    if len(blocks) > _SUMMED:
-        return
-    states = cache.rows.states(extent.rows, len(blocks))
-    busy = states.count(WRITING) + states.count(DOOMED)
-    assert busy == extent.busy, f"extent {extent.index}: busy {extent.busy}, {busy} slots are"
-    assert len(extent.vacant) == blocks.count(None) == len(blocks) - extent.used, "a slot both vacant and lived in"
-
-
-def _check_slot(cache: Cache, extent: Extent[Block], slot: int) -> None:
-    block, row = extent.blocks[slot], cache.rows.read_row(cache.pool.row(extent, slot))
+def _check_page(cache: Cache, page: int) -> None:
+    block, row = cache.pool.blocks[page], cache.rows.read_row(row_of(page))
     if block is None:
-        assert row is None or row.state == FREE, "a vacant slot whose row says otherwise"
+        assert row is None, "a row without a block"
     elif block.parent is None or block.pins == GONE:
-        assert row is not None and row.state == DOOMED, "a slot that nothing can free"
+        assert row is not None and row.state == DOOMED, "pages that nothing can free"
     else:
-        assert cache.pool.locate(block) == (extent, slot), "a block that lives elsewhere"
+        assert cache.pool.page(block) == page, "a block that lives elsewhere"
         _check_block(cache, block)
         if row is None:
             assert block.visible and not block.account.group.trusts(block), "a block that the next daemon would lose"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.messages import Distrust, Distrusted
-from kvcache_proto.types import MAX_HASHES, REF_BYTES, Finding, SlotRef, Verdict
+from kvcache_proto.types import MAX_HASHES, REF_BYTES, BlockRef, Finding, Verdict
 from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import GOES_FIRST, GONE, Block
@@ -47,9 +47,9 @@ class Invalidation:
         Raises UnknownHandle for another region, BadArgument for malformed references or an unknown finding.
         """
         if request.region != self._pool.geometry.region_id:
-            raise UnknownHandle("the slots belong to another region")
+            raise UnknownHandle("the blocks belong to another region")
         if len(request.slots) % REF_BYTES or len(request.slots) > MAX_HASHES * REF_BYTES:
-            raise BadArgument(f"{len(request.slots)} bytes of slot references: {REF_BYTES} each, at most {MAX_HASHES}")
+            raise BadArgument(f"{len(request.slots)} bytes of references: {REF_BYTES} each, at most {MAX_HASHES}")
         if request.finding not in list(Finding):
             raise BadArgument(f"finding {request.finding}: one of {', '.join(str(int(each)) for each in Finding)}")
         finding, forgotten = Finding(request.finding), 0
@@ -58,7 +58,7 @@ class Invalidation:
         for at in range(0, len(request.slots), REF_BYTES):
             if at and at % (STEP * REF_BYTES) == 0:
                 yield
-            block = self._pool.find(SlotRef.unpack(request.slots[at : at + REF_BYTES]))
+            block = self._pool.find(BlockRef.unpack(request.slots[at : at + REF_BYTES]))
             if block is None or not block.visible or block.account.group.namespace not in session.attached:
                 self._counters["distrusts_unknown"] += 1
                 stored_by.append(("", 0))
@@ -71,7 +71,7 @@ class Invalidation:
 
     def _writer(self, writers: Mapping[int, Sequence[int]], block: Block, shard: int) -> tuple[str, int]:
         """Return the engine, and the session that wrote the shard; if that has ended, the session that reserved it."""
-        row = self._rows.read_row(self._pool.row(*self._pool.locate(block)))
+        row = self._rows.read_row(self._pool.row(block))
         if row is None:
             return block.account.engine, 0
         sessions = writers.get(row.body.writers, ())
@@ -113,7 +113,7 @@ class Invalidation:
                     del group.visible[block.hash]
                     self._effects.gone(block, cause)
                     block.tick = GOES_FIRST
-                    self._rows.set_state(self._pool.row(*self._pool.locate(block)), FORGOTTEN)
+                    self._rows.set_state(self._pool.row(block), FORGOTTEN)
                 if done % STEP == 0:
                     yield
         finally:
@@ -125,11 +125,10 @@ class Invalidation:
             parent = block.parent
             assert parent is not None
             if block.child is None and not block.pins and not self._eviction.frozen:
-                extent, slot = self._pool.locate(block)
                 block.unlink()
                 block.account.leave(block)
-                block.account.share.bytes -= extent.slot_bytes
-                self._pool.give_back(extent, slot)
+                block.account.share.bytes -= block.account.group.allocated_bytes
+                self._pool.give_back(self._pool.vacate(block))
             else:
                 block.account.enter(block)
             parent.account.enter(parent)

@@ -136,7 +136,7 @@ class Lookups:
         pins, whole = session.engine.pins, found[0]
         while found[0] and request.pin:
             end, beside = found[0], _bytes(found[1])
-            if pins.bytes + len(chain[:end]) * group.slot_bytes + beside <= self._quota:
+            if pins.bytes + len(chain[:end]) * group.allocated_bytes + beside <= self._quota:
                 break
             affordable = pins.fit(chain[:end], self._quota - beside)[0] if chain else 0
             if affordable == end:
@@ -241,7 +241,7 @@ class Lookups:
             if len(session.leases) >= self._max_leases:
                 self._refusals["leases"] += hits
                 return m.Acquired(request.id, 0, 0, 0, b"", hits)
-            size, cover, beside = len(chain) * group.slot_bytes, 0, _bytes(tails) if tails else 0
+            size, cover, beside = len(chain) * group.allocated_bytes, 0, _bytes(tails) if tails else 0
             if engine.pins.bytes + size + beside > self._quota:
                 affordable, size, cover = engine.pins.fit(chain, self._quota - beside)
                 withheld += hits - affordable
@@ -256,9 +256,9 @@ class Lookups:
             self.last = lease = self.last + 1
             session.pin(lease, chain[-1] if chain else None, size, cover, tails)
         if chain:
-            self._pool.read(proof or chain[-1])
+            self._pool.note_read(proof or chain[-1])
         for block in tails:
-            self._pool.read(block)
+            self._pool.note_read(block)
         more = hits - asked.hits
         if more > 0:
             asked.hits += more
@@ -272,14 +272,17 @@ class Lookups:
         slots = b"".join([block.ref for block in blocks])
         sums = b""
         if request.verify and self.checksums:
-            sums = self.checksums.read(slots, group.sum_offsets) if not tails else b"".join(map(self._sums, blocks))
+            locate = self._pool.locate_if_scattered
+            read = self.checksums.read
+            sums = read(slots, group.sum_offsets, locate) if not tails else b"".join(map(self._sums, blocks))
         return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, junction)
 
     def _sums(self, block: Block) -> bytes:
         """Return the checksums of one block, 0 for shards that have none."""
         group = block.account.group
         assert self.checksums is not None
-        return self.checksums.read(block.ref, group.sum_offsets) or bytes(SUM_BYTES * len(group.spec.shards))
+        sums = self.checksums.read(block.ref, group.sum_offsets, self._pool.locate_if_scattered)
+        return sums or bytes(SUM_BYTES * len(group.spec.shards))
 
     def release(self, session: Session, request: m.Release, now: float) -> None:
         """End the session's leases named in `request`; count unknown ones."""
@@ -339,7 +342,8 @@ class Lookups:
                 lost.append(number)
                 self._counters["leases_over_limits"] += 1
                 continue
-            session.pin(number, block, length * block.account.group.slot_bytes if block is not None else 0, 0, blocks)
+            size = length * block.account.group.allocated_bytes if block is not None else 0
+            session.pin(number, block, size, 0, blocks)
             self._counters["leases_restated"] += 1
         self._counters["leases_lost"] += len(lost)
         return lost
@@ -373,7 +377,7 @@ class _Chains:
         return True
 
     def _add(self, block: Block, quota: int) -> Steps[int]:
-        size, length = block.account.group.slot_bytes, 0
+        size, length = block.account.group.allocated_bytes, 0
         new: list[Block] = []
         for each in block.ancestors():
             length = self._lengths.get(id(each), 0)
@@ -400,4 +404,4 @@ class _Chains:
 
 
 def _bytes(blocks: Sequence[Block]) -> int:
-    return sum([block.account.group.slot_bytes for block in blocks])
+    return sum([block.account.group.allocated_bytes for block in blocks])

@@ -61,7 +61,7 @@ class Lease(msgspec.Struct, gc=False):
 
 def new_lease(block: Block | None, size: int, cover: int = 0, tails: Sequence[Block] = ()) -> Lease:
     """Pin `block`, and so the chain above it, and the blocks of `tails`; see Lease for `size` and `cover`."""
-    lease = Lease(block, size, cover, tails, sum([each.account.group.slot_bytes for each in tails]))
+    lease = Lease(block, size, cover, tails, sum([each.account.group.allocated_bytes for each in tails]))
     if block is not None:
         block.pins += 1
     for each in tails:
@@ -118,7 +118,7 @@ class Pins:
         Also returns the bytes and the cover of a lease on the last of them. Takes at most STEPS steps. If they do not
         suffice, the count may be too small, and the next call continues.
         """
-        covers, size = self._covers, found[0].account.group.slot_bytes
+        covers, size = self._covers, found[0].account.group.allocated_bytes
         steps = self.uncover(STEPS)
         while True:
             covered = bisect_left(found, True, key=lambda block: id(block) not in covers)
@@ -138,7 +138,7 @@ class Pins:
             cover.count -= 1
             if not cover.count:
                 del self._covers[key]
-                self.bytes -= cover.block.account.group.slot_bytes
+                self.bytes -= cover.block.account.group.allocated_bytes
                 if cover.parent:
                     over.append(cover.parent)
         return steps
@@ -162,7 +162,7 @@ class Pins:
             steps -= 1
         if not steps:
             return 0
-        key, size = id(above) if id(above) in covers else 0, lease.block.account.group.slot_bytes
+        key, size = id(above) if id(above) in covers else 0, lease.block.account.group.allocated_bytes
         if key != lease.cover:  # another lease has covered more of the chain
             if key:
                 covers[key].count += 1
@@ -189,7 +189,7 @@ class Pins:
             assert key == id(cover.block) and (cover.parent in covers or not cover.parent), "a gap in what is covered"
             assert cover.count == held[key] > 0, f"a cover is held {cover.count} times, not {held[key]}"
         total = sum(each.bytes + each.beside for each in leases)
-        total += sum(each.block.account.group.slot_bytes for each in covers.values())
+        total += sum(each.block.account.group.allocated_bytes for each in covers.values())
         assert self.bytes == total, f"{self.bytes} bytes are pinned, {total} by leases and covers"
         assert {id(each) for each in leases if each.bytes} == set(map(id, self._loose.values())), "a lease is not loose"
 

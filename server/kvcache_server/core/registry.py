@@ -10,11 +10,9 @@ from collections.abc import Mapping
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
-from kvcache_proto.region import slot_size
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.core.effects import Effects, NamespaceClosed, NamespaceOpened
 from kvcache_server.core.eviction.policy import Eviction
-from kvcache_server.core.extent_sizing import fit
 from kvcache_server.core.index import Account, Group, Share
 from kvcache_server.core.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade
 from kvcache_server.core.limits import Limits
@@ -199,8 +197,8 @@ class Registry:
             most = limits.user_namespaces
             raise NotPermitted(f"uid {session.user} has made {own} namespaces: max_user_namespaces is {most}")
         for each in spec.groups:
-            self._pool.check_size(slot_size(each.block_bytes))
-        namespace = Namespace(self.last_namespace + 1, spec, session.user)
+            self._pool.check_size(each.block_bytes)
+        namespace = Namespace(self.last_namespace + 1, spec, self._pool.page_bytes, session.user)
         self._effects.records.append(NamespaceMade(namespace.number, spec))
         self.add_namespace(namespace)
         self._effects.changes.append(NamespaceOpened(namespace))
@@ -208,7 +206,6 @@ class Registry:
 
     def add_namespace(self, namespace: Namespace) -> None:
         self.last_namespace = max(self.last_namespace, namespace.number)
-        namespace.fit = fit(namespace.spec, self._pool.geometry)
         self.namespaces[namespace.number] = self.by_id[namespace.id] = namespace
 
     def detach(self, session: Session, request: m.Detach) -> None:

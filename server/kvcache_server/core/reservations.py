@@ -8,14 +8,14 @@ settled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.types import SUM_BYTES, TAIL, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Effects, Shown
-from kvcache_server.core.eviction.policy import Eviction, Reassign
+from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import (
     CLASSES,
     GOES_FIRST,
@@ -42,7 +42,7 @@ _GRANTED, _PRESENT, _VISIBLE = Refusal.GRANTED, Refusal.PRESENT, Verdict.VISIBLE
 class Reservations:
     """Grants and settles reservations, in slices.
 
-    Attributes: `last` is the number of the last reservation. `writers` has the numbers, used in slots' rows, of tuples
+    Attributes: `last` is the number of the last reservation. `writers` has the numbers, used in rows, of tuples
     of sessions that write the shards of a block. `showing` are READY blocks below visible ones that are about to become
     visible. `forgetting` are the names, with tags, of distrusted blocks below which some have not been forgotten yet.
     """
@@ -147,7 +147,7 @@ class Reservations:
         causes = {Refusal.NO_PARENT: "no_parent", Refusal.NO_SPACE: "grace" if self._eviction.frozen else no_space}
         for run in runs:
             account = accounts[run.group]
-            size, share = account.group.slot_bytes, account.share
+            size, share = account.group.allocated_bytes, account.share
             causes[Refusal.QUOTA] = "refused_namespace_ceiling"
             if share.ceiling and share.bytes + size > share.ceiling:
                 causes[Refusal.QUOTA] = "refused_own_ceiling"
@@ -190,7 +190,6 @@ class Reservations:
     ) -> Steps[None]:
         """Grant the runs in order; `accounts` are by the runs' `group`."""
         work = 0
-        fixed: set[int] = set()  # slot sizes whose extents are all in use
         for run in runs:
             account = accounts[run.group]
             group = account.group
@@ -208,15 +207,7 @@ class Reservations:
                     break
                 # Checking whether a pending block is above the parent means walking all the way up.
                 work += STEP if block_hash in pending else 1
-                answer, block = self._grant(reservation, account, parent, block_hash, now, fixed)
-                while isinstance(answer, Reassign):
-                    freed, parent = yield from self._reassign(reservation, parent, answer)
-                    if not freed:
-                        fixed.add(answer.slot_bytes)
-                    if parent is None:
-                        answer, block = Refusal.NO_PARENT, None
-                    else:
-                        answer, block = self._grant(reservation, account, parent, block_hash, now, fixed)
+                answer, block = self._grant(reservation, account, parent, block_hash, now)
                 answers.append(answer)
                 if block is None:
                     work += STEP  # all accounts were searched for room
@@ -238,23 +229,6 @@ class Reservations:
         group = parent.account.group
         return parent if parent is group.root else self._known(group, parent.hash)
 
-    def _reassign(
-        self, reservation: Reservation, parent: Block | None, wanted: Reassign
-    ) -> Steps[tuple[bool, Block | None]]:
-        """Return whether an extent was emptied, and the block that now has the hash of `parent`."""
-        emptying = self._eviction.reassign(wanted)
-        try:
-            while parent is not None:
-                with self._holds.hold(reservation, parent):  # a tail's parent may be in the extent that is emptied
-                    try:
-                        next(emptying)
-                    except StopIteration as done:
-                        return done.value, parent
-                parent = yield from self._pause(reservation, parent)
-        finally:
-            emptying.close()
-        return False, None
-
     @staticmethod
     def _known(group: Group, block_hash: bytes) -> Block | None:
         pending = group.pending.get(block_hash)
@@ -267,12 +241,8 @@ class Reservations:
         parent: Block,
         block_hash: bytes,
         now: float,
-        fixed: Container[int],
-    ) -> tuple[Refusal | Reassign, Block | None]:
-        """Return the answer for one hash below `parent`, and its block, if any, which is the parent of the next.
-
-        A Reassign is not an answer: an extent must be reassigned first, or its size added to `fixed`.
-        """
+    ) -> tuple[Refusal, Block | None]:
+        """Return the answer for one hash below `parent`, and its block, if any, which is the parent of the next."""
         group = account.group
         if self.forgetting and block_hash + group.tag in self.forgetting:
             return Refusal.NO_PARENT, None  # lookups would find what is below the distrusted one through the new one
@@ -290,32 +260,30 @@ class Reservations:
         ):
             return Refusal.IN_FLIGHT, rival.block
         engine = self._engines[account.engine]
-        if engine.writing and engine.writing + group.slot_bytes > self._quota:
+        if engine.writing and engine.writing + group.allocated_bytes > self._quota:
             return Refusal.QUOTA, None
         eviction = self._eviction
         cls, declined = self._classes.get(block_hash, 0), eviction.declined
         parent.pins += 1  # it must not be evicted for its own child
         try:
             # Without the tails' blocks, the block of the full group, which is there, would be of no use.
-            place = eviction.make_room(account, fixed, CLASSES if group.is_tail or engine.brings else cls)
+            runs = eviction.make_room(account, CLASSES if group.is_tail or engine.brings else cls)
             if eviction.declined > declined and block_hash in eviction.learner.wanted:
                 eviction.declined = declined
-                place = eviction.make_room(account, fixed, CLASSES)
+                runs = eviction.make_room(account, CLASSES)
         finally:
             parent.pins -= 1
-        if not isinstance(place, tuple):
+        if not isinstance(runs, tuple):
             reservation.declined += eviction.declined - declined
             parent.account.enter(parent)
-            return place, None
-        extent, slot = place
-        block = Block(HIDDEN, 0, block_hash, b"", account)
-        grant, grants = Grant(block, extent, slot, reservation), reservation.grants
-        generation = self._pool.place(extent, slot, block, cls)
+            return runs, None
+        block, grants = Block(HIDDEN, 0, block_hash, b"", account), reservation.grants
         body = (
             *(group.namespace, group.number, block_hash, reservation.owner, reservation.id),
             *(len(grants), reservation.writers_number, engine.number),
         )
-        self._rows.open_row(grant.row, generation, block.tick, parent.generation, body)
+        row = self._pool.place(runs, block, cls, parent.generation, body)
+        grant = Grant(block, row, reservation)
         block.link(parent)
         if rival is not None:
             self._supersede(rival, block)
@@ -324,18 +292,18 @@ class Reservations:
             engine.reservations[reservation.id] = reservation
         grants.append(grant)
         reservation.unsettled += 1
-        engine.writing += group.slot_bytes
-        account.share.bytes += group.slot_bytes
-        extent.busy += 1
+        engine.writing += group.allocated_bytes
+        account.share.bytes += group.allocated_bytes
+        self._pool.busy += group.pages
         return _GRANTED, block
 
     def _untrust(self, group: Group, block: Block) -> None:
-        """Hide from lookups a block below one that is being forgotten. The invalidation in progress frees its slot
+        """Hide from lookups a block below one that is being forgotten. The invalidation in progress frees its pages
         later."""
         del group.visible[block.hash]
         self._effects.gone(block, "corrupt")
         block.tick = GOES_FIRST
-        self._rows.set_state(self._pool.row(*self._pool.locate(block)), FORGOTTEN)
+        self._rows.set_state(self._pool.row(block), FORGOTTEN)
 
     def _supersede(self, rival: Grant, block: Block) -> None:
         """Replace a block that has been WRITING for long by `block`, which also takes over its children.
@@ -351,8 +319,8 @@ class Reservations:
         for child in rival.block.children():
             child.unlink()
             child.link(block)
-            self._rows.set_parent(self._pool.row(*self._pool.locate(child)), block.generation)
-        self._rows.set_state(self._pool.row(rival.extent, rival.slot), DOOMED)
+            self._rows.set_parent(self._pool.row(child), block.generation)
+        self._rows.set_state(rival.row, DOOMED)
 
     # Settle.
 
@@ -393,7 +361,7 @@ class Reservations:
                 verdicts.append((yield from self._fail(grant, shards, cause)))
                 continue
             if self.checksums is not None:
-                _note_sums(self.checksums, grant, request, at * len(request.shards) * SUM_BYTES)
+                self._note_sums(self.checksums, grant, request, at * len(request.shards) * SUM_BYTES)
             verdicts.append(self._settle_shards(grant, shards & ~grant.taken))
             if self.showing:
                 yield from self._show()
@@ -437,9 +405,9 @@ class Reservations:
 
     def tick(self, now: float) -> Steps[None]:
         """Free the slots whose quarantine is over."""
-        for done, (extent, slot) in enumerate(self._pool.quarantine.over(now), 1):
-            extent.busy -= 1
-            self._pool.give_back(extent, slot)
+        for done, (block, pages) in enumerate(self._pool.quarantine.over(now), 1):
+            self._pool.busy -= pages
+            self._pool.give_back(self._pool.vacate(block))
             if done % LOOK == 0:
                 yield
 
@@ -469,7 +437,7 @@ class Reservations:
             return grant.verdict or Verdict.PARTIAL
         reservation.unsettled -= 1
         engine = self._engines[block.account.engine]
-        engine.writing -= group.slot_bytes
+        engine.writing -= group.allocated_bytes
         if not reservation.unsettled:
             engine.reservations.pop(reservation.id, None)
             reservation.grants = []  # grants refer back to it, and old cycles are never collected
@@ -480,7 +448,7 @@ class Reservations:
         self._counters["blocks_committed"] += 1
         group.saved_blocks += 1
         grant.ready = True
-        grant.extent.busy -= 1
+        self._pool.busy -= group.pages
         self._rows.set_state(grant.row, COMMITTED)
         parent = block.parent
         assert parent is not None
@@ -540,32 +508,32 @@ class Reservations:
                 if each.ready:
                     # All its shards are settled: no writer will come back to it.
                     self._counters["blocks_unreachable"] += 1  # not as orphaned: it was counted as committed
-                    each.extent.busy += 1
+                    self._pool.busy += group.pages
                     self._give_back(each)
                 else:
-                    self._rows.set_state(self._pool.row(each.extent, each.slot), DOOMED)
+                    self._rows.set_state(each.row, DOOMED)
                 done += 1
             if block is None or (done % STEP == 0 and each is not grant):
                 yield
         if parent is not None:
             parent.account.enter(parent)
 
+    def _note_sums(self, sums: Checksums, grant: Grant, request: m.Settle, at: int) -> None:
+        """Store the given checksums before the shards count as settled; clear those of the pages' previous block."""
+        begin, offsets = int.from_bytes(grant.block.ref[:8], "little"), grant.block.account.group.sum_offsets
+        for shard in request.shards if offsets else ():
+            if not grant.settled >> shard & 1:
+                sums.put(self._pool.locate(begin, offsets[shard]), request.sums[at : at + SUM_BYTES])
+            at += SUM_BYTES
+
     def _give_back(self, grant: Grant) -> None:
-        grant.block.account.share.bytes -= grant.extent.slot_bytes
+        block, group = grant.block, grant.block.account.group
+        block.account.share.bytes -= group.allocated_bytes
         if grant.tainted_until:
-            self._pool.quarantine.add(grant.tainted_until, grant.extent, grant.slot)
+            self._pool.quarantine.add(grant.tainted_until, block, group.pages)
         else:
-            grant.extent.busy -= 1
-            self._pool.give_back(grant.extent, grant.slot)
-
-
-def _note_sums(sums: Checksums, grant: Grant, request: m.Settle, at: int) -> None:
-    """Store the given checksums before the shards count as settled; clear those of the slot's previous block."""
-    begin, offsets = int.from_bytes(grant.block.ref[:8], "little"), grant.block.account.group.sum_offsets
-    for shard in request.shards if offsets else ():
-        if not grant.settled >> shard & 1:
-            sums.put(begin + offsets[shard], request.sums[at : at + SUM_BYTES])
-        at += SUM_BYTES
+            self._pool.busy -= group.pages
+            self._pool.give_back(self._pool.vacate(block))
 
 
 def _check_connected(session: Session, sessions: Iterable[int]) -> None:

@@ -237,7 +237,7 @@ class Retentions:
         if found is None:
             found = Retention(self._last + 1, self.operator, group, request.hashes, request.label)
             # Blocks that are not cached yet count, too: an operator's pin is never refused later.
-            size = sum(len(each.names) * each.group.slot_bytes for each in (found, *pins.values()))
+            size = sum(len(each.names) * each.group.allocated_bytes for each in (found, *pins.values()))
             if size > quota:
                 raise NotPermitted(f"{size} bytes would be pinned: operator_quota allows {quota}")
             if not self._admit(found):
@@ -372,7 +372,7 @@ class Retentions:
 
     def _fit(self, owner: Owner, cached: _Cached) -> _Cached:
         """Return what `owner` may hold of it; with tails, all or less than all, which does not say how much."""
-        pins, room = owner.pins, self._room(owner) - sum(each.account.group.slot_bytes for each in cached.tails)
+        pins, room = owner.pins, self._room(owner) - sum(each.account.group.allocated_bytes for each in cached.tails)
         if not cached.chain:
             return cached if pins.bytes <= room else cached._replace(blocks=0)
         count, size, cover = pins.fit(cached.chain, room)

@@ -9,7 +9,6 @@ import msgspec
 
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
 from kvcache_proto.types import FULL, TAIL, NamespaceSpec
-from kvcache_server.core.extent_sizing import Fit
 from kvcache_server.core.index import Account, Block, Group, Reservation, Share
 from kvcache_server.core.pins import Lease, Pins, new_lease
 
@@ -18,9 +17,9 @@ NOBODY = -1  # the user of sessions without a process, and of those that an olde
 
 
 class Namespace:
-    __slots__ = ("fit", "groups", "hit_blocks", "id", "lookups", "noted", "number", "requested_blocks", "spec", "user")
+    __slots__ = ("groups", "hit_blocks", "id", "lookups", "number", "requested_blocks", "spec", "user")
 
-    def __init__(self, number: int, spec: NamespaceSpec, user: int = NOBODY) -> None:
+    def __init__(self, number: int, spec: NamespaceSpec, page_bytes: int, user: int = NOBODY) -> None:
         self.number = number
         self.user = user  # who created it; unknown for those of an earlier daemon
         self.spec = spec
@@ -28,13 +27,16 @@ class Namespace:
         self.groups: list[Group] = []
         for at, each in enumerate(spec.groups):
             above = self.groups[0] if at and each.kind == TAIL and spec.groups[0].kind == FULL else None
-            self.groups.append(Group(number, at, each, spec.hash_bytes, above))
+            self.groups.append(Group(number, at, each, spec.hash_bytes, page_bytes, above))
         first = self.groups[0]
         first.tails = [group for group in self.groups if group.spec.kind == TAIL]
         first.leaf_is_useless = any(tail.is_tail and not tail.spec.period for tail in first.tails)
         self.lookups = self.requested_blocks = self.hit_blocks = 0
-        self.fit = Fit(0, 0.0)
-        self.noted = False  # whether its fit has been logged
+
+    @property
+    def overhead(self) -> float:
+        """The part of their pages that blocks of the group with the worst fit leave unused."""
+        return max(1 - group.spec.block_bytes / group.allocated_bytes for group in self.groups)
 
     def forget(self) -> None:
         """Drop references that form cycles. The namespace is not used again."""
@@ -71,7 +73,7 @@ class Engine:
         self.pins = Pins()
         self._asked: OrderedDict[tuple[str, bytes], Asked] = OrderedDict()  # by request and group's tag, the last ones
         self.brings = False  # what lookups have asked for: it is stored, whatever it seems to be worth
-        self.writing = 0  # bytes of slots that are unsettled in its reservations
+        self.writing = 0  # bytes of blocks that are unsettled in its reservations
 
     def asked(self, request: str, group: Group) -> Asked:
         """Return what `request` has asked of `group` before, as far as is remembered; its caller keeps that up to date.

@@ -25,7 +25,7 @@ from kvcache_proto.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
+from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, SPOKEN, Error, Hello, Welcome
 from kvcache_proto.types import MAX_NAME, PoolGeometry
 from kvcache_server.rates import Rate
 from kvcache_server.transport.sockets import Listener, Peer, SocketFile
@@ -259,7 +259,7 @@ def _hello(frame: bytes) -> Hello:
     if not OLDEST_VERSION <= hello.version <= PROTOCOL_VERSION + 1:
         raise VersionMismatch(
             f"the client ({hello.client[:MAX_NAME]}) speaks protocol {hello.version}, this daemon "
-            f"(kvcache-server {__version__}) {OLDEST_VERSION} to {PROTOCOL_VERSION}: "
+            f"(kvcache-server {__version__}) {SPOKEN}: "
             "upgrade the older of the two"
         )
     if not 1 <= len(hello.engine) <= MAX_NAME:

@@ -103,7 +103,7 @@ def _folder(config: Config, bad: CheckVerdict) -> CheckResult:
 def _room(config: Config) -> CheckResult:
     folder, name = config.region_dir, "room for a region"
     try:
-        needed = plan_geometry(bytes(16), config.size, config.extent_size).region_bytes
+        needed = plan_geometry(bytes(16), config.size, config.page_size).region_bytes
         if not os.path.isdir(folder):
             raise RegionError(f"{folder}: no such folder; choose another --region-dir")
         if not os.access(folder, os.W_OK):

@@ -15,11 +15,13 @@ from kvcache_proto.types import Finding
 from kvcache_server import logs
 from kvcache_server.core import integrity
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.extent_sizing import NOTABLE
 from kvcache_server.core.slices import Steps
 from kvcache_server.insight.insight import Insight
 
 log = logging.getLogger(__name__)
+
+
+NOTABLE = 0.05  # of its pages: the part left unused above which a namespace is noted
 
 
 class AdminOps:
@@ -40,6 +42,7 @@ class AdminOps:
         self._cache, self._insight, self._tidy, self._figures = cache, insight, tidy, figures
         self._run, self._end_turn = run, end_turn
         self._told: dict[str, int] = {}
+        self._noted: set[int] = set()  # namespaces, by number, whose overhead has been logged
         self._checks: set[asyncio.Task[str]] = set()
         self._cleared_at, self._unsaid = -math.inf, 0  # when engines' clears were logged last; blocks since then
 
@@ -54,20 +57,15 @@ class AdminOps:
         return stats | {"daemon": self._figures()}
 
     def attached(self, number: int) -> None:
-        """Warn, once per namespace, if its blocks leave much of the region empty; name the remedy."""
+        """Warn, once per namespace, if its blocks leave much of their pages unused."""
         namespace = self._cache.namespaces[number]
-        if namespace.noted or namespace.fit.overhead <= NOTABLE:
+        if number in self._noted or namespace.overhead <= NOTABLE:
             return
-        namespace.noted = True
-        fit, extent = namespace.fit, self._cache.pool.extent_bytes
-        cure = "no extent_size helps: blocks are small beside their rows, or large beside the region"
-        if fit.better_extent:
-            cure = f"extent_size {format_size(fit.better_extent)} would leave {100 * fit.better_overhead:.1f} %"
+        self._noted.add(number)
         log.warning(
-            "namespace %s, model %s: blocks of %s leave %.1f %% of the region empty in extents of %s; %s",
-            *(namespace.id, namespace.spec.model, format_size(fit.block_bytes), 100 * fit.overhead),
-            *(format_size(extent), cure),
-            extra={"fields": {"event": "overhead", "namespace": namespace.id, **fit._asdict()}},
+            "namespace %s, model %s: blocks leave %.1f %% of their pages of %s unused; a smaller page_size wastes less",
+            *(namespace.id, namespace.spec.model, 100 * namespace.overhead, format_size(self._cache.pool.page_bytes)),
+            extra={"fields": {"event": "overhead", "namespace": namespace.id, "overhead": namespace.overhead}},
         )
 
     def summarise(self, messages: int, sessions: int) -> None:

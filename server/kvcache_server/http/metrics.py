@@ -23,7 +23,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_NAMESPACES = 50  # that have series of their own, the oldest ones; `kvcache_namespaces` counts them all
 
 _TIER = "memory"
-_POOL_STATES = ("ready", "writing", "quarantined", "free", "overhead")
+_POOL_STATES = ("ready", "writing", "quarantined", "free")
 _TIER_EVENTS = {  # as in `status`
     "blocks_looked_up": "looked_up",
     "blocks_found": "found",
@@ -43,7 +43,7 @@ _TURNED_AWAY = ("attach_rate", "bad_frame", "not_permitted", "unavailable", "ver
 _CUTS = ("bad_protocol", "crowded_out", "not_permitted")  # of connections to the wire and to KV events
 _FINDINGS = {Finding.CORRUPT: "blocks_corrupt", Finding.DIFFERENT: "canary_mismatches"}
 # Counters that have a metric of their own, in another form.
-_TOLD = {"blocks_evicted", "blocks_cleared", "blocks_distrusted", "extents_recut", "blocks_recovered"}
+_TOLD = {"blocks_evicted", "blocks_cleared", "blocks_distrusted", "blocks_recovered"}
 _TOLD |= {*_FINDINGS.values()}
 _BREAKERS = (*(each.name.lower() for each in Breaker), "unknown")  # unknown: clients of 0.1, or only just attached
 _COPIED = {"load": ("loaded_bytes", "load_us"), "save": ("saved_bytes", "save_us")}
@@ -131,9 +131,7 @@ def _pool(stats: Mapping[str, Any], pool: Mapping[str, Any]) -> Iterator[Metric]
         "Bytes of the blocks that leases hold; a block counts once, however many hold it",
         pool["pinned_bytes"],
     )
-    yield _gauge(
-        "largest_free_bytes", "Size of the largest block that fits without an eviction", pool["largest_free_bytes"]
-    )
+    yield _gauge("free_runs", "Runs of free pages: one, if memory is not fragmented", pool["free_runs"])
     yield _gauge("leases", "Leases held", pool["leases"])
     yield _gauge("reservations", "Reservations with unsettled shards", pool["reservations"])
     blocks = {"visible": pool["blocks"], "writing": pool["blocks_writing"], "hidden": pool["blocks_hidden"]}
@@ -143,9 +141,6 @@ def _pool(stats: Mapping[str, Any], pool: Mapping[str, Any]) -> Iterator[Metric]
     causes |= {cause: counters.get(f"blocks_{cause}", 0) for cause in ("cleared", "distrusted")}
     yield _counter("evicted_blocks", "Blocks that were forgotten, by cause", causes, "cause")
     yield _counter("evicted_unread_blocks", "Evicted blocks that no lookup had found", stats["evicted_unread"])
-    yield _counter(
-        "recut_extents", "Extents that were cut again for slots of another size", counters.get("extents_recut", 0)
-    )
     doc = "How long evicted blocks were cached; a sample of one in 8"
     yield _histogram("residence_seconds", doc, pool["residence"])
 

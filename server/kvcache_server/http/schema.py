@@ -40,23 +40,21 @@ class Pool(msgspec.Struct):
     region_id: str
     bytes: Annotated[Count, _doc("Memory for blocks")]
     used_bytes: Count
-    extents: Count
-    extent_bytes: Count
-    uncut_extents: Annotated[Count, _doc("Extents that no block size has been assigned to")]
+    pages: Count
+    page_bytes: Count
     blocks: Annotated[Count, _doc("Blocks that lookups can find")]
     blocks_writing: Count
     blocks_hidden: Annotated[Count, _doc("Complete blocks that wait for their parent")]
-    slots_quarantined: Count
+    blocks_quarantined: Count
     pinned_bytes: Annotated[
         Count,
         _doc("Bytes of the blocks that leases hold; a block counts once, however many hold it"),
     ]
-    ready_bytes: Annotated[Count, _doc("This and the next four add up to the whole pool")]
+    ready_bytes: Annotated[Count, _doc("This and the next three add up to the whole pool")]
     writing_bytes: Count
     quarantined_bytes: Count
     free_bytes: Count
-    overhead_bytes: Annotated[Count, _doc("Slot rows, and unusable ends of extents")]
-    largest_free_bytes: Annotated[Count, _doc("Size of the largest block that fits without an eviction")]
+    free_runs: Annotated[Count, _doc("Runs of free pages; one, if memory is not fragmented")]
 
 
 class Group(msgspec.Struct):
@@ -82,10 +80,7 @@ class Namespace(msgspec.Struct):
     hash_bytes: Annotated[Count, _doc("Bytes of a block's hash")]
     block_tokens: Annotated[list[Count], _doc("Per KV cache group")]
     block_bytes: Annotated[list[Count], _doc("Per KV cache group")]
-    overhead: Annotated[float, _doc("Share of an extent that holds none of its blocks: slot rows, and the end")]
-    better_extent_bytes: Annotated[
-        Count, _doc("The `extent_size` that would waste less; 0 where little or nothing would be gained")
-    ]
+    overhead: Annotated[float, _doc("Part of their pages that the blocks leave unused")]
     lookups: Annotated[Count, _doc("Lookups")]
     requested_blocks: Annotated[
         Count, _doc("Blocks that requests asked for, once per request however often it is looked up")

@@ -66,15 +66,15 @@ class Chains:
         return _chained(request.id, namespace.id, namespace, block.account.group, hashes)
 
     def _ending_in(self, end: bytes) -> Steps[list[Block]]:
-        """Return the blocks that lookups find whose hashes end like that, at most MOST_MATCHES. O(slots)."""
+        """Return the blocks that lookups find whose hashes end like that, at most MOST_MATCHES. O(pages)."""
         found: list[Block] = []
-        for extent in list(self._cache.pool.extents.values()):
-            for at in range(0, len(extent.blocks), LOOK):
-                yield
-                some = [each for each in extent.blocks[at : at + LOOK] if each is not None and each.hash.endswith(end)]
-                found += [each for each in some if each.account.group.trusts(each)]
-                if len(found) >= MOST_MATCHES:
-                    return found
+        blocks = self._cache.pool.blocks
+        for at in range(0, len(blocks), LOOK):
+            yield
+            some = [each for each in blocks[at : at + LOOK] if each is not None and each.hash.endswith(end)]
+            found += [each for each in some if each.account.group.trusts(each)]
+            if len(found) >= MOST_MATCHES:
+                return found
         return found
 
 

@@ -106,7 +106,7 @@ class Insight:
     def _infinite_of(self, group: Group) -> InfiniteCache:
         found = self._infinite.get(group.tag)
         if found is None:
-            slots = self._cache.pool.slots_of(group.slot_bytes)
+            slots = self._cache.pool.blocks_of(group.allocated_bytes)
             found = self._infinite[group.tag] = InfiniteCache(slots, self._cache.lots)
         return found
 

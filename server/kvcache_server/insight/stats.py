@@ -32,8 +32,7 @@ class Report:
     def figures(self, now: float) -> Steps[dict[str, Any]]:
         """Return pool, namespaces, sessions, refusals by reason, and counters.
 
-        O(namespaces, accounts, sessions, grants, extents, leases, pinned blocks), in slices: each part is reported as
-        it is in its turn.
+        O(namespaces, accounts, sessions, grants), in slices: each part is reported as it is in its turn.
         """
         # Sessions first: a report without a session also has the memory that its end has freed.
         sessions, away = (yield from self._sessions(now)), (yield from self._away())
@@ -54,7 +53,7 @@ class Report:
         }
 
     def _pool(self) -> Steps[dict[str, Any]]:
-        survey, quarantined = (yield from self._cache.pool.surveying()), self._cache.pool.quarantine.bytes
+        survey, quarantined = self._cache.pool.survey(), self._cache.pool.quarantine.bytes
         groups = [group for namespace in self._cache.namespaces.values() for group in namespace.groups]
         writing = hidden = 0
         for group in groups:
@@ -69,21 +68,19 @@ class Report:
             "region_id": self._cache.geometry.region_id.hex(),
             "bytes": self._cache.pool.capacity,
             "used_bytes": self._cache.eviction.fair_share.used,
-            "extents": self._cache.geometry.extents,
-            "extent_bytes": self._cache.geometry.extent_bytes,
-            "uncut_extents": self._cache.pool.uncut,
+            "pages": self._cache.geometry.pages,
+            "page_bytes": self._cache.geometry.page_bytes,
             "blocks": sum(len(group.visible) for group in groups),
             "blocks_writing": writing,
             "blocks_hidden": hidden,
-            "slots_quarantined": len(self._cache.pool.quarantine),
+            "blocks_quarantined": len(self._cache.pool.quarantine),
             "pinned_bytes": pinned,
-            # These five add up to the whole pool; overhead is slot rows and the ends of extents.
+            # These four add up to the whole pool.
             "ready_bytes": survey.used - survey.busy,
             "writing_bytes": survey.busy - quarantined,
             "quarantined_bytes": quarantined,
             "free_bytes": survey.free,
-            "overhead_bytes": self._cache.pool.capacity - survey.used - survey.free,
-            "largest_free_bytes": survey.largest,
+            "free_runs": len(self._cache.pool.free.runs()),
             "leases": sum(len(session.leases) for session in self._cache.registry.holders()),
             "reservations": sum(len(engine.reservations) for engine in self._cache.engines.values()),
             "residence": self._residency.residence.figures(),
@@ -99,7 +96,7 @@ class Report:
                     each: Block | None = block
                     while each is not None and each.parent is not None and id(each) not in found:
                         found[id(each)] = each
-                        size += each.account.group.slot_bytes
+                        size += each.account.group.allocated_bytes
                         each = each.parent
                         looks += 1
                         if looks % LOOK == 0:
@@ -138,8 +135,7 @@ class Report:
             "hash_bytes": namespace.spec.hash_bytes,
             "block_tokens": [group.spec.block_tokens for group in namespace.groups],
             "block_bytes": [group.spec.block_bytes for group in namespace.groups],
-            "overhead": round(namespace.fit.overhead, 4),
-            "better_extent_bytes": namespace.fit.better_extent,
+            "overhead": round(namespace.overhead, 4),
             "lookups": namespace.lookups,
             "requested_blocks": namespace.requested_blocks,
             "hit_blocks": namespace.hit_blocks,
@@ -225,7 +221,7 @@ class Report:
                     "namespace": self._cache.namespaces[each.group.namespace].id,
                     "blocks": each.held,
                     "wanted": len(each.names),
-                    "bytes": each.held * each.group.slot_bytes,
+                    "bytes": each.held * each.group.allocated_bytes,
                 }
                 for each in retentions.operator.retentions.values()
                 if each.group.namespace in self._cache.namespaces

@@ -72,7 +72,7 @@ def parse_capacities(text: str, blocks: int, setup: Setup, sized: bool) -> list[
     show_default=True,
     help="How blocks are chosen for eviction. Give it several times to compare policies of the shared cache.",
 )
-@click.option("--extent-size", metavar="SIZE", help="As for serve.  [default: what wastes least]")
+@click.option("--page-size", metavar="SIZE", help="As for serve.")
 @click.option("--png", metavar="FILE", help="Draw a chart; needs pip install 'kvcache-server[replay]'.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
@@ -86,7 +86,7 @@ def command(
     block_tokens: int,
     routing: str,
     policies: tuple[str, ...],
-    extent_size: str | None,
+    page_size: str | None,
     png: str | None,
     as_json: bool,
 ) -> None:
@@ -104,7 +104,7 @@ def command(
         _block_bytes(model, tp, kv_dtype, block_bytes, block_tokens),
         block_tokens,
         routing,
-        parse_size(extent_size) if extent_size else 0,
+        parse_size(page_size) if page_size else 0,
         tuple(dict.fromkeys(policies)),
     )
     sizes = parse_capacities(capacity, distinct(requests), setup, sized)

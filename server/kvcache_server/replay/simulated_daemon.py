@@ -1,6 +1,6 @@
 """The daemon's own index and eviction, over a region whose blocks are never written.
 
-The region has its real size and layout. It is an anonymous file in memory, of which only slot rows are ever touched.
+The region has its real size and layout. It is an anonymous file in memory, of which only rows are ever touched.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Refusal
+from kvcache_server.capacity.room import Room
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
-from kvcache_server.core.extent_sizing import Room
 from kvcache_server.core.limits import Limits
 
 STEP_TOKENS = 8192  # that an engine computes, and saves, per step

@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 from kvcache_proto.errors import ConfigError
-from kvcache_proto.region import SLOT_ROW, slot_size
+from kvcache_server.capacity.room import Room, room
 from kvcache_server.core.eviction.policy import WORTH
-from kvcache_server.core.extent_sizing import Room, room
 from kvcache_server.replay.bounds import distinct, optimum
 from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
 from kvcache_server.replay.trace import TraceRequest
@@ -33,7 +32,7 @@ class Setup(msgspec.Struct, frozen=True):
     block_bytes: int = 1 << 20
     block_tokens: int = 512
     routing: str = ROUTINGS[0]
-    extent: int = 0
+    page_bytes: int = 0
     policies: tuple[str, ...] = (WORTH,)
 
 
@@ -53,26 +52,25 @@ def routes(requests: Sequence[TraceRequest], setup: Setup) -> list[int]:
 
 
 def make_rooms(size: int, setup: Setup) -> tuple[Room, Room]:
-    """Return what a daemon of `size` holds, cut as `plan` recommends, and what one of an engine's share of it holds.
+    """Return what a daemon of `size` holds, and what one of an engine's share of it holds.
 
     Raises ConfigError if one of them cannot hold a block.
     """
-    whole = room(size, setup.block_bytes, setup.extent)
+    whole = room(size, setup.block_bytes, setup.page_bytes)
     try:
-        return whole, room(size // setup.engines, setup.block_bytes, setup.extent)
+        return whole, room(size // setup.engines, setup.block_bytes, setup.page_bytes)
     except ConfigError as error:
         raise ConfigError(f"{size:,} bytes are not enough for {setup.engines} private caches: {error}") from None
 
 
 def size_for(blocks: int, setup: Setup) -> int:
     """Return a size at which a daemon holds `blocks` blocks or slightly more, and an engine's share at least one."""
-    slot = slot_size(setup.block_bytes) + SLOT_ROW
-    size = max(blocks, 1) * slot
+    size = max(blocks, 1) * setup.block_bytes
     while size < 1 << 50:
         with contextlib.suppress(ConfigError):
-            if make_rooms(size, setup)[0].slots >= blocks:
+            if make_rooms(size, setup)[0].blocks >= blocks:
                 break
-        size += max(size >> 7, slot)
+        size += max(size >> 7, setup.block_bytes)
     return size
 
 
@@ -91,7 +89,7 @@ def replay(
     rooms = [make_rooms(size, setup) for size in sorted(sizes)]
     rows = []
     for whole, part in rooms:
-        say(f"  {whole.slots:,} blocks")
+        say(f"  {whole.blocks:,} blocks")
         found = {}
         for policy in reversed(setup.policies):
             shared = SimulatedDaemon(whole, setup.block_tokens, setup.engines, policy=policy)
@@ -103,13 +101,13 @@ def replay(
         rows.append(
             {
                 "bytes": whole.size,
-                "extent_bytes": whole.geometry.extent_bytes,
-                "blocks": whole.slots,
-                "private_blocks": part.slots,
+                "page_bytes": whole.geometry.page_bytes,
+                "blocks": whole.blocks,
+                "private_blocks": part.blocks,
                 "shared": hits / asked,
                 "policies": found,
                 "private": private / asked,
-                "optimum": optimum(requests, whole.slots) / asked,
+                "optimum": optimum(requests, whole.blocks) / asked,
                 "lookup_p50_us": statistics.median(times) * 1e6,
                 "lookup_p99_us": sorted(times)[int(len(times) * 0.99)] * 1e6,
                 "evicted": shared.cache.eviction.evictions.total(),

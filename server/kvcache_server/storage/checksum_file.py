@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 
-from kvcache_proto.region import PAGE
+from kvcache_proto.region import LEAST_PAGE
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.core.checksums import PIECE, Checksums, sums_bytes, sums_header
 from kvcache_server.storage.folder import Folder
@@ -37,7 +37,7 @@ def open_sums(folder: Folder, name: str, geometry: PoolGeometry, epoch: int) -> 
         if os.fstat(fd).st_size != size or os.pread(fd, len(kept), 0) != kept:
             os.ftruncate(fd, 0)
             os.ftruncate(fd, size)
-        os.posix_fallocate(fd, 0, PAGE)  # the header
+        os.posix_fallocate(fd, 0, LEAST_PAGE)  # the header
         have = _pieces(fd, size)
         for piece in have:  # a full mount may have left one incomplete
             os.posix_fallocate(fd, piece * PIECE, PIECE)
@@ -52,7 +52,7 @@ def open_sums(folder: Folder, name: str, geometry: PoolGeometry, epoch: int) -> 
 def _pieces(fd: int, size: int) -> set[int]:
     """Return the pieces with data, without the header."""
     found: set[int] = set()
-    end = PAGE
+    end = LEAST_PAGE
     with contextlib.suppress(OSError):  # ENXIO: nothing follows
         while end < size:
             begin = os.lseek(fd, end, os.SEEK_DATA)

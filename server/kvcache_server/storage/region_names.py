@@ -22,7 +22,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, KVCacheError, NotPermitted
-from kvcache_proto.region import PAGE
+from kvcache_proto.region import HEADER
 from kvcache_server.storage.folder import Folder
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class RegionFolder:
         """Return the first page of a region, and the file's size. Raises OSError."""
         fd = self.folder.open(name + REGION)
         try:
-            return os.pread(fd, PAGE, 0), os.fstat(fd).st_size
+            return os.pread(fd, HEADER, 0), os.fstat(fd).st_size
         finally:
             os.close(fd)
 

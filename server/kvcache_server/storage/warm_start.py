@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
-from kvcache_proto.region import PAGE, RegionRows, found_geometry, is_given_up, plan_geometry
+from kvcache_proto.region import HEADER, RegionRows, found_geometry, is_given_up, plan_geometry
 from kvcache_proto.sizes import format_size
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.config import Config
@@ -137,7 +137,7 @@ def _start_empty(
         config.region_dir,
         config.size,
         socket_path=socket_path(config.endpoint),
-        extent_size=config.extent_size,
+        page_size=config.page_size,
         lock=config.lock,
         huge_pages=config.huge_pages,
         progress=progress,
@@ -187,7 +187,7 @@ def _make_room(config: Config, regions: RegionFolder) -> None:
 def _wanted(config: Config, region_id: bytes) -> PoolGeometry:
     """Return the configured geometry for a region with that id. Raises ConfigError for impossible sizes."""
     try:
-        return plan_geometry(region_id, config.size, config.extent_size)
+        return plan_geometry(region_id, config.size, config.page_size)
     except RegionError as error:
         raise ConfigError(f"size: {error}") from None
 
@@ -273,7 +273,7 @@ def _claims(regions: RegionFolder, manifest: Manifest | None) -> Iterator[Claim]
 
 def _examined(regions: RegionFolder, claim: Claim) -> _FoundRegion:
     header, size = regions.header(claim.name)
-    if size < PAGE:
+    if size < HEADER:
         return _FoundRegion(claim, None)  # a daemon was killed while creating it
     try:
         geometry = found_geometry(memoryview(header))
@@ -305,7 +305,7 @@ def _dismiss(found: _FoundRegion, manifest: Manifest | None) -> str:
     elif found.geometry is not None:
         why = "resized"
         log.warning(
-            "the last daemon's region of %s is cut for another size or extent_size: it is discarded",
+            "the last daemon's region of %s was made for another size or page_size: it is discarded",
             format_size(found.geometry.region_bytes),
         )
     found.claim.remove()

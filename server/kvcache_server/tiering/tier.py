@@ -239,7 +239,7 @@ class Tier:
             self.counts["blocks_not_brought"] += len(hashes)
             looking.inquiry.lost += len(hashes)
             return None
-        self.backlog += len(hashes) * looking.group.slot_bytes
+        self.backlog += len(hashes) * looking.group.allocated_bytes
         fetch = Fetch(looking, hashes, now, self.backlog / self.rate)
         for name in hashes:
             self.coming.setdefault(name + looking.group.tag, fetch)  # what comes already comes first
@@ -251,7 +251,7 @@ class Tier:
         while self.fetches:
             engine, queue = next(iter(self.fetches.items()))
             fetch = queue[0]
-            blocks = min(max(1, most // fetch.group.slot_bytes), LOOK)
+            blocks = min(max(1, most // fetch.group.allocated_bytes), LOOK)
             part = Part(fetch, fetch.sent, min(fetch.sent + blocks, len(fetch.hashes)), now)
             fetch.sent = part.end
             if fetch.sent == len(fetch.hashes):
@@ -291,13 +291,13 @@ class Tier:
                 self._moved, self._busy = self._moved / 2, self._busy / 2
         self._brought_at = now
         self.counts["blocks_brought"] += blocks
-        self.counts["bytes_brought"] += blocks * fetch.group.slot_bytes
+        self.counts["bytes_brought"] += blocks * fetch.group.allocated_bytes
         return True
 
     def _give_up(self, fetch: Fetch) -> None:
         """Bring no more parts of a fetch: the blocks would have no parent."""
         rest = fetch.hashes[fetch.sent :]
-        self.backlog -= len(rest) * fetch.group.slot_bytes
+        self.backlog -= len(rest) * fetch.group.allocated_bytes
         self.counts["blocks_not_brought"] += len(rest)
         fetch.inquiry.lost += len(rest)
         self._came(fetch, fetch.sent, len(fetch.hashes))
@@ -318,7 +318,7 @@ class Tier:
 
     @staticmethod
     def _bytes(part: Part) -> int:
-        return (part.end - part.begin) * part.fetch.group.slot_bytes
+        return (part.end - part.begin) * part.fetch.group.allocated_bytes
 
     # Blocks to store.
 
@@ -350,7 +350,7 @@ class Tier:
             group = batch[0].account.group if batch else blocks[0].account.group
             if blocks[0].account.group is not group:
                 break
-            taken = blocks[: min(most, max(1, (self.batch_bytes - size) // group.slot_bytes))]
+            taken = blocks[: min(most, max(1, (self.batch_bytes - size) // group.allocated_bytes))]
             if len(taken) < len(blocks):
                 self.writes[0] = blocks[len(taken) :]
             else:
@@ -360,17 +360,17 @@ class Tier:
             there = [block for block in taken if block.visible and group.trusts(block)]
             self.counts["writes_too_late"] += len(taken) - len(there)
             batch += there
-            size += len(there) * group.slot_bytes
+            size += len(there) * group.allocated_bytes
         return batch
 
     def begin_to_write(self, job: int, writing: Writing) -> None:
         self.writing[job] = writing
         self.blocks_in_flight += len(writing.blocks)
-        self.written_in_flight += len(writing.blocks) * writing.blocks[0].account.group.slot_bytes
+        self.written_in_flight += len(writing.blocks) * writing.blocks[0].account.group.allocated_bytes
 
     def stored(self, writing: Writing, flags: bytes) -> list[Block]:
         """Note which of the blocks of a batch the tier has now. Return the others, for `unmark`."""
-        size, tag = writing.blocks[0].account.group.slot_bytes, writing.blocks[0].account.group.tag
+        size, tag = writing.blocks[0].account.group.allocated_bytes, writing.blocks[0].account.group.tag
         self.blocks_in_flight -= len(writing.blocks)
         self.written_in_flight -= len(writing.blocks) * size
         failed = []

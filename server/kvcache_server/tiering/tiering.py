@@ -43,6 +43,7 @@ MOST_BATCH = 1 << 30  # bytes
 AHEAD_EVERY = 0.1  # seconds between two looks for blocks that are about to be evicted
 AHEAD_LEAVES = 64  # the coldest ones of each order, examined each time
 AHEAD_BLOCKS = 4096  # examined each time, in all
+_FULL = 8  # one in so many pages is free: blocks go out faster than a tier writes
 JOB_BYTES = 128  # of a job in a message, besides its hashes, slots and checksums
 
 
@@ -419,12 +420,18 @@ class Tiering:
 
     # Jobs.
 
+    @property
+    def _nearly_full(self) -> bool:
+        """Whether blocks are about to be evicted."""
+        pool = self._cache.pool
+        return pool.free.pages <= pool.geometry.pages // _FULL
+
     def jobs(self, session: int, number: int, now: float) -> m.Jobs | None:
         """Return jobs for a tier that waits for some, as the answer to its request `number`; None if there are none."""
         tier = self._tiers.get(session)
         if tier is None or not tier.on:
             return None
-        if tier.policy == m.AHEAD and not self._cache.pool.uncut and now >= tier.looked_ahead_at + AHEAD_EVERY:
+        if tier.policy == m.AHEAD and self._nearly_full and now >= tier.looked_ahead_at + AHEAD_EVERY:
             tier.looked_ahead_at = now
             self._look_ahead(tier)
         to_write = tier.writes if not tier.writes_off else ()
@@ -491,7 +498,11 @@ class Tiering:
         tier.session.pin(lease, None, 0, 0, batch)
         tier.begin_to_write(job, Writing(lease, batch))
         slots = b"".join([block.ref for block in batch])
-        sums = lookups.checksums.read(slots, group.sum_offsets) if lookups.checksums else b""
+        sums = (
+            lookups.checksums.read(slots, group.sum_offsets, self._cache.pool.locate_if_scattered)
+            if lookups.checksums
+            else b""
+        )
         sums = sums or bytes(len(batch) * len(group.spec.shards) * SUM_BYTES)
         return m.WriteOut(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import mmap
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvcache_client.devices import Device, Job, open_device
 from kvcache_client.devices.layout import block_fragments, runs
+from kvcache_client.spans import Runs
 from kvcache_client.worker.worker import _describe, _flatten
 
 BLOCKS, LAYERS, SLOTS = 24, 5, 40
@@ -279,6 +282,14 @@ class Memory:
             os.close(self.descriptor)
 
 
+class Scattered(NamedTuple):
+    """Places for blocks in a region: those that copies are told, and the pieces of each: offsets, and bytes."""
+
+    offsets: list[int]
+    runs: Runs
+    pieces: list[list[tuple[int, int]]]
+
+
 def _memories(tensors: Sequence[Any]) -> dict[int, Any]:
     """The tensors' storages as bytes, by address: copies of whole storages need nothing that computes."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
@@ -335,6 +346,52 @@ class Bench:
     def job(self, blocks: Sequence[int], slots: Sequence[int], region: Any = None) -> Job:
         offsets = np.array(slots, np.int64) * self.pitch
         return Job(region or self.region, np.array(blocks, np.int64), offsets, self.ended.append)
+
+    def scatter(self, count: int, unit: int, draw: random.Random) -> Scattered:
+        """Return places for so many blocks in up to six pieces of multiples of `unit` bytes each, of all blocks among
+        each other; every fourth block is in one piece."""
+        units = -(-self.slot_bytes // unit)
+        cuts = [sorted(draw.sample(range(1, units), min(number % 4 and 5, units - 1))) for number in range(count)]
+        sizes = [[(b - a) * unit for a, b in itertools.pairwise([0, *each, units])] for each in cuts]
+        order = [(number, at) for number, each in enumerate(sizes) for at in range(len(each))]
+        draw.shuffle(order)
+        place, lie = 0, {}
+        for each in order:
+            lie[each] = place
+            place += sizes[each[0]][each[1]] + draw.randrange(3) * unit
+        assert place <= self.region.bytes
+        pieces = [[(lie[number, at], size) for at, size in enumerate(each)] for number, each in enumerate(sizes)]
+        offsets, rows, end = [], [], self.region.bytes
+        for each in pieces:
+            offsets.append(each[0][0] if len(each) == 1 else end)
+            for at, size in each if len(each) > 1 else ():
+                rows.append((end, at, size))
+                end += size
+        begins, places, lengths = (np.array([row[column] for row in rows], np.uint64) for column in range(3))
+        return Scattered(offsets, Runs(begins, places, lengths), pieces)
+
+    def scattered_job(self, blocks: Sequence[int], places: Scattered, section: int = 0) -> Job:
+        offsets = np.array(places.offsets, np.int64)
+        return Job(
+            self.region, np.array(blocks, np.int64), offsets, self.ended.append, runs=places.runs, section=section
+        )
+
+    def gathered(self, places: Scattered) -> list[bytes]:
+        """The bytes of each block, in one piece."""
+        return [
+            b"".join(self.region.array[at : at + size].tobytes() for at, size in each)[: self.slot_bytes]
+            for each in places.pieces
+        ]
+
+    def rest_is_whole(self, places: Scattered) -> bool:
+        """Whether nothing but the blocks' bytes was written in the region."""
+        rest = self.region.array.copy()
+        for each in places.pieces:
+            left = self.slot_bytes
+            for at, size in each:
+                rest[at : at + min(size, left)] = 0xA5
+                left -= min(size, left)
+        return bool((rest == 0xA5).all())
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> Job:
         job = self.job(blocks, slots)

@@ -163,6 +163,73 @@ def test_the_next_load_begins_with_those_that_were_put_off(rig: Rig) -> None:
     assert "closed" in last.error or not last.error, "each job ends, once"
 
 
+# Blocks in several runs of pages.
+
+SCATTERED = 12  # blocks
+
+
+@pytest.mark.parametrize("unit", [1, 4096], ids=["cut anywhere", "cut at pages"])
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "not yet registered"])
+def test_scattered_blocks_hold_what_they_would_in_one_piece(each_bench: Bench, registered: bool, unit: int) -> None:
+    bench, draw = each_bench, random.Random(unit)
+    if registered:
+        bench.register()
+    before, around = bench.blocks(), bench.around()
+    blocks, targets = draw.sample(range(BLOCKS), SCATTERED), draw.sample(range(BLOCKS), SCATTERED)
+    places = bench.scatter(SCATTERED, unit, draw)
+    bench.device.save(bench.scattered_job(blocks, places))
+    bench.finish()
+    assert bench.gathered(places) == [before[block] for block in blocks]
+    assert bench.rest_is_whole(places)
+    assert bench.around() == around
+    bench.device.load(bench.scattered_job(targets, places))
+    bench.finish()
+    moved = dict(zip(targets, (before[block] for block in blocks), strict=True))
+    assert bench.blocks() == [moved.get(number, before[number]) for number in range(BLOCKS)]
+    bench.region.array[:] = 0xA5
+    bench.load(range(BLOCKS), _refill(bench, before))
+    bench.finish()
+    assert bench.around() == around, "nothing beside the blocks was written on the device"
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "not yet registered"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_scattered_block_is_loaded_section_by_section(rig: Rig, layout: str, registered: bool) -> None:
+    bench, draw = Bench(rig, LAYOUTS[layout], sections=3), random.Random(3)
+    try:
+        if registered:
+            bench.register()
+        before = bench.blocks()
+        places = bench.scatter(SCATTERED, 1, draw)
+        bench.device.save(bench.scattered_job(range(SCATTERED), places))
+        bench.finish()
+        assert bench.gathered(places) == before[:SCATTERED], "a save takes whole blocks"
+        targets = draw.sample(range(BLOCKS), SCATTERED)
+        for section, end in enumerate(bench.ends, 1):
+            bench.device.load(bench.scattered_job(targets, places, section))
+            bench.finish()
+            found = bench.blocks()
+            for number, target in enumerate(targets):
+                assert found[target] == before[number][:end] + before[target][end:], (section, target)
+        others = [number for number in range(BLOCKS) if number not in targets]
+        assert [found[number] for number in others] == [before[number] for number in others]
+        assert bench.rest_is_whole(places)
+    finally:
+        bench.close()
+
+
+def test_scattered_places_beyond_the_last_run_are_an_error(bench: Bench) -> None:
+    bench.register()
+    around, places = bench.around(), bench.scatter(4, 1, random.Random(1))
+    for start in (bench.device.save, bench.device.load):
+        bad = bench.scattered_job(range(4), places)
+        bad.offsets[3] += bench.slot_bytes
+        start(bad)
+        assert bench.device.drain(60)
+        assert "of a region of" in bad.error
+    assert bench.around() == around
+
+
 # Order.
 
 

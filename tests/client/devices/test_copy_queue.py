@@ -209,12 +209,13 @@ def test_an_engine_that_serves_has_locked_what_copies_ask_for_while_it_is_idle(d
 
     locked.serve(is_idle)
     locked.register(memory)
-    assert locked.borrow(memory, np.array([5 * CHUNK]), SLOT) is None
+    job = Job(memory, np.arange(1), np.array([5 * CHUNK]), lambda job: None)
+    assert locked.borrow(job, SLOT) is None
     assert asked.wait(SECONDS)  # it wants to, and may not
     assert device.locks == []
     idle.set()
     wait_until(lambda: device.locks == [("lock", memory.address + 5 * CHUNK)])
-    borrowed = locked.borrow(memory, np.array([5 * CHUNK]), SLOT)
+    borrowed = locked.borrow(job, SLOT)
     assert borrowed is not None
     locked.give_back(borrowed)
     assert locked.progress() == (False, CHUNK)  # and nothing that nobody has asked for

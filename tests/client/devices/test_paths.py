@@ -11,7 +11,7 @@ import pytest
 from kvcache_client.devices import CopyError
 from kvcache_client.devices.layout import Fragment, sections
 from kvcache_client.devices.paths import Staged
-from kvcache_client.devices.spans import Spans
+from kvcache_client.spans import Spans
 
 SLOT = 1 << 16
 

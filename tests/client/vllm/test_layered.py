@@ -10,6 +10,7 @@ import pytest
 from kvcache_client.scheduler.overlap import Overlap
 from kvcache_client.step_plan import StepPlan
 from kvcache_client.worker import layered
+from kvcache_proto.types import REF_BYTES
 
 BLOCK = 32
 HIT = 10 * BLOCK
@@ -329,7 +330,7 @@ def test_slots_that_were_given_away_are_loaded_like_others(loaded: Any, sim: Any
     """A load is not reported early unless its slots are still those that were leased."""
     engine, tokens = loaded()
     region = engine.workers[0]._session.region
-    monkeypatch.setattr(type(region), "current", lambda self, refs: sim.np.zeros(len(refs) // 24, bool))
+    monkeypatch.setattr(type(region), "current", lambda self, refs: sim.np.zeros(len(refs) // REF_BYTES, bool))
     engine.add("r", tokens, 2)
     engine.run()
     assert engine.outputs["r"] == sim.expected(tokens, 2)

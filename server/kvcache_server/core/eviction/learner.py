@@ -120,7 +120,7 @@ class Learner:
 
     def _learn(self, group: Group, lookups: Sequence[_Lookup], shares: Sequence[Share]) -> None:
         if not self._slots:
-            self._resize(self._pool.slots_of(group.slot_bytes), group.spec.block_tokens)
+            self._resize(self._pool.blocks_of(group.allocated_bytes), group.spec.block_tokens)
         size = group.hash_bytes
         ends = list(accumulate(len(each.missed) // size for each in lookups))
         begins = [0, *ends[:-1]]
@@ -233,7 +233,7 @@ class Learner:
             groups = {account.group for account in accounts if not account.group.is_tail}
             blocks = sum(len(group.visible) for group in groups)
             used = sum(share.bytes for share in {account.share for account in accounts})
-            slots = self._pool.slots_of(used // max(blocks, 1))
+            slots = self._pool.blocks_of(used // max(blocks, 1))
             if used * 2 > self._pool.capacity and not self._slots <= 2 * slots <= 4 * self._slots:
                 most = max(groups, key=lambda group: len(group.visible))
                 self._resize(slots, most.spec.block_tokens)  # other blocks have come

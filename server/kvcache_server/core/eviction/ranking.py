@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from kvcache_server.core.eviction.fair_share import FairShare
 from kvcache_server.core.eviction.learner import Learner
@@ -36,28 +36,23 @@ class Ranking:
     def __init__(self, pool: Pool, fair_share: FairShare, learner: Learner) -> None:
         self.by_age = learner.guard.by_age
         self._pool, self._fair_share, self._worths, self._guard = pool, fair_share, learner.worths, learner.guard
-        self._heaps: dict[int, list[Entry]] = {}  # by slot size
+        self._heap: list[Entry] = []
         self._numbers = itertools.count()
         self._left = 0  # evictions until all orders are ranked again
         self._until = 0  # the tick at which they are in any case
-
-    @property
-    def sizes(self) -> Collection[int]:
-        """The slot sizes of accounts that have leaves."""
-        return self._heaps.keys()
 
     def expire(self) -> None:
         """Let all orders be ranked again."""
         self._left = 0
 
-    def least(self, size: int) -> Entry | None:
-        """Return the entry of the order whose coldest leaf is worth least, among those of a slot size and of accounts
-        above their floors; None if there is none. The leaf is the head of the order, and may be evicted."""
+    def least(self) -> Entry | None:
+        """Return the entry of the order whose coldest leaf is worth least, among those of accounts above their floors;
+        None if there is none. The leaf is the head of the order, and may be evicted."""
         self._rank_if_due()
         news = self._fair_share.news
         while news:
             self._enter(*news.pop())
-        heap = self._heaps.get(size)
+        heap = self._heap
         while heap:
             entry = heap[0]
             _, tick, _, order, account, _ = entry
@@ -98,7 +93,7 @@ class Ranking:
 
     def forget(self) -> None:
         """Drop all references to accounts."""
-        self._left, self._heaps = 0, {}
+        self._left, self._heap = 0, []
         self._fair_share.news.clear()
 
     def _rank_if_due(self) -> None:
@@ -125,7 +120,7 @@ class Ranking:
         entry = order.entry
         if entry is None or entry[1] != head.tick:
             entry = self._entry(account, order, head.tick)
-            heapq.heappush(self._heaps.setdefault(account.group.slot_bytes, []), entry)
+            heapq.heappush(self._heap, entry)
         order.coldest = head.tick  # a colder leaf that has become busy since it was announced may have changed it
         return entry
 

@@ -1,4 +1,4 @@
-"""Builds a cache from what snapshot.py has read: extents, index, and unfinished reservations. Pure."""
+"""Builds a cache from what snapshot.py has read: pages, index, and unfinished reservations. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_proto.region import READY
+from kvcache_proto.region import FREE, READY, row_of
 from kvcache_proto.types import MIN_HASH_BYTES, REF_BYTES, GroupSpec, Verdict
-from kvcache_server.core.extent import Extent
 from kvcache_server.core.index import (
     CLASS_MASK,
     FIRST_TICK,
@@ -55,6 +54,7 @@ class Restoration:
         self._pool, self._registry, self._reservations, self._counters = pool, registry, reservations, counters
         self.now, self.until = now, now + quarantine
         self.groups: list[Group] = []
+        self._unknown = Group(0, 0, GroupSpec(1, 1), MIN_HASH_BYTES, pool.page_bytes)  # stands for unknown ones
         self.engines: dict[int, Engine] = {}
         self.reservations: dict[int, Reservation] = {}
         self.reservers: dict[int, int] = {}  # the engine of each reservation
@@ -63,21 +63,23 @@ class Restoration:
 
     def run(self) -> None:
         self._name()
-        self._adopt_extents()
+        self._pool.set_time(self.now)
+        self._pool.tick = max(self._pool.tick, int(self.old.tick.max(initial=0)) & ~CLASS_MASK)
+        self._resume_pool()
         self._show()
         for position in self.old.pending:
             self._pend(position)
         for position in self.old.doomed():
             self._hold(position)
         self._settle_up()
-        self._pool.resume(self.old.last)
+        self.old.close_free_rows()
         self._counters.update(self.old.counters)
 
     def _name(self) -> None:
         """Create the namespaces, engines and tuples of writers that the rows refer to by number."""
         manifest, registry, reservations = self.old.manifest, self._registry, self._reservations
         for number, spec in manifest.namespaces.items():
-            registry.add_namespace(Namespace(number, spec))
+            registry.add_namespace(Namespace(number, spec, self._pool.page_bytes))
         for number, name in manifest.engines.items():
             self.engines[number] = registry.engines[name] = Engine(number, name)
         registry.last_namespace, registry.last_engine = manifest.last_namespace, manifest.last_engine
@@ -85,36 +87,40 @@ class Restoration:
         living = self.old.living
         reservations.writers = {writers: number for number, writers in manifest.writers.items() if living >= {*writers}}
         for each in self.old.groups:
-            self.groups.append(registry.namespaces[each[0]].groups[each[1]] if each else _unknown_group())
+            self.groups.append(registry.namespaces[each[0]].groups[each[1]] if each else self._unknown)
 
     # Cached blocks.
 
-    def _adopt_extents(self) -> None:
-        pool = self._pool
-        # Rows are ordered by extent, and each extent has some, so no extent is searched for.
-        begins = np.flatnonzero(np.diff(self.old.extent, prepend=-1))
-        tops = np.maximum.reduceat(self.old.tick, begins).tolist() if len(begins) else []
-        self.extents: list[Extent[Block]] = []
-        for cut, top in zip(self.old.cuts, tops, strict=True):
-            extent = pool.adopt(cut.number, cut.slot_bytes, cut.generation, cut.slots, cut.cleared)
-            extent.newest = top & ~CLASS_MASK
-            self.extents.append(extent)
-        pool.set_time(self.now)
-        pool.tick = max([pool.tick, *(top & ~CLASS_MASK for top in tops)])
+    def _resume_pool(self) -> None:
+        """Give the pool the pages that no row claims, and close the rows of these."""
+        old, pages = self.old, self._pool.geometry.pages
+        taken = old.state != FREE
+        ends: Ints = np.zeros(pages + 1, np.int64)
+        np.add.at(ends, old.page[taken], 1)
+        np.add.at(ends, (old.page + old.pages)[taken], -1)
+        for position, runs in old.scattered.items():
+            if taken[position]:
+                first, count = int(old.page[position]), int(old.pages[position])
+                ends[first], ends[first + count] = ends[first] - 1, ends[first + count] + 1
+                for page, count in runs:
+                    ends[page], ends[page + count] = ends[page] + 1, ends[page + count] - 1
+        free = np.concatenate(([False], np.cumsum(ends[:-1]) == 0, [False]))
+        edges = np.flatnonzero(free[1:] != free[:-1]).tolist()
+        self._pool.resume(old.last, [(begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=True)])
         self.refs = self._refs()
+
+    def _row(self, position: int) -> int:
+        return row_of(int(self.old.page[position]))
 
     def _ref(self, position: int) -> bytes:
         return self.refs[REF_BYTES * position : REF_BYTES * (position + 1)]
 
     def _refs(self) -> bytes:
-        """Return the slot references of all rows, REF_BYTES each."""
-        starts = np.array([self.old.rows.extent_start(cut.number) for cut in self.old.cuts], np.uint64)
-        sizes = np.array([cut.slot_bytes for cut in self.old.cuts], np.uint64)
-        generations = np.array([cut.generation for cut in self.old.cuts], np.uint64)
-        refs = np.empty((len(self.old.row), 3), np.uint64)
-        refs[:, 0] = starts[self.old.extent] + self.old.slot.astype(np.uint64) * sizes[self.old.extent]
+        """Return the references to the blocks of all rows, REF_BYTES each."""
+        geometry = self._pool.geometry
+        refs = np.empty((len(self.old.row), 2), np.uint64)
+        refs[:, 0] = geometry.data_offset + self.old.page * geometry.page_bytes
         refs[:, 1] = self.old.row["generation"]
-        refs[:, 2] = generations[self.old.extent]
         return refs.tobytes()
 
     def _account(self, code: int, engine: int) -> Account:
@@ -140,15 +146,11 @@ class Restoration:
             )
         ]
         self.blocks = dict(zip(positions, blocks, strict=True))
-        count, by_position, homes = len(self.old.row), self.blocks, [extent.blocks for extent in self.extents]
+        count, by_position, homes = len(self.old.row), self.blocks, self._pool.blocks
         roots, visibles = [each.group.root for each in accounts], [each.group.visible for each in accounts]
-        places = (
-            self.old.parent[chosen].tolist(),
-            self.old.extent[chosen].tolist(),
-            self.old.slot[chosen].tolist(),
-        )
-        for block, name, of, above, number, slot in zip(blocks, hashes, owner.tolist(), *places, strict=True):
-            homes[number][slot] = visibles[of][name] = block
+        places = self.old.parent[chosen].tolist(), self.old.page[chosen].tolist()
+        for block, name, of, above, page in zip(blocks, hashes, owner.tolist(), *places, strict=True):
+            homes[page] = visibles[of][name] = block
             # The same as Block.link, inlined.
             block.parent = parent = by_position[above] if above < count else roots[of]
             block.next = child = parent.child
@@ -157,10 +159,13 @@ class Restoration:
             parent.child = block
         for block in blocks:  # ordered by last use: a sorted list is a heap
             account = block.account
-            account.share.bytes += account.group.slot_bytes
+            account.share.bytes += account.group.allocated_bytes
             if block.child is None:
                 block.queued = tick = block.tick
                 account.orders[tick & CLASS_MASK].heap.append(block)
+        for position, runs in self.old.scattered.items():
+            if position in self.blocks:
+                self._pool.adopt(self.blocks[position], runs)
         self._counters["blocks_recovered"] += len(blocks)
 
     # Blocks that were being written.
@@ -175,16 +180,16 @@ class Restoration:
         grant.ready = bool(self.old.state[position] == READY)
         self._counters["blocks_recovered" if grant.ready else "blocks_resumed"] += 1
         if grant.ready:
-            grant.settled, grant.extent.busy = grant.reservation.all_shards, grant.extent.busy - 1
+            grant.settled = grant.reservation.all_shards
+            self._pool.busy -= group.pages
         group.pending[block.hash] = grant
 
     def _hold(self, position: int) -> None:
-        """Keep a slot unused until its writers have settled and a new quarantine is over.
+        """Keep pages unused until their writers have settled and a new quarantine is over.
 
         The quarantine starts again, because a settled shard may be that of a writer that died shortly before the
         daemon.
         """
-        extent, slot = self.extents[self.old.extent[position]], int(self.old.slot[position])
         dead = self.old.dead(position) if self.old.known[position] else 0
         if self.old.known[position] and int(self.old.row["settled"][position]) | dead != self.old.shards(position):
             grant = self._grant(position, self._block(position))
@@ -193,18 +198,21 @@ class Restoration:
             grant.tainted_until = self.until
             self._counters["blocks_resumed"] += 1
         else:
-            extent.blocks[slot] = Block(HIDDEN, 0, b"", b"", _unknown_group().root.account)
-            extent.busy += 1
-            self._pool.quarantine.add(self.until, extent, slot)
+            block = Block(HIDDEN, 0, b"", self._ref(position), self._unknown.root.account)
+            runs = self.old.runs(position)
+            pages = sum(count for _, count in runs)
+            self._pool.adopt(block, runs)
+            self._pool.busy += pages
+            self._pool.quarantine.add(self.until, block, pages)
         self._counters["shards_dead"] += dead.bit_count()
 
     def _block(self, position: int) -> Block:
         row = self.old.row[position]
         account = self._account(int(self.old.code[position]), int(row["engine"]))
-        account.share.bytes += account.group.slot_bytes
+        account.share.bytes += account.group.allocated_bytes
         block = Block(HIDDEN, int(self.old.tick[position]), self.old.hash(position), self._ref(position), account)
         self.blocks[position] = block
-        self.extents[self.old.extent[position]].blocks[self.old.slot[position]] = block
+        self._pool.adopt(block, self.old.runs(position))
         return block
 
     def _grant(self, position: int, block: Block) -> Grant:
@@ -213,7 +221,7 @@ class Restoration:
         reservation = self.reservations.get(number)
         engine = int(row["engine"])
         if reservation is not None and (reservation.namespace != namespace or self.reservers[number] != engine):
-            # Such rows only exist if a process wrote where it must not. The slot waits until its writers end.
+            # Such rows only exist if a process wrote where it must not. The pages wait until its writers end.
             number = self._reservations.last = self._reservations.last + 1
             reservation = None
         if reservation is None:
@@ -221,9 +229,8 @@ class Restoration:
             reservation.writers_number = int(row["writers"])
             self.reservations[number] = reservation
             self.reservers[number] = engine
-        extent = self.extents[self.old.extent[position]]
-        extent.busy += 1
-        grant = Grant(block, extent, int(self.old.slot[position]), reservation)
+        self._pool.busy += block.account.group.pages
+        grant = Grant(block, self._row(position), reservation)
         grant.settled = int(row["settled"])
         taken = self.granted.setdefault(number, {})
         place = int(row["position"])
@@ -239,7 +246,7 @@ class Restoration:
                 self.blocks[position],
                 self.reservations[int(self.old.row["reservation"][position])],
             )
-            grant = Grant(block, self.extents[self.old.extent[position]], int(self.old.slot[position]), reservation)
+            grant = Grant(block, self._row(position), reservation)
             grant.ready, grant.settled = True, reservation.all_shards
             self.granted[reservation.id].setdefault(int(self.old.row["position"][position]), grant)
         for number, reservation in self.reservations.items():
@@ -247,7 +254,7 @@ class Restoration:
             some = next(iter(granted.values()))
             for position in range(max(granted) + 1):
                 if position not in granted:
-                    granted[position] = Grant(some.block, some.extent, some.slot, reservation)
+                    granted[position] = Grant(some.block, some.row, reservation)
                     granted[position].settled, granted[position].verdict = reservation.all_shards, Verdict.FAILED
             grants = [granted[position] for position in range(len(granted))]
             reservation.unsettled = sum(not grant.whole for grant in grants)
@@ -255,7 +262,7 @@ class Restoration:
                 reservation.grants = grants
                 engine = self._registry.engines[some.block.account.engine]
                 engine.reservations[number] = reservation
-                engine.writing += sum(grant.extent.slot_bytes for grant in grants if not grant.whole)
+                engine.writing += sum(each.block.account.group.allocated_bytes for each in grants if not each.whole)
                 self._counters["reservations_recovered"] += 1
 
 
@@ -273,8 +280,3 @@ def _continued(ticks: Ints, now: float) -> Ints:
     cls = np.where(ticks[order] < FIRST_TICK, 0, found[order] & CLASS_MASK)
     found[order] = (end + NEXT_TICK * np.arange(1, len(order) + 1)) | cls
     return found
-
-
-def _unknown_group() -> Group:
-    """Return a placeholder for an unknown group."""
-    return Group(0, 0, GroupSpec(1, 1), MIN_HASH_BYTES)

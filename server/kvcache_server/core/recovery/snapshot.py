@@ -12,25 +12,29 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Set
-from typing import Any, NamedTuple
+from collections.abc import Set
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache_proto.region import (
     CHECKED,
+    CONTINUED,
     DOOMED,
     FREE,
+    FREED,
+    HEADER,
     READY,
+    ROW,
     ROW_FIELDS,
-    SLOT_ROW,
     WRITING,
     RegionRows,
-    slot_size,
-    slots_per_extent,
+    pages_of,
+    row_of,
 )
 from kvcache_proto.types import FULL, MAX_HASHES, TAIL
+from kvcache_server.core.free_runs import Runs
 from kvcache_server.core.journal import Manifest
 
 _ROW = np.dtype(
@@ -38,7 +42,7 @@ _ROW = np.dtype(
         "names": list(ROW_FIELDS),
         "formats": [kind for kind, _ in ROW_FIELDS.values()],
         "offsets": [offset for _, offset in ROW_FIELDS.values()],
-        "itemsize": SLOT_ROW,
+        "itemsize": ROW,
     }
 )
 
@@ -48,32 +52,12 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-class Cut(NamedTuple):
-    """An extent as described by its row."""
-
-    number: int
-    slot_bytes: int
-    generation: int
-    rows: int
-    slots: int
-    cleared: int  # of the slots, the first ones; no later row was ever written
-
-
-def _cuts(rows: RegionRows) -> Iterator[Cut]:
-    """Yield the extents that are cut. An extent whose row was incomplete contains no blocks and is left out."""
-    size = rows.geometry.extent_bytes
-    for index in range(rows.geometry.extents):
-        slot_bytes, generation, at, slots = rows.extent_row(index)
-        whole = slot_bytes and slots == slots_per_extent(size, slot_bytes)
-        if whole and at == rows.extent_start(index) + size - slots * SLOT_ROW:
-            yield Cut(index, slot_bytes, generation, at, slots, rows.cleared(index, slots))
-
-
 class Snapshot:
     """The content of the rows, which it also repairs. All arrays have one entry per row that is not FREE.
 
     Attributes:
-        cuts: the extents with such rows; `extent` has positions in this list.
+        page, pages: the first page of the block, and the length of its first run.
+        scattered: by position, the runs of blocks that have several, or another number of pages than their group.
         groups: numbers of namespace and group, None if unknown; `code` has positions in this list.
         parent: the position of the parent; one beyond the last for a root, two beyond for none.
         visible: whether lookups will find the block.
@@ -88,9 +72,11 @@ class Snapshot:
         self.counters: Counter[str] = Counter()
         self.groups: list[tuple[int, int] | None] = []
         self.pending: list[int] = []
+        self.scattered: dict[int, Runs] = {}
         self._shard_count: list[int] = []
         self._read()
         self._check()
+        self._free_overlaps()
         self._finish_commits()
         self._resolve_parents()
         self._free_twins()
@@ -98,7 +84,7 @@ class Snapshot:
         self._find_pending()
 
     def doomed(self) -> list[int]:
-        """Return the positions of slots that may not be used until their writers have settled."""
+        """Return the positions of blocks whose pages may not be used until their writers have settled."""
         return [int(position) for position in np.flatnonzero(self.state == DOOMED)]
 
     def hash(self, position: int) -> bytes:
@@ -123,28 +109,24 @@ class Snapshot:
     # Steps.
 
     def _read(self) -> None:
-        cuts = list(_cuts(self.rows))
-        buffer = self.rows.buffer
-        views = [np.frombuffer(buffer, _ROW, cut.cleared, cut.rows) for cut in cuts]
-        taken = [np.flatnonzero((view["state"] >= WRITING) & (view["state"] <= DOOMED)) for view in views]
-        generations = [self.rows.extent_row(index)[1] for index in range(self.rows.geometry.extents)]
-        self.last = max([*generations, *(int(view["generation"].max()) for view in views if len(view))])
-        self.cuts = [cut for cut, used in zip(cuts, taken, strict=True) if len(used)]
-        counts = [len(used) for used in taken if len(used)]
-        self.extent: Ints = np.repeat(np.arange(len(counts)), counts)  # position in `cuts`
-        self.slot: Ints = np.concatenate([used for used in taken if len(used)] or [np.zeros(0, np.int64)])
+        rows = np.frombuffer(self.rows.buffer, _ROW, self.rows.geometry.pages, HEADER)
+        self.page: Ints = np.flatnonzero((rows["state"] >= WRITING) & (rows["state"] <= DOOMED))
+        self.last = int((rows["generation"] & np.uint64(FREED - 1)).max())
         # Whole rows, because the checksum includes the bytes between fields, and numpy copies only fields.
-        rows = [view.view(f"V{SLOT_ROW}")[used] for view, used in zip(views, taken, strict=True) if len(used)]
-        self.raw: npt.NDArray[Any] = np.concatenate([np.zeros(0, f"V{SLOT_ROW}"), *rows])
+        self.raw: npt.NDArray[Any] = rows.view(f"V{ROW}")[self.page]
         self.row: npt.NDArray[Any] = self.raw.view(_ROW)
         self.state: Ints = self.row["state"].astype(np.int64)
+        self.pages: Ints = self.row["run_pages"].astype(np.int64)
         # Not covered by the checksum; values below 1 have a special meaning in the order of eviction.
         self.tick: Ints = np.clip(self.row["tick"], 1, 1 << 62).astype(np.int64)
 
+    def runs(self, position: int) -> Runs:
+        """Return the pages of a block."""
+        return self.scattered.get(position) or ((int(self.page[position]), int(self.pages[position])),)
+
     def _at(self, position: int) -> int:
         """Return the row's offset in the region."""
-        cut = self.cuts[int(self.extent[position])]
-        return cut.rows + int(self.slot[position]) * SLOT_ROW
+        return row_of(int(self.page[position]))
 
     def _set(self, position: int, state: int) -> None:
         self.state[position] = state
@@ -154,7 +136,7 @@ class Snapshot:
         """Free rows with wrong checksums, and READY rows with unknown numbers; doom other rows with unknown numbers."""
         row, begin, end = self.row, CHECKED.start, CHECKED.stop
         packed, crc32 = self.raw.view(np.uint8).data, zlib.crc32
-        sums = [crc32(packed[at + begin : at + end]) for at in range(0, len(packed), SLOT_ROW)]
+        sums = [crc32(packed[at + begin : at + end]) for at in range(0, len(packed), ROW)]
         whole: Bools = row["check"] == np.array(sums, dtype=np.uint64)
         keys = (row["namespace"].astype(np.int64) << 16) | row["group"]
         unique, code = np.unique(keys, return_inverse=True)
@@ -162,19 +144,87 @@ class Snapshot:
         for key in unique.tolist():
             spec, number = self.manifest.namespaces.get(key >> 16), key & 0xFFFF
             group = spec.groups[number] if spec and number < len(spec.groups) else None
-            expected.append((spec.hash_bytes, slot_size(group.block_bytes)) if spec and group else (-1, -1))
+            size = pages_of(group.block_bytes, self.rows.geometry.page_bytes) if group else -1
+            expected.append((spec.hash_bytes, size) if spec and group else (-1, -1))
             self.groups.append((key >> 16, number) if group else None)
             self._shard_count.append(len(group.shards) if group else 1)
         self.code: Ints = code.astype(np.int64)
-        hash_bytes, slot_bytes = (np.array([each[at] for each in expected], np.int64)[self.code] for at in (0, 1))
-        cut_bytes = np.array([cut.slot_bytes for cut in self.cuts], np.int64)[self.extent]
-        known: Bools = (row["hash_bytes"] == hash_bytes) & (cut_bytes == slot_bytes)
+        numbers: list[Ints] = [np.array([each[at] for each in expected], np.int64)[self.code] for at in (0, 1)]
+        hash_bytes, pages = numbers
+        known: Bools = (row["hash_bytes"] == hash_bytes) & self._follow_runs(whole, pages)
         known &= np.isin(row["engine"], list(self.manifest.engines)) & (row["position"] < MAX_HASHES)
         self.known: Bools = whole & known
         for position in np.flatnonzero(~self.known).tolist():
             doubtful = whole[position] and self.state[position] != READY
             self._set(position, DOOMED if doubtful else FREE)
             self.counters["rows_discarded"] += 1
+
+    def _follow_runs(self, whole: Bools, pages: Ints) -> Bools:
+        """Find the runs of each block; return which of them have as many pages as they should.
+
+        Runs of the others are cut off where they have enough, or at the end of the region. No two blocks have the same
+        further run, and none has it twice.
+        """
+        end = self.rows.geometry.pages
+        self.pages = np.clip(self.pages, 1, np.where(pages > 0, np.minimum(pages, end - self.page), end - self.page))
+        good: Bools = (self.row["run_pages"] == self.pages) & (self.pages == pages)
+        followed: set[int] = set()
+        for position in np.flatnonzero(whole & (self.row["next"] > 0)).tolist():
+            generation = int(self.row["generation"][position])
+            runs, following = [(int(self.page[position]), int(self.pages[position]))], int(self.row["next"][position])
+            while following:
+                found = self.rows.read_run(row_of(following - 1), generation) if following <= end else None
+                if found is None or following in followed:
+                    break
+                followed.add(following)
+                runs.append((following - 1, min(found[0], end - following + 1)))
+                following = found[1]
+            self.scattered[position] = tuple(runs)
+            good[position] = not following and sum(count for _, count in runs) == pages[position]
+        return good
+
+    def _free_overlaps(self) -> None:
+        """Let no page have two blocks. They only do if a process wrote where it must not."""
+        taken: list[tuple[Ints, Ints]] = [(self.page[self.state != FREE], self.pages[self.state != FREE])]
+        further = [run for position, runs in self.scattered.items() if self.state[position] != FREE for run in runs[1:]]
+        taken.append((np.array([run[0] for run in further], np.int64), np.array([run[1] for run in further], np.int64)))
+        begins, counts = (np.concatenate(each) for each in zip(*taken, strict=True))
+        order = np.argsort(begins)
+        if not (begins[order][:-1] + counts[order][:-1] > begins[order][1:]).any():
+            return
+        claimed = bytearray(self.rows.geometry.pages)
+        # What may still be written stays; of the others, the latest block.
+        rank = np.lexsort((-self.row["generation"].astype(np.float64), self.state == READY))
+        for position in rank.tolist():
+            if self.state[position] == FREE:
+                continue
+            runs = self.runs(position)
+            pages = {page for begin, count in runs for page in range(begin, begin + count) if not claimed[page]}
+            if len(pages) < sum(count for _, count in runs):
+                self.counters["rows_discarded"] += 1
+                self.known[position] = False
+                first = int(self.page[position])
+                if self.state[position] == READY or first not in pages:
+                    self._set(position, FREE)
+                    continue
+                runs = ((first, 1), *((page, 1) for page in sorted(pages - {first})))
+                self._set(position, DOOMED)
+                self.scattered[position] = runs
+            for page, count in runs:
+                claimed[page : page + count] = b"\1" * count
+
+    def close_free_rows(self) -> None:
+        """Close all rows that are not in use, so that readers notice once their pages are given away."""
+        rows = np.frombuffer(self.rows.buffer, _ROW, self.rows.geometry.pages, HEADER)
+        free: Bools = (rows["generation"] > 0) & (rows["generation"] < FREED)
+        free[self.page[self.state != FREE]] = False
+        generation, state = rows["generation"], rows["state"]
+        for position, runs in self.scattered.items():
+            if self.state[position] != FREE:
+                own = self.row["generation"][position]
+                free[[page for page, _ in runs[1:] if state[page] == CONTINUED and generation[page] == own]] = False
+        for page in np.flatnonzero(free).tolist():
+            self.rows.close_row(row_of(page))
 
     def _finish_commits(self) -> None:
         """Make blocks READY whose shards are all committed; doom blocks that a later block superseded."""

@@ -7,7 +7,7 @@ import { clock, count, duration, id, keep, make, plural, ratio, short, size, tel
 
 const EVERY = 2000, HOUR = 3600;
 const STYLES = ["a", "b", "c", "d", "e", "f"];
-const STATES = [["ready", "a"], ["writing", "b"], ["quarantined", "e"], ["overhead", "f"], ["free", "free"]];
+const STATES = [["ready", "a"], ["writing", "b"], ["quarantined", "e"], ["free", "free"]];
 const OPERATOR = "kvcache-server"; // what `status` and `top` attach as
 
 let tiersThen = { at: 0, tiers: [] }, tierRates = new Map(); // the last report of tiers, and rates since the one before
@@ -117,7 +117,7 @@ function show({ status, now, host, answered }) {
   stack("pool-states", STATES.map(([name, style]) => ({ name, style, bytes: pool[`${name}_bytes`] })), pool.bytes);
   stack("pool-spaces", byNamespace(spaces), pool.bytes);
   facts("pool-facts", [
-    ["pinned by leases", size(pool.pinned_bytes)], ["largest free extent", size(pool.largest_free_bytes)],
+    ["pinned by leases", size(pool.pinned_bytes)], ["runs of free pages", count(pool.free_runs)],
     ["blocks", `${count(pool.blocks)} found, ${count(pool.blocks_writing)} being written, ${count(pool.blocks_hidden)} waiting for a parent`],
   ]);
   showEviction(status.eviction);
