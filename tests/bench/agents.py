@@ -166,7 +166,7 @@ def figures(seconds: float, answers: list[Answer]) -> dict[str, Any]:
 
 async def play(case: Case, folder: Path, options: argparse.Namespace, load: Load) -> dict[str, Any]:
     gib = options.gib / options.engines if case.name in ALONE else options.gib
-    with case.serve(folder, int(gib), {}) as more:
+    with case.serve(folder, gib, {}) as more:
         arguments = [
             *("--model", str(folder / "model"), "--skip-tokenizer-init", "--load-format", "dummy", "--seed", "0"),
             *("--served-model-name", "model", "--max-model-len", "40960", "--max-num-seqs", "32"),
@@ -208,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="none,native,simple,lmcache,ours")
     parser.add_argument("--settings", action="append", default=[])
-    parser.add_argument("--gib", type=int, default=48, help="host memory for KV")
+    parser.add_argument("--gib", type=float, default=48, help="host memory for KV")
     parser.add_argument("--device-gib", type=float, default=10, help="KV cache of each engine")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--agents", type=int, default=24)
@@ -220,13 +220,15 @@ def main() -> None:
     parser.add_argument("--block-size", default="16", help="of vLLM, in tokens")
     parser.add_argument("--toy", action="store_true", help="a tiny model and short prompts, which a CPU can run")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--logs", help="folder for the logs of the last case, which are kept there")
     options = parser.parse_args()
     part = 16 if options.toy else 1
     load = Load(options.agents, options.turns, 4096 // part, 1536 // part, options.answer)
     cases = [CASES[name] for name in filter(None, options.cases.split(","))] + [*map(ours_with, options.settings)]
     rows = []
     with tempfile.TemporaryDirectory(prefix="agents", dir="/tmp") as folder:
-        (Path(folder) / "model").mkdir()
+        folder = options.logs or folder
+        (Path(folder) / "model").mkdir(parents=True, exist_ok=True)
         (Path(folder) / "model" / "config.json").write_text(json.dumps(TOY if options.toy else LLAMA))
         for case in cases * options.rounds:
             if why := case.why_not():

@@ -75,13 +75,13 @@ def nothing(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str,
 @contextlib.contextmanager
 def native(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
     # What was generated is kept too, as the others do.
-    settings = {"cpu_bytes_to_use": gib * GIB, "offload_prompt_only": False}
+    settings = {"cpu_bytes_to_use": int(gib * GIB), "offload_prompt_only": False}
     yield transfer("OffloadingConnector", kv_connector_extra_config=settings)
 
 
 @contextlib.contextmanager
 def simple(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    settings = {"cpu_bytes_to_use": gib * GIB, "lazy_offload": False}
+    settings = {"cpu_bytes_to_use": int(gib * GIB), "lazy_offload": False}
     yield transfer("SimpleCPUOffloadConnector", kv_connector_extra_config=settings)
 
 

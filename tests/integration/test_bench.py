@@ -21,7 +21,7 @@ def test_a_small_bench() -> None:
     assert figures["blocks_indexed"] >= 30_000
     assert figures["blocks_evicted"] > 0
     assert [row["hashes"] for row in figures["lookups"]] == [64, 1024]
-    assert all(0.5 < row["hit_ratio"] < 0.9 for row in figures["lookups"])
+    assert all(0.4 < row["hit_ratio"] < 0.9 for row in figures["lookups"])
     assert figures["acquires_per_second"] > 0
     assert set(figures["commit_us_per_block"]) == {"3000", str(figures["blocks_indexed"]), "evicting"}
 
