@@ -15,7 +15,7 @@ from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.request_state import PAUSE, RequestState
 from kvcache_client.session.counters import LoggedCounters
-from kvcache_client.step_plan import NOTHING
+from kvcache_client.step_plan import NOTHING, LoadJob
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import unpack_refs
 
@@ -37,6 +37,28 @@ def test_decisions_need_neither_torch_nor_vllm() -> None:
 
 
 # Lookups and loads.
+
+
+def test_a_request_that_is_preempted_while_its_load_arrives_may_load_again() -> None:
+    released: list[str] = []
+
+    class Lease:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def release(self) -> None:
+            released.append(self._name)
+
+    running = loads.Loads(FullAttention(BLOCK, 1), LoggedCounters(logging.getLogger("test")))
+    job = LoadJob("r", REGION, bytes(16), [0], layered=True)
+    running.begin([job], Lease("first"), [b"a"], BLOCK, ranks=1)  # type: ignore[arg-type]
+    running.end("r", 0.0)  # it is reported when it begins
+    running.begin([job], Lease("second"), [b"a"], BLOCK)  # type: ignore[arg-type]
+    assert running.are_coming and not released
+    assert running.arrived("r") == BLOCK
+    assert released == ["first"] and not running.are_coming
+    running.end("r", 1.0)
+    assert released == ["first", "second"]
 
 
 def test_the_longest_prefix_is_offered_loaded_and_its_lease_given_back(cache: Cache) -> None:

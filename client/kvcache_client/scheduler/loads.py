@@ -114,7 +114,8 @@ class Loads:
 
     def arrived(self, request: str) -> int:
         """Note that all bytes of a layered load have come to one more rank. Return its tokens if that was the last."""
-        load = self._running.get(request) or self._coming.get(request)
+        # One that was preempted may load again before the bytes of its first load are there.
+        load = self._coming.get(request) or self._running.get(request)
         if load is None or not load.coming:
             return 0
         load.coming -= 1
