@@ -30,8 +30,9 @@ from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin_client import AdminClient
 
 SPEC = NamespaceSpec("model", (GroupSpec(16, 64),))
-MOST, RUNS = 65_536, 16_384
-FILL = 4096
+MOST, BLOCKS = 16_384, 256  # hashes of a lookup, and of a reservation
+LARGE = NamespaceSpec("large blocks", (GroupSpec(16, 64 * 4096),))
+LEASES = 4000
 
 
 def names(first: int, count: int) -> list[bytes]:
@@ -46,6 +47,11 @@ class Client(AdminClient):
     def reserve(self, runs: list[m.Run]) -> m.Reserved:
         reserved: m.Reserved = self.ask(m.Reserve(0, b"", self.namespace, runs))
         return reserved
+
+    def store(self, hashes: list[bytes]) -> None:
+        for at in range(0, len(hashes), BLOCKS):
+            parent = hashes[at - 1] if at else None
+            self.settle(self.reserve([m.Run(hashes[at : at + BLOCKS], parent)]))
 
     def settle(self, reserved: m.Reserved, outcome: Outcome = Outcome.COMMITTED) -> None:
         if reserved.reservation:
@@ -71,24 +77,43 @@ def cases(client: Client, again: Callable[[], Client], pid: int) -> Any:
     reserved: list[m.Reserved] = []
     many, few = names(2 << 60, MOST), names(3 << 60, MOST)
     yield "nothing, for a second", lambda: time.sleep(1.0)
-    yield "reserve of 65,536, full pool", lambda: reserved.append(client.reserve([m.Run(many)]))
-    yield "settle of 65,536, committed", lambda: client.settle(reserved[-1])
-    yield "acquire of 65,536, all hits", lambda: client.ask(m.Acquire(0, b"", client.namespace, many, 0, False))
-    yield "reserve of 65,536, present", lambda: client.reserve([m.Run(many)])
-    yield "reserve of 16,384 runs", lambda: reserved.append(client.reserve([m.Run([each]) for each in few[:RUNS]]))
-    yield "settle of 16,384, failed", lambda: client.settle(reserved[-1], Outcome.FAILED)
-    client.settle(client.reserve([m.Run(few)]))
+    yield "reserve of 256, full pool", lambda: reserved.append(client.reserve([m.Run(many[:BLOCKS])]))
+    yield "settle of 256, committed", lambda: client.settle(reserved[-1])
+    yield "reserve of 256, present", lambda: client.reserve([m.Run(many[:BLOCKS])])
+    runs = [m.Run([each]) for each in few[:BLOCKS]]
+    yield "reserve of 256 runs", lambda: reserved.append(client.reserve(runs))
+    yield "settle of 256, failed", lambda: client.settle(reserved[-1], Outcome.FAILED)
+    large = client.ask(m.Attach(0, b"", LARGE, (0,))).namespace
+    yield "reserve of 256 large blocks", lambda: client.ask(m.Reserve(0, b"", large, [m.Run(many[:BLOCKS])]))
+    client.store(many)
+    yield "acquire of 16,384, all hits", lambda: client.ask(m.Acquire(0, b"", client.namespace, many, 0, False))
+    below = [client.reserve([m.Run(few[:BLOCKS])])]
+    for at in range(BLOCKS, MOST, BLOCKS):
+        below.append(client.reserve([m.Run(few[at : at + BLOCKS], few[at - 1])]))
+        client.settle(below[-1])
+    yield "settle that shows 16,384", lambda: client.settle(below[0])
     slots = client.ask(m.Acquire(0, b"", client.namespace, few, 0, False)).slots
     region = client.geometry.region_id
-    yield "distrust of the first of 65,536", lambda: client.ask(m.Distrust(0, b"", region, slots[:24], 0, 0))
+    yield "distrust of the first of 16,384", lambda: client.ask(m.Distrust(0, b"", region, slots[:16], 0, 0))
+    orphans = names(7 << 60, MOST)
+    root = client.reserve([m.Run(orphans[:1])])
+    for at in range(1, MOST, BLOCKS):
+        client.reserve([m.Run(orphans[at : at + BLOCKS], orphans[at - 1])])
+    yield "settle, failed, above 16,383", lambda: client.settle(root, Outcome.FAILED)
+    holder = again()
+    for number in range(LEASES):
+        holder.ask(m.Acquire(0, b"", holder.namespace, many[: 1 + number % MOST]))
+    yield "the end of 4,000 leases", lambda: (holder.close(), time.sleep(2.0))
     notes = [m.Note("request", "cause", 0, names(4 << 60, MOST))]
-    yield "remark on 65,536", lambda: (client.tell(m.Remark(0, b"", client.namespace, notes)), client.ping())
+    yield "remark on 16,384", lambda: (client.tell(m.Remark(0, b"", client.namespace, notes)), client.ping())
     gone = again()
-    gone.reserve([m.Run(names(5 << 60, MOST))])
+    writing = names(5 << 60, MOST)
+    for at in range(0, MOST, BLOCKS):
+        gone.reserve([m.Run(writing[at : at + BLOCKS], writing[at - 1] if at else None)])
     again_named = m.Acquire(0, b"", client.namespace, names(6 << 60, MOST), 0, False, request="asked about")
     client.ask(again_named)
-    yield "why, of 65,536 misses", lambda: client.ask(m.Why(0, b"", "asked about"))
-    yield "the end of a writer of 65,536", lambda: (gone.close(), time.sleep(2.0))
+    yield "why, of 16,384 misses", lambda: client.ask(m.Why(0, b"", "asked about"))
+    yield "the end of a writer of 16,384", lambda: (gone.close(), time.sleep(2.0))
     yield "its quarantine", lambda: time.sleep(12.0)
     yield "stats", lambda: client.stats()
     yield "check", lambda: check(client, pid)
@@ -129,8 +154,8 @@ def measure(endpoint: str, blocks: int, pid: int) -> None:
             break
         except Unavailable:
             time.sleep(0.1)
-    for first in range(0, blocks, FILL):
-        client.settle(client.reserve([m.Run(names(first, FILL))]))
+    for first in range(0, blocks, BLOCKS):
+        client.settle(client.reserve([m.Run(names(first, BLOCKS))]))
     spawn = multiprocessing.get_context("spawn")
     worst, count = spawn.Value("d", 0.0), spawn.Value("q", 0)
     honest = spawn.Process(target=look_up, args=(endpoint, worst, count), daemon=True)
