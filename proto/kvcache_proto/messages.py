@@ -12,7 +12,15 @@ import msgspec
 
 from kvcache_proto.counts import MAX_NAMES
 from kvcache_proto.text import escaped
-from kvcache_proto.types import MAX_HASH_BYTES, MAX_HASHES, MAX_NAME, MAX_SHARDS, NamespaceSpec, PoolGeometry
+from kvcache_proto.types import (
+    MAX_BLOCKS,
+    MAX_HASH_BYTES,
+    MAX_HASHES,
+    MAX_NAME,
+    MAX_SHARDS,
+    NamespaceSpec,
+    PoolGeometry,
+)
 
 PROTOCOL_VERSION = 3
 OLDEST_VERSION = 3
@@ -24,7 +32,7 @@ SPOKEN = (
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # the daemon remembers it, so it is bounded when it is read
 Most = msgspec.Meta(max_length=MAX_HASHES)  # reading the millions that fit into a frame would block the daemon
-MAX_RUNS, MAX_NOTES = 16_384, 4096  # per message: reading one takes as long as many hashes
+MAX_NOTES = 4096  # per message: reading one takes as long as many hashes
 MAX_RETAINED = 16_384  # blocks per retention: they are looked up again at once whenever some of them are stored
 MAX_SECONDS = 30 * 86_400.0  # of a retention
 MAX_JOBS = 4096  # of each kind in a message
@@ -133,7 +141,7 @@ class Reserve(msgspec.Struct, tag="reserve", array_like=True):
     id: int
     token: bytes
     namespace: int
-    runs: Annotated[list[Run], msgspec.Meta(max_length=MAX_RUNS)]
+    runs: Annotated[list[Run], msgspec.Meta(max_length=MAX_BLOCKS)]
     group: int = 0
 
 

@@ -44,7 +44,7 @@ POINTS: dict[str, tuple[Where, ...]] = {
     "before-reply": (_in("daemon/answers", "_finish"),),
     "after-reply": (_in("daemon/answers", "_finish"),),
     "grant": (
-        _in("core/reservations", "_grant", "_grant_runs", "_supersede"),
+        _in("core/reservations", "_grant", "_grant_run", "_supersede"),
         _in("core/pool", "vacate", "place"),
         _in("core/free_runs", "take"),
     ),

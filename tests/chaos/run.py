@@ -212,10 +212,8 @@ class Run:
             raise Broken(f"{totals['torn_leases']} slots under a lease were given away")
         for who, words in self.crowd.journal("E"):
             what = " ".join(words)
-            # Who reserves while a rank is away, or leaves before all is granted, is told so.
-            told = any(
-                said in what for said in ("shards are attached by sessions", "a session that should write has left")
-            )
+            # Who reserves while a rank is away is told so.
+            told = "shards are attached by sessions" in what
             if not (who.startswith("scheduler") and told) and not proxied:
                 raise Broken(f"{who}: {what}")
         hung = [breach for breach in self.crowd.breaches() if float(breach.split()[-2]) > HUNG]

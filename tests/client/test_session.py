@@ -331,18 +331,18 @@ def test_close_waits_until_what_was_sent_has_arrived(
 def test_close_waits_longer_than_a_step_may(
     daemon: Any, connect: Connect, spec: NamespaceSpec, hashes: Hashes, noticed: bool
 ) -> None:
-    run, writer = hashes(300), connect(engine="e2", connect_timeout=10.0)
+    run, writer = hashes(256), connect(engine="e2", connect_timeout=10.0)
     ns = writer.attach(spec, shards=(0,))
     reservation = ns.reserve(run)
     writer.daemon.deadline = 0.05 if noticed else 5.0
     daemon.process.send_signal(signal.SIGSTOP)
     threading.Timer(1.0, daemon.process.send_signal, (signal.SIGCONT,)).start()
     assert not noticed or ns.acquire(run).failed
-    for position in range(300):
+    for position in range(256):
         ns.settle(reservation.id, Outcome.COMMITTED, positions=(position,))
     writer.daemon.deadline = 0.05
     writer.close()
-    assert connect().attach(spec, shards=(0,)).acquire(run).hits == 300
+    assert connect().attach(spec, shards=(0,)).acquire(run).hits == 256
 
 
 def test_on_region_is_told_of_the_present_one(session: Session) -> None:

@@ -18,6 +18,7 @@ import pytest
 import kvcache_client.session.channel
 from kvcache_client import GroupSpec, Lease, NamespaceSpec, Outcome, Region, Session, Unavailable, Verdict
 from kvcache_proto.errors import RegionError, UnknownHandle
+from kvcache_proto.types import MAX_BLOCKS
 from kvcache_server.admin_client import AdminClient
 
 Hashes = Callable[[int], list[bytes]]
@@ -137,15 +138,17 @@ def test_a_commit_is_not_lost_on_a_daemon_that_is_stopped(
 
 
 def test_settles_that_the_socket_cannot_take_are_sent_later(start_daemon: Any, hashes: Hashes, until: Until) -> None:
-    count = 20_000  # several times what ZeroMQ and the kernel take for a stopped peer
+    count = 16_000  # several times what ZeroMQ and the kernel take for a stopped peer
     daemon = start_daemon(size="256MiB", page_size="4KiB")
     with Session.connect(daemon.endpoint, engine="e1", deadline=10.0) as session:
         ns = session.attach(NamespaceSpec(model="small", groups=[GroupSpec(16, 64)]), shards=(0,))
         run = hashes(count)
-        reservation = ns.reserve(run)
+        parts = [(run[at : at + MAX_BLOCKS], run[at - 1] if at else None) for at in range(0, count, MAX_BLOCKS)]
+        reservations = [ns.reserve(part, above) for part, above in parts]
         with Stopped(daemon):
-            for position in range(count):
-                ns.settle(reservation.id, Outcome.COMMITTED, positions=(position,))
+            for reservation in reservations:
+                for position in range(len(reservation.granted)):
+                    ns.settle(reservation.id, Outcome.COMMITTED, positions=(position,))
             assert session.counters["socket_full"] > 0
         # Asked by another one: a question of the session's waits behind all that it has sent.
         with AdminClient(daemon.endpoint, timeout=30.0) as other:

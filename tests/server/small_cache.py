@@ -6,7 +6,7 @@ from host import geometry_of
 from insights import answer
 
 from kvcache_proto import messages as m
-from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
+from kvcache_proto.types import MAX_BLOCKS, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.index import Group
@@ -47,10 +47,13 @@ class Engine:
         return [Verdict(verdict) for verdict in reply.verdicts]
 
     def store(self, names: list[str], parent: str | None = None) -> list[Refusal]:
-        reserved = self.reserve(names, parent)
-        if reserved.reservation:
-            self.settle(reserved)
-        return [Refusal(answer) for answer in reserved.answers]
+        answers = b""
+        for at in range(0, len(names), MAX_BLOCKS):
+            reserved = self.reserve(names[at : at + MAX_BLOCKS], names[at - 1] if at else parent)
+            if reserved.reservation:
+                self.settle(reserved)
+            answers += reserved.answers
+        return [Refusal(answer) for answer in answers]
 
     def acquire(self, names: list[str], pin: bool = True) -> m.Acquired:
         return self.ask(m.Acquire(1, b"", self.namespace, hashes(names), pin=pin))

@@ -13,7 +13,7 @@ from host import LARGE, SMALL, Client, Host, Story, chain, digest, found, refs_o
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import KVCacheError
-from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec
+from kvcache_proto.types import MAX_BLOCKS, REF_BYTES, GroupSpec, NamespaceSpec, Verdict
 from kvcache_server.events.batches import STEP, Batch, Batches
 
 
@@ -58,6 +58,14 @@ def again(stream: Batches, start: int, prefix: bytes = b"", now: float = 0.0) ->
 
 
 CLEARED = {"type": "AllBlocksCleared"}
+
+
+def store_at_once(engine: Client, names: list[str]) -> None:
+    """Store a chain that becomes visible in one step, however long it is."""
+    first = engine.reserve(names[:1])
+    for at in range(1, len(names), MAX_BLOCKS):
+        engine.store(names[at : at + MAX_BLOCKS], names[at - 1])
+    assert engine.settle(first.reservation) == [Verdict.VISIBLE]
 
 
 def follow(host: Host, **options: Any) -> Batches:
@@ -163,7 +171,7 @@ def test_large_changes_come_in_several_batches_with_their_numbers() -> None:
     stream = follow(host)
     engine = Client(host, "one", spec_of(4096))
     names = chain("n", 3 * STEP + 5)
-    engine.store(names)
+    store_at_once(engine, names)
     batches = stream.due(0.0)
     assert [batch.number for batch in batches] == [100, 101, 102, 103]
     events = [maps(batch.payload) for batch in batches]
@@ -265,7 +273,7 @@ def test_a_replay_beyond_the_buffer_begins_with_the_current_content_while_the_ca
     stream = follow(host, keep=2)
     engine = Client(host, "one", spec_of(4096))
     names = chain("n", 3 * STEP)
-    engine.store(names)
+    store_at_once(engine, names)
     stream.due(0.0)
     follower = Follower(lambda start, topic: (), maps)
     replay = again(stream, 0)
@@ -285,7 +293,7 @@ def test_a_replay_has_no_more_numbers_than_are_missing() -> None:
     host = Host(124)
     stream = follow(host, keep=1)
     engine = Client(host, "one", spec_of(4096))
-    engine.store(chain("n", 4 * STEP))
+    store_at_once(engine, chain("n", 4 * STEP))
     batches = stream.due(0.0)
     last = batches[-1].number
     told_again = list(again(stream, last - 2))
@@ -301,7 +309,7 @@ def test_each_step_of_a_replay_is_short_even_if_few_numbers_are_missing() -> Non
     host = Host(124)
     stream = follow(host, keep=1)
     engine = Client(host, "one", spec_of(4096))
-    engine.store(chain("n", 6 * STEP))
+    store_at_once(engine, chain("n", 6 * STEP))
     last = stream.due(0.0)[-1].number
     replay = stream.replay(last - 1, b"", 0.0)
     assert [next(replay), next(replay)] == [None, None]

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from kvcache_proto import __version__
 from kvcache_proto import messages as m
-from kvcache_proto.types import GroupSpec, NamespaceSpec
+from kvcache_proto.types import MAX_BLOCKS, GroupSpec, NamespaceSpec
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.cli import EXIT_CODES, commands
 from kvcache_server.config import settings
@@ -39,8 +39,10 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 def store(admin: AdminClient, count: int, first: int = 0) -> None:
     namespace = admin.ask(m.Attach(0, b"", SPEC, (0,))).namespace
     run = [number.to_bytes(32, "little") for number in range(first, first + count)]
-    reserved = admin.ask(m.Reserve(0, b"", namespace, [m.Run(run)]))
-    admin.ask(m.Settle(0, b"", admin.geometry.region_id, reserved.reservation, (0,), 0))
+    for at in range(0, count, MAX_BLOCKS):
+        part = m.Run(run[at : at + MAX_BLOCKS], run[at - 1] if at else None)
+        reserved = admin.ask(m.Reserve(0, b"", namespace, [part]))
+        admin.ask(m.Settle(0, b"", admin.geometry.region_id, reserved.reservation, (0,), 0))
     acquired = admin.ask(m.Acquire(0, b"", namespace, [*run, bytes(31) + b"x"]))
     admin.tell(m.Release(0, b"", [acquired.lease]))
     admin.ping()

@@ -9,7 +9,7 @@ from types import FrameType
 from small_cache import Engine, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
-from kvcache_proto.types import Outcome
+from kvcache_proto.types import MAX_BLOCKS, Outcome
 
 RUN = 64
 KIB = 1024
@@ -43,7 +43,7 @@ def store(engine: Engine, names: list[str]) -> tuple[float, float]:
 
 def test_a_block_is_stored_in_few_calls() -> None:
     engine = Engine(make_cache(248, KIB), "one", block_bytes=1 * KIB)
-    for length in (RUN, 16 * RUN):  # in one slice, and in several
+    for length in (RUN, MAX_BLOCKS):
         reserved, committed = store(engine, chain(f"p{length}", length))
         assert reserved < 16 and committed < 7
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from test_service import Engine, hashes
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_reply
 from kvcache_proto.errors import Unavailable
-from kvcache_proto.types import Outcome
+from kvcache_proto.types import MAX_BLOCKS, Finding
 from kvcache_server.core.slices import Chores, Steps
 from kvcache_server.daemon.long_work import WAITING, WAITING_BYTES, LongWork
 
@@ -132,37 +131,38 @@ def test_work_of_the_daemon_s_own(loop: Loop) -> None:
 # With a daemon.
 
 
-def test_other_sessions_see_a_long_reserve_in_progress_and_its_own_session_waits(start_daemon: Any) -> None:
+def test_other_sessions_see_a_long_distrust_in_progress_and_its_own_session_waits(start_daemon: Any) -> None:
     daemon = start_daemon(size="128MiB")
     with Engine(daemon.endpoint, "long") as long, Engine(daemon.endpoint, "short") as short:
         in_progress = False
         for attempt in range(10):  # who asks may be asleep all the time that it takes
             names = hashes(8_000, 8_000 * attempt)
-            reserve = long.tell(m.Reserve(0, b"", long.namespace, [m.Run(names)]))
+            long.store(names)
+            slots, region = long.acquire(names[:1], pin=False).slots, long.geometry.region_id
+            distrust = long.tell(m.Distrust(0, b"", region, slots, 0, Finding.CORRUPT))
             ping = long.tell(m.Ping(0, b""))
             probes = [m.Acquire(0, b"", short.namespace, [name], 0, False) for name in (names[0], names[-1])]
             for _ in range(1_000):
                 for probe in probes:
                     short.tell(probe)
-            seen = [decode_reply(short._socket.recv()).pending for _ in range(2_000)]
+            seen = [decode_reply(short._socket.recv()).hits for _ in range(2_000)]
             first, second = (decode_reply(long._socket.recv()) for _ in range(2))
-            assert (first.id, second.id) == (reserve, ping)
-            assert set(first.answers) == {0}
-            in_progress = (1, 0) in itertools.pairwise(seen)
+            assert (first.id, second.id) == (distrust, ping)
+            assert first.blocks == 8_000
+            in_progress = (0, 1) in zip(seen[::2], seen[1::2], strict=True)
             if in_progress:
                 break
-            long.settle(first.reservation, Outcome.FAILED)
-        assert in_progress, "the first block was never seen without the last one"
-        assert set(long.settle(first.reservation)) == {0}
-        assert short.acquire(names, pin=False).hits == 8_000
+        assert in_progress, "the first block was never seen to be gone before the last one"
+        assert not short.acquire(names, pin=False).hits
     daemon.check_integrity()
 
 
-def test_an_engine_killed_while_blocks_are_granted_leaves_none(daemon: Any) -> None:
+def test_an_engine_killed_while_it_reserves_leaves_none(daemon: Any) -> None:
     for count in range(8):
         with Engine(daemon.endpoint, "gone") as gone:
-            for number in range(4):
-                gone.tell(m.Reserve(0, b"", gone.namespace, [m.Run(hashes(2_000, 10_000 * (4 * count + number)))]))
+            for number in range(32):
+                names = hashes(MAX_BLOCKS, 1_000 * (32 * count + number))
+                gone.tell(m.Reserve(0, b"", gone.namespace, [m.Run(names)]))
             if count % 2:
                 gone.ping()
     daemon.wait_status(lambda status: not status["sessions"] and not status["away"])

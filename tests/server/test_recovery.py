@@ -17,6 +17,7 @@ from kvcache_proto.types import REF_BYTES, BlockRef, Outcome, Refusal, Verdict, 
 from kvcache_server.core import journal
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.journal import Manifest
+from kvcache_server.core.slices import STEP
 
 # Plain stories.
 
@@ -313,6 +314,35 @@ def test_a_dead_rank_dooms_its_blocks_and_the_other_rank_settles_first() -> None
     check_integrity(host.cache)
 
 
+def test_blocks_below_a_failed_one_are_not_found_if_the_daemon_ends_before_they_are_gone() -> None:
+    host = Host()
+    engine = Client(host, "one", spec_of(4096))
+    top = engine.reserve(["top"])
+    engine.store(chain("a", 3 * STEP), "top")
+    writing = engine.reserve(chain("w", 3), "a2").reservation
+    assert engine.settle(top.reservation, Outcome.FAILED) == [Verdict.FAILED]
+    assert host.cache.reservations.orphaned
+    host.restart()
+    check_integrity(host.cache)
+    assert not found(host.cache)
+    engine.come_back(writing)
+    assert engine.settle(writing) == [Verdict.FAILED] * 3
+    pool = figures(host.cache, host.now)["pool"]
+    assert (pool["used_bytes"], pool["quarantined_bytes"]) == (0, 3 * 4096)
+    check_integrity(host.cache)
+
+
+def test_the_state_file_has_the_number_of_writers_before_they_reserve() -> None:
+    """A row has it, and the next daemon must not give it to others."""
+    host = Host()
+    spec = spec_of(64 << 10, shards=2)
+    scheduler, zero, one = Client(host, "e", spec, ()), Client(host, "e", spec, (0,)), Client(host, "e", spec, (1,))
+    written = bytes(host.file)
+    assert [*journal.read(written).writers.values()] == [(zero.session, one.session)]
+    assert scheduler.reserve(["a"]).reservation
+    assert bytes(host.file) == written
+
+
 def test_only_disconnected_sessions_can_be_resumed() -> None:
     host = Host()
     engine = Client(host, "one", spec_of(64 << 10))
@@ -400,11 +430,16 @@ def test_a_torn_or_foreign_manifest_is_detected() -> None:
         assert journal.read(whole[:cut]).region == host.geometry.region_id
     with pytest.raises(RegionError, match="not a state file"):
         journal.read(b"something else")
-    for at in range(len(journal.MAGIC), len(whole) - 60, 7):
-        torn = bytearray(whole)
-        torn[at] ^= 0x55
-        with pytest.raises(RegionError, match=r"torn|version"):
-            journal.read(bytes(torn))
+    at, spoilt = len(journal.MAGIC), 0
+    while (end := at + journal._HEAD.size + journal._HEAD.unpack_from(whole, at)[0]) < len(whole):
+        for each in range(at + 4, end):  # without the length: a record that seems to be longer may be cut off
+            torn = bytearray(whole)
+            torn[each] ^= 0x55
+            with pytest.raises(RegionError, match=r"torn|version"):
+                journal.read(bytes(torn))
+            spoilt += 1
+        at = end
+    assert spoilt > 100
 
 
 def test_a_rewritten_manifest_is_equal() -> None:

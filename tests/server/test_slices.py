@@ -1,10 +1,10 @@
-"""Long requests are cut into slices: the state is sound after each, and concurrent requests are answered correctly."""
+"""Long work is cut into slices: the state is sound after each, and requests in between are answered correctly."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
@@ -17,10 +17,13 @@ from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, UnknownHandle
 from kvcache_proto.region import ROW, row_of
 from kvcache_proto.types import (
+    MAX_BLOCKS,
+    MAX_HASHES,
     REF_BYTES,
     TAIL,
     Finding,
     GroupSpec,
+    NamespaceSpec,
     Outcome,
     Refusal,
     Verdict,
@@ -108,14 +111,6 @@ def reserving(engine: Engine, names: list[str], parent: str | None = None) -> Lo
     )
 
 
-def begun(engine: Engine, names: list[str], parent: str | None = None) -> Long:
-    """Return a Reserve whose first block has just been granted."""
-    long = reserving(engine, names, parent)
-    while long.under_way and not engine.cache.holds.blocks:
-        long.take_slice()
-    return long
-
-
 def settling(
     engine: Engine, reserved: m.Reserved, outcome: Outcome = Outcome.COMMITTED, at: tuple[int, ...] = ()
 ) -> Long:
@@ -134,26 +129,34 @@ def verdicts(settled: m.Settled) -> list[Verdict]:
 # How much a slice is.
 
 
-def test_slices_are_bounded_and_small_requests_take_one() -> None:
+def test_what_engines_wait_for_in_each_step_is_one_step_of_the_daemon(tiny: None) -> None:
+    """No other request comes in between, however long it is."""
+    cache = make_cache(4, 64)
+    engine = Engine(cache, "one", block_bytes=64)
+    for at in range(0, 1024, MAX_BLOCKS):
+        names = chain(f"{at}-", MAX_BLOCKS)
+        reserved = reserving(engine, names)
+        assert not reserved.under_way and answers(reserved.reply) == [Refusal.GRANTED] * MAX_BLOCKS
+        settled = settling(engine, reserved.reply)
+        assert not settled.under_way and verdicts(settled.reply) == [Verdict.VISIBLE] * MAX_BLOCKS
+    long = Long(engine, m.Acquire(1, b"", engine.namespace, hashes([*names, *chain("n", MAX_HASHES - MAX_BLOCKS)])))
+    assert not long.under_way and long.reply.hits == MAX_BLOCKS
+
+
+def test_slices_are_bounded() -> None:
     cache = make_cache(248, KIB)
     engine = Engine(cache, "one", block_bytes=1 * KIB)
-    assert reserving(engine, chain("a", STEP)).slices == 1
-    reserved = reserving(engine, chain("b", 10 * STEP))
-    assert not reserved.under_way or reserved.finish()
-    assert reserved.slices == 10
-    settled = settling(engine, reserved.reply)
-    settled.finish()
-    assert settled.slices == 10
-    failed = settling(engine, engine.reserve(chain("c", 10 * STEP)), Outcome.FAILED)
-    failed.finish()
-    assert failed.slices == 19  # it dooms them, then it frees their pages
+    engine.store(chain("a", 10 * STEP))
+    cleared = Long(engine, m.Clear(1, b""))
+    assert cleared.finish().blocks == 10 * STEP
+    assert cleared.slices >= 10
 
 
 @pytest.mark.parametrize("when", [3, 8, 20, 40, 300, 800])
 def test_why_examines_a_long_miss_in_slices_while_the_cache_changes(when: int) -> None:
     cache = make_cache(page_bytes=KIB)
     engines = [Engine(cache, name, 64, name) for name in ("one", "two", "three")]
-    names = [f"{number}" for number in range(60_000)]
+    names = [f"{number}" for number in range(MAX_HASHES)]
     for engine in engines[1:]:
         engine.store(names[:2000])
         engine.ask(m.Remark(1, b"", engine.namespace, [m.Note("q", "paused", 0, hashes(names))]))
@@ -169,7 +172,7 @@ def test_why_examines_a_long_miss_in_slices_while_the_cache_changes(when: int) -
             cache.registry.prune()
         why.take_slice()
     (told,) = why.reply.answer["explained"]
-    assert [run["last"] for run in told["runs"]][-1] == 59_999
+    assert [run["last"] for run in told["runs"]][-1] == MAX_HASHES - 1
     assert why.slices > MOST_BLOCKS / EXAMINED
 
 
@@ -192,72 +195,208 @@ def test_a_why_with_very_many_causes_ends_with_unexamined_blocks() -> None:
     }
 
 
-def test_many_runs_are_examined_in_slices() -> None:
-    """Also runs that are all refused at once, because their parents are unknown."""
+def test_the_runs_and_blocks_of_one_request_are_bounded() -> None:
     cache = make_cache()
     engine = Engine(cache, "one", block_bytes=1 * KIB)
-    names = hashes(chain("a", 3 * LOOK))
-    orphans = Long(engine, m.Reserve(1, b"", engine.namespace, [m.Run([name], b"x" * 16) for name in names]))
-    assert orphans.under_way
-    assert answers(orphans.finish()) == [Refusal.NO_PARENT] * 3 * LOOK
-    assert orphans.slices >= 3 + 3 * LOOK // STEP
+    names = hashes(chain("a", MAX_BLOCKS))
+    orphans = engine.ask(m.Reserve(1, b"", engine.namespace, [m.Run([name], b"x" * 16) for name in names]))
+    assert answers(orphans) == [Refusal.NO_PARENT] * MAX_BLOCKS
     with pytest.raises(BadFrame):
-        decode_request(encode(m.Reserve(1, b"", 1, [m.Run([name]) for name in names[:1]] * (m.MAX_RUNS + 1))))
+        decode_request(encode(m.Reserve(1, b"", 1, [m.Run(names[:1])] * (MAX_BLOCKS + 1))))
     with pytest.raises(BadFrame):
         decode_request(encode(m.Remark(1, b"", 1, [m.Note("r", "c")] * (m.MAX_NOTES + 1))))
+
+
+def test_a_reserve_of_one_block_too_many_is_refused_and_changes_nothing() -> None:
+    """Its runs count together."""
+    cache = make_cache()
+    engine = Engine(cache, "one", block_bytes=1 * KIB)
+    engine.store(["p"])
+    names = hashes(chain("a", MAX_BLOCKS + 1))
+    runs = [m.Run(names[:100]), m.Run(names[100:200], hashes(["p"])[0]), m.Run(names[200:])]
+
+    def state() -> Any:
+        told = [*cache.effects.records, *cache.effects.changes]
+        return bytes(cache.rows.buffer), figures(cache, 0.0), cache.reservations.last, told
+
+    before = state()
+    with pytest.raises(BadArgument, match=f"{MAX_BLOCKS + 1} blocks in one reservation: at most {MAX_BLOCKS}"):
+        engine.ask(m.Reserve(1, b"", engine.namespace, runs))
+    assert state() == before and not cache.engines["one"].reservations
+    runs[2].hashes.pop()
+    assert answers(engine.ask(m.Reserve(1, b"", engine.namespace, runs))) == [Refusal.GRANTED] * MAX_BLOCKS
+    check_integrity(cache)
 
 
 def test_a_commit_shows_many_blocks_in_slices() -> None:
     cache = make_cache(80, 512)
     engine = Engine(cache, "one", block_bytes=512)
     names = chain("a", 2 * LOOK)
-    reserved = engine.reserve(names)
-    engine.settle(reserved, at=tuple(range(1, len(names))))
-    first = settling(engine, reserved, at=(0,))
-    assert first.under_way
+    first = engine.reserve(names[:1])
+    assert set(engine.store(names[1:], names[0])) == {Refusal.GRANTED}
+    assert engine.hits(names) == 0
+    assert engine.settle(first) == [Verdict.VISIBLE]
+    check_integrity(cache)
     assert engine.hits(names) == 1 + LOOK
-    assert verdicts(first.finish()) == [Verdict.VISIBLE]
-    assert engine.hits(names) == len(names)
+    assert engine.acquire(names, pin=False).pending == LOOK - 1
+    new = engine.reserve(["new"], names[-1])  # below one that is about to be shown
+    assert engine.settle(new) == [Verdict.HIDDEN]
+    assert do_chores(cache) > 0
+    assert not cache.reservations.showing
+    assert engine.hits([*names, "new"]) == len(names) + 1
+
+
+def test_what_is_about_to_be_shown_may_be_distrusted(tiny: None) -> None:
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    first = engine.reserve(["p"])
+    for name in "abc":
+        engine.store(chain(name, 3), "p")
+    engine.settle(first)
+    assert len(cache.reservations.showing) > 1, "one is shown at once, and the rest is not"
+    long = Long(engine, m.Distrust(1, b"", cache.geometry.region_id, first.slots, 0, Finding.CORRUPT))
+    while not cache.invalidation.waiting:
+        long.take_slice()
+    visible = cache.namespaces[1].groups[0].visible
+    hidden = set(hashes(["a0", "b0", "c0"])) - visible.keys()
+    assert len(hidden) == 2
+    while long.under_way:
+        cache.chores.go_on()
+        check_integrity(cache)
+        long.take_slice()
+        assert not visible.keys() & hidden, "shown although what is above it is distrusted"
+    do_chores(cache)
+    assert not visible and not cache.reservations.showing
+    assert figures(cache, 0.0)["pool"]["used_bytes"] == 0
 
 
 def test_a_long_invalid_request_changes_nothing() -> None:
     cache = make_cache(80, 512)
     engine = Engine(cache, "one", block_bytes=512)
-    names = chain("a", 2 * LOOK)
+    names = chain("a", MAX_BLOCKS)
     with pytest.raises(BadArgument, match="twice"):
-        reserving(engine, [*names, names[5]]).finish()
+        engine.reserve([*names[:-1], names[5]])
     assert not cache.engines["one"].writing and not cache.namespaces[1].groups[0].pending
     reserved = engine.reserve(names)
     with pytest.raises(BadArgument, match="positions"):
-        settling(engine, reserved, at=(*range(len(names)), 0)).finish()
-    assert verdicts(settling(engine, reserved).finish()) == [Verdict.VISIBLE] * len(names)
+        engine.settle(reserved, at=(*range(len(names)), 0))
+    assert engine.settle(reserved) == [Verdict.VISIBLE] * len(names)
 
 
-# Reserve, and what happens to it on the way.
+# Blocks that can never become visible, and what is below them.
 
 
-def test_others_are_answered_between_the_slices_of_a_reserve(tiny: None) -> None:
+def stage(engine: Engine, top: str, below: int, wide: bool) -> tuple[m.Reserved, list[m.Reserved]]:
+    """Reserve a block, and so many below it: a chain, or each below the block itself. Commit every second part of them,
+    which stays hidden. Return the block's reservation, and those of the rest."""
+    first, names, rest = engine.reserve([top]), chain(f"{top}.", below), []
+    for number, at in enumerate(range(0, below, MAX_BLOCKS)):
+        part, above = names[at : at + MAX_BLOCKS], names[at - 1] if at else top
+        runs = [m.Run([each], hashes([top])[0]) for each in hashes(part)]
+        reserved = engine.ask(m.Reserve(1, b"", engine.namespace, runs)) if wide else engine.reserve(part, above)
+        assert answers(reserved) == [Refusal.GRANTED] * len(part)
+        if number % 2 == 0:
+            assert set(engine.settle(reserved)) == {Verdict.HIDDEN}
+        else:
+            rest.append(reserved)
+    return first, rest
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["a chain", "children of one block"])
+def test_what_is_below_a_failed_block_is_never_found_and_goes_in_slices(
+    monkeypatch: pytest.MonkeyPatch, wide: bool
+) -> None:
+    monkeypatch.setattr("kvcache_server.core.index.LOOK", 1000)  # the way down takes slices, too
+    cache, below = make_cache(8, 256), 6 * MAX_BLOCKS
+    engine, other = Engine(cache, "one", block_bytes=256), Engine(cache, "two", block_bytes=256)
+    first, rest = stage(engine, "a", below, wide)
+    names = ["a", *chain("a.", below)]
+    assert other.acquire(names, pin=False).pending > 0
+    assert engine.settle(first, Outcome.FAILED) == [Verdict.FAILED]
+    check_integrity(cache)
+    found = other.acquire(names, pin=False)
+    assert (found.hits, found.pending) == (0, 0)
+    assert answers(other.reserve(["x"], "a")) == [Refusal.NO_PARENT]
+    assert engine.settle(rest[0], at=(0,)) == [Verdict.HIDDEN]  # its turn comes
+    assert do_chores(cache) >= below // STEP - 1
+    assert not cache.reservations.orphaned and not cache.namespaces[1].groups[0].pending
+    pool = figures(cache, 0.0)["pool"]
+    assert pool["blocks_writing"] == 0 and pool["used_bytes"] > 0  # their writers may still write
+    assert engine.settle(rest[0], Outcome.FAILED, tuple(range(1, MAX_BLOCKS))) == [Verdict.ORPHANED] * (MAX_BLOCKS - 1)
+    for reserved in rest[1:]:
+        assert engine.settle(reserved) == [Verdict.ORPHANED] * MAX_BLOCKS
+    check_integrity(cache)
+    assert figures(cache, 0.0)["pool"]["used_bytes"] == 0
+    assert set(other.store(names)) == {Refusal.GRANTED}
+    assert other.hits(names) == len(names)
+
+
+def test_new_blocks_below_one_that_is_about_to_go_are_orphaned_too(tiny: None) -> None:
     cache = make_cache()
     engine, other = Engine(cache, "one"), Engine(cache, "two")
-    other.store(chain("b", 4))
-    long = reserving(engine, chain("a", 8))
-    seen = []
-    while long.under_way:
-        assert other.hits(chain("b", 4)) == 4
-        seen.append(other.acquire(chain("a", 8), pin=False).pending)
-        long.take_slice()
-    assert seen == [0, 0, 0, *range(1, 8)]  # it is looked at as a whole first, and new writers get a number
-    assert answers(long.reply) == [Refusal.GRANTED] * 8
-    assert engine.settle(long.reply) == [Verdict.VISIBLE] * 8
+    reserved = engine.reserve(chain("a", 6))
+    assert engine.settle(reserved, Outcome.FAILED, at=(0,)) == [Verdict.FAILED]
+    assert cache.reservations.orphaned
+    ready, writing = other.reserve(["x"], "a2"), other.reserve(["y"], "x")
+    assert answers(ready) == answers(writing) == [Refusal.GRANTED]
+    assert other.settle(ready) == [Verdict.HIDDEN]
+    check_integrity(cache)
+    do_chores(cache)
+    assert cache.counters["blocks_unreachable"] == 1  # x
+    assert other.settle(writing) == [Verdict.ORPHANED]
+    assert engine.settle(reserved, at=tuple(range(1, 6))) == [Verdict.ORPHANED] * 5
+    check_integrity(cache)
+    assert figures(cache, 0.0)["pool"]["used_bytes"] == 0
+    assert other.store([*chain("a", 3), "x", "y"]) == [Refusal.GRANTED] * 5
 
 
-def test_a_reservation_cannot_be_settled_before_its_reply(tiny: None) -> None:
-    cache = make_cache()
-    engine = Engine(cache, "one")
-    long = reserving(engine, chain("a", 4))
-    with pytest.raises(UnknownHandle):
-        engine.settle(m.Reserved(1, cache.reservations.last, b"", b""))
-    assert engine.settle(long.finish()) == [Verdict.VISIBLE] * 4
+def test_a_block_below_one_that_is_gone_is_not_superseded(tiny: None) -> None:
+    """The new one has another parent. What is below the old one may be superseded, and goes with it."""
+    cache = make_cache(supersede_after=2.0)
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    reserved = engine.reserve(chain("a", 6))
+    engine.settle(reserved, Outcome.FAILED, at=(0,))
+    assert cache.reservations.orphaned
+    other.now = 5.0
+    again = other.reserve(chain("a", 3))
+    assert answers(again) == [Refusal.GRANTED, Refusal.IN_FLIGHT, Refusal.GRANTED]
+    check_integrity(cache)
+    assert other.settle(again) == [Verdict.VISIBLE, Verdict.HIDDEN]
+    assert engine.settle(reserved, at=(1, 2)) == [Verdict.HIDDEN, Verdict.SUPERSEDED]
+    assert other.hits(chain("a", 3)) == 1
+    do_chores(cache)
+    assert other.hits(chain("a", 3)) == 1
+    assert other.store(chain("a", 3)) == [Refusal.PRESENT, Refusal.GRANTED, Refusal.GRANTED]
+    assert engine.settle(reserved, at=(3, 4, 5)) == [Verdict.ORPHANED] * 3
+    assert other.hits(chain("a", 3)) == 3
+    check_integrity(cache)
+
+
+@pytest.mark.parametrize("slices", range(0, 16, 3))
+def test_a_block_that_waits_to_go_may_fail_or_lose_its_writer(tiny: None, slices: int) -> None:
+    cache = make_cache(quarantine=10.0)
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    reserved = engine.reserve(chain("a", 4))
+    assert answers(other.reserve(chain("b", 4), "a3")) == [Refusal.GRANTED] * 4
+    engine.settle(reserved, Outcome.FAILED, at=(0,))
+    for _ in range(slices):
+        cache.chores.go_on()
+        check_integrity(cache)
+    gone = slices >= 12  # seven slices down, then b3 to b0, a3, a2; the first one was taken at once
+    assert engine.settle(reserved, Outcome.FAILED, at=(2,)) == [Verdict.ORPHANED if gone else Verdict.FAILED]
+    check_integrity(cache)
+    cache.end_session(other.session, 0.0)
+    check_integrity(cache)
+    do_chores(cache)
+    assert not cache.reservations.orphaned
+    assert figures(cache, 0.0)["pool"]["blocks_quarantined"] == 4
+    assert engine.settle(reserved, at=(1, 3)) == [Verdict.ORPHANED] * 2
+    cache.tick(10.0)
+    do_chores(cache)
+    assert figures(cache, 0.0)["pool"]["used_bytes"] == 0
+
+
+# Statistics, while what they count goes.
 
 
 @pytest.mark.parametrize("slices", range(15))
@@ -277,154 +416,43 @@ def test_blocks_may_go_while_those_that_leases_hold_are_counted(tiny: None, slic
     assert 0 <= long.finish().stats["pool"]["pinned_bytes"] <= held
 
 
-@pytest.mark.parametrize("slices", range(6))
-def test_a_session_that_ends_midway_leaves_nothing_behind(tiny: None, slices: int) -> None:
-    cache = make_cache()
-    engine, other = Engine(cache, "one"), Engine(cache, "two")
-    other.store(chain("a", 2))
-    long = reserving(engine, chain("a", 8))
-    for _ in range(slices):
-        long.take_slice()
-    cache.end_session(engine.session, 0.0)
-    check_integrity(cache)
-    do_chores(cache)
-    with pytest.raises(UnknownHandle, match="has left"):
-        long.finish()
-    cache.registry.prune()
-    check_integrity(cache)
-    stats = figures(cache, 0.0)["pool"]
-    assert (stats["blocks"], stats["blocks_writing"], stats["blocks_quarantined"], stats["reservations"]) == (
-        2,
-        0,
-        0,
-        0,
-    )
-    assert other.store(chain("a", 8))[2:] == [Refusal.GRANTED] * 6
-
-
-def test_a_writer_that_ends_midway_ends_the_request(tiny: None) -> None:
-    cache = make_cache()
-    engine = Engine(cache, "one")
-    scheduler = Engine.__new__(Engine)
-    scheduler.cache, scheduler.now = cache, 0.0
-    scheduler.session = cache.open_session("one", "scheduler", 0.0)
-    spec = cache.namespaces[engine.namespace].spec
-    scheduler.namespace = scheduler.ask(m.Attach(1, b"", spec)).namespace
-    long = reserving(scheduler, chain("a", 8))
-    for _ in range(4):
-        long.take_slice()
-    cache.end_session(engine.session, 0.0)
-    with pytest.raises(UnknownHandle, match="has left"):
-        long.finish()
-    do_chores(cache)
-    pool = figures(cache, 0.0)["pool"]
-    assert (pool["blocks_writing"], pool["reservations"], pool["used_bytes"]) == (0, 0, 0)
-
-
-def test_the_parent_of_a_run_may_fail_or_be_superseded_midway(tiny: None) -> None:
-    cache = make_cache(supersede_after=2.0)
-    engine, other = Engine(cache, "one"), Engine(cache, "two")
-    theirs = other.reserve(["p"])
-    long = begun(engine, chain("a", 4), parent="p")
-    other.settle(theirs, Outcome.FAILED)
-    assert answers(long.finish()) == [Refusal.GRANTED, *[Refusal.NO_PARENT] * 3]
-    assert engine.settle(long.reply) == [Verdict.ORPHANED]
-
-    theirs = other.reserve(["p"])
-    long = begun(engine, chain("a", 4), parent="p")
-    third = Engine(cache, "three")
-    third.now = 5.0
-    again = third.reserve(["p"])
-    assert answers(again) == [Refusal.GRANTED]
-    assert answers(long.finish()) == [Refusal.GRANTED] * 4
-    assert third.settle(again) == [Verdict.VISIBLE]
-    assert engine.settle(long.reply) == [Verdict.VISIBLE] * 4
-    assert other.settle(theirs) == [Verdict.SUPERSEDED]
-    assert engine.hits(["p", *chain("a", 4)]) == 5
-
-
-def test_the_parent_of_a_run_is_not_evicted_for_it(tiny: None) -> None:
-    cache = make_cache(31)
-    engine, other = Engine(cache, "one", 512 * KIB), Engine(cache, "two", 512 * KIB)
-    engine.store(["p", "q"])
-    long = begun(engine, ["q", "r"], parent="p")  # q is present, and a leaf
-    assert other.store(chain("b", 2)) == [Refusal.GRANTED, Refusal.NO_SPACE]
-    assert answers(long.finish()) == [Refusal.PRESENT, Refusal.GRANTED]
-    assert engine.hits(["p", "q"]) == 2
-
-
-# Acquire.
-
-
-def test_blocks_found_by_a_long_lookup_stay_until_they_are_leased(tiny: None) -> None:
-    cache = make_cache(31, pin_quota=1.0)
-    engine, other = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 256 * KIB)
-    engine.store(chain("a", 6))
-    long = Long(engine, m.Acquire(1, b"", engine.namespace, hashes(chain("a", 6))))
-    for _ in range(4):
-        long.take_slice()
-    other.store(chain("b", 7))  # all that can be had: what is free, and what is below the four found
-    assert long.finish().hits == 4
-    assert engine.hits(chain("a", 6)) == 4 and other.hits(chain("b", 7)) == 3
-
-
-def test_a_long_lookup_does_not_return_blocks_distrusted_in_the_meantime(tiny: None) -> None:
-    cache = make_cache()
-    engine, other = Engine(cache, "one"), Engine(cache, "two")
-    reserved = engine.reserve(chain("a", 6))
-    engine.settle(reserved)
-    long = Long(other, m.Acquire(1, b"", other.namespace, hashes(chain("a", 6))))
-    for _ in range(4):
-        long.take_slice()
-    engine.ask(
-        m.Distrust(1, b"", cache.geometry.region_id, reserved.slots[REF_BYTES : 2 * REF_BYTES], 0, Finding.CORRUPT)
-    )
-    assert long.finish().hits == 1
-
-
-@pytest.mark.parametrize("slices", [0, 1, 4])
-def test_a_session_that_leaves_during_a_lookup_pins_nothing(tiny: None, slices: int) -> None:
-    cache = make_cache()
-    engine, other = Engine(cache, "one"), Engine(cache, "two")
-    engine.store(chain("a", 6))
-    long = Long(other, m.Acquire(1, b"", other.namespace, hashes(chain("a", 6))))
-    for _ in range(slices):
-        long.take_slice()
-    cache.disconnect_session(other.session, 0.0)
-    with pytest.raises(UnknownHandle):
-        long.finish()
-    assert engine.ask(m.Clear(1, b"")).blocks == 6
-
-
 # Making room.
 
 
-def test_large_and_small_blocks_take_each_others_place_between_slices(tiny: None) -> None:
+def test_large_and_small_blocks_take_each_others_place() -> None:
     cache = make_cache(62)
     small, large = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 1 * MIB, model="large")
     small.store(chain("a", 14))
     for turn in range(20):
-        long = reserving(large, chain(f"x{turn}.", 2))
-        while long.under_way:
-            long.take_slice()
-            small.store([f"b{turn}.{long.slices}"])
-        assert answers(long.reply) == [Refusal.GRANTED] * 2
-        large.settle(long.reply)
+        reserved = large.reserve(chain(f"x{turn}.", 2))
+        small.store([f"b{turn}"])
+        assert answers(reserved) == [Refusal.GRANTED] * 2
+        large.settle(reserved)
         check_integrity(cache)
+    assert cache.eviction.evictions["room"] > 40
     finish(audit(cache))
 
 
-def test_what_is_leased_stays_while_room_is_made(tiny: None) -> None:
+def test_the_parent_of_a_run_is_not_evicted_for_it() -> None:
+    cache = make_cache(31)
+    engine = Engine(cache, "one", 512 * KIB)
+    engine.store(["p", "q", "r"])
+    assert not engine.cache.pool.free.pages // cache.namespaces[1].groups[0].pages, "room for another one"
+    assert answers(engine.reserve(["s"], parent="r")) == [Refusal.NO_SPACE]  # r is the only leaf
+    assert engine.hits(["p", "q", "r"]) == 3
+    assert answers(engine.reserve(["s"], parent="q")) == [Refusal.GRANTED]
+    assert engine.hits(["p", "q", "r"]) == 2
+    check_integrity(cache)
+
+
+def test_what_is_leased_stays_while_room_is_made() -> None:
     cache = make_cache(64, pin_quota=1.0)
     small, large = Engine(cache, "one", 256 * KIB), Engine(cache, "two", 1 * MIB, model="large")
     small.store(chain("a", 16))
-    long = reserving(large, chain("x", 4))
-    while long.under_way and cache.eviction.evictions["room"] < 4:
-        long.take_slice()
-    lease = small.acquire(chain("a", 16))
-    assert lease.hits == 12
-    assert answers(long.finish()) == [Refusal.GRANTED, Refusal.NO_SPACE, *[Refusal.NO_PARENT] * 2]
+    assert small.acquire(chain("a", 12)).hits == 12
+    assert large.store(chain("x", 4)) == [Refusal.GRANTED, Refusal.NO_SPACE, *[Refusal.NO_PARENT] * 2]
     assert small.hits(chain("a", 16)) == 12
+    check_integrity(cache)
 
 
 def test_what_is_coldest_goes_for_a_large_block() -> None:
@@ -447,9 +475,9 @@ def test_of_a_chain_the_end_goes_for_large_blocks() -> None:
     check_integrity(cache)
 
 
-def test_for_one_block_a_bounded_number_of_others_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the next one is asked for, the rest goes."""
-    monkeypatch.setattr("kvcache_server.core.eviction.policy._MOST_FOR_ONE", 100)
+def test_for_one_reservation_a_bounded_number_of_others_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its engine asks again, the rest goes."""
+    monkeypatch.setattr("kvcache_server.core.eviction.policy._MOST_EVICTED", 100)
     cache = make_cache(4, 64)
     small, large = Engine(cache, "one", block_bytes=64), Engine(cache, "two", 64 * 250, model="large")
     names = chain("a", cache.geometry.pages)
@@ -457,29 +485,46 @@ def test_for_one_block_a_bounded_number_of_others_goes(monkeypatch: pytest.Monke
     assert [large.store(["x"]) for _ in range(3)] == [[Refusal.NO_SPACE]] * 2 + [[Refusal.GRANTED]]
     assert cache.eviction.evictions["room"] == 250
     check_integrity(cache)
+    middle = Engine(cache, "three", 64 * 60, model="middle")
+    assert middle.store(["y", "z"]) == [Refusal.GRANTED, Refusal.NO_SPACE]  # all of its blocks together
+    assert cache.eviction.evictions["room"] == 350
+    assert middle.store(["y", "z"]) == [Refusal.PRESENT, Refusal.GRANTED]
+    assert cache.eviction.evictions["room"] == 370
+    check_integrity(cache)
 
 
-def lines_of_slices(steps: Any) -> list[int]:
-    """Return how many lines of Python each slice took."""
-    counts = []
+def test_below_a_ceiling_a_bounded_number_goes_for_one_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache_server.core.eviction.policy._MOST_EVICTED", 100)
+    cache = make_cache(8, 64)
+    engine = Engine(cache, "one", block_bytes=64)
+    spec = NamespaceSpec("two sizes", (GroupSpec(16, 64), GroupSpec(16, 64 * 250)), hash_bytes=16)
+    engine.namespace = engine.ask(m.Attach(1, b"", spec, (0,), 64 * 400)).namespace
+    assert set(engine.store(chain("a", 400))) == {Refusal.GRANTED}
+    large = m.Reserve(1, b"", engine.namespace, [m.Run(hashes(["x"]))], 1)
+    assert [answers(engine.ask(large)) for _ in range(3)] == [[Refusal.QUOTA]] * 2 + [[Refusal.GRANTED]]
+    assert cache.eviction.evictions == {"own_ceiling": 250}
+    check_integrity(cache)
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """Return how many lines of Python it takes."""
+    count = 0
 
     def note(frame: FrameType, event: str, argument: object) -> Any:
-        counts[-1] += event == "line"
+        nonlocal count
+        count += event == "line"
         return note
 
-    while True:
-        counts.append(0)
-        sys.settrace(note)
-        try:
-            next(steps)
-        except StopIteration:
-            return counts
-        finally:
-            sys.settrace(None)
+    sys.settrace(note)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["a chain", "children of one block"])
-def test_no_slice_grows_with_the_blocks_in_the_pool(wide: bool) -> None:
+def test_no_reserve_grows_with_the_blocks_in_the_pool(wide: bool) -> None:
     most = []
     for blocks in (4, 16):
         cache = make_cache(blocks, 64)
@@ -489,9 +534,10 @@ def test_no_slice_grows_with_the_blocks_in_the_pool(wide: bool) -> None:
         for at in range(1, len(names), 1 if wide else 1000):
             engine.store(names[at : at + (1 if wide else 1000)], names[0 if wide else at - 1])
         assert not cache.pool.free.pages
-        request = m.Reserve(1, b"", large.namespace, [m.Run(hashes(chain("x", 64)))])
-        most.append(max(lines_of_slices(cache.begin(large.session, request, 0.0))))
-        assert cache.eviction.evictions["room"] >= 20 * 64
+        replies: list[m.Reserved] = []
+        most.append(lines_of(lambda: replies.append(large.reserve(chain("x", 24)))))  # noqa: B023 - it is called here
+        assert answers(replies[0]) == [Refusal.GRANTED] * 24
+        assert cache.eviction.evictions["room"] == 24 * 20
         check_integrity(cache)
     assert most[1] < 1.2 * most[0]
 
@@ -724,7 +770,8 @@ TAILS = GroupSpec(16, 64 * KIB, TAIL, 2), GroupSpec(16, 250 * KIB, TAIL, 1)
 
 
 class Story:
-    """Engines of two block sizes, and some with tails, whose requests are under way at the same time, in any order."""
+    """Engines of two block sizes, and some with tails, whose requests come in any order, some of them in the midst of
+    others."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -737,7 +784,7 @@ class Story:
         self.refs: list[bytes] = []
         self.engines: dict[str, Engine] = {}
         self.audit, self.audits = audit(self.cache), 0
-        self.scattered = False
+        self.scattered = self.orphaned = False
         self.comb = Engine(self.cache, "comb", 64 * KIB, "comb")  # between what it leases, no large block fits
         for at in range(93):
             self.comb.store([f"c{at}"])
@@ -802,6 +849,7 @@ class Story:
             self.long[name] = Long(engine, self.request(name))
             self.look(name)
         self.scattered |= bool(self.cache.pool._scattered)
+        self.orphaned |= bool(self.cache.reservations.orphaned)
         check_integrity(self.cache)
 
     def look_at_a_part(self) -> None:
@@ -815,6 +863,7 @@ class Story:
     def look(self, name: str) -> None:
         long = self.long[name]
         if long.under_way:
+            assert not isinstance(long.request, (m.Reserve, m.Settle, m.Acquire)), "engines wait for these in each step"
             return
         del self.long[name]
         reply = long.reply
@@ -838,13 +887,9 @@ def test_concurrent_requests_leave_a_consistent_state_after_each_slice(tiny: Non
     story = Story(seed)
     for _ in range(800):
         story.step()
-    assert story.audits > 5 and story.scattered
+    assert story.audits > 5 and story.scattered and story.orphaned
     for name in list(story.long):
-        long = story.long.pop(name)
-        while long.under_way:
-            long.take_slice()
-        if isinstance(long.reply, m.Reserved) and long.reply.reservation:
-            story.open[name].append(long.reply)
+        story.long.pop(name).finish()
     assert story.count > 10
     for name, engine in list(story.engines.items()):
         for reserved in story.open[name]:
@@ -859,9 +904,8 @@ def test_concurrent_requests_leave_a_consistent_state_after_each_slice(tiny: Non
     do_chores(story.cache)
     finish(story.cache.clearing("", "the end", story.now))
     assert figures(story.cache, 0.0)["pool"]["used_bytes"] == 0
-    assert (
-        not story.cache.holds.blocks and not story.cache.reservations.showing and not story.cache.invalidation.waiting
-    )
+    assert not story.cache.holds.blocks and not story.cache.invalidation.waiting
+    assert not story.cache.reservations.showing and not story.cache.reservations.orphaned
 
 
 # Restate.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from itertools import pairwise
 
 import pytest
 from host import Host, Story
-from small_cache import KIB, Engine, chain, hashes, make_cache
+from small_cache import KIB, Engine, chain, make_cache
 
-from kvcache_proto import messages as m
 from kvcache_proto import region
-from kvcache_proto.errors import UnknownHandle
 from kvcache_proto.region import WORD, RegionRows
-from kvcache_server.core.slices import STEP, finish
 from kvcache_server.core.states import LEASE, RESERVATION, SHARD, SLOT
 
 NAMES = {getattr(region, name): name for name in ("FREE", "WRITING", "READY", "DOOMED")}
@@ -60,38 +56,15 @@ def test_blocks_change_state_as_in_their_table(monkeypatch: pytest.MonkeyPatch) 
 
 def test_reservations_change_state_as_in_their_table() -> None:
     engine = Engine(make_cache(), "one", block_bytes=KIB)
-    names = chain("a", 2 * STEP)
-    request = m.Reserve(1, b"", engine.namespace, [m.Run(hashes(names))])
-    steps = engine.cache.begin(engine.session, request, 0.0)
-    assert isinstance(steps, Generator)
-    while not engine.cache.engines["one"].reservations:
-        next(steps)
+    names = chain("a", 8)
+    reserved = engine.reserve(names)
     (reservation,) = engine.cache.engines["one"].reservations.values()
     seen = [reservation.state]
-    reserved = finish(steps)
-    seen.append(reservation.state)
     engine.settle(reserved, at=(0,))
     assert reservation.state == seen[-1]
     engine.settle(reserved, at=tuple(range(1, len(names))))
     seen.append(reservation.state)
-    assert set(pairwise(seen)) == stepped(RESERVATION) - {("granting", "settled")}
-
-
-def test_a_reservation_whose_session_leaves_while_it_is_granted_is_settled() -> None:
-    engine = Engine(make_cache(), "one", block_bytes=KIB)
-    steps = engine.cache.begin(
-        engine.session, m.Reserve(1, b"", engine.namespace, [m.Run(hashes(chain("a", 2 * STEP)))]), 0.0
-    )
-    assert isinstance(steps, Generator)
-    while not engine.cache.engines["one"].reservations:
-        next(steps)
-    (reservation,) = engine.cache.engines["one"].reservations.values()
-    assert reservation.state == "granting"
-    engine.cache.disconnect_session(engine.session, 0.0)
-    with pytest.raises(UnknownHandle):
-        finish(steps)
-    assert not reservation.unsettled
-    assert not engine.cache.engines["one"].reservations
+    assert set(pairwise(seen)) == stepped(RESERVATION)
 
 
 def test_every_table_names_each_step_once() -> None:

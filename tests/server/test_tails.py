@@ -102,7 +102,7 @@ def test_the_boundary_is_the_largest_that_a_naive_search_finds() -> None:
             needed = [(have, hashes[max(start, end - spec.needed(end)) : end]) for spec, have in tails]
             if all(have.issuperset(names) for have, names in needed):
                 possible.append(end)
-        found = finish(last_end([(spec, have.__contains__) for spec, have in tails], hashes, most, start))
+        found = last_end([(spec, have.__contains__) for spec, have in tails], hashes, most, start)
         assert found == max(possible)
 
 

@@ -121,15 +121,15 @@ def test_a_tier_that_leaves_jobs_unanswered(daemon: Daemon, engine: ToyEngine, t
 def test_jobs_fit_into_a_message(daemon: Daemon, engine: ToyEngine, tier: Session) -> None:
     """A longer one would end the tier's session."""
     ask(tier)
-    for chain in range(8):
+    for chain in range(20):
         names = [hashlib.sha256(b"%d %d" % (chain, at)).digest() for at in range(MAX_HASHES // 4)]
         assert engine.load(names) == 0
     looks = 0
-    while looks < 4:
+    while looks < 16:
         jobs = ask(tier, "looks")
         looks += len(jobs.looks)
         tier.worked(found=[(each.number, b"") for each in jobs.looks])
-    assert looks == 4 and tier_of(daemon)["looks_dropped"] == 4, "more would take too much memory"
+    assert looks == 16 and tier_of(daemon)["looks_dropped"] == 4, "more would take too much memory"
     longest = [hashlib.sha256(b"%d" % at).digest() for at in range(MAX_HASHES)]
     assert engine.load(longest) == 0
     (look,) = ask(tier, "looks").looks

@@ -16,7 +16,7 @@ import numpy as np
 from kvcache_client.scheduler.views import BlockTables, RequestView
 from kvcache_client.settings import CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE
 from kvcache_client.step_plan import LoadJob
-from kvcache_proto.types import FULL, REF_BYTES, GroupSpec
+from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, GroupSpec
 
 
 class Table(NamedTuple):
@@ -117,8 +117,10 @@ class FullAttention:
         return hashes if self.blocks_per_slot == 1 else hashes[self.blocks_per_slot - 1 :: self.blocks_per_slot]
 
     def loadable(self, request: RequestView) -> int:
-        """Return how many cached blocks the request may load: at least one token is left to compute."""
-        return min(max(request.tokens - 1, 0) // self.slot_tokens, len(request.hashes) // self.blocks_per_slot)
+        """Return how many cached blocks the request may load: at least one token is left to compute, and one lookup
+        asks for a bounded number."""
+        most = min(max(request.tokens - 1, 0) // self.slot_tokens, len(request.hashes) // self.blocks_per_slot)
+        return min(most, MAX_HASHES - self.volatile)
 
     def usable(self, hits: int) -> int:
         """Return how many of `hits` cached blocks may be loaded."""

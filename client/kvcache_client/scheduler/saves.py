@@ -21,7 +21,7 @@ from kvcache_client.session.checksums import chosen
 from kvcache_client.step_plan import SHIPPED, SaveJob, pick_refs
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.messages import Run
-from kvcache_proto.types import MAX_HASHES, Outcome
+from kvcache_proto.types import MAX_BLOCKS, Outcome
 
 INSIST = 2.0  # seconds that blocks are kept for while every Reserve is refused as a whole
 FIRST_RETRY, LAST_RETRY = 0.005, 5.0  # seconds between two that are refused as a whole; doubled each time
@@ -140,8 +140,7 @@ class Saves:
             blocks = group.slot_blocks(state.tables, first, full)
             if len(blocks) < (full - first) * group.columns(0):
                 return
-            run = Run(list(keys[first:full]), keys[first - 1] if first else None)
-            self._next.append(_Asked(state, first, run, blocks, full - first))
+            self._ask_run(state, first, list(keys[first:full]), keys[first - 1] if first else None, blocks)
         state.saved = full
         if isinstance(group, SeveralGroups):
             for number in group.tails:
@@ -163,11 +162,23 @@ class Saves:
                 if slot < slots:
                     self._ask_tail(state, group.keys(request.hashes), number, {slot: blocks})
 
+    def _ask_run(
+        self, state: RequestState, first: int, names: list[bytes], above: bytes | None, blocks: list[int]
+    ) -> None:
+        """Note the blocks of a request from number `first` on, below `above`; each has as many of `blocks`."""
+        columns = len(blocks) // len(names)
+        for at in range(0, len(names), MAX_BLOCKS):
+            run = Run(names[at : at + MAX_BLOCKS], names[at - 1] if at else above)
+            theirs = blocks[at * columns : (at + MAX_BLOCKS) * columns]
+            self._next.append(_Asked(state, first + at, run, theirs, len(run.hashes)))
+
     def _ask_tail(self, state: RequestState, keys: Sequence[bytes], number: int, slots: dict[int, list[int]]) -> None:
-        if slots:
-            run = Run([keys[slot] for slot in slots], None, number)
-            blocks = [block for each in slots.values() for block in each]
-            self._next.append(_Asked(state, 0, run, blocks, len(slots), tail=True))
+        wanted = list(slots)
+        for at in range(0, len(wanted), MAX_BLOCKS):
+            part = wanted[at : at + MAX_BLOCKS]
+            run = Run([keys[slot] for slot in part], None, number)
+            blocks = [block for slot in part for block in slots[slot]]
+            self._next.append(_Asked(state, 0, run, blocks, len(part), tail=True))
 
     def unsaved(self, state: RequestState, computed: int, up: bool) -> tuple[str, Sequence[bytes]]:
         """Return why blocks of a request that ends were not asked for, and their hashes; "" where all were."""
@@ -190,14 +201,13 @@ class Saves:
         """Note the blocks that are due, for the next `send`."""
         for due in self._lazy.due() if self._lazy is not None else ():
             above = self._group.keys(due.state.request.hashes)[due.first - 1] if due.first else None
-            run = Run(due.hashes, above)
-            self._next.append(_Asked(due.state, due.first, run, due.blocks, len(due.hashes)))
+            self._ask_run(due.state, due.first, due.hashes, above, due.blocks)
 
     def send(self, namespace: CacheNamespace) -> None:
-        """Send one `Reserve` for all that was noted: a batch that fills its blocks in one step asks once."""
+        """Send what was noted: a batch that fills its blocks in one step asks once, unless it is too much for that."""
         while self._next:
             count = hashes = 0
-            while count < len(self._next) and (not count or hashes + self._next[count].whole <= MAX_HASHES):
+            while count < len(self._next) and (not count or hashes + self._next[count].whole <= MAX_BLOCKS):
                 hashes += self._next[count].whole
                 count += 1
             asked, self._next = self._next[:count], self._next[count:]

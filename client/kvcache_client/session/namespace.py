@@ -37,7 +37,17 @@ from kvcache_proto.messages import (
     Retained,
     Run,
 )
-from kvcache_proto.types import MAX_HASHES, MAX_NAME, Finding, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
+from kvcache_proto.types import (
+    MAX_BLOCKS,
+    MAX_HASHES,
+    MAX_NAME,
+    Finding,
+    GroupSpec,
+    NamespaceSpec,
+    Outcome,
+    Refusal,
+    Verdict,
+)
 
 logger = logging.getLogger("kvcache_client.session")
 
@@ -148,7 +158,7 @@ class Namespace:
         continue that has the tails of the first `start` blocks itself.
 
         Args:
-            hashes: n chained hashes in prompt order.
+            hashes: n chained hashes in prompt order, at most MAX_HASHES.
             pin: where False, nothing is pinned, and the slots may be given to others at any time.
             verify: whether the lease has the checksums of its blocks, where their writers took any.
             request: name of the request, by which one can ask the daemon why there was no hit.
@@ -202,13 +212,14 @@ class Namespace:
     # Reservations.
 
     def reserve(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> Reservation:
-        """Ask to write a run of blocks: the first below `parent` (None: a root), each other below the one before.
+        """Ask to write a run of at most MAX_BLOCKS blocks: the first below `parent` (None: a root), each other below
+        the one before.
 
         Where the daemon does not answer within the session's deadline, all are refused as "unavailable". Raises
         BadArgument for what the protocol does not allow, and while a shard of the namespace has no live session of
         this engine.
         """
-        asked = [(self._check(hashes, group), len(hashes))]
+        asked = [(self._check(hashes, group, MAX_BLOCKS), len(hashes))]
         connection, number = self._joined()
         if connection is None or not hashes:
             return self._reservation(asked, connection, None if hashes else _NOTHING, "reserves_down")
@@ -221,13 +232,14 @@ class Namespace:
         return self.reserve_runs_later([Run(_listed(hashes), parent)], group)
 
     def reserve_runs_later(self, runs: Sequence[Run], group: int = 0) -> Ticket:
-        """Ask for several runs at once, as `reserve_later` does for one: there is one reservation for all of them.
+        """Ask for several runs at once, as `reserve_later` does for one: there is one reservation for all of them, and
+        they have at most MAX_BLOCKS blocks together.
 
         Its answers, and the positions in them, count on from run to run. Runs that name no group are of `group`; a run
         of a tail follows that of the full blocks which its blocks belong to, unless these are reserved already.
         """
         hashes = [each for run in runs for each in run.hashes]
-        self._check(hashes, group)
+        self._check(hashes, group, MAX_BLOCKS)
         asked = [(self._group(run.group or group), len(run.hashes)) for run in runs]
         connection, number = self._joined()
         ticket = Ticket(
@@ -428,10 +440,10 @@ class Namespace:
             return False
         return self._daemon.post(connection, Remark(0, b"", number, notes, group), "notes_unsaid")
 
-    def _check(self, hashes: Sequence[bytes], group: int) -> GroupSpec:
+    def _check(self, hashes: Sequence[bytes], group: int, most: int = MAX_HASHES) -> GroupSpec:
         self._daemon.check_process()
-        if len(hashes) > MAX_HASHES:
-            raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
+        if len(hashes) > most:
+            raise BadArgument(f"{len(hashes)} hashes in one message: at most {most}")
         spec = self._group(group)
         try:
             size = len(b"".join(hashes))  # the daemon checks each one; this keeps a mistake from costing a deadline

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from kvcache_proto.types import GroupSpec
 from kvcache_server.core.index import Block, Group
-from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.core.slices import LOOK
 
 
-def boundary(tails: Sequence[Group], hashes: Sequence[bytes], most: int, start: int) -> Steps[tuple[int, list[Block]]]:
+def boundary(tails: Sequence[Group], hashes: Sequence[bytes], most: int, start: int) -> tuple[int, list[Block]]:
     """Return the largest number of blocks, at most `most`, after which an engine may continue, and the tails' blocks
     that it needs for that, tail after tail in prompt order.
 
@@ -19,7 +19,7 @@ def boundary(tails: Sequence[Group], hashes: Sequence[bytes], most: int, start: 
         found = _blocks(tails, hashes, most, start)
         if found is not None:
             return most, found
-        most = yield from last_end([(tail.spec, tail.visible.__contains__) for tail in tails], hashes, most, start)
+        most = last_end([(tail.spec, tail.visible.__contains__) for tail in tails], hashes, most, start)
     return 0, []
 
 
@@ -37,19 +37,13 @@ def _blocks(tails: Sequence[Group], hashes: Sequence[bytes], end: int, start: in
 
 def last_end(
     tails: Sequence[tuple[GroupSpec, Callable[[bytes], bool]]], hashes: Sequence[bytes], most: int, start: int
-) -> Steps[int]:
+) -> int:
     """Return the largest number of blocks, at most `most`, for which `tails` have what it takes; at least `start`.
 
-    The tails are given by what they need, and what they have. In slices: what they have may change in between.
+    The tails are given by what they need, and what they have. If they have it in so many gaps that the search takes
+    long, which no engine leaves behind, returns `start`.
     """
-    have = []
-    for _, has in tails:
-        flags = b""
-        for at in range(start, most, LOOK):
-            if at > start:
-                yield
-            flags += bytes(map(has, hashes[at : min(at + LOOK, most)]))
-        have.append(flags)
+    have = [bytes(map(has, hashes[start:most])) for _, has in tails]
     end, before, looks = most, most + 1, 0
     while end < before:
         before = end
@@ -57,8 +51,8 @@ def last_end(
             while (lower := _lower(spec, flags, end, start)) < end:
                 end = lower
                 looks += 1
-                if looks % STEP == 0:
-                    yield
+                if looks == LOOK:
+                    return start
     return end
 
 

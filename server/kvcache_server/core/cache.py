@@ -83,8 +83,8 @@ class Cache:
         self.sessions = self.registry.sessions
         self.lookups = Lookups(self.pool, self.learner, self.holds, limits, self.counters, self.refusals)
         self.reservations = Reservations(
-            *(self.pool, self.eviction, self.engines, self.holds, limits),
-            *(self.counters, self.refusals, self.effects),
+            *(self.pool, self.eviction, self.engines, limits),
+            *(self.counters, self.refusals, self.effects, self.chores),
         )
         self.lookups.last = self.reservations.last = epoch << EPOCH_SHIFT
         self.invalidation = Invalidation(
@@ -147,15 +147,16 @@ class Cache:
         """Do the first slice of `steps` on behalf of the session's engine."""
         return begin(self.effects.on_behalf(Actor(now, session.engine.name, namespace), steps))
 
-    def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved | Steps[m.Reserved]:
+    def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved:
         self.learner.learn()
         if self.learner.due:
             self.chores.do(self.eviction.refreshing())
-        granting = self.reservations.reserve(session, request, partial(self.registry.account, session.engine), now)
-        return self._for(session, now, granting, request.namespace)
+        self.effects.actor = Actor(now, session.engine.name, request.namespace)
+        return self.reservations.reserve(session, request, partial(self.registry.account, session.engine), now)
 
-    def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled | Steps[m.Settled]:
-        return self._for(session, now, self.reservations.settle(session, request))
+    def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled:
+        self.effects.actor = Actor(now, session.engine.name)
+        return self.reservations.settle(session, request)
 
     def _distrust(self, session: Session, request: m.Distrust, now: float) -> m.Distrusted | Steps[m.Distrusted]:
         return self._for(session, now, self._distrusting(session, request))
@@ -181,7 +182,9 @@ class Cache:
         return self.retentions.unpin(session, request)
 
     def _attach(self, session: Session, request: m.Attach, now: float) -> m.Attached:
-        return self.registry.attach(session, request)
+        reply = self.registry.attach(session, request)
+        self.reservations.attached(session, self.namespaces[reply.namespace])
+        return reply
 
     def _detach(self, session: Session, request: m.Detach, now: float) -> None:
         self.registry.detach(session, request)

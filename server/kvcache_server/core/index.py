@@ -102,10 +102,6 @@ class Block(msgspec.Struct, gc=False, order=True):
             yield block
             block = block.parent
 
-    def is_below(self, other: Block) -> bool:
-        """Whether this block is `other` or one of its descendants. O(1) if `other` is a child of this one."""
-        return other.parent is not self and any(each is other for each in self.ancestors())
-
     def upwards(self) -> Iterator[Block | None]:
         """Yield the blocks below this one and then itself, children before parents.
 
@@ -449,22 +445,16 @@ class Grant:
     `verdict` is None, or the Verdict that says why the block cannot become visible.
     """
 
-    __slots__ = (*("block", "claimed", "ready", "reservation", "row", "settled", "tainted_until", "verdict"),)
+    __slots__ = (*("block", "ready", "reservation", "row", "settled", "tainted_until", "verdict"),)
 
     def __init__(self, block: Block, row: int, reservation: Reservation) -> None:
         self.block = block
         self.row = row  # its byte offset
         self.reservation = reservation
         self.settled = 0  # bit set of shards
-        self.claimed = 0  # failed shards, which are settled once all blocks below are doomed
         self.ready = False
         self.verdict: Verdict | None = None
         self.tainted_until = 0.0  # the end of the quarantine after a dead writer
-
-    @property
-    def taken(self) -> int:
-        """The shards that can no longer be settled."""
-        return self.settled | self.claimed
 
     @property
     def whole(self) -> bool:
@@ -474,12 +464,11 @@ class Grant:
 class Reservation:
     """The grants of one Reserve. `writers[shard]` is the session that may write that shard.
 
-    `writers_number` stands for `writers` in rows. `complete` is false while blocks are being granted: it cannot
-    be settled yet.
+    `writers_number` stands for `writers` in rows.
     """
 
     __slots__ = (
-        *("all_shards", "complete", "created", "declined", "grants", "id", "namespace", "owner", "unsettled"),
+        *("all_shards", "created", "declined", "grants", "id", "namespace", "owner", "unsettled"),
         *("writers", "writers_number"),
     )
 
@@ -492,15 +481,12 @@ class Reservation:
         self.created = created
         self.writers_number = 0
         self.declined = 0  # blocks that were worth less than each block in the pool
-        self.complete = True
         self.grants: list[Grant] = []
         self.unsettled = 0
 
     @property
     def state(self) -> str:
         """The state, as in states.RESERVATION."""
-        if not self.complete:
-            return "granting"
         return "open" if self.unsettled else "settled"
 
 

@@ -73,11 +73,12 @@ def _check_retentions(cache: Cache) -> list[Lease]:
 
 def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[int, Block]) -> None:
     assert not group.visible.keys() & group.pending.keys(), "a hash both visible and pending"
-    tree = [each for each in group.above.root.subtree()[1:] if each.account.group is group]
+    roots = (group.above.root, *cache.reservations.orphaned.values())
+    tree = [each for root in roots for each in root.subtree()[1:] if each.account.group is group]
     distrusted = [block for block in tree if block.visible and not group.trusts(block)]
     blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values()), *distrusted]
     assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
-    about_to_be_shown = {id(block) for waiting in cache.reservations.showing for block in waiting}
+    about_to_be_shown = {id(block) for block in cache.reservations.showing}
     about_to_be_forgotten = {id(block) for waiting in cache.invalidation.waiting for block in waiting}
     queued = {id(block) for account in cache.eviction.fair_share.accounts for block in account.entries()}
     for block in blocks:
@@ -234,7 +235,7 @@ def _check_page(cache: Cache, page: int) -> None:
 def _check_block(cache: Cache, block: Block) -> None:
     group, parent = block.account.group, block.parent
     assert parent is not None
-    assert parent.pins != GONE, "a block below one that is gone"
+    assert parent.pins != GONE or id(parent) in cache.reservations.orphaned, "a block below one that is gone"
     assert (parent.child if block.prev is None else block.prev.next) is block, "a block that its parent does not know"
     assert block.next is None or block.next.prev is block, "a block that its parent does not know"
     if block.visible:

@@ -93,7 +93,6 @@ class Invalidation:
         name = top.hash + top.account.group.tag
         self._reservations.forgetting.add(name)
         self.waiting.append(waiting)
-        self._lookups.start_over()
         try:
             while waiting:
                 block = waiting.pop()
@@ -103,8 +102,7 @@ class Invalidation:
                 group = block.account.group
                 if not block.visible:
                     grant = group.pending[block.hash]
-                    yield from self._reservations.doom(grant)
-                    grant.verdict = Verdict.ORPHANED
+                    self._reservations.doom(grant, Verdict.ORPHANED, "orphaned")
                     continue
                 below.append(block)
                 waiting.extend(block.children())

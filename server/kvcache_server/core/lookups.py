@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, NotPermitted
-from kvcache_proto.types import FULL, REF_BYTES, SUM_BYTES, TAIL, check_hashes, unpack_refs
+from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUM_BYTES, TAIL, check_hashes, unpack_refs
 from kvcache_server.core.boundary import boundary, last_end
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.eviction.learner import Learner
@@ -16,7 +16,7 @@ from kvcache_server.core.index import GONE, Block, Group, Holds
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Namespace, Session
-from kvcache_server.core.slices import LOOK, STEP, Result, Steps, begin
+from kvcache_server.core.slices import LOOK, STEP, Steps
 
 MOST_RESTATED = 1 << 17  # blocks examined per restate
 
@@ -76,7 +76,6 @@ class Lookups:
         refusals: Counter[str],
     ) -> None:
         self.last = 0
-        self._retracted = 0  # how often blocks were invalidated
         self.checksums: Checksums | None = None  # set if there is a file for them
         self.tiers: Tiers | None = None  # set while there are any
         self._pool, self._learner, self._holds = pool, learner, holds
@@ -89,7 +88,7 @@ class Lookups:
 
     # Lookups.
 
-    def acquire(self, session: Session, request: m.Acquire, now: float) -> m.Acquired | Steps[m.Acquired]:
+    def acquire(self, session: Session, request: m.Acquire, now: float) -> m.Acquired:
         """Answer with the longest prefix after which the engine can continue, under a lease if `request.pin`.
 
         Raises UnknownHandle, BadArgument; then nothing has changed.
@@ -98,97 +97,43 @@ class Lookups:
         hashes = request.hashes
         if request.group and group.spec.kind == TAIL:
             raise BadArgument(f"group {request.group} is a tail: a lookup of group 0 is for all groups")
-        if group.tails or len(hashes) > LOOK:
-            return begin(self._acquire_in_slices(session, request, namespace, group))
-        found = group.prefix(hashes)
-        return self._answer(session, request, namespace, group, found, len(found))
-
-    def _acquire_in_slices(
-        self, session: Session, request: m.Acquire, namespace: Namespace, group: Group
-    ) -> Steps[m.Acquired]:
+        if len(hashes) > MAX_HASHES:
+            raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
+        found = group.prefix(hashes) if not group.is_tail else []
+        if len(found) < len(hashes):
+            check_hashes(hashes[len(found) :], group.hash_bytes)
         if not group.tails:
-            found = yield from self._long_prefix(session, group, request.hashes)
             return self._answer(session, request, namespace, group, found, len(found))
         if request.start < 0:
             raise BadArgument(f"start {request.start}: 0 or more blocks")
-        while True:
-            retracted = self._retracted
-            match = yield from self._match(session, request, group)
-            if retracted == self._retracted:  # else some of what was found may be wrong
-                return self._answer(session, request, namespace, group, *match)
+        return self._answer(session, request, namespace, group, *self._match(session, request, group, found))
 
-    def _match(self, session: Session, request: m.Acquire, group: Group) -> Steps[_Match]:
-        """Return what all groups of a namespace with tails have for a lookup."""
+    def _match(self, session: Session, request: m.Acquire, group: Group, chain: list[Block]) -> _Match:
+        """Return what all groups of a namespace with tails have for a lookup; its full group has `chain`."""
         hashes, start, tails = request.hashes, request.start, group.tails
-        chain: list[Block] = []
         most = most_pending = len(hashes)
         junction = 0
         if group is not tails[0]:
-            long = len(hashes) > LOOK
-            chain = (yield from self._long_prefix(session, group, hashes)) if long else group.prefix(hashes)
             junction = most = len(chain) - group.spec.followed
             most_pending = most + group.pending_after(hashes, len(chain))
+        else:
+            chain = []
         soon = 0
         if group.pending or any(tail.pending for tail in tails):
-            has = [(tail.spec, tail.has_soon) for tail in tails]
-            soon = yield from self._holding(session, chain, last_end(has, hashes, most_pending, start))
-        found = yield from self._holding(session, chain, boundary(tails, hashes, most, start))
-        pins, whole = session.engine.pins, found[0]
-        while found[0] and request.pin:
-            end, beside = found[0], _bytes(found[1])
+            soon = last_end([(tail.spec, tail.has_soon) for tail in tails], hashes, most_pending, start)
+        end, needed = boundary(tails, hashes, most, start)
+        pins, whole = session.engine.pins, end
+        while end and request.pin:
+            beside = _bytes(needed)
             if pins.bytes + len(chain[:end]) * group.allocated_bytes + beside <= self._quota:
                 break
             affordable = pins.fit(chain[:end], self._quota - beside)[0] if chain else 0
             if affordable == end:
                 break
-            found = yield from self._holding(session, chain, boundary(tails, hashes, affordable, start))
-        end, needed = found
+            end, needed = boundary(tails, hashes, affordable, start)
         proof = chain[end] if end and group.spec.followed else None
         beyond = junction if junction > whole else 0
         return _Match(chain[:end], end, needed, max(soon - whole, 0), whole - end, proof, beyond)
-
-    def _holding(self, session: Session, chain: Sequence[Block], steps: Steps[Result]) -> Steps[Result]:
-        """Do `steps`, between which the blocks of `chain` stay."""
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                result: Result = done.value
-                return result
-            if chain:
-                with self._holds.hold(session, chain[-1]):
-                    yield
-            else:
-                yield
-            session.check_connected()
-
-    def _long_prefix(self, session: Session, group: Group, hashes: Sequence[bytes]) -> Steps[list[Block]]:
-        """Return the blocks of the longest visible prefix, found in slices.
-
-        Between two slices the last block found is pinned, which keeps the blocks above it. If blocks are distrusted in
-        the meantime, the search starts over, because they may be among those found.
-
-        Raises BadArgument for too many hashes or a wrong length, UnknownHandle if the session leaves in the meantime.
-        """
-        check_hashes(hashes, group.hash_bytes)
-        yield
-        session.check_connected()
-        found: list[Block] = []
-        retracted = self._retracted
-        while True:
-            piece = group.prefix(hashes[len(found) : len(found) + LOOK])
-            found += piece
-            if len(piece) < LOOK or len(found) == len(hashes):
-                return found
-            with self._holds.hold(session, found[-1]):
-                yield
-            session.check_connected()
-            if self._retracted != retracted:
-                found, retracted = [], self._retracted
-
-    def start_over(self) -> None:
-        """Make lookups in progress start over: blocks that they have found may be wrong."""
-        self._retracted += 1
 
     def _answer(
         self,
@@ -209,10 +154,6 @@ class Lookups:
         `proof` follows them: it is of use, although the engine gets no reference to it.
         """
         hashes = request.hashes
-        if hits < len(hashes):
-            missed = hashes[hits:]
-            if len(hashes) <= LOOK:  # longer ones are checked already
-                check_hashes(missed, group.hash_bytes)
         engine = session.engine
         used = chain if proof is None else [*chain, proof]
         asked = engine.asked(request.request, group)

@@ -8,11 +8,11 @@ settled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
-from kvcache_proto.types import SUM_BYTES, TAIL, Outcome, Refusal, Verdict, check_hashes
+from kvcache_proto.types import MAX_BLOCKS, SUM_BYTES, TAIL, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Effects, Shown
 from kvcache_server.core.eviction.policy import Eviction
@@ -25,14 +25,13 @@ from kvcache_server.core.index import (
     Block,
     Grant,
     Group,
-    Holds,
     Reservation,
 )
 from kvcache_server.core.journal import WritersNumbered
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Engine, Namespace, Session
-from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.core.slices import LOOK, STEP, Chores, Steps
 from kvcache_server.core.states import COMMITTED, DOOMED, FORGOTTEN
 
 # The most frequent answers: looking up an enum's member takes longer than looking up a hash.
@@ -40,11 +39,12 @@ _GRANTED, _PRESENT, _VISIBLE = Refusal.GRANTED, Refusal.PRESENT, Verdict.VISIBLE
 
 
 class Reservations:
-    """Grants and settles reservations, in slices.
+    """Grants and settles reservations.
 
     Attributes: `last` is the number of the last reservation. `writers` has the numbers, used in rows, of tuples
     of sessions that write the shards of a block. `showing` are READY blocks below visible ones that are about to become
-    visible. `forgetting` are the names, with tags, of distrusted blocks below which some have not been forgotten yet.
+    visible, and `orphaned` blocks below which some are to be doomed; `chores` does both. `forgetting` are the names,
+    with tags, of distrusted blocks below which some have not been forgotten yet.
     """
 
     def __init__(
@@ -52,19 +52,20 @@ class Reservations:
         pool: Pool,
         eviction: Eviction,
         engines: Mapping[str, Engine],
-        holds: Holds,
         limits: Limits,
         counters: Counter[str],
         refusals: Counter[str],
         effects: Effects,
+        chores: Chores,
     ) -> None:
         self.last = self.last_writers = 0
         self.writers: dict[tuple[int, ...], int] = {}
-        self.showing: list[list[Block]] = []
+        self.showing: list[Block] = []
+        self.orphaned: dict[int, Block] = {}  # by id()
         self.forgetting: set[bytes] = set()
         self.checksums: Checksums | None = None  # set if there is a file for them
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
-        self._engines, self._holds = engines, holds
+        self._engines, self._chores = engines, chores
         self._classes = eviction.learner.expected
         self._counters, self._refusals, self._effects = counters, refusals, effects
         self.set_limits(limits)
@@ -77,72 +78,65 @@ class Reservations:
 
     def reserve(
         self, session: Session, request: m.Reserve, account_in: Callable[[Group], Account], now: float
-    ) -> Steps[m.Reserved]:
+    ) -> m.Reserved:
         """Grant what may be granted of the request's runs. Raises BadArgument; then nothing has changed.
 
         `account_in` returns the engine's account in a group.
-
-        The reservation cannot be settled before it is complete. If the session or a writer leaves before that, all of
-        it is given back, and UnknownHandle is raised.
         """
         namespace, group = session.group(request.namespace, request.group)
-        names = [each for run in request.runs for each in run.hashes]
-        check_hashes(names, group.hash_bytes)
-        long = len(names) > LOOK
-        if long:
-            yield
-        for at, run in enumerate(request.runs):
-            if at and at % LOOK == 0:
-                yield
-                _check_connected(session, [])
+        runs = request.runs
+        count = sum([len(run.hashes) for run in runs])
+        if count > MAX_BLOCKS:
+            raise BadArgument(f"{count} blocks in one reservation: at most {MAX_BLOCKS}")
+        for run in runs:
             if not run.hashes:
                 raise BadArgument("a run without a hash")
             of = session.group(request.namespace, run.group)[1] if run.group else group
             if run.parent is not None and of.spec.kind == TAIL:
                 raise BadArgument("a run of a tail with a parent")
             chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
-            check_hashes(chain[:1], group.hash_bytes)
+            check_hashes(chain, group.hash_bytes)
             if len(set(chain)) != len(chain):
                 raise BadArgument("a hash occurs twice in one run")
-        if long:
-            yield
-            _check_connected(session, [])
         writers = self._writers(session, namespace)
-        if writers not in self.writers:
-            self._number(writers)
-            yield  # the state file has the number before a row does: the next daemon must not assign it again
-            _check_connected(session, writers)
+        if writers is None:
+            raise BadArgument(
+                f"not all {namespace.spec.shards} shards are attached by sessions of {session.engine.name!r}: attach "
+                "them first"
+            )
         self.last += 1
         reservation = Reservation(self.last, namespace.number, session.id, writers, now)
-        reservation.writers_number, reservation.complete = self.writers[writers], False
+        reservation.writers_number = self.writers[writers]
         answers = bytearray()
-        accounts = {run.group: account_in(namespace.groups[run.group or group.number]) for run in request.runs}
-        granting = self._grant_runs(reservation, accounts, request.runs, answers, now)
+        accounts = {run.group: account_in(namespace.groups[run.group or group.number]) for run in runs}
+        self._eviction.limit_evictions()
         try:
-            for _ in granting:
-                yield
-                _check_connected(session, writers)
-        except Exception:  # or an internal error, after which nobody else could give back what it has been granted
-            granting.close()
-            yield from self.abandon(reservation)
+            for run in runs:
+                self._grant_run(reservation, accounts[run.group], run, answers, now)
+        except Exception:  # an internal error, after which nobody else could give back what it has been granted
+            self._chores.do(self.abandon(reservation))
             raise
-        for refusal, count in Counter(answers).items():
-            if refusal == Refusal.NO_SPACE and reservation.declined:
-                self._refusals["not_worth_it"] += reservation.declined
-                count -= reservation.declined
-            if refusal and count:
-                self._refusals[Refusal(refusal).name.lower()] += count
         granted = reservation.grants
         self._counters["blocks_reserved"] += len(granted)
+        if len(granted) < len(answers):
+            self._note_refused(runs, accounts, answers, reservation.declined)
         if not granted:
             return m.Reserved(request.id, 0, bytes(answers), b"")
-        reservation.complete = True
         slots = b"".join([grant.block.ref for grant in granted])
         return m.Reserved(request.id, reservation.id, bytes(answers), slots)
 
     def _note_refused(
         self, runs: Sequence[m.Run], accounts: Mapping[int, Account], answers: bytearray, declined: int
-    ) -> Steps[None]:
+    ) -> None:
+        """Count what was refused, and report each block with the cause."""
+        for refusal, count in Counter(answers).items():
+            if refusal == Refusal.NO_SPACE and declined:
+                self._refusals["not_worth_it"] += declined
+                count -= declined
+            if refusal and count:
+                self._refusals[Refusal(refusal).name.lower()] += count
+        if max(answers) <= Refusal.IN_FLIGHT:
+            return
         no_space, done = "not_worth_it" if declined else "no_space", 0
         causes = {Refusal.NO_PARENT: "no_parent", Refusal.NO_SPACE: "grace" if self._eviction.frozen else no_space}
         for run in runs:
@@ -157,77 +151,46 @@ class Reservations:
                 if answers[done] > Refusal.IN_FLIGHT:
                     self._effects.refused(name + account.group.tag, causes[Refusal(answers[done])])
                 done += 1
-                if done % LOOK == 0:
-                    yield
 
     @staticmethod
-    def _writers(session: Session, namespace: Namespace) -> tuple[int, ...]:
+    def _writers(session: Session, namespace: Namespace) -> tuple[int, ...] | None:
+        """Return which session writes which shard of what `session` reserves; None if a shard has none."""
         shards = namespace.spec.shards
         if len(session.attached[namespace.number][1]) == shards:
             return (session.id,) * shards
-        writers = session.engine.writers[namespace.number]
-        if writers is None:
-            raise BadArgument(
-                f"not all {shards} shards are attached by sessions of {session.engine.name!r}: attach them first"
-            )
-        return writers
+        return session.engine.writers[namespace.number]
 
-    def _number(self, writers: tuple[int, ...]) -> None:
-        self.writers[writers] = self.last_writers = self.last_writers + 1
-        self._effects.records.append(WritersNumbered(self.last_writers, writers))
+    def attached(self, session: Session, namespace: Namespace) -> None:
+        """Number the writers of a session that has attached, before any row has their number: the state file must
+        have it first."""
+        writers = self._writers(session, namespace)
+        if writers is not None and writers not in self.writers:
+            self.writers[writers] = self.last_writers = self.last_writers + 1
+            self._effects.records.append(WritersNumbered(self.last_writers, writers))
 
     def forget_writer(self, session: int) -> None:
         """Forget the tuples of writers with `session`, which has ended: no new reservation has them."""
         self.writers = {writers: number for writers, number in self.writers.items() if session not in writers}
 
-    def _grant_runs(
-        self,
-        reservation: Reservation,
-        accounts: Mapping[int, Account],
-        runs: Sequence[m.Run],
-        answers: bytearray,
-        now: float,
-    ) -> Steps[None]:
-        """Grant the runs in order; `accounts` are by the runs' `group`."""
-        work = 0
-        for run in runs:
-            account = accounts[run.group]
-            group = account.group
-            pending, above, tail = group.pending, group.above, group.spec.kind == TAIL
-            parent = group.root if run.parent is None else self._known(group, run.parent)
-            for at, block_hash in enumerate(run.hashes):
-                if tail and parent is not None:
-                    parent = group.root if above is group else self._known(above, block_hash)
-                if work >= STEP:
-                    work = 0
-                    parent = yield from self._pause(reservation, parent)
-                if parent is None:
-                    answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
-                    work += 1
-                    break
-                # Checking whether a pending block is above the parent means walking all the way up.
-                work += STEP if block_hash in pending else 1
-                answer, block = self._grant(reservation, account, parent, block_hash, now)
-                answers.append(answer)
-                if block is None:
-                    work += STEP  # all accounts were searched for room
-                    if parent is not None and group.leaf_is_useless and parent.child is None:
-                        parent.tick = GOES_FIRST  # the engine stops here, and saves no tail
-                        self._eviction.drop(parent)
-                parent = block
-        if max(answers, default=0) > Refusal.IN_FLIGHT:
-            yield from self._note_refused(runs, accounts, answers, reservation.declined)
-
-    def _pause(self, reservation: Reservation, parent: Block | None) -> Steps[Block | None]:
-        """Yield to other work. Return the block that then has the hash of `parent`, which is not evicted in between."""
-        if parent is None:
-            yield
-            return None
-        with self._holds.hold(reservation, parent):
-            yield
-        # It may have been doomed, distrusted or superseded.
-        group = parent.account.group
-        return parent if parent is group.root else self._known(group, parent.hash)
+    def _grant_run(
+        self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray, now: float
+    ) -> None:
+        """Grant the blocks of a run in order, until one is refused."""
+        group = account.group
+        above, tail = group.above, group.spec.kind == TAIL
+        parent = group.root if run.parent is None else self._known(group, run.parent)
+        for at, block_hash in enumerate(run.hashes):
+            if tail and parent is not None:
+                parent = group.root if above is group else self._known(above, block_hash)
+            if parent is None:
+                answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
+                return
+            answer, block = self._grant(reservation, account, parent, block_hash, now)
+            answers.append(answer)
+            if block is None and group.leaf_is_useless and parent.child is None:
+                parent.tick = GOES_FIRST  # the engine stops here, and saves no tail
+                self._eviction.drop(parent)
+            parent = block
 
     @staticmethod
     def _known(group: Group, block_hash: bytes) -> Block | None:
@@ -256,7 +219,7 @@ class Reservations:
         if rival is not None and (
             rival.ready
             or now - rival.reservation.created < self.limits.supersede_after
-            or parent.is_below(rival.block)  # not possible in a chain of hashes; the children would form a cycle
+            or rival.block.parent is not parent  # not possible in a chain of hashes, or this one is being doomed
         ):
             return Refusal.IN_FLIGHT, rival.block
         engine = self._engines[account.engine]
@@ -311,10 +274,7 @@ class Reservations:
         The replaced block is counted when its last shard is settled.
         """
         rival.verdict = Verdict.SUPERSEDED
-        parent = rival.block.parent
         rival.block.unlink()
-        if parent is not None:
-            parent.account.enter(parent)  # `block` may have another parent
         rival.block.pins = GONE
         for child in rival.block.children():
             child.unlink()
@@ -324,13 +284,13 @@ class Reservations:
 
     # Settle.
 
-    def settle(self, session: Session, request: m.Settle) -> Steps[m.Settled]:
+    def settle(self, session: Session, request: m.Settle) -> m.Settled:
         """Record the outcome of shards, and their checksums. Raises UnknownHandle, BadArgument; then nothing has
         changed."""
         if request.region != self._rows.geometry.region_id:
             raise UnknownHandle("the reservation belongs to another region")
         reservation = session.engine.reservations.get(request.reservation)
-        if reservation is None or not reservation.complete:
+        if reservation is None:
             raise UnknownHandle(f"reservation {request.reservation} is settled, or belongs to another engine")
         count = len(reservation.writers)
         for shard in request.shards:
@@ -354,17 +314,17 @@ class Reservations:
         self._counters[f"shards_{Outcome(request.outcome).name.lower()}"] += len(positions) * shards.bit_count()
         verdicts = bytearray()
         for at, position in enumerate(positions):
-            if at and at % STEP == 0:
-                yield
             grant = grants[position]
             if not committed:
-                verdicts.append((yield from self._fail(grant, shards, cause)))
+                verdicts.append(self._fail(grant, shards, cause))
                 continue
             if self.checksums is not None:
                 self._note_sums(self.checksums, grant, request, at * len(request.shards) * SUM_BYTES)
-            verdicts.append(self._settle_shards(grant, shards & ~grant.taken))
+            verdicts.append(self._settle_shards(grant, shards & ~grant.settled))
+        if self.showing:
+            self._show_some()
             if self.showing:
-                yield from self._show()
+                self._chores.do(self._show())
         return m.Settled(request.id, bytes(verdicts))
 
     def abandon(self, reservation: Reservation, tainted_until: float = 0.0) -> Steps[None]:
@@ -375,7 +335,7 @@ class Reservations:
         for done, grant in enumerate(list(reservation.grants), 1):
             if not grant.whole:
                 grant.tainted_until = max(grant.tainted_until, tainted_until)
-                yield from self._fail(grant, reservation.all_shards, "not_started")
+                self._fail(grant, reservation.all_shards, "not_started")
             if done % STEP == 0:
                 yield
 
@@ -391,14 +351,12 @@ class Reservations:
         """Settle as dead the shards that `session`, which has ended, may be writing; their slots are quarantined."""
         until, done = now + self.limits.quarantine, 0
         for reservation in list(engine.reservations.values()):
-            if not reservation.complete:
-                continue  # `reserve`, still running, notices it and gives all back
             written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
             for grant in list(reservation.grants) if written else ():
-                if dead := written & ~grant.taken:
+                if dead := written & ~grant.settled:
                     grant.tainted_until = until
                     self._counters["shards_dead"] += dead.bit_count()
-                    yield from self._fail(grant, dead, "writer_died")
+                    self._fail(grant, dead, "writer_died")
                     done += 1
                     if done % STEP == 0:
                         yield
@@ -411,15 +369,12 @@ class Reservations:
             if done % LOOK == 0:
                 yield
 
-    def _fail(self, grant: Grant, shards: int, cause: str) -> Steps[Verdict]:
+    def _fail(self, grant: Grant, shards: int, cause: str) -> Verdict:
         """Settle the given shards of one grant, if unsettled, as failed for `cause`; doom the block and all below
-        it."""
-        shards &= ~grant.taken
+        it, which can never become visible."""
+        shards &= ~grant.settled
         if shards and grant.verdict is None:
-            # Blocks below it can never become visible.
-            grant.claimed |= shards
-            yield from self.doom(grant, cause)
-            grant.claimed &= ~shards
+            self.doom(grant, Verdict.FAILED, cause)
         return self._settle_shards(grant, shards)
 
     def _settle_shards(self, grant: Grant, shards: int) -> Verdict:
@@ -454,33 +409,24 @@ class Reservations:
         assert parent is not None
         if not group.reaches(parent):
             return Verdict.HIDDEN
-        waiting: list[Block] = []
-        group.show(block, waiting)
+        group.show(block, self.showing)
         changes = self._effects.changes  # as Effects.shown does, without the call
         if changes and type(last := changes[-1]) is Shown:
             last.blocks.append(block)
         else:
             changes.append(Shown([block]))
-        if waiting:
-            self._show_some(waiting)
-        if waiting:
-            self.showing.append(waiting)
         return _VISIBLE
 
     def _show(self) -> Steps[None]:
         """Make the remaining blocks of `showing` visible."""
         while self.showing:
             yield
-            if self.showing:  # otherwise another settlement has done it
-                self._show_some(self.showing[0])
-                if not self.showing[0]:
-                    del self.showing[0]
+            self._show_some()
 
-    def _show_some(self, waiting: list[Block]) -> None:
-        """Make the READY blocks in `waiting`, whose parents are visible, and their READY descendants visible.
-
-        At most LOOK of them: the rest is left in `waiting`.
-        """
+    def _show_some(self) -> None:
+        """Make the READY blocks in `showing`, whose parents are visible, and their READY descendants visible: at most
+        LOOK of them."""
+        waiting = self.showing
         for _ in range(LOOK):
             if not waiting:
                 return
@@ -491,32 +437,46 @@ class Reservations:
             group.show(block, waiting)
             self._effects.shown(block)
 
-    def doom(self, grant: Grant, cause: str = "orphaned") -> Steps[None]:
-        """Remove a block that will not become visible, and all below it, from the index.
+    def doom(self, grant: Grant, verdict: Verdict, cause: str) -> None:
+        """Remove a block that will not become visible from the index, and then all below it.
 
-        Descendants go first. Does nothing if the block was removed in the meantime.
+        What is below can no longer be found at once, and is removed in slices.
         """
-        done, parent = 0, grant.block.parent
-        for block in grant.block.upwards():
-            if block is not None:
-                group = block.account.group
-                each = group.pending.pop(block.hash)
-                block.unlink()
-                block.pins = GONE
-                each.verdict = Verdict.FAILED if each is grant else Verdict.ORPHANED
-                self._effects.refused(block.hash + group.tag, cause if each is grant else "orphaned")
-                if each.ready:
-                    # All its shards are settled: no writer will come back to it.
-                    self._counters["blocks_unreachable"] += 1  # not as orphaned: it was counted as committed
-                    self._pool.busy += group.pages
-                    self._give_back(each)
-                else:
-                    self._rows.set_state(each.row, DOOMED)
-                done += 1
-            if block is None or (done % STEP == 0 and each is not grant):
-                yield
+        parent, block = grant.block.parent, grant.block
+        self._doom_one(grant, verdict, cause)
         if parent is not None:
             parent.account.enter(parent)
+        if block.child is not None:
+            self.orphaned[id(block)] = block
+            self._chores.do(self._effects.on_behalf(self._effects.actor, self._doom_below(block)))
+
+    def _doom_one(self, grant: Grant, verdict: Verdict, cause: str) -> None:
+        block = grant.block
+        group = block.account.group
+        del group.pending[block.hash]
+        block.unlink()
+        block.pins = GONE
+        grant.verdict = verdict
+        self._effects.refused(block.hash + group.tag, cause)
+        if grant.ready:
+            # All its shards are settled: no writer will come back to it.
+            self._counters["blocks_unreachable"] += 1  # not as orphaned: it was counted as committed
+            self._pool.busy += group.pages
+            self._give_back(grant)
+        else:
+            self._rows.set_state(grant.row, DOOMED)
+
+    def _doom_below(self, top: Block) -> Steps[None]:
+        """Doom all blocks below one that was doomed, children before parents."""
+        done = 0
+        while top.child is not None:
+            for block in top.child.upwards():
+                if block is not None:
+                    self._doom_one(block.account.group.pending[block.hash], Verdict.ORPHANED, "orphaned")
+                    done += 1
+                if block is None or done % STEP == 0:
+                    yield
+        del self.orphaned[id(top)]
 
     def _note_sums(self, sums: Checksums, grant: Grant, request: m.Settle, at: int) -> None:
         """Store the given checksums before the shards count as settled; clear those of the pages' previous block."""
@@ -534,10 +494,3 @@ class Reservations:
         else:
             self._pool.busy -= group.pages
             self._pool.give_back(self._pool.vacate(block))
-
-
-def _check_connected(session: Session, sessions: Iterable[int]) -> None:
-    """Raise UnknownHandle unless `session`, and all `sessions` of its engine, are still connected."""
-    inside = session.engine.sessions
-    if not session.connected or not all(each in inside for each in sessions):
-        raise UnknownHandle("a session that should write has left")

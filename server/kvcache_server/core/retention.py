@@ -27,7 +27,7 @@ from kvcache_server.core.limits import Limits
 from kvcache_server.core.pins import Lease, Pins, new_lease
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Namespace, Session
-from kvcache_server.core.slices import LOOK, STEP, Steps, finish
+from kvcache_server.core.slices import LOOK, STEP, Steps
 
 _MOST_WANTED = 8 * LOOK  # blocks of a retention that will be stored soon
 TOGETHER = 0.5  # of the pool: what all engines may retain
@@ -433,7 +433,7 @@ def _cached(retention: Retention, most: int) -> _Cached:
     if not group.tails:
         return _Cached(len(chain), chain, [])
     followed = group.spec.followed
-    end, tails = finish(boundary(group.tails, names, len(chain) - followed if group.spec.kind == FULL else most, 0))
+    end, tails = boundary(group.tails, names, len(chain) - followed if group.spec.kind == FULL else most, 0)
     end += followed and end > 0
     return _Cached(end, chain[:end], tails)
 

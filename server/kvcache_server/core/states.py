@@ -37,11 +37,7 @@ SHARD = (
     Step("pending", "death", "dead", "its writer's process has ended; the slot goes into quarantine"),
 )
 
-RESERVATION = (
-    Step("granting", "complete", "open", "every hash of the request is answered"),
-    Step("granting", "abandon", "settled", "a session that should have written has disconnected in the meantime"),
-    Step("open", "settle", "settled", "the last shard of its last slot is settled"),
-)
+RESERVATION = (Step("open", "settle", "settled", "the last shard of its last slot is settled"),)
 
 LEASE = (
     Step("held", "release", "released", "the session releases it, ends, or stays away for too long"),

@@ -8,6 +8,7 @@ from itertools import chain, islice
 
 import msgspec
 
+from kvcache_proto.types import MAX_BLOCKS
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import LOOK, Steps
@@ -251,7 +252,7 @@ class Tier:
         while self.fetches:
             engine, queue = next(iter(self.fetches.items()))
             fetch = queue[0]
-            blocks = min(max(1, most // fetch.group.allocated_bytes), LOOK)
+            blocks = min(max(1, most // fetch.group.allocated_bytes), MAX_BLOCKS)
             part = Part(fetch, fetch.sent, min(fetch.sent + blocks, len(fetch.hashes)), now)
             fetch.sent = part.end
             if fetch.sent == len(fetch.hashes):

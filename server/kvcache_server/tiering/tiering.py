@@ -25,7 +25,7 @@ from kvcache_server.core.effects import Change, SessionGone, Shown
 from kvcache_server.core.eviction.worth import likely
 from kvcache_server.core.index import CLASS_MASK, GONE, Account, Block, Group
 from kvcache_server.core.sessions import Session
-from kvcache_server.core.slices import LOOK, finish
+from kvcache_server.core.slices import LOOK
 from kvcache_server.tiering.inquiry import Said, absent
 from kvcache_server.tiering.tier import Fetch, Joint, Looking, Tier, Writing, eta
 
@@ -133,7 +133,7 @@ class Tiering:
             here = soon(group)
             end = next((at for at in range(hits, end) if not here(hashes[at])), end) - group.spec.followed
         if end > hits:
-            end = finish(last_end([(tail.spec, soon(tail)) for tail in group.tails], hashes, end, start))
+            end = last_end([(tail.spec, soon(tail)) for tail in group.tails], hashes, end, start)
         if end <= hits:
             return hits, []
         needed = [(tail, hashes[max(start, end - tail.spec.needed(end)) : end]) for tail in group.tails]
@@ -174,7 +174,7 @@ class Tiering:
                 most += 1
             most -= group.spec.followed
         has = [(tail.spec, partial(_has_or_gets, tail, joint.found)) for tail in tails]
-        end = finish(last_end(has, hashes, most, joint.start)) if most > joint.start else 0
+        end = last_end(has, hashes, most, joint.start) if most > joint.start else 0
         if end > joint.start:
             if group is not tails[0] and cached < end + group.spec.followed:
                 parent = hashes[cached - 1] if cached else None

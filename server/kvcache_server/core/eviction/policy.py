@@ -33,7 +33,7 @@ EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "dropped")
 ROOM, OWN_CEILING, NAMESPACE_CEILING, DROPPED = EVICTED_FOR
 _MOST_DROPPED = 16_384  # chains that are remembered as dropped; older ones are evicted in their turn
 
-_MOST_FOR_ONE = 512  # blocks that are evicted for one: some milliseconds
+_MOST_EVICTED = 512  # blocks, for one reservation: some milliseconds
 POLICIES = WORTH, LRU = "worth", "lru"
 
 
@@ -75,6 +75,7 @@ class Eviction:
         # Whether a tier gets a block of this class that an account stores: then it is not declined, however little
         # it is worth here.
         self.stored_below: Callable[[Account, int], bool] | None = None
+        self._left = 0  # blocks that may be evicted for this reservation
         self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
         self.set_limits(limits)
 
@@ -101,6 +102,10 @@ class Eviction:
             "evicted_blocks_by_class": dict(zip(names, self.evicted_by_class, strict=True)),
         }
 
+    def limit_evictions(self) -> None:
+        """Let the blocks of one reservation evict a bounded number of others: it is one step of the daemon."""
+        self._left = _MOST_EVICTED
+
     def make_room(self, account: Account, cls: int = 0) -> Runs | Refusal:
         """Return free pages for a block of class `cls`, or QUOTA or NO_SPACE.
 
@@ -121,7 +126,7 @@ class Eviction:
         if runs is not None or self.frozen:
             return runs or Refusal.NO_SPACE
         of_use = cls == CLASSES or share.bytes < share.floor
-        for _ in range(_MOST_FOR_ONE):
+        while self._left > 0:
             least = self.ranking.least()
             if least is not None and not of_use and self._declines(account, cls, least[0]):
                 return Refusal.NO_SPACE
@@ -175,7 +180,7 @@ class Eviction:
     def _take_dropped(self, pages: int) -> Runs | None:
         """Evict dropped blocks that nobody has used since, until `pages` pages are free, and return these."""
         runs = None
-        while self._dropped and runs is None and not self.frozen:
+        while self._dropped and runs is None and self._left > 0 and not self.frozen:
             _, block = self._dropped.popitem()
             account = block.account
             if block.tick == GOES_FIRST and account.share.bytes > account.share.floor and account.group.may_go(block):
@@ -299,6 +304,7 @@ class Eviction:
                 self._pool.give_back(self._evict(block, cause))
 
     def _evict(self, block: Block, cause: str) -> Runs:
+        self._left -= 1
         found, read, runs = self._forget(block)
         if found:
             self.learner.evicted(block)
@@ -332,6 +338,6 @@ class Eviction:
         ceiling = max(ceiling, sum(share.bytes for share in shares))
         while sum(share.bytes for share in shares) + size > ceiling:
             mine = [account for account in self.fair_share.accounts if account.share in shares]
-            if not self._evict_from(mine, cause):
+            if self._left <= 0 or not self._evict_from(mine, cause):
                 return False
         return True
