@@ -154,6 +154,13 @@ def test_the_simulated_daemon_uses_the_real_index_and_stays_sound() -> None:
     assert figures(shadow.cache, 0.0)["counters"]["blocks_evicted"] > 0
 
 
+def test_a_step_may_save_more_than_one_reservation_can_hold() -> None:
+    shadow = SimulatedDaemon(room(64 * MIB, 4096), 16, 1)
+    prompt = [block_hash(at) for at in range(1_000)]  # of 16 tokens: 512 per step
+    assert [shadow.ask(0, prompt, 0.0, time.perf_counter)[0] for _ in range(2)] == [0, 1_000]
+    check_integrity(shadow.cache)
+
+
 @pytest.mark.parametrize(("junctions", "hits"), [(False, [0, 0, 0, 39]), (True, [0, 0, 20, 39])])
 def test_simulated_engines_save_windows_where_prompts_part(junctions: bool, hits: list[int]) -> None:
     """Those of the second prompt that begins alike, although its whole first step is cached."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
-from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Refusal
+from kvcache_proto.types import MAX_BLOCKS, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Refusal
 from kvcache_server.capacity.room import Room
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
@@ -91,19 +91,23 @@ class SimulatedDaemon:
         junction = self._whole(hashes) if self._junctions else 0
         for begin in range(found.hits, len(hashes), self._step):
             end = min(begin + self._step, len(hashes))
-            runs = [m.Run(hashes[begin:end], hashes[begin - 1] if begin else None)]
+            runs = [m.Run([hashes[at]], hashes[at - 1] if at else None) for at in range(begin, end)]
             for number, tail in enumerate(self._tails, 1):
                 slots = self.saved(tail, len(hashes), begin, end, junction)
                 runs += [m.Run([hashes[at]], None, number) for at in slots]
-            reserved = handle(session, m.Reserve(1, b"", self._namespace, runs), now)
-            assert isinstance(reserved, m.Reserved)
-            if not reserved.reservation:
-                if set(reserved.answers) == {Refusal.PRESENT}:
-                    continue  # what a tail needs may follow
+            if not all(self._save(session, runs[at : at + MAX_BLOCKS], now) for at in range(0, len(runs), MAX_BLOCKS)):
                 break
-            region = self.cache.geometry.region_id
-            handle(session, m.Settle(1, b"", region, reserved.reservation, (0,), Outcome.COMMITTED), now)
         return found.hits, seconds
+
+    def _save(self, session: int, runs: list[m.Run], now: float) -> bool:
+        """Save blocks; return whether more may follow them."""
+        reserved = self.cache.handle(session, m.Reserve(1, b"", self._namespace, runs), now)
+        assert isinstance(reserved, m.Reserved)
+        if not reserved.reservation:
+            return set(reserved.answers) == {Refusal.PRESENT}  # what a tail needs may follow
+        region = self.cache.geometry.region_id
+        self.cache.handle(session, m.Settle(1, b"", region, reserved.reservation, (0,), Outcome.COMMITTED), now)
+        return True
 
     def _whole(self, hashes: list[bytes]) -> int:
         """Return how many blocks of a prompt the group of full attention has."""
