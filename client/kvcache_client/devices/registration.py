@@ -35,17 +35,16 @@ class _Locked:
         self.pieces: npt.NDArray[np.bool_] = np.zeros(-(-region.bytes // piece), np.bool_)
         self.calls: dict[int, int] = {}  # how many pieces were locked together, by the first of them
         self.bytes = self.copies = 0
-        self.left = self.pieces.copy()
-        self.over = bool(self.left.all())
+        self.over = False
         self.wanted: dict[int, None] = {}  # in the order in which copies have asked
         self._next = 0
 
     def missing(self, job: Job, size: int) -> bool:
         """Return whether any of `size` bytes at each of the offsets of `job` are not locked; if so, they are locked
         next."""
-        offsets, sizes = job.offsets, np.full(len(job.offsets), size)
-        if not len(offsets) or self.bytes == self.region.bytes:
+        if not len(job.offsets) or self.bytes == self.region.bytes:
             return False
+        offsets, sizes = job.offsets, np.full(len(job.offsets), size)
         if job.runs is not None:
             here = offsets < self.region.bytes
             offsets = np.concatenate((offsets[here], job.runs.offsets.astype(np.int64)))
@@ -69,10 +68,10 @@ class _Locked:
 
     def take_run(self, most: int) -> tuple[int, int]:
         """Return the first piece to lock and how many follow it, `most` at most. There must be one."""
-        while self.pieces[self._next] or self.left[self._next]:
+        while self.pieces[self._next]:
             self._next += 1
         end = self._next + 1
-        while end < len(self.pieces) and end - self._next < most and not (self.pieces[end] or self.left[end]):
+        while end < len(self.pieces) and end - self._next < most and not self.pieces[end]:
             end += 1
         return self._next, end - self._next
 
@@ -81,7 +80,7 @@ class _Locked:
         self.pieces[first : first + count] = True
         self.calls[first] = count
         self.bytes += self.place(first, count)[1]
-        self.over = bool((self.pieces | self.left).all())
+        self.over = bool(self.pieces.all())
 
     def forget(self, first: int) -> None:
         self.pieces[first : first + self.calls.pop(first)] = False

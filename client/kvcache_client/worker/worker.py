@@ -375,9 +375,9 @@ class Worker:
         if self._device is None or region is None or region is self._straight:
             return {}
         _, locked = self._device.registered()
-        if locked >= region.bytes:
+        if locked == region.bytes:
             self._straight = region
-        seconds = max(0.0, 1 - locked / region.bytes) * self._block_bytes / self._carries
+        seconds = (1 - locked / region.bytes) * self._block_bytes / self._carries
         if abs(seconds - self._carried) <= CHANGE * self._carried:
             return {}
         self._carried = seconds

@@ -9,7 +9,7 @@ import logging
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +30,6 @@ CHUNK = 32 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1: huge pages regardless of the host's settings for shared memory, unless they forbid it
 MAX_THREADS = 16
-RETURNS = 8  # parts waiting to be returned to the host
-_PUNCH_HOLE = 0x01 | 0x02  # flags of fallocate: punch a hole, keep the file's size
 RAISE_MEMLOCK = "raise it (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock=-1 in docker), or give CAP_IPC_LOCK"
 
 # Called through ctypes, which releases the GIL; `mmap.madvise` keeps it, and threads would not run in parallel.
@@ -39,7 +37,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 
 
 class Region:
@@ -55,7 +52,6 @@ class Region:
         self.notes: list[str] = []
         self._claim = claim
         self._closed = False
-        self._locker: threading.Thread | None = None
 
     def lock_later(self, lock: str) -> None:
         """Lock the pages, which are all present, into memory in a thread; `lock` is as for `create_region`."""
@@ -66,11 +62,7 @@ class Region:
             if why_not:
                 log.warning("the region is not locked into memory: %s", why_not)
 
-        self._locker = signals.start_thread("lock-region", work)
-
-    @property
-    def being_locked(self) -> bool:
-        return self._locker is not None and self._locker.is_alive()
+        signals.start_thread("lock-region", work)
 
     def close(self, keep: bool = False) -> None:
         """Close the region and, without `keep`, remove the file. Clients' mappings stay. Calling it again does
@@ -321,15 +313,14 @@ class _Prefault:
         if self._lock != "never":
             _raise_memlock_limit()
         with self._mapping[:] as mapping:  # keeps the mapping if it is released in the meantime
-            self._fill_all(
-                address_of(mapping), [(at, min(CHUNK, total - at)) for at in range(0, total, CHUNK)], progress
-            )
+            self._fill_all(address_of(mapping), progress)
             if self._why_unlocked:
                 _libc.munlock(address_of(mapping), total)
         return self._why_unlocked
 
-    def _fill_all(self, start: int, chunks: Sequence[tuple[int, int]], progress: Progress) -> None:
+    def _fill_all(self, start: int, progress: Progress) -> None:
         done, total = 0, len(self._mapping)
+        chunks = [(offset, min(CHUNK, total - offset)) for offset in range(0, total, CHUNK)]
         progress(0, total)
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, "prefault") as pool:
