@@ -11,7 +11,7 @@ from kvcache_proto.errors import BadFrame
 from kvcache_proto.messages import DoorMessage, Reply, Request
 from kvcache_proto.text import escaped
 
-MAX_FRAME = 4 << 20  # MAX_HASHES of the longest hashes need 2.2 MiB
+MAX_FRAME = 4 << 20  # `status` and a `restate` of many leases are the longest
 MAX_DOOR_FRAME = 64 << 10
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode

@@ -33,7 +33,6 @@ SPOKEN = (
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # the daemon remembers it, so it is bounded when it is read
 Most = msgspec.Meta(max_length=MAX_HASHES)  # reading the millions that fit into a frame would block the daemon
 MAX_NOTES = 4096  # per message: reading one takes as long as many hashes
-MAX_RETAINED = 16_384  # blocks per retention: they are looked up again at once whenever some of them are stored
 MAX_SECONDS = 30 * 86_400.0  # of a retention
 MAX_JOBS = 4096  # of each kind in a message
 # When a block is written to a tier: asked for a second time; stored; about to be evicted, if it was ever found.

@@ -12,7 +12,7 @@ from kvcache_client.engines.vllm.views import request_view
 from kvcache_client.scheduler import hints
 from kvcache_client.scheduler.hint import Hint, Rest, Retain, parse_hint
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.messages import MAX_RETAINED
+from kvcache_proto.types import MAX_HASHES
 
 
 @pytest.fixture
@@ -211,9 +211,9 @@ def test_what_has_no_name_of_its_own_is_neither_retained_nor_dropped(cache: Cach
 
 
 def test_a_prompt_that_is_longer_than_one_message_is_retained_up_to_there(cache: Cache) -> None:
-    engine, run = Engine(cache), chain("a", MAX_RETAINED + 1)
+    engine, run = Engine(cache), chain("a", MAX_HASHES + 1)
     engine.run(engine.request("long", run, hint=Hint(retain=True)))
-    assert [len(each[2]) for each in cache.hints] == [MAX_RETAINED]
+    assert [len(each[2]) for each in cache.hints] == [MAX_HASHES]
     engine.run(engine.request("over", run, hint=Hint(done=True)))
     assert len(cache.hints) == 1
     assert engine.scheduler.counters["hints_too_long"] == 1

@@ -15,7 +15,7 @@ from small_cache import KIB, Engine, chain, hashes, make_cache, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
-from kvcache_proto.types import REF_BYTES, Finding
+from kvcache_proto.types import MAX_HASHES, REF_BYTES, Finding
 from kvcache_server.commands.describe import describe
 from kvcache_server.commands.why import describe as explain
 from kvcache_server.core import retention
@@ -250,7 +250,7 @@ def test_values_out_of_bounds_are_named(cache: Cache, seconds: float, named: str
     with pytest.raises(BadArgument, match=named):
         retain(Engine(cache, "one"), chain("a", 1), seconds)
     with pytest.raises(BadArgument, match="at most 16384"):
-        retain(Engine(cache, "one"), chain("a", m.MAX_RETAINED + 1))
+        retain(Engine(cache, "one"), chain("a", MAX_HASHES + 1))
 
 
 # Nobody's floor suffers.
@@ -451,7 +451,7 @@ def test_pins_are_in_the_state_file() -> None:
     manifest.apply(PinEnded(1))
     again = read(b"KVCSTAT1" + b"".join(map(pack, manifest.records())))
     assert again.pins == {2: PinMade(2, 1, 0, [b"b" * 16], "two")}
-    longest = PinMade(3, 1, 0, [bytes(32)] * m.MAX_RETAINED, "x" * 256)
+    longest = PinMade(3, 1, 0, [bytes(32)] * MAX_HASHES, "x" * 256)
     manifest.apply(longest)
     assert read(b"KVCSTAT1" + b"".join(map(pack, manifest.records()))).pins[3] == longest
 

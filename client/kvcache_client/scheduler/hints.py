@@ -13,7 +13,7 @@ from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.hint import Hint, Rest
 from kvcache_client.scheduler.request_state import RequestState
 from kvcache_client.scheduler.views import RequestView
-from kvcache_proto.messages import MAX_RETAINED
+from kvcache_proto.types import MAX_HASHES
 
 SEEN = 1 << 14  # cached blocks of dropped requests that are remembered
 _REASONS = ("quota", "count")  # why the daemon does not retain blocks
@@ -48,7 +48,7 @@ class Hints:
             return
         state.retained = True
         tokens = request.prompt_tokens if wanted.tokens is None else min(wanted.tokens, request.prompt_tokens)
-        keys = list(self._group.keys(request.hashes)[: min(tokens // self._group.slot_tokens, MAX_RETAINED)])
+        keys = list(self._group.keys(request.hashes)[: min(tokens // self._group.slot_tokens, MAX_HASHES)])
         if request.uncacheable or state.barred:
             self._counters.add("hints_uncacheable")
         elif keys:
@@ -63,7 +63,7 @@ class Hints:
             self._remember(self._prompt(request))
             return
         keys = list(self._group.keys(request.hashes))
-        if len(keys) > MAX_RETAINED:
+        if len(keys) > MAX_HASHES:
             self._counters.add("hints_too_long")
         elif keys:
             namespace.drop(keys, self._kept(request, hint, rest), request=request.id)

@@ -16,7 +16,6 @@ from kvcache_client.session.settlements import Settlements
 from kvcache_client.session.slots import Parts, parts_of_hits
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.messages import (
-    MAX_RETAINED,
     MAX_SECONDS,
     Acquire,
     Acquired,
@@ -346,15 +345,15 @@ class Namespace:
         """Have the daemon keep the blocks of a prompt for `seconds`, within its `retain_quota`; never waits.
 
         Args:
-            hashes: n chained hashes in prompt order, at most MAX_RETAINED; blocks that are not cached yet are kept once
+            hashes: n chained hashes in prompt order, at most MAX_HASHES; blocks that are not cached yet are kept once
                 they are.
             priority: ignored.
             request: name of the request that asks, for who asks the daemon why.
             then: gets how many of the blocks are kept now, and why no more of the cached ones are ("" where all are),
                 on some thread; never called where the daemon does not answer.
-        Returns whether it was sent; a daemon of 0.1 knows no hints. Raises BadArgument for values out of bounds.
+        Returns whether it was sent. Raises BadArgument for values out of bounds.
         """
-        self._check_hint(hashes, group)
+        self._check(hashes, group)
         if not 0 < seconds <= MAX_SECONDS:
             raise BadArgument(f"retain for {seconds} s: more than 0, at most {MAX_SECONDS:.0f}")
 
@@ -373,10 +372,10 @@ class Namespace:
         """Tell the daemon that nobody needs the end of a chain again; never waits.
 
         Its blocks are evicted before all others, from the last one upwards, up to the first `after` or to a block that
-        others share. Returns whether it was sent; a daemon of 0.1 knows no hints. Raises BadArgument for values out of
+        others share. Returns whether it was sent. Raises BadArgument for values out of
         bounds.
         """
-        self._check_hint(hashes, group)
+        self._check(hashes, group)
         if after < 0:
             raise BadArgument(f"after {after}: 0 or more blocks")
 
@@ -387,11 +386,6 @@ class Namespace:
         return self._say(
             lambda number: Drop(0, b"", number, _listed(hashes), after, group, request[:MAX_NAME]), answered
         )
-
-    def _check_hint(self, hashes: Sequence[bytes], group: int) -> None:
-        self._check(hashes, group)
-        if len(hashes) > MAX_RETAINED:
-            raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_RETAINED}")
 
     def _say(self, message: Callable[[int], Numbered], answered: Callable[[Reply | None], None]) -> bool:
         """Send a hint, made for the daemon's number of this namespace."""

@@ -172,7 +172,7 @@ class Session:
         """Return the bytes of `shard` of `slot`, in the mapped region: writable under a reservation, else read-only.
 
         Raises BadArgument for a shard that the block does not have, RegionError where the slot was given to another
-        block, or lies in a region that this session has left.
+        block, lies in a region that this session has left, or is to be written and lies in several pieces (`views`).
         """
         self.daemon.check_process()
         if slot.region is not self.region:

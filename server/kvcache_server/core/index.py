@@ -27,7 +27,6 @@ from kvcache_server.core.slices import LOOK, STEP
 
 HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in the order of its account
-MOST_PENDING = 16_384  # blocks counted after the hits of a lookup: some milliseconds
 GONE = -1  # `pins`: removed, but possibly still in a heap, whose keys must not change
 CLASSES, CLASS_MASK, OFTEN = 3, 3, 2  # OFTEN is the class of what was asked for more than twice
 NEXT_TICK = 4  # the difference between two times
@@ -369,11 +368,11 @@ class Group:
         return name in self.visible or name in self.pending
 
     def pending_after(self, hashes: Sequence[bytes], hits: int) -> int:
-        """Return how many visible or pending blocks follow the first `hits` without a gap, at most MOST_PENDING."""
+        """Return how many visible or pending blocks follow the first `hits` without a gap."""
         if not self.pending or hits == len(hashes):
             return 0
-        end, most = hits, min(len(hashes), hits + MOST_PENDING)
-        while end < most and (hashes[end] in self.pending or hashes[end] in self.visible):
+        end = hits
+        while end < len(hashes) and (hashes[end] in self.pending or hashes[end] in self.visible):
             end += 1
         return end - hits
 

@@ -168,7 +168,7 @@ class Retentions:
     def retain(self, session: Session, request: m.Retain, now: float) -> Steps[m.Retained]:
         """Retain a chain, or extend the time of its retention. Raises BadArgument, UnknownHandle."""
         _, group = session.group(request.namespace, request.group)
-        _check(request.hashes, group)
+        check_hashes(request.hashes, group.hash_bytes)
         if not 0 < request.seconds <= m.MAX_SECONDS:
             raise BadArgument(f"retain for {request.seconds} s: more than 0, at most {m.MAX_SECONDS:.0f}")
         if not request.hashes:
@@ -198,7 +198,7 @@ class Retentions:
         or that is leased, retained or pinned. Raises BadArgument, UnknownHandle.
         """
         _, group = session.group(request.namespace, request.group)
-        _check(request.hashes, group)
+        check_hashes(request.hashes, group.hash_bytes)
         if request.after < 0:
             raise BadArgument(f"after {request.after}: 0 or more blocks")
         found = group.prefix(request.hashes)
@@ -229,7 +229,7 @@ class Retentions:
         if not 0 <= request.group < len(namespace.groups):
             raise BadArgument(f"group {request.group}: this namespace has {len(namespace.groups)}")
         group = namespace.groups[request.group]
-        _check(request.hashes, group)
+        check_hashes(request.hashes, group.hash_bytes)
         if not request.hashes:
             raise BadArgument("a pin without a block")
         pins, quota = self.operator.retentions, self.operator_quota
@@ -446,12 +446,6 @@ def _may_hold_more(retention: Retention) -> bool:
     if not group.tails:
         return names[0] in group.visible
     return not all(tail.visible.keys().isdisjoint(names) for tail in group.tails)
-
-
-def _check(hashes: Sequence[bytes], group: Group) -> None:
-    if len(hashes) > m.MAX_RETAINED:
-        raise BadArgument(f"{len(hashes)} hashes in one message: at most {m.MAX_RETAINED}")
-    check_hashes(hashes, group.hash_bytes)
 
 
 def _check_operator(session: Session) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvcache_proto.codec import decode_request
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.messages import MAX_RETAINED, Acquire, Chain, Chained
-from kvcache_proto.types import MIN_HASH_BYTES
+from kvcache_proto.messages import Acquire, Chain, Chained
+from kvcache_proto.types import MAX_HASHES, MIN_HASH_BYTES
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import GONE, Block, Group
 from kvcache_server.core.sessions import Namespace
@@ -20,7 +20,7 @@ class Chains:
         self._cache, self._misses = cache, misses
 
     def answer(self, request: Chain) -> Steps[Chained]:
-        """Return the chain that is meant, cut to MAX_RETAINED blocks, or what else may be meant.
+        """Return the chain that is meant, cut to MAX_HASHES blocks, or what else may be meant.
 
         Raises BadArgument unless the request names either a request or at least MIN_HASH_BYTES bytes of a hash.
         """
@@ -47,7 +47,7 @@ class Chains:
         namespace = self._cache.namespaces.get(asked.namespace)
         if namespace is None or request.namespace not in ("", namespace.id):
             return Chained(request.id, [])
-        return _chained(request.id, found[0], namespace, namespace.groups[asked.group], asked.hashes[:MAX_RETAINED])
+        return _chained(request.id, found[0], namespace, namespace.groups[asked.group], asked.hashes[:MAX_HASHES])
 
     def _of_block(self, request: Chain) -> Steps[Chained]:
         found: list[Block] = []
@@ -62,7 +62,7 @@ class Chains:
         if len(found_in) != 1:
             return Chained(request.id, [namespace.id for namespace, _ in found_in[:MOST_MATCHES]])
         namespace, block = found_in[0]
-        hashes = [each.hash for each in block.ancestors()][::-1][:MAX_RETAINED]
+        hashes = [each.hash for each in block.ancestors()][::-1][:MAX_HASHES]
         return _chained(request.id, namespace.id, namespace, block.account.group, hashes)
 
     def _ending_in(self, end: bytes) -> Steps[list[Block]]:
