@@ -17,6 +17,7 @@ from kvcache_server.capacity.host import (
     LEFT_LEAST,
     LEFT_PER_RANK,
     LEFT_SHARE,
+    PAGE_INDEX_BYTES,
     check_block,
     left_for_host,
 )
@@ -210,7 +211,7 @@ def _host(options: Options, block_bytes: int) -> dict[str, Any]:
         "region_bytes": chosen.geometry.region_bytes,
         "blocks": chosen.blocks,
         "unused_share": chosen.waste,
-        "index_bytes": chosen.blocks * INDEX_BYTES,
+        "index_bytes": chosen.blocks * INDEX_BYTES + chosen.geometry.pages * PAGE_INDEX_BYTES,
     }
 
 

@@ -9,6 +9,7 @@ GIB = 1 << 30
 LEFT_SHARE, LEFT_LEAST = 0.1, 8 * GIB  # of the host: kernel, page cache, everything but engines
 LEFT_PER_RANK = 8 * GIB  # per rank of an engine: libraries, staging, weights on their way to the device
 INDEX_BYTES = 344  # of the daemon's own memory per block, as `kvcache-server bench` measures it
+PAGE_INDEX_BYTES = 9  # the same per page, whether or not there is a block: see Pool.blocks and Pool.read
 
 
 def left_for_host(ram: int, ranks: int) -> int:
