@@ -52,6 +52,7 @@ class LayeredLoads:
         self._next = self._count + 1  # the first section that has any
         self._begun = self._count  # the last section whose copies have begun
         self._blocks: set[int] = set()  # device blocks that these fill
+        self._read: frozenset[int] = frozenset()  # those that this step may read: a load that it starts is for the next
 
     def sections(self) -> range:
         return range(1, self._count + 1)
@@ -74,6 +75,7 @@ class LayeredLoads:
         self._announced = set() if prompts else None
         if self._blocks and not (prompts and self.ready and self._blocks.isdisjoint(given)):
             self.wait_all()
+        self._read = frozenset(self._blocks)
 
     def give(self, blocks: Collection[int]) -> None:
         """A step that computes nothing gives `blocks` to others: whatever writes them comes after the loads."""
@@ -100,7 +102,7 @@ class LayeredLoads:
             return set()
         self.ready = self._section_of.keys() <= self._announced
         self._announced = None
-        unfilled = self._blocks
+        unfilled = self._blocks & self._read
         if unfilled:
             self.wait_all()
         return unfilled

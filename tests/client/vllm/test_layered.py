@@ -107,6 +107,20 @@ def test_copies_begin_while_the_layers_before_them_are_computed(loaded: Any, sim
     assert len(layers) > 2 and happened[: len(expected)] == expected
 
 
+def test_it_may_begin_in_a_step_that_computes_another_prompt(loaded: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """Model Runner V2 starts loads once the step has been submitted: nothing of the step reads what they fill."""
+    engine, tokens = loaded()
+    other = prompt(2 * BLOCK + 1)
+    engine.add("r", tokens, 1)
+    engine.add("other", other, 1)
+    engine.run()
+    assert engine.outputs["r"] == sim.expected(tokens, 1) and engine.outputs["other"] == sim.expected(other, 1)
+    assert engine.counters["loads_layered"] == 1
+    assert "loads_unannounced" not in engine.counters
+    assert engine.prefills["r"][2] == HIT
+    idle()
+
+
 def test_a_step_that_computes_nothing_does_not_wait_for_it(loaded: Any, sim: Any) -> None:
     """The request can be scheduled at once: the load is reported when it begins."""
     engine, tokens = loaded()
