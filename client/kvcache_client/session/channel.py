@@ -175,17 +175,19 @@ class Channel:
         if self._done:
             self._finish()  # what was received by a leader that still waits for its own reply
         while self._lock.acquire(timeout=patience) if patience else self._lock.acquire(blocking=False):
-            flushed = False
+            may_send = False
             try:
                 if not self.closed:
-                    flushed = self._flush()
+                    may_send = self._flush()
                     self._drain()
+                    # Receiving consumes the notice on `descriptor` that there is room again.
+                    may_send = may_send or self._has_room()
             finally:
                 self._lock.release()
             if self._followers:
                 self._pass_on()
             self._finish()
-            if not (flushed and self._outbox):
+            if not (may_send and self._outbox):
                 return
 
     def give_up(self, fault: str) -> None:
@@ -312,6 +314,9 @@ class Channel:
                 return False
             outbox.popleft()
         return True
+
+    def _has_room(self) -> bool:
+        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
 
     def _await(self, number: int, until: float) -> Reply | None:
         self._leading, slow = True, False
