@@ -140,7 +140,7 @@ class Host:
         self.deliver()
 
     def handle(self, session: int, request: Any) -> Any:
-        reply = self.cache.begin(session, request, self.now)
+        reply = self.cache.answer(session, request, self.now)
         self.deliver()
         if not isinstance(reply, Generator):
             return reply

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 from kvcache_proto import messages as m
 from kvcache_proto.codec import encode
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.slices import finish
 from kvcache_server.insight.insight import Insight
+from kvcache_server.slices import finish
 
 _insights: WeakKeyDictionary[Cache, Insight] = WeakKeyDictionary()
 
@@ -29,17 +29,19 @@ def follow(cache: Cache) -> None:
 
 
 def begin(cache: Cache, session: int, request: Any, now: float) -> Any:
-    """Take one slice of the answer."""
-    asked = insight(cache) if type(request) in Insight.requests else cache
-    return asked.begin(session, request, now)
+    """Answer a request, or take one slice of an answer of insight's."""
+    if type(request) in Insight.requests:
+        return insight(cache).begin(session, request, now)
+    return cache.handle(session, request, now)
 
 
 def answer(cache: Cache, session: int, request: Any, now: float) -> Any:
-    """Answer a request in full."""
+    """Answer a request in full, and do what is left to the sweeper."""
     insight(cache)
     reply = begin(cache, session, request, now)
     if isinstance(reply, Generator):
         reply = finish(reply)
+    cache.sweeper.finish()
     follow(cache)
     if isinstance(reply, m.Acquired) and insight(cache).wants(request, reply):
         insight(cache).looked_up(session, request, reply, encode(request), now)

@@ -99,8 +99,7 @@ class Pool:
 
     def _answer(self, request: Any) -> Any:
         self.cache.tick(self.now)
-        while self.cache.chores.go_on():
-            pass
+        self.cache.sweeper.finish()
         return answer(self.cache, self.session, request, self.now)
 
     @property

@@ -10,6 +10,7 @@ from kvcache_proto.types import MAX_BLOCKS, GroupSpec, NamespaceSpec, Outcome, R
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.index import Group
+from kvcache_server.core.integrity import Audit
 from kvcache_server.core.limits import Limits
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -80,7 +81,13 @@ def make_cache(blocks: int = 124, page_bytes: int = 4 * KIB, policy: str = WORTH
 def pass_time(cache: Cache, now: float) -> None:
     """Let it be so late, and all that is due be done."""
     cache.tick(now)
-    while cache.chores.go_on():
+    cache.sweeper.finish()
+
+
+def audit(cache: Cache) -> None:
+    """Check the state as the daemon does while it serves."""
+    each = Audit(cache)
+    while each.go_on():
         pass
 
 

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 from insights import figures
-from small_cache import KIB, MIB, Engine, chain, hashes, make_cache, make_group, pass_time
+from small_cache import KIB, MIB, Engine, audit, chain, hashes, make_cache, make_group, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, GeometryMismatch, NotPermitted, UnknownHandle
@@ -30,10 +30,9 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
 from kvcache_server.core.free_runs import Runs
 from kvcache_server.core.index import CLASSES, NEXT_TICK, SPARE, Account, Block, Grant, Group, Share
-from kvcache_server.core.integrity import audit, check_integrity
+from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.registry import OPERATORS
 from kvcache_server.core.sessions import Session
-from kvcache_server.core.slices import finish
 
 
 def living(kind: type) -> int:
@@ -294,10 +293,11 @@ def test_a_block_in_several_runs_is_stored_found_and_evicted_like_any_other():
     check_integrity(cache)
     small.ask(m.Release(1, b"", leases))
     small.ask(m.Clear(1, b""))
+    pass_time(cache, 0.0)
     assert cache.pool.free.runs() == [(0, cache.geometry.pages)], "runs that have not merged"
     assert not any(large.hits([name]) for name in chain("L", 4))
     check_integrity(cache)
-    finish(audit(cache))
+    audit(cache)
 
 
 def test_small_blocks_take_the_place_of_one_in_several_runs():
@@ -309,7 +309,7 @@ def test_small_blocks_take_the_place_of_one_in_several_runs():
     assert [other.store([name]) for name in chain("o", 16)] == [[Refusal.GRANTED]] * 16
     assert not large.hits(["L"])
     check_integrity(cache)
-    finish(audit(cache))
+    audit(cache)
 
 
 def test_a_large_block_is_refused_while_all_is_leased():

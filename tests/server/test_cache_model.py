@@ -287,6 +287,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.start(rank)
             return
         self.cache.end_session(self.sessions.pop(rank), self.now)
+        self.cache.sweeper.finish()
         shard = int(rank[-1])
         for grants in list(self.model.grants.values()):
             for grant in grants:

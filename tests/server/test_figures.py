@@ -344,7 +344,7 @@ def test_a_report_of_many_sessions_comes_in_slices_and_fits_a_frame() -> None:
                 hash_bytes=16,
                 identity={"weights": f"{(number + other) % 500}" + "w" * 4000},
             )
-            cache.begin(session, m.Attach(0, b"", spec, tuple(range(64))), 0.0)
+            cache.answer(session, m.Attach(0, b"", spec, tuple(range(64))), 0.0)
     steps = begin(cache, session, m.Stats(1, b""), 1.0)
     slices = 1
     while True:

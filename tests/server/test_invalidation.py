@@ -46,7 +46,9 @@ class Engine:
 
     def ask(self, request: Any, rank: int | None = None) -> Any:
         session = self.scheduler if rank is None else self.ranks[rank]
-        return self.cache.handle(session, request, 0.0)
+        reply = self.cache.handle(session, request, 0.0)
+        self.cache.sweeper.finish()
+        return reply
 
     def reserve(self, names: list[bytes], parent: bytes | None = None) -> m.Reserved:
         return self.ask(m.Reserve(1, b"", self.namespace, [m.Run(names, parent)]))
@@ -329,6 +331,8 @@ def test_invariants_hold_whatever_is_distrusted(seed: int) -> None:
             writer.settle(reserved, rank)
     check_integrity(cache)
     engines[0].ask(m.Clear(1, b""))
+    cache.tick(0.0)
+    cache.sweeper.finish()
     assert cache.counters["blocks_distrusted"] > 20
     assert not any(cache.pool.blocks)
     assert all(share.bytes == 0 for share in cache.eviction.fair_share.shares)

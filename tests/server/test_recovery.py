@@ -211,6 +211,32 @@ def test_the_work_of_a_restate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     check_integrity(host.cache)
 
 
+def test_leases_from_before_a_disconnect_are_taken_over_whatever_the_limits_are_now() -> None:
+    host = Host(blocks=62)
+    engine, other = Client(host, "one", spec_of(64 << 10)), Client(host, "other", spec_of(64 << 10))
+    for name in "abc":
+        engine.store(chain(name, 3))
+    replies = [engine.acquire(chain(name, 3)) for name in "abc"]
+    leases = tuple((each.lease, each.slots[-REF_BYTES:]) for each in replies)
+    host.cache.disconnect_session(engine.session, 0.0)
+    host.cache.set_limits(msgspec.structs.replace(LIMITS, max_leases=1, pin_quota=0.01))
+    assert engine.come_back(0, leases[:2]) == []
+    check_integrity(host.cache)
+    assert host.cache.counters["leases_restated"] == 2
+    assert engine.acquire(chain("c", 3)).withheld == 3  # a new one is beyond the limits
+    other.store([f"x{number}" for number in range(62)])
+    other.acquire([f"x{number}" for number in range(62)], pin=False)
+    for reply in replies[:2]:
+        assert all(host.cache.rows.is_current(ref) for ref in unpack_refs(reply.slots)), "evicted although it is read"
+    # What it has not named has ended with the restate; what another session holds it cannot name.
+    assert not host.cache.registry.leaving and not host.cache.sweeper
+    host.cache.disconnect_session(other.session, 0.0)
+    assert other.come_back(0, leases[:1]) == [leases[0][0]]
+    engine.ask(m.Release(1, b"", [number for number, _ in leases[:2]]))
+    assert not host.cache.engines["one"].pins.bytes
+    check_integrity(host.cache)
+
+
 @pytest.mark.parametrize("stores", range(7))
 def test_pages_being_granted_do_not_restore_its_former_block(stores: int) -> None:
     host = Host()
@@ -330,6 +356,133 @@ def test_blocks_below_a_failed_one_are_not_found_if_the_daemon_ends_before_they_
     pool = figures(host.cache, host.now)["pool"]
     assert (pool["used_bytes"], pool["quarantined_bytes"]) == (0, 3 * 4096)
     check_integrity(host.cache)
+
+
+def sweep(host: Host, slices: int = 1 << 30) -> None:
+    while host.cache.sweeper and slices:
+        host.cache.sweeper.go_on()
+        host.deliver()
+        slices -= 1
+
+
+@pytest.mark.parametrize("slices", [0, 1, 4, 9, 12, 100])
+def test_after_a_kill_in_the_midst_of_a_clear_none_of_its_blocks_is_found_and_all_stored_since(
+    monkeypatch: pytest.MonkeyPatch, slices: int
+) -> None:
+    monkeypatch.setattr("kvcache_server.core.invalidation.STEP", 1)
+    host = Host()
+    engine, other = Client(host, "one", spec_of(64 << 10)), Client(host, "two", spec_of(64 << 10, model="n"))
+    for name in "ab":
+        engine.store(chain(name, 5))
+    engine.acquire(chain("b", 3))
+    other.store(chain("o", 3))
+    before = set(found(host.cache).values())
+    first, below = engine.reserve(chain("w", 2)).reservation, engine.reserve(["u"], "a4").reservation
+    host.cache.clear(host.cache.namespaces[engine.namespace].id, "an operator", 0.0)
+    host.deliver()
+    engine.store(chain("c", 4))
+    sweep(host, slices)
+    engine.store([*chain("a", 2), "n"])
+    kept = found(host.cache)
+    assert len(kept) == 10
+    cache = host.restart()
+    check_integrity(cache)
+    assert found(cache) == kept
+    assert len(before & set(found(cache).values())) == 3, "those of the other namespace"
+    engine.come_back()
+    other.come_back()
+    assert engine.settle(first) == [Verdict.VISIBLE] * 2
+    assert engine.settle(below) == [Verdict.FAILED]
+    assert engine.acquire(chain("w", 2), pin=False).hits == 2
+    assert [engine.acquire(chain(name, 5), pin=False).hits for name in "abc"] == [2, 0, 4]
+    check_integrity(cache)
+
+
+@pytest.mark.parametrize("stores", range(16))
+def test_after_a_kill_at_any_store_of_a_clear_the_next_daemon_finds_what_it_had_not_hidden(
+    monkeypatch: pytest.MonkeyPatch, stores: int
+) -> None:
+    monkeypatch.setattr("kvcache_server.core.invalidation.STEP", 2)
+    host = Host()
+    engine = Client(host, "one", spec_of(64 << 10))
+    for name in "abc":
+        engine.store(chain(name, 4))
+    before, told = found(host.cache), False
+    host.fuse.left = stores
+    with contextlib.suppress(Killed):
+        engine.ask(m.Clear(1, b""))
+        told = True
+        sweep(host)
+    cache = host.restart()
+    check_integrity(cache)
+    assert found(cache).items() <= (before if not told else {}).items()
+    engine.come_back()
+    engine.store(chain("a", 4))
+    assert engine.acquire(chain("a", 4), pin=False).hits == 4
+    check_integrity(cache)
+
+
+def test_what_was_written_during_a_clear_survives_the_next_daemons() -> None:
+    host = Host()
+    engine = Client(host, "one", spec_of(64 << 10))
+    engine.store(chain("a", 5))
+    writing = engine.reserve(chain("w", 3)).reservation
+    engine.ask(m.Clear(1, b""))
+    engine.settle(writing, at=(0,))
+    sweep(host)
+    engine.settle(writing, at=(1, 2))
+    for _ in range(2):
+        host.restart()
+        engine.come_back()
+        assert engine.acquire(chain("w", 3), pin=False).hits == 3
+        assert engine.acquire(chain("a", 5), pin=False).hits == 0
+        check_integrity(host.cache)
+
+
+def test_what_was_written_during_a_clear_that_a_kill_has_ended_survives_the_next_daemons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcache_server.core.invalidation.STEP", 1)
+    host = Host()
+    engine = Client(host, "one", spec_of(64 << 10))
+    engine.store(chain("a", 5))
+    writing = engine.reserve(chain("w", 3)).reservation
+    engine.ask(m.Clear(1, b""))
+    assert host.cache.sweeper
+    host.restart()
+    engine.come_back(writing)
+    assert engine.settle(writing) == [Verdict.VISIBLE] * 3
+    assert engine.acquire(chain("w", 3), pin=False).hits == 3
+    host.restart()
+    assert len(found(host.cache)) == 3
+
+
+@pytest.mark.parametrize("slices", [0, 1, 3, 6])
+def test_after_a_kill_in_the_midst_of_a_distrust_nothing_below_is_found(
+    monkeypatch: pytest.MonkeyPatch, slices: int
+) -> None:
+    for module in ("index", "invalidation"):
+        monkeypatch.setattr(f"kvcache_server.core.{module}.STEP", 1)
+    monkeypatch.setattr("kvcache_server.core.index._DESCENTS", 1)
+    host = Host()
+    engine, other = Client(host, "one", spec_of(64 << 10)), Client(host, "two", spec_of(64 << 10))
+    reserved = engine.reserve(chain("a", 6))
+    engine.settle(reserved.reservation)
+    engine.store(["b"], "a0")
+    engine.ask(m.Distrust(1, b"", host.geometry.region_id, reserved.slots[REF_BYTES : 2 * REF_BYTES], 0, 0))
+    sweep(host, slices)
+    assert host.cache.sweeper
+    other.store(chain("a", 3))
+    assert other.acquire(chain("a", 6), pin=False).hits == 3
+    cache = host.restart()
+    check_integrity(cache)
+    engine.come_back()
+    other.come_back()
+    assert other.acquire(chain("a", 6), pin=False).hits == 3
+    assert other.acquire(["a0", "b"], pin=False).hits == 2
+    other.store(chain("a", 6))
+    assert other.acquire(chain("a", 6), pin=False).hits == 6
+    check_integrity(cache)
 
 
 def test_the_state_file_has_the_number_of_writers_before_they_reserve() -> None:

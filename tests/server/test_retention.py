@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from insights import answer, figures, follow, insight
-from small_cache import KIB, Engine, chain, hashes, make_cache, pass_time
+from small_cache import KIB, Engine, audit, chain, hashes, make_cache, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
@@ -20,10 +20,9 @@ from kvcache_server.commands.describe import describe
 from kvcache_server.commands.why import describe as explain
 from kvcache_server.core import retention
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.integrity import audit, check_integrity
+from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.journal import Manifest, PinEnded, PinMade, pack, read
 from kvcache_server.core.limits import OPERATOR
-from kvcache_server.core.slices import finish
 
 BLOCKS = 128  # of 64 KiB, for which there is room here
 
@@ -57,7 +56,7 @@ def cache() -> Any:
     )  # otherwise what was asked for again survives a flood by itself
     yield made
     check_integrity(made)
-    finish(audit(made))
+    audit(made)
 
 
 # What is retained stays.
@@ -389,7 +388,6 @@ def test_an_operator_pins_a_prompt_and_ends_the_pin(cache: Cache) -> None:
     made = pin(cache, one, chain("system", 10), label="the system prompt")
     assert (made.pin, made.blocks) == (1, 10)
     flood(one)
-    cache.clear("", "an operator", 0.0)
     assert one.hits(chain("system", 10)) == 10
     (shown,) = hints(cache)["pins"]
     assert (shown["pin"], shown["label"], shown["blocks"], shown["wanted"]) == (1, "the system prompt", 10, 10)
@@ -398,6 +396,20 @@ def test_an_operator_pins_a_prompt_and_ends_the_pin(cache: Cache) -> None:
     assert one.hits(chain("system", 10)) == 0
     with pytest.raises(ClientError, match="no pin 1"):
         answer(cache, operator(cache), m.Unpin(1, b"", 1), 0.0)
+
+
+def test_a_pin_survives_a_clear_and_holds_what_is_stored_again(cache: Cache) -> None:
+    one = Engine(cache, "one")
+    one.store(chain("system", 10))
+    pin(cache, one, chain("system", 10))
+    cache.clear("", "an operator", 0.0)
+    assert one.hits(chain("system", 10)) == 0
+    tick(cache, 1.0)
+    assert not cache.eviction.fair_share.used
+    one.store(chain("system", 10))
+    tick(cache, 2.0)
+    flood(one)
+    assert one.hits(chain("system", 10)) == 10
 
 
 def test_only_operators_pin_and_within_their_quota(cache: Cache) -> None:
@@ -423,6 +435,7 @@ def test_clear_ends_what_engines_retain(cache: Cache) -> None:
     one.store(chain("kept", 10))
     retain(one, chain("kept", 10))
     assert cache.clear("", "an operator", 0.0) == 10
+    tick(cache, 0.0)
     assert hints(cache)["ended"] == {"cleared": 1}
 
 

@@ -19,12 +19,12 @@ from kvcache_proto.codec import decode_reply
 from kvcache_proto.errors import Unavailable
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
-from kvcache_server.core.slices import Steps, begin, finish
 from kvcache_server.daemon.slow_queue import SHARE, SlowQueue
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.http.app import HttpApp
 from kvcache_server.http.connection_limiter import SECONDS
 from kvcache_server.insight.insight import Insight
+from kvcache_server.slices import Steps, begin, finish
 
 SLOW, QUICK = "/api/v1/namespaces", "/healthz"
 

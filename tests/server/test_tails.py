@@ -10,8 +10,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from insights import answer, figures, insight
-from small_cache import KIB, make_cache, pass_time
+from insights import answer, begin, figures, insight
+from small_cache import KIB, audit, make_cache, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
@@ -19,8 +19,7 @@ from kvcache_proto.types import FULL, REF_BYTES, TAIL, GroupSpec, NamespaceSpec,
 from kvcache_server.commands.why import describe as explain
 from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.integrity import audit, check_integrity
-from kvcache_server.core.slices import finish
+from kvcache_server.core.integrity import check_integrity
 
 BYTES = 100 * KIB
 WINDOW, STATE, CHUNK = (GroupSpec(16, BYTES, TAIL, *reach) for reach in ((2,), (1,), (4, 4)))
@@ -314,7 +313,7 @@ def test_a_distrusted_block_takes_its_tails_with_it() -> None:
     engine.ask(m.Distrust(1, b"", region, found.slots[3 * REF_BYTES : 4 * REF_BYTES], 0, 0))
     assert [len(engine.cached(number)) for number in range(3)] == [3, 1, 0]
     check_integrity(engine.cache)
-    finish(audit(engine.cache))
+    audit(engine.cache)
 
 
 # What holds them, and what lets them go.
@@ -378,11 +377,12 @@ def test_a_long_prompt_that_nobody_can_use_goes_in_slices(monkeypatch: pytest.Mo
     cache = make_cache(32, policy="lru")
     engine, prompt = Engine(cache, (GroupSpec(16, BYTES), STATE)), "abcdefghijklmno"
     engine.store(prompt)
-    for letter in "ABCDE":
+    for letter in "ABCD":
         engine.store(letter, tails=False)
+    begin(cache, engine.session, m.Reserve(1, b"", engine.namespace, engine.runs("E", tails=False)), 0.0)
     left = engine.cached(0) & set(digests(prompt))
-    assert len(left) == 15 - 4, "no more than a slice at once"
-    while cache.chores.go_on():
+    assert len(left) == 15 - 2 * 4, "no more than two slices at once"
+    while cache.sweeper.go_on():
         check_integrity(cache)
     assert not engine.cached(0) & set(digests(prompt))
     check_integrity(cache)
@@ -431,7 +431,7 @@ def test_the_block_that_a_state_is_to_hang_on_does_not_go_for_it() -> None:
         assert not cache.pool.free.pages
         assert engine.store(path) == [Refusal.PRESENT] * len(path) + [expected]
         check_integrity(cache)
-        finish(audit(cache))
+        audit(cache)
         assert engine.hits(path) == (len(path) if expected is Refusal.GRANTED else 0)
 
 
@@ -447,7 +447,7 @@ def test_nothing_is_lost_while_blocks_of_other_sizes_take_each_others_place() ->
             engine.store(path, tails=[number for number in (1, 2) if draw.random() < 0.7])
             assert not any(group.pending for group in cache.namespaces[1].groups), "what waits for ever"
             check_integrity(cache)
-            while cache.chores.go_on():
+            while cache.sweeper.go_on():
                 pass
 
 
@@ -498,7 +498,7 @@ def test_a_retention_without_a_full_group_is_sound() -> None:
         assert engine.ask(m.Retain(1, b"", engine.namespace, digests("abcd"), 60.0)).blocks == 4
         assert len(engine.cached(0)) == stored
         check_integrity(engine.cache)
-        finish(audit(engine.cache))
+        audit(engine.cache)
 
 
 # What people are told.

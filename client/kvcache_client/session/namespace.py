@@ -40,6 +40,7 @@ from kvcache_proto.types import (
     MAX_BLOCKS,
     MAX_HASHES,
     MAX_NAME,
+    REF_BYTES,
     Finding,
     GroupSpec,
     NamespaceSpec,
@@ -412,6 +413,8 @@ class Namespace:
         """
         daemon = self._daemon
         daemon.check_process()
+        if len(packed) > MAX_BLOCKS * REF_BYTES:
+            raise BadArgument(f"{len(packed) // REF_BYTES} blocks at once: at most {MAX_BLOCKS}")
 
         def answered(reply: Reply | None) -> None:
             if isinstance(reply, Error):

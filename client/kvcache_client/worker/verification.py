@@ -22,12 +22,13 @@ from kvcache_client.session.region import Region
 from kvcache_client.step_plan import CheckJob, LoadJob, SaveJob, pick_refs
 from kvcache_client.worker.tolerance import Format, difference
 from kvcache_proto.text import escaped
-from kvcache_proto.types import REF_BYTES, Finding, NamespaceSpec, unpack_refs
+from kvcache_proto.types import MAX_BLOCKS, REF_BYTES, Finding, NamespaceSpec, unpack_refs
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
 THREADS = 4  # for one load: three reach 100 GB/s, the bandwidth of memory
 _SHARE = 4 << 20  # bytes that are worth a thread
+_REPORTED = MAX_BLOCKS * REF_BYTES  # bytes of references at a time
 _PATIENCE = 1.0  # seconds for the daemon to forget a wrong block
 
 _SAID = {
@@ -132,6 +133,10 @@ class Verifier:
         Waits for its answer: the engine computes and saves these blocks again, and as long as the daemon has the wrong
         ones, it refuses theirs.
         """
+        for at in range(0, len(refs), _REPORTED):
+            self._alarm_some(namespace, region, refs[at : at + _REPORTED], finding, request)
+
+    def _alarm_some(self, namespace: Namespace, region: Region, refs: bytes, finding: Finding, request: str) -> None:
         counter, said = _SAID[finding]
         answered = threading.Event()
         offsets = [ref.offset for ref in unpack_refs(refs)]

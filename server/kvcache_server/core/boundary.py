@@ -13,14 +13,21 @@ def boundary(tails: Sequence[Group], hashes: Sequence[bytes], most: int, start: 
     """Return the largest number of blocks, at most `most`, after which an engine may continue, and the tails' blocks
     that it needs for that, tail after tail in prompt order.
 
-    It has the first `start` blocks itself. If there is no number above that, returns 0 and no blocks.
+    It has the first `start` blocks itself. If there is no number above that, returns 0 and no blocks; also if one of
+    the blocks hangs on a hidden one, and has not been removed yet.
     """
     while most > start:
         found = _blocks(tails, hashes, most, start)
+        if found is not None and tails[0].above.severed and not all(map(_is_reachable, found)):
+            return 0, []
         if found is not None:
             return most, found
         most = last_end([(tail.spec, tail.visible.__contains__) for tail in tails], hashes, most, start)
     return 0, []
+
+
+def _is_reachable(block: Block) -> bool:
+    return block.parent is not None and block.account.group.reaches(block.parent)
 
 
 def _blocks(tails: Sequence[Group], hashes: Sequence[bytes], end: int, start: int) -> list[Block] | None:

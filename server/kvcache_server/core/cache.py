@@ -8,20 +8,19 @@ region before the reply that reports it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import ClientError, Unavailable
+from kvcache_proto.errors import ClientError, NotPermitted, Unavailable
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.core.checksums import Checksums
-from kvcache_server.core.effects import Actor, Effects, NamespaceEmptied, SessionGone
+from kvcache_server.core.effects import Actor, Effects, SessionGone
 from kvcache_server.core.eviction.policy import WORTH, Eviction
-from kvcache_server.core.index import Holds
 from kvcache_server.core.invalidation import Invalidation
-from kvcache_server.core.journal import SessionEnded
+from kvcache_server.core.journal import NamespaceCleared, SessionEnded
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.lookups import Lookups
 from kvcache_server.core.pins import uncover_all
@@ -31,7 +30,7 @@ from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.retention import Retentions
 from kvcache_server.core.sampling import Lots, keyed_draw
 from kvcache_server.core.sessions import NOBODY, Engine, Session
-from kvcache_server.core.slices import Chores, Result, Steps, begin, finish
+from kvcache_server.core.sweeper import Sweeper
 
 if TYPE_CHECKING:
     from kvcache_server.core.recovery.snapshot import Snapshot
@@ -42,8 +41,8 @@ EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's e
 class Cache:
     """All state of the daemon. A method either succeeds, or raises a KVCacheError and changes nothing.
 
-    Attributes: `effects` is the outbox of what happened; `chores` is work that no request waits for. The caller
-    delivers and does both.
+    Attributes: `effects` is the outbox of what happened, `sweeper` has the work that no request waits for. The caller
+    delivers the one and does the other.
     """
 
     def __init__(
@@ -67,33 +66,33 @@ class Cache:
         if epoch == 1:
             self.rows.format()
         self.effects = Effects()
-        self.chores = Chores()
+        self.sweeper = Sweeper(self.effects)
         self.counters: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
-        self.holds = Holds()
         # Generations of a fresh region start at random, so references into an older region match nothing.
         self.pool = Pool(self.rows, seed & ((1 << 63) - 1))
         draw = keyed_draw(secret)
         self.lots = Lots(draw)
-        self.eviction = Eviction(self.pool, limits, self.counters, self.effects, self.chores, draw, self.lots, policy)
+        self.eviction = Eviction(self.pool, limits, self.counters, self.effects, self.sweeper, draw, self.lots, policy)
         self.learner = self.eviction.learner
-        self.registry = Registry(self.pool, self.eviction, limits, self.counters, self.effects)
+        self.registry = Registry(self.pool, self.eviction, limits, self.counters, self.effects, self.sweeper)
         # Shorthands.
         self.namespaces, self.engines = self.registry.namespaces, self.registry.engines
         self.sessions = self.registry.sessions
-        self.lookups = Lookups(self.pool, self.learner, self.holds, limits, self.counters, self.refusals)
+        self.lookups = Lookups(self.pool, self.learner, limits, self.counters, self.refusals)
         self.reservations = Reservations(
             *(self.pool, self.eviction, self.engines, limits),
-            *(self.counters, self.refusals, self.effects, self.chores),
+            *(self.counters, self.refusals, self.effects, self.sweeper),
         )
         self.lookups.last = self.reservations.last = epoch << EPOCH_SHIFT
         self.invalidation = Invalidation(
-            *(self.pool, self.eviction, self.lookups, self.reservations, self.counters, self.effects)
+            *(self.pool, self.eviction, self.reservations, self.counters, self.effects, self.sweeper)
         )
-        self.retentions = Retentions(self.pool, self.eviction, self.namespaces, limits, self.effects)
+        self.retentions = Retentions(
+            *(self.pool, self.eviction, self.invalidation, self.namespaces, limits, self.effects, self.sweeper)
+        )
         self.limits = limits
         self._grace_until = 0.0
-        self._ticking = False
         self._handlers: dict[type, Any] = {
             m.Acquire: self.lookups.acquire,
             m.Release: self.lookups.release,
@@ -129,54 +128,39 @@ class Cache:
 
         Raises a ClientError if something is wrong with the request; then the state is unchanged.
         """
-        begun = self.begin(session, request, now)
-        reply = finish(begun) if isinstance(begun, Generator) else begun
+        reply = self.answer(session, request, now)
         self.learner.learn()
         return reply
 
-    def begin(self, session: int, request: m.Request, now: float) -> m.Reply | None | Steps[m.Reply | None]:
-        """Like `handle`, but do only one slice; if more is left, return it as steps.
+    def answer(self, session: int, request: m.Request, now: float) -> m.Reply | None:
+        """Like `handle`; but what a lookup teaches is learned later, with other lookups."""
+        self._set_time(now)
+        asker = self.sessions[session]
+        self.effects.actor = Actor(now, asker.engine.name, getattr(request, "namespace", 0))
+        return self._handlers[type(request)](asker, request, now)  # type: ignore[no-any-return]
 
-        The caller must continue them to the end, even if the session ends in between. What a lookup teaches is learned
-        later, with other lookups.
-        """
+    def _set_time(self, now: float) -> None:
         self.pool.set_time(now)
-        return self._handlers[type(request)](self.sessions[session], request, now)  # type: ignore[no-any-return]
-
-    def _for(self, session: Session, now: float, steps: Steps[Result], namespace: int = 0) -> Result | Steps[Result]:
-        """Do the first slice of `steps` on behalf of the session's engine."""
-        return begin(self.effects.on_behalf(Actor(now, session.engine.name, namespace), steps))
+        self.sweeper.now = now
 
     def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved:
-        self.learner.learn()
-        if self.learner.due:
-            self.chores.do(self.eviction.refreshing())
-        self.effects.actor = Actor(now, session.engine.name, request.namespace)
+        self.eviction.refresh()
         return self.reservations.reserve(session, request, partial(self.registry.account, session.engine), now)
 
     def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled:
-        self.effects.actor = Actor(now, session.engine.name)
         return self.reservations.settle(session, request)
 
-    def _distrust(self, session: Session, request: m.Distrust, now: float) -> m.Distrusted | Steps[m.Distrusted]:
-        return self._for(session, now, self._distrusting(session, request))
+    def _distrust(self, session: Session, request: m.Distrust, now: float) -> m.Distrusted:
+        return self.invalidation.distrust(session, request)
 
-    def _distrusting(self, session: Session, request: m.Distrust) -> Steps[m.Distrusted]:
-        self.retentions.distrusting += 1
-        try:
-            return (yield from self.invalidation.distrust(session, request))
-        finally:
-            self.retentions.distrusting -= 1
-            self.retentions.doubts += 1
-
-    def _retain(self, session: Session, request: m.Retain, now: float) -> m.Retained | Steps[m.Retained]:
-        return self._for(session, now, self.retentions.retain(session, request, now))
+    def _retain(self, session: Session, request: m.Retain, now: float) -> m.Retained:
+        return self.retentions.retain(session, request, now)
 
     def _drop(self, session: Session, request: m.Drop, now: float) -> m.Dropped:
         return self.retentions.drop(session, request)
 
-    def _pin(self, session: Session, request: m.Pin, now: float) -> m.Pinned | Steps[m.Pinned]:
-        return self._for(session, now, self.retentions.pin(self.registry.by_id, session, request))
+    def _pin(self, session: Session, request: m.Pin, now: float) -> m.Pinned:
+        return self.retentions.pin(self.registry.by_id, session, request)
 
     def _unpin(self, session: Session, request: m.Unpin, now: float) -> m.Unpinned:
         return self.retentions.unpin(session, request)
@@ -213,17 +197,20 @@ class Cache:
         self.reservations.forget_writer(session)
         self.effects.records.append(SessionEnded(session))
         self.effects.changes.append(SessionGone(session))
-        self.chores.do(self.effects.on_behalf(Actor(now, engine.name), self._end(engine, session, now)))
+        self.effects.actor = Actor(now, engine.name)
+        self._set_time(now)
+        settle = self.reservations.writer_ended(engine, session, now)
+        self.sweeper.add(lambda: settle() or self._prune())
 
-    def _end(self, engine: Engine, session: int, now: float) -> Steps[None]:
-        yield from self.reservations.writer_ended(engine, session, now)
+    def _prune(self) -> bool:
         self.registry.prune()
+        return False
 
     def abandon(self, session: int, reservation: int, now: float) -> None:
         """Give back a reservation whose reply could not be sent."""
         engine = self.sessions[session].engine
-        giving_back = self.reservations.abandon(engine.reservations[reservation])
-        self.chores.do(self.effects.on_behalf(Actor(now, engine.name), giving_back))
+        self.effects.actor = Actor(now, engine.name)
+        self.reservations.abandon(engine.reservations[reservation])
 
     def _fence(self, session: Session, request: m.Fence, now: float) -> m.Fenced:
         return m.Fenced(request.id, self.fence_off(request.session, now))
@@ -246,35 +233,28 @@ class Cache:
 
     def tick(self, now: float) -> None:
         """Free slots whose quarantine is over, and account for released leases. Call it a few times per second."""
-        self.pool.set_time(now)
+        self._set_time(now)
+        self.effects.actor = Actor(now)
         self.learner.learn()
         self.registry.tick(now)
         if self.eviction.frozen and (not self.registry.not_restated or now >= self._grace_until):
             self.eviction.frozen = False
-        if not self._ticking:
-            self.chores.do(self.effects.on_behalf(Actor(now), self._tick_parts(now)))
+        self.sweeper.add(self.reservations.free_quarantined)
+        self.retentions.tick(now)
+        self.sweeper.add(self.invalidation.remove_kept)
+        if not self.eviction.frozen:
+            self._end_abandoned()
         uncover_all(engine.pins for engine in self.engines.values())
         uncover_all(owner.pins for owner in self.retentions.owners())
 
-    def _tick_parts(self, now: float) -> Steps[None]:
-        self._ticking = True
-        try:
-            yield from self.reservations.tick(now)
-            yield from self.retentions.tick(now)
-            if not self.eviction.frozen:
-                yield from self._end_abandoned(now)
-        finally:
-            self._ticking = False
-
-    def _end_abandoned(self, now: float) -> Steps[None]:
+    def _end_abandoned(self) -> None:
         """Remove namespaces that nobody can attach again, with their blocks; blocks in use go at a later tick."""
         abandoned = self.registry.abandoned()
         for namespace in abandoned:
-            yield from self.retentions.clear(namespace.number)
-            accounts = self.eviction.fair_share.accounts
-            yield from self.eviction.clear([each for each in accounts if each.group.namespace == namespace.number])
+            self.retentions.clear(namespace.number)
+            self.invalidation.clear(namespace)
         if abandoned:
-            self.registry.prune()
+            self.sweeper.add(self._prune)
 
     # After a restart.
 
@@ -293,8 +273,11 @@ class Cache:
             now,
         )
         self.effects.records += map(SessionEnded, sessions.keys() - snapshot.living)
+        self.effects.records += [NamespaceCleared(number, 0) for number in snapshot.manifest.cleared]
         self.registry.prune()
-        finish(self.retentions.tick(now))
+        self._set_time(now)
+        self.retentions.tick(now)
+        self.sweeper.finish()
 
     def await_sessions(self, sessions: dict[int, Engine], users: Mapping[int, int], now: float) -> None:
         """Evict nothing until `sessions`, of the last epoch, have restated what they hold, or the grace period is over.
@@ -305,55 +288,43 @@ class Cache:
         self.eviction.frozen = bool(sessions)
         self._grace_until = now + self.limits.grace
 
-    def _restate(self, session: Session, request: m.Restate, now: float) -> m.Restated | Steps[m.Restated]:
-        return self._for(session, now, self._restating(session, request, now))
-
-    def _restating(self, session: Session, request: m.Restate, now: float) -> Steps[m.Restated]:
+    def _restate(self, session: Session, request: m.Restate, now: float) -> m.Restated:
         """Restore what a resumed session holds: its leases, and the reservations whose replies it received.
 
         It may restate once. Raises NotPermitted if the session has nothing to restate; then nothing has changed.
         """
-        self.lookups.begin_to_restate(session)
-        yield from self.reservations.abandon_undelivered(session, request.heard, now)
-        holders = [each for each in self.registry.holders() if each.engine is session.engine]
-        holders = [each for each in holders if each is session or each.id != session.id]  # not as it was when it left
-        lost = yield from self.lookups.restate(session, request, holders)
-        self.registry.end_leases(session.id)
+        if not session.may_restate:
+            raise NotPermitted(f"session {session.id} has nothing to restate: it has not resumed since it last did")
+        session.may_restate = False
+        self.reservations.abandon_undelivered(session, request.heard, now)
+        former = self.registry.take_former(session.id)
+        lost = self.lookups.restate(session, request, former)
+        self.registry.end_leases_of(former)
         self.registry.not_restated.discard(session.id)
         return m.Restated(request.id, lost)
 
     # Operators.
 
-    def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared | Steps[m.Cleared]:
-        return begin(self._clear_and_answer(session, request, now))
+    def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared:
+        return m.Cleared(request.id, self.clear(request.namespace, session.engine.name, now))
 
-    def _clear_and_answer(self, session: Session, request: m.Clear, now: float) -> Steps[m.Cleared]:
-        return m.Cleared(request.id, (yield from self.clearing(request.namespace, session.engine.name, now)))
+    def clear(self, namespace: str, by: str, now: float) -> int:
+        """Forget all blocks of the namespace with that id, or of all for "", and return how many these were.
 
-    def clearing(self, namespace: str, by: str, now: float) -> Steps[int]:
-        """Forget the unused blocks of the namespace with that id, or of all for ""; return how many.
-
-        Blocks stored in the meantime stay. Raises ClientError if the namespace does not exist, Unavailable during the
-        grace period.
+        Raises ClientError if the namespace does not exist, Unavailable during the grace period; then nothing has
+        changed.
         """
         ids = self.registry.by_id
-        only = ids.get(namespace)
-        if namespace and only is None:
+        if namespace and namespace not in ids:
             raise ClientError(f"no namespace {namespace!r}; there are: {', '.join(ids) or 'none'}")
         if self.eviction.frozen:
             raise Unavailable(
                 "engines are reconnecting after a restart, and the blocks that they read are not known yet: try again"
             )
-        accounts = self.eviction.fair_share.accounts
-        chosen = [each for each in accounts if only is None or each.group.namespace == only.number]
-        ending = self.retentions.clear(only.number if only is not None else None)
-        yield from self.effects.on_behalf(Actor(now, by), ending)
-        cleared = yield from self.effects.on_behalf(Actor(now, by), self.eviction.clear(chosen))
-        for each in list(self.namespaces.values()) if only is None else [only]:
-            if each.number in self.namespaces and not any(group.visible for group in each.groups):
-                self.effects.changes.append(NamespaceEmptied(each))
+        self._set_time(now)
+        self.effects.actor = Actor(now, by)
+        cleared = 0
+        for each in [ids[namespace]] if namespace else list(ids.values()):
+            self.retentions.clear(each.number)
+            cleared += self.invalidation.clear(each)
         return cleared
-
-    def clear(self, namespace: str, by: str, now: float) -> int:
-        """Do all of `clearing` at once."""
-        return finish(self.clearing(namespace, by, now))

@@ -12,7 +12,8 @@ import msgspec
 from kvcache_server.core.index import Block
 from kvcache_server.core.journal import Record
 from kvcache_server.core.sessions import Namespace
-from kvcache_server.core.slices import Result, Steps
+
+CLEARED = "cleared"
 
 
 class Actor(msgspec.Struct, gc=False, frozen=True):
@@ -33,7 +34,7 @@ class Shown(msgspec.Struct, gc=False):
 
 
 class Gone(msgspec.Struct, gc=False):
-    """Lookups no longer find `blocks`."""
+    """Lookups no longer find `blocks`; or for `cause` CLEARED, have not found them since the namespace was emptied."""
 
     blocks: list[Block]
     cause: str
@@ -71,7 +72,7 @@ class NamespaceClosed(msgspec.Struct, gc=False):
 
 
 class NamespaceEmptied(msgspec.Struct, gc=False):
-    """A clear has removed all blocks of the namespace."""
+    """A clear has hidden all blocks of the namespace. What lookups find of it was shown after this."""
 
     namespace: Namespace
 
@@ -103,17 +104,6 @@ class Effects:
         taken = self.records, self.changes
         self.records, self.changes = [], []
         return taken
-
-    def on_behalf(self, actor: Actor, steps: Steps[Result]) -> Steps[Result]:
-        """Do the work of `steps`; `actor` is named in all that its slices report."""
-        while True:
-            self.actor = actor
-            try:
-                next(steps)
-            except StopIteration as done:
-                result: Result = done.value
-                return result
-            yield
 
     def shown(self, block: Block) -> None:
         changes = self.changes

@@ -13,17 +13,17 @@ that no two uses have the same one.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter, is_
 
 import msgspec
 
 from kvcache_proto.region import pages_of
 from kvcache_proto.types import GroupSpec, Verdict
 from kvcache_server.core.checksums import Checksums
-from kvcache_server.core.slices import LOOK, STEP
+from kvcache_server.core.slices import STEP
 
 HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in the order of its account
@@ -35,6 +35,7 @@ FIRST_TICK = 1 << 59  # of a clock at 0 s: ticks of older releases are smaller, 
 GOES_FIRST = NEXT_TICK  # the tick of a block that is evicted before all others
 NO_LEAF, NOT_RANKED = 1 << 62, 0  # `Order.coldest`
 SPARE = 1024  # stale entries of an order that are tolerated
+_DESCENTS = 16  # per visit
 _SWEPT = 8  # entries of an order that are moved per change
 
 
@@ -101,27 +102,6 @@ class Block(msgspec.Struct, gc=False, order=True):
             yield block
             block = block.parent
 
-    def upwards(self) -> Iterator[Block | None]:
-        """Yield the blocks below this one and then itself, children before parents.
-
-        The caller must unlink each block before it asks for the next one. The tree may change in between. None is a
-        pause on a long way down.
-        """
-        path = [self]
-        while self.pins != GONE:
-            at = path[-1]
-            if at.pins == GONE or (at is not self and at.parent is not path[-2]):
-                path = [self]  # it was removed in the meantime
-            elif at.child is not None:
-                path.append(at.child)
-                if len(path) % LOOK == 0:
-                    yield None
-            else:
-                path.pop()
-                yield at
-                if at is self:
-                    return
-
     def subtree(self) -> list[Block]:
         """Return this block and all below it, parents before children."""
         found = [self]
@@ -134,6 +114,46 @@ def later(one: int, other: int) -> int:
     """Return the later time and the higher class of two ticks."""
     cls = max(one & CLASS_MASK, other & CLASS_MASK)
     return max(one, other) & ~CLASS_MASK | cls
+
+
+class BottomUp:
+    """A way through a block and all below it, children before parents. The tree may change between two slices."""
+
+    __slots__ = ("_down", "_path")
+
+    def __init__(self, top: Block) -> None:
+        self._path = [top]
+        self._down = True  # whether the children of the path's last block come before itself
+
+    def go_on(self, visit: Callable[[Block], bool]) -> bool:
+        """Visit at most STEP blocks; return whether more are left.
+
+        `visit` may remove the block, and returns whether its children must be visited again. A block that stays may be
+        visited twice.
+        """
+        path = self._path
+        for _ in range(STEP):
+            for _ in range(_DESCENTS):
+                at = path[-1]
+                if len(path) > 1 and (at.pins == GONE or at.parent is not path[-2]):
+                    path.pop()  # it was removed in the meantime: look at the children of the one above again
+                    self._down = True
+                elif self._down and at.child is not None:
+                    path.append(at.child)
+                else:
+                    break
+            else:
+                continue
+            following = at.next if len(path) > 1 else None
+            self._down = visit(at)
+            if not self._down:
+                path.pop()
+                if following is not None:
+                    path.append(following)
+                    self._down = True
+            if not path:
+                return False
+        return True
 
 
 class Order:
@@ -152,7 +172,7 @@ class Order:
     def __init__(self) -> None:
         self.heap: list[Block] = []
         self.swept: list[Block] = []  # the heap being moved into `heap`
-        self.stale = 0  # entries of both, and of what is being cleared, whose blocks were removed
+        self.stale = 0  # entries of both whose blocks were removed
         self.coldest = NO_LEAF
         self.entry: tuple[float, int, int, Order, Account, int] | None = None
 
@@ -233,7 +253,7 @@ class Account:
     """What one engine stored in one group, as a part of its share of the pool: the orders in which its leaves are
     evicted, one per class."""
 
-    __slots__ = ("clearing", "engine", "group", "news", "orders", "share")
+    __slots__ = ("engine", "group", "news", "orders", "share")
 
     def __init__(self, share: Share, group: Group) -> None:
         self.engine = share.engine
@@ -241,7 +261,6 @@ class Account:
         self.group = group
         self.news: list[tuple[Account, Order]] = []  # orders that have another coldest leaf; all accounts share it
         self.orders = tuple(Order() for _ in range(CLASSES))
-        self.clearing: list[Block] = []  # leaves that a clear is about to remove; in no order
 
     @property
     def stale(self) -> int:
@@ -266,32 +285,13 @@ class Account:
             order.stale += 1
             order.sweep()
 
-    def begin_to_clear(self) -> None:
-        """Let `pop_clearing` return all leaves that are in an order now."""
-        for order in self.orders:
-            self.clearing += order.heap
-            self.clearing += order.swept
-            order.heap, order.swept = [], []
-
-    def pop_clearing(self) -> Block | None:
-        """Return one of the leaves to clear, or None."""
-        while self.clearing:
-            block = self.clearing.pop()
-            if block.pins == GONE:
-                self.orders[block.queued & CLASS_MASK].stale -= 1
-                continue
-            block.queued = UNQUEUED
-            if not block.pins and block.child is None:
-                return block
-        return None
-
     def entries(self) -> list[Block]:
         """Return the entries of the orders, including stale ones."""
-        return [block for order in self.orders for block in (*order.heap, *order.swept)] + self.clearing
+        return [block for order in self.orders for block in (*order.heap, *order.swept)]
 
     def clear(self) -> None:
         """Drop all entries of the orders."""
-        self.clearing, self.news = [], []
+        self.news = []
         for order in self.orders:
             order.heap, order.swept, order.stale, order.entry = [], [], 0, None
 
@@ -314,12 +314,14 @@ class Group:
 
     Attributes: a block takes `pages` pages, or `allocated_bytes`. `above` is the group that contains the parents of its
     blocks; another one if it `is_tail`. `tails` are the groups of which an engine needs blocks, too, to continue after
-    blocks of this one; it has them if it is the first one of its namespace.
+    blocks of this one; it has them if it is the first one of its namespace. `severed` counts the hidden blocks below
+    which some may be `visible` that lookups must not find.
     """
 
     __slots__ = (
         *("above", "allocated_bytes", "hash_bytes", "is_tail", "leaf_is_useless", "namespace", "number", "pages"),
-        *("pending", "read_blocks", "root", "saved_blocks", "spec", "sum_offsets", "tag", "tails", "visible"),
+        *("pending", "read_blocks", "root", "saved_blocks", "severed", "spec", "sum_offsets"),
+        *("tag", "tails", "visible"),
     )
 
     def __init__(
@@ -343,7 +345,7 @@ class Group:
         self.pages = pages_of(spec.block_bytes, page_bytes)
         self.allocated_bytes = self.pages * page_bytes
         self.sum_offsets = Checksums.offsets(spec)
-        self.read_blocks = self.saved_blocks = 0
+        self.read_blocks = self.saved_blocks = self.severed = 0
         self.visible: dict[bytes, Block] = {}
         self.pending: dict[bytes, Grant] = {}
         self.root = Block(UNQUEUED, 0, b"", b"", Account(Share("", self.namespace), self))
@@ -360,8 +362,15 @@ class Group:
             # extend() keeps the items from before the first miss, which raises, and never looks beyond it.
             found.extend(map(self.visible.__getitem__, hashes))
         except KeyError:
-            return found
-        return found
+            if not self.severed:
+                return found
+        return found if not self.severed else self._connected(found)
+
+    def _connected(self, found: list[Block]) -> list[Block]:
+        """Return the part of `found` before the first block that is not below the one before it."""
+        parents = map(attrgetter("parent"), found)
+        fits = list(map(is_, parents, [self.above.root, *found]))
+        return found if all(fits) else found[: fits.index(False)]
 
     def has_soon(self, name: bytes) -> bool:
         """Whether a block is visible or pending."""
@@ -487,22 +496,3 @@ class Reservation:
     def state(self) -> str:
         """The state, as in states.RESERVATION."""
         return "open" if self.unsettled else "settled"
-
-
-class Holds:
-    """Blocks that long work keeps pinned between two of its slices, by the object that does the work."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[object, Block] = {}
-
-    @contextlib.contextmanager
-    def hold(self, work: object, block: Block) -> Iterator[None]:
-        """Pin `block`, and so all above it."""
-        block.pins += 1
-        self.blocks[work] = block
-        try:
-            yield
-        finally:
-            del self.blocks[work]
-            if block.pins != GONE:
-                block.unpin()

@@ -1,73 +1,89 @@
-"""Invalidation of blocks that contain other bytes than were stored: lookups stop finding them. Pure."""
+"""Invalidation: of blocks that contain other bytes than were stored, and of all blocks of a namespace. Pure.
+
+Lookups stop finding the blocks at once. The sweeper frees them: those that are in use once they are not any more, or,
+as they are evicted before all others, once there is need of their room.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import islice
 
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.messages import Distrust, Distrusted
-from kvcache_proto.types import MAX_HASHES, REF_BYTES, BlockRef, Finding, Verdict
-from kvcache_server.core.effects import Effects
+from kvcache_proto.types import MAX_BLOCKS, REF_BYTES, Finding, Verdict, unpack_refs
+from kvcache_server.core.effects import CLEARED, Effects, NamespaceEmptied
 from kvcache_server.core.eviction.policy import Eviction
-from kvcache_server.core.index import GOES_FIRST, GONE, Block
-from kvcache_server.core.lookups import Lookups
+from kvcache_server.core.index import GOES_FIRST, GONE, Block, BottomUp, Group
+from kvcache_server.core.journal import NamespaceCleared
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.reservations import Reservations
-from kvcache_server.core.sessions import Session
-from kvcache_server.core.slices import STEP, Steps
+from kvcache_server.core.sessions import Namespace, Session
+from kvcache_server.core.slices import STEP
 from kvcache_server.core.states import FORGOTTEN
+from kvcache_server.core.sweeper import Sweeper
 
+_KEPT = 1024  # blocks looked at in one slice
 _COUNTERS = {Finding.CORRUPT: "blocks_corrupt", Finding.DIFFERENT: "canary_mismatches"}
 
 
 class Invalidation:
-    """Forgets blocks that engines found to be wrong.
-
-    Attributes: `waiting` are blocks that are about to be forgotten, because a block above them was.
+    """Attributes: `cleared` are the former indexes of groups, with their namespaces' numbers, whose blocks are to be
+    removed; `kept` are hidden blocks that were in use when it was their turn. `changes` counts up whenever blocks have
+    been hidden; while `under_way` is not 0, more are about to be.
     """
 
     def __init__(
         self,
         pool: Pool,
         eviction: Eviction,
-        lookups: Lookups,
         reservations: Reservations,
         counters: Counter[str],
         effects: Effects,
+        sweeper: Sweeper,
     ) -> None:
-        self.waiting: list[list[Block]] = []
+        self.cleared: list[tuple[int, dict[bytes, Block]]] = []
+        self.kept: deque[Block] = deque()
+        self.changes = self.under_way = 0
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
-        self._lookups, self._reservations = lookups, reservations
+        self._reservations, self._sweeper = reservations, sweeper
         self._counters, self._effects = counters, effects
 
-    def distrust(self, session: Session, request: Distrust) -> Steps[Distrusted]:
-        """Forget the blocks named in `request` and all below them, and report which engine stored them.
+    def distrust(self, session: Session, request: Distrust) -> Distrusted:
+        """Hide the blocks named in `request` and all below them, and report which engine stored them.
 
-        Raises UnknownHandle for another region, BadArgument for malformed references or an unknown finding.
+        The number of blocks in the reply does not include those that the sweeper has not come to.
+
+        Raises UnknownHandle for another region, BadArgument for malformed references or an unknown finding; then
+        nothing has changed.
         """
         if request.region != self._pool.geometry.region_id:
             raise UnknownHandle("the blocks belong to another region")
-        if len(request.slots) % REF_BYTES or len(request.slots) > MAX_HASHES * REF_BYTES:
-            raise BadArgument(f"{len(request.slots)} bytes of references: {REF_BYTES} each, at most {MAX_HASHES}")
+        if len(request.slots) % REF_BYTES or len(request.slots) > MAX_BLOCKS * REF_BYTES:
+            raise BadArgument(f"{len(request.slots)} bytes of references: {REF_BYTES} each, at most {MAX_BLOCKS}")
         if request.finding not in list(Finding):
             raise BadArgument(f"finding {request.finding}: one of {', '.join(str(int(each)) for each in Finding)}")
-        finding, forgotten = Finding(request.finding), 0
+        finding, before = Finding(request.finding), self._counters["blocks_distrusted"]
         stored_by: list[tuple[str, int]] = []
         writers = {number: writers for writers, number in self._reservations.writers.items()}
-        for at in range(0, len(request.slots), REF_BYTES):
-            if at and at % (STEP * REF_BYTES) == 0:
-                yield
-            block = self._pool.find(BlockRef.unpack(request.slots[at : at + REF_BYTES]))
+        for ref in unpack_refs(request.slots):
+            block = self._pool.find(ref)
             if block is None or not block.visible or block.account.group.namespace not in session.attached:
                 self._counters["distrusts_unknown"] += 1
                 stored_by.append(("", 0))
                 continue
             stored_by.append(self._writer(writers, block, request.shard))
-            if block.account.group.trusts(block):  # else it was already distrusted
+            if self._is_found(block):  # else it is hidden already
                 self._counters[_COUNTERS[finding]] += 1
-                forgotten += yield from self._forget(block, finding.name.lower())
-        return Distrusted(request.id, forgotten, stored_by)
+                self._hide(block, finding.name.lower())
+                # The row goes first: the next daemon must find none of them, and this one least of all.
+                trunk = block.account.group.above
+                trunk.severed += 1
+                self.under_way += 1
+                self._sweeper.add(partial(self._remove_below, trunk, BottomUp(block), finding.name.lower()))
+        return Distrusted(request.id, self._counters["blocks_distrusted"] - before, stored_by)
 
     def _writer(self, writers: Mapping[int, Sequence[int]], block: Block, shard: int) -> tuple[str, int]:
         """Return the engine, and the session that wrote the shard; if that has ended, the session that reserved it."""
@@ -79,59 +95,113 @@ class Invalidation:
             return block.account.engine, sessions[shard]
         return block.account.engine, row.body.owner
 
-    def _forget(self, top: Block, cause: str) -> Steps[int]:
-        """Hide the block and all below it from lookups; return how many blocks lookups found before.
+    def clear(self, namespace: Namespace) -> int:
+        """Hide all blocks that are stored in the namespace; return how many these are.
 
-        Blocks below it that are being written are orphaned. Blocks that are leased, or that may be leased as long as
-        engines have not restated their leases after a restart, stay in the tree, and so keep leased blocks above them;
-        they are the first to be evicted.
-
-        The block itself goes first: the next daemon must find none of them, and this one least of all.
+        Blocks that are being written are kept if they are the first ones of their chains: others are of no use.
         """
-        forgotten = done = 0
-        waiting, below = [top], []
-        name = top.hash + top.account.group.tag
-        self._reservations.forgetting.add(name)
-        self.waiting.append(waiting)
-        try:
-            while waiting:
-                block = waiting.pop()
+        groups = [group for group in namespace.groups if group.visible]
+        if not groups:
+            return 0
+        count = sum(len(group.visible) for group in groups)
+        self._counters["blocks_cleared"] += count
+        self._effects.records.append(NamespaceCleared(namespace.number, self._pool.generation))
+        self._effects.changes.append(NamespaceEmptied(namespace))
+        for group in groups:  # what hangs on blocks of the first group comes after it, and is taken first
+            self.cleared.append((namespace.number, group.visible))
+            group.visible = {}
+        self.changes += 1
+        self._sweeper.add(self._remove_cleared)
+        return count
+
+    # In slices.
+
+    def _remove_below(self, trunk: Group, way: BottomUp, cause: str) -> bool:
+        if way.go_on(partial(self._visit, cause)):
+            return True
+        trunk.severed -= 1
+        self.under_way -= 1
+        self.changes += 1
+        return False
+
+    def _visit(self, cause: str, block: Block) -> bool:
+        """Remove a block below one that was hidden, or that one; or let its children be visited first."""
+        if block.pins == GONE:
+            return False
+        group = block.account.group
+        if not block.visible:
+            self._reservations.doom(group.pending[block.hash], Verdict.ORPHANED, "orphaned")
+            return False
+        below = block.child
+        if below is not None and (not below.visible or self._is_found(below)):
+            return True  # it is new, or it was never visited: those that stay are hidden
+        if self._is_found(block):
+            self._hide(block, cause)
+        self._remove(block)
+        return False
+
+    def _remove_cleared(self) -> bool:
+        """Remove some blocks of former indexes: those shown last come first, and so children before parents."""
+        left = STEP
+        while left > 0 and self.cleared:
+            number, index = self.cleared[-1]
+            while left > 0 and index:
+                _, block = index.popitem()
+                left -= 1
                 if block.pins == GONE:
                     continue
-                done += 1
-                group = block.account.group
-                if not block.visible:
-                    grant = group.pending[block.hash]
-                    self._reservations.doom(grant, Verdict.ORPHANED, "orphaned")
-                    continue
-                below.append(block)
-                waiting.extend(block.children())
-                if group.trusts(block):
-                    forgotten += 1
-                    del group.visible[block.hash]
-                    self._effects.gone(block, cause)
-                    block.tick = GOES_FIRST
-                    self._rows.set_state(self._pool.row(block), FORGOTTEN)
-                if done % STEP == 0:
-                    yield
-        finally:
-            self.waiting.remove(waiting)
-            self._reservations.forgetting.remove(name)
-        for block in below[::-1]:
+                written = list(islice((child for child in block.children() if not child.visible), STEP))
+                for child in written:
+                    self._reservations.doom(child.account.group.pending[child.hash], Verdict.ORPHANED, "orphaned")
+                if len(written) == STEP:  # its turn comes again
+                    index[block.hash] = block
+                    left = 0
+                else:
+                    self._effects.gone(block, CLEARED)
+                    self._remove(block)
+            if not index:
+                self.cleared.pop()
+                if all(each != number for each, _ in self.cleared):
+                    self._effects.records.append(NamespaceCleared(number, 0))
+        return bool(self.cleared)
+
+    def remove_kept(self) -> bool:
+        """Remove some of the hidden blocks that were in use when it was their turn, and are not any more; return
+        whether there are probably more."""
+        removed = 0
+        for _ in range(min(_KEPT, len(self.kept))):
+            block = self.kept.popleft()
             if block.pins == GONE:
                 continue
-            parent = block.parent
-            assert parent is not None
-            if block.child is None and not block.pins and not self._eviction.frozen:
-                block.unlink()
-                block.account.leave(block)
-                block.account.share.bytes -= block.account.group.allocated_bytes
-                self._pool.give_back(self._pool.vacate(block))
-            else:
-                block.account.enter(block)
-            parent.account.enter(parent)
-            done += 1
-            if done % STEP == 0 and block is not top:
-                yield
-        self._counters["blocks_distrusted"] += forgotten
-        return forgotten
+            if self._is_in_use(block):
+                self.kept.append(block)
+                continue
+            self._eviction.discard(block)
+            removed += 1
+            if removed == STEP:
+                return True
+        return False
+
+    def _hide(self, block: Block, cause: str) -> None:
+        del block.account.group.visible[block.hash]
+        self._effects.gone(block, cause)
+        self._counters["blocks_distrusted"] += 1
+        self._rows.set_state(self._pool.row(block), FORGOTTEN)
+
+    def _remove(self, block: Block) -> None:
+        """Remove a hidden block, or keep it if it is in use."""
+        block.tick = GOES_FIRST
+        if not self._is_in_use(block):
+            self._eviction.discard(block)
+            return
+        self._rows.set_state(self._pool.row(block), FORGOTTEN)
+        block.account.enter(block)
+        self.kept.append(block)
+
+    def _is_in_use(self, block: Block) -> bool:
+        """Whether it must stay. As long as engines have not restated their leases after a restart, all may be read."""
+        return block.pins != 0 or block.child is not None or self._eviction.frozen
+
+    @staticmethod
+    def _is_found(block: Block) -> bool:
+        return block.account.group.trusts(block)

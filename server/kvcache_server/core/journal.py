@@ -50,6 +50,13 @@ class NamespaceForgotten(msgspec.Struct, tag="namespace-gone", array_like=True, 
     number: Number
 
 
+class NamespaceCleared(msgspec.Struct, tag="cleared", array_like=True, frozen=True):
+    """READY blocks of the namespace with generations up to that one are not cached any more; 0: no row has one."""
+
+    number: Number
+    generation: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
 class EngineMade(msgspec.Struct, tag="engine", array_like=True, frozen=True):
     number: Number
     name: Name
@@ -111,6 +118,7 @@ Record = (
     Began
     | NamespaceMade
     | NamespaceForgotten
+    | NamespaceCleared
     | EngineMade
     | EngineForgotten
     | SessionOpened
@@ -130,6 +138,7 @@ class Manifest:
         self.region = region
         self.epoch = epoch
         self.namespaces: dict[int, NamespaceSpec] = {}
+        self.cleared: dict[int, int] = {}  # generations, by namespace
         self.engines: dict[int, str] = {}
         self.sessions: dict[int, SessionOpened] = {}
         self.writers: dict[int, tuple[int, ...]] = {}
@@ -147,6 +156,11 @@ class Manifest:
                 self.last_namespace = max(self.last_namespace, record.number)
             case NamespaceForgotten():
                 self.namespaces.pop(record.number, None)
+                self.cleared.pop(record.number, None)
+            case NamespaceCleared():
+                self.cleared.pop(record.number, None)
+                if record.generation and record.number in self.namespaces:
+                    self.cleared[record.number] = record.generation
             case EngineMade():
                 self.engines[record.number] = record.name
                 self.last_engine = max(self.last_engine, record.number)
@@ -176,6 +190,8 @@ class Manifest:
         yield Began(self.region, self.epoch, last, daemon)
         for number, spec in self.namespaces.items():
             yield NamespaceMade(number, spec)
+        for number, generation in self.cleared.items():
+            yield NamespaceCleared(number, generation)
         for number, name in self.engines.items():
             yield EngineMade(number, name)
         yield from self.sessions.values()

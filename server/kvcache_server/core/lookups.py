@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import BadArgument, NotPermitted
+from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUM_BYTES, TAIL, check_hashes, unpack_refs
 from kvcache_server.core.boundary import boundary, last_end
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.eviction.learner import Learner
-from kvcache_server.core.index import GONE, Block, Group, Holds
+from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Namespace, Session
-from kvcache_server.core.slices import LOOK, STEP, Steps
 
-MOST_RESTATED = 1 << 17  # blocks examined per restate
+MOST_RESTATED = 1 << 16  # blocks examined per restate: some milliseconds
 
 
 class _Match(NamedTuple):
@@ -70,7 +69,6 @@ class Lookups:
         self,
         pool: Pool,
         learner: Learner,
-        holds: Holds,
         limits: Limits,
         counters: Counter[str],
         refusals: Counter[str],
@@ -78,7 +76,7 @@ class Lookups:
         self.last = 0
         self.checksums: Checksums | None = None  # set if there is a file for them
         self.tiers: Tiers | None = None  # set while there are any
-        self._pool, self._learner, self._holds = pool, learner, holds
+        self._pool, self._learner = pool, learner
         self._counters, self._refusals = counters, refusals
         self.set_limits(limits)
 
@@ -238,33 +236,27 @@ class Lookups:
 
     # After a restart, or a lost connection.
 
-    def begin_to_restate(self, session: Session) -> None:
-        """Raise NotPermitted if the session has nothing to restate; then nothing has changed."""
-        if not session.may_restate:
-            raise NotPermitted(f"session {session.id} has nothing to restate: it has not resumed since it last did")
-        session.may_restate = False
-
-    def restate(self, session: Session, request: m.Restate, holders: Sequence[Session]) -> Steps[list[int]]:
+    def restate(self, session: Session, request: m.Restate, former: Session | None) -> list[int]:
         """Restore the leases that a resumed session reports to hold; return the numbers of those that are lost.
 
-        The limits of new leases apply: leases beyond `max_leases` or the pin quota are lost, as are leases whose blocks
-        are gone. What `holders`, the sessions of its engine, have pinned already counts towards the quota.
+        Leases that it had as `former`, before its connection was lost, are its own again. For others, the limits of new
+        leases apply: those beyond `max_leases` or the pin quota are lost, as are leases whose blocks are gone, and
+        those for which more than MOST_RESTATED blocks would have to be examined.
         """
-        session.check_connected()
-        lost = []
-        chains = _Chains(self._holds)
-        there = [lease for each in holders for lease in each.leases.values()]
-        for done, lease in enumerate(there, 1):
-            if done % STEP == 0:
-                yield
-            if lease.block is not None and lease.block.pins != GONE:  # otherwise it has ended in the meantime
-                yield from chains.add(lease.block, 1 << 62)
-            chains.add_tails(lease.tails)
-        for done, (number, ref) in enumerate(request.leases, 1):
-            if done % STEP == 0:
-                yield
-            session.check_connected()
-            ends = [self._pool.find(each) for each in unpack_refs(ref[: len(ref) // REF_BYTES * REF_BYTES])]
+        lost, others = [], []
+        held = former.leases if former is not None else {}
+        for number, refs in request.leases:
+            if number in held and refs == b"".join([block.ref for block in held[number].blocks]):
+                session.leases[number] = held.pop(number)
+                self._counters["leases_restated"] += 1
+            else:
+                others.append((number, refs))
+        pins = session.engine.pins
+        pins.uncover(MOST_RESTATED)
+        ended = sum(lease.bytes + lease.beside for lease in held.values())
+        chains = _Chains()
+        for number, refs in others:
+            ends = [self._pool.find(each) for each in unpack_refs(refs[: len(refs) // REF_BYTES * REF_BYTES])]
             taken = any(number in each.leases for each in session.engine.sessions.values())
             blocks = [block for block in ends if block is not None and block.visible]
             if not blocks or len(blocks) < len(ends) or taken or not 0 < number <= self.last:
@@ -273,17 +265,11 @@ class Lookups:
             block = blocks.pop(0) if blocks[0].account.group.spec.kind == FULL else None
             may_pin = len(session.leases) < self._max_leases
             may_pin = may_pin and all(each.account.group.spec.kind == TAIL for each in blocks)
-            length = 0
-            if block is not None and may_pin:
-                length = yield from chains.add(block, self._quota)
-                may_pin = length > 0
-            session.check_connected()
-            may_pin = may_pin and all(each.pins != GONE for each in blocks)
-            if not may_pin or not chains.add_tails(blocks, self._quota):
+            size = chains.add(block, self._quota - pins.bytes + ended - _bytes(blocks)) if may_pin else None
+            if size is None:
                 lost.append(number)
                 self._counters["leases_over_limits"] += 1
                 continue
-            size = length * block.account.group.allocated_bytes if block is not None else 0
             session.pin(number, block, size, 0, blocks)
             self._counters["leases_restated"] += 1
         self._counters["leases_lost"] += len(lost)
@@ -291,57 +277,28 @@ class Lookups:
 
 
 class _Chains:
-    """The distinct blocks that leases pin together, to find out how much more may be pinned."""
+    """The distinct blocks of chains that are pinned again; MOST_RESTATED are examined at most."""
 
-    def __init__(self, holds: Holds) -> None:
-        self._holds = holds
-        self._lengths: dict[int, int] = {}  # of the chain that ends in a block, by the block's id()
-        self._counted: list[Block] = []  # those blocks: while they are referenced here, no other has their id()
-        self._bytes, self._left = 0, MOST_RESTATED
-        self._looks = 0
+    def __init__(self) -> None:
+        self._left = MOST_RESTATED
+        self._counted: set[int] = set()  # ids: the blocks are pinned meanwhile
 
-    def add(self, block: Block, quota: int) -> Steps[int]:
-        """Count the chain that ends in `block` and return its length. If the total exceeds `quota` bytes, return 0 and
-        do not count it.
-
-        The block is pinned in the meantime, which keeps the blocks above it.
-        """
-        with self._holds.hold(self, block):
-            return (yield from self._add(block, quota))
-
-    def add_tails(self, blocks: Sequence[Block], quota: int = 1 << 62) -> bool:
-        """Count the blocks of tails; if the total exceeds `quota` bytes, return False and do not count them."""
-        size = _bytes(blocks)
-        if self._bytes + size > quota:
-            return False
-        self._bytes += size
-        return True
-
-    def _add(self, block: Block, quota: int) -> Steps[int]:
-        size, length = block.account.group.allocated_bytes, 0
-        new: list[Block] = []
-        for each in block.ancestors():
-            length = self._lengths.get(id(each), 0)
-            if length:
+    def add(self, end: Block | None, room: int) -> int | None:
+        """Return how many bytes the blocks of the chain with that `end` take that were not counted before; None, and
+        count none, if there is no `room` for them, or too many would have to be examined."""
+        new: list[int] = []
+        size = end.account.group.allocated_bytes if end is not None else 0
+        for block in end.ancestors() if end is not None else ():
+            if id(block) in self._counted:
                 break
-            new.append(each)
-            if len(new) > self._left or self._bytes + len(new) * size > quota:
-                self._left -= len(new)
-                return 0
-            self._looks += 1
-            if self._looks % LOOK == 0:
-                yield
+            new.append(id(block))
+            if len(new) > self._left or len(new) * size > room:
+                break
         self._left -= len(new)
-        self._bytes += len(new) * size
-        total = length + len(new)
-        while new:
-            length += 1
-            self._counted.append(new.pop())
-            self._lengths[id(self._counted[-1])] = length
-            self._looks += 1
-            if self._looks % LOOK == 0:
-                yield
-        return total
+        if len(new) * size > room or (new and self._left < 0):
+            return None
+        self._counted.update(new)
+        return len(new) * size
 
 
 def _bytes(blocks: Sequence[Block]) -> int:

@@ -6,7 +6,7 @@ Every change of a row is written here before a reply reports it, but for what `R
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvcache_proto.errors import BadArgument
@@ -209,12 +209,13 @@ class Quarantine:
         offset = int.from_bytes(block.ref[:8], "little")  # distinct: blocks are not compared
         heapq.heappush(self._blocks, (until, offset, pages, block))
 
-    def over(self, now: float) -> Iterator[tuple[Block, int]]:
-        """Remove the blocks whose deadline has passed, and yield them with their pages."""
-        while self._blocks and self._blocks[0][0] <= now:
-            _, _, pages, block = heapq.heappop(self._blocks)
-            self.bytes -= pages * self._page_bytes
-            yield block, pages
+    def pop(self, now: float) -> tuple[Block, int] | None:
+        """Remove a block whose deadline has passed, and return it with its pages; None if there is none."""
+        if not self._blocks or self._blocks[0][0] > now:
+            return None
+        _, _, pages, block = heapq.heappop(self._blocks)
+        self.bytes -= pages * self._page_bytes
+        return block, pages
 
     def blocks(self) -> list[Block]:
         return [block for _, _, _, block in self._blocks]

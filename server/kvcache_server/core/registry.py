@@ -18,9 +18,10 @@ from kvcache_server.core.journal import EngineForgotten, EngineMade, NamespaceFo
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import NOBODY, Engine, Namespace, Session, Users
+from kvcache_server.core.slices import STEP
+from kvcache_server.core.sweeper import Sweeper
 
 MAX_ATTACHED = 16  # namespaces per session: an engine is in one, and after a reset also in the next one
-_ENDED_AT_ONCE = 4096  # leases, in some milliseconds
 OPERATORS = 16  # sessions beyond max_sessions that are reserved for operators
 
 
@@ -28,10 +29,17 @@ class Registry:
     """Attributes: `disconnected` has, by session, the engines of sessions whose door has closed but whose process may
     live. `not_restated` are sessions of the last epoch that have not restated what they hold. `leaving` has, by number,
     sessions as they were when their door closed, with leases that have not been restated yet, and when these end.
+    `ended` are sessions whose leases are being released.
     """
 
     def __init__(
-        self, pool: Pool, eviction: Eviction, limits: Limits, counters: Counter[str], effects: Effects
+        self,
+        pool: Pool,
+        eviction: Eviction,
+        limits: Limits,
+        counters: Counter[str],
+        effects: Effects,
+        sweeper: Sweeper,
     ) -> None:
         self.namespaces: dict[int, Namespace] = {}
         self.by_id: dict[str, Namespace] = {}
@@ -41,10 +49,11 @@ class Registry:
         self.disconnected: dict[int, Engine] = {}
         self.not_restated: set[int] = set()
         self.leaving: dict[int, tuple[float, Session]] = {}
+        self.ended: list[Session] = []
         self.last_namespace = self.last_engine = self.last_session = 0
         self.limits = limits
         self._pool, self._eviction, self._fair_share = pool, eviction, eviction.fair_share
-        self._counters, self._effects = counters, effects
+        self._counters, self._effects, self._sweeper = counters, effects, sweeper
 
     # Sessions.
 
@@ -94,7 +103,7 @@ class Registry:
         engine = session.engine
         del engine.sessions[number]
         if number in self.leaving:  # it has not restated those that it had before
-            session.end_leases()
+            self.end_leases_of(session)
         elif session.leases:
             self.leaving[number] = now + self.limits.grace, session
         for namespace, _ in session.attached.values():
@@ -105,21 +114,31 @@ class Registry:
 
     def holders(self) -> list[Session]:
         """Return the sessions that may have leases."""
-        return [*self.sessions.values(), *(session for _, session in self.leaving.values())]
+        return [*self.sessions.values(), *(session for _, session in self.leaving.values()), *self.ended]
 
-    def end_leases(self, number: int) -> None:
-        """End the leases that a session had when its door closed, if it had any."""
-        if number in self.leaving:
-            self.leaving.pop(number)[1].end_leases()
+    def take_former(self, number: int) -> Session | None:
+        """Remove and return a session as it was when its door closed, if it has leases that were not restated."""
+        return self.leaving.pop(number)[1] if number in self.leaving else None
+
+    def end_leases_of(self, session: Session | None) -> None:
+        """End the leases of a session that has ended, or has restated them."""
+        if session is not None and session.leases:
+            self.ended.append(session)
+            self._sweeper.add(self._end_some_leases)
+
+    def _end_some_leases(self) -> bool:
+        if self.ended:
+            self.ended[-1].end_leases(4 * STEP)
+            if not self.ended[-1].leases:
+                self.ended.pop()
+        return bool(self.ended)
 
     def tick(self, now: float) -> None:
-        """End leases of sessions whose door closed too long ago, those of one session after the other."""
-        ended = 0
-        for number, (until, session) in list(self.leaving.items()):
-            if now < until or ended >= _ENDED_AT_ONCE:
+        """End leases of sessions whose door closed too long ago."""
+        for number, (until, _) in list(self.leaving.items()):
+            if now < until:
                 break
-            ended += len(session.leases)
-            self.end_leases(number)
+            self.end_leases_of(self.take_former(number))
 
     def _note_disconnected(self, number: int, engine: Engine) -> None:
         self.disconnected[number] = engine
@@ -129,7 +148,7 @@ class Registry:
         """Remove a session whose process is gone, and return its engine."""
         if number in self.sessions:
             self.disconnect(number, 0.0)
-        self.end_leases(number)
+        self.end_leases_of(self.take_former(number))
         engine = self.disconnected.pop(number)
         engine.disconnected.discard(number)
         self.not_restated.discard(number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
@@ -23,6 +24,7 @@ from kvcache_server.core.index import (
     HIDDEN,
     Account,
     Block,
+    BottomUp,
     Grant,
     Group,
     Reservation,
@@ -31,8 +33,9 @@ from kvcache_server.core.journal import WritersNumbered
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Engine, Namespace, Session
-from kvcache_server.core.slices import LOOK, STEP, Chores, Steps
+from kvcache_server.core.slices import LOOK, STEP
 from kvcache_server.core.states import COMMITTED, DOOMED, FORGOTTEN
+from kvcache_server.core.sweeper import Step, Sweeper
 
 # The most frequent answers: looking up an enum's member takes longer than looking up a hash.
 _GRANTED, _PRESENT, _VISIBLE = Refusal.GRANTED, Refusal.PRESENT, Verdict.VISIBLE
@@ -43,8 +46,7 @@ class Reservations:
 
     Attributes: `last` is the number of the last reservation. `writers` has the numbers, used in rows, of tuples
     of sessions that write the shards of a block. `showing` are READY blocks below visible ones that are about to become
-    visible, and `orphaned` blocks below which some are to be doomed; `chores` does both. `forgetting` are the names,
-    with tags, of distrusted blocks below which some have not been forgotten yet.
+    visible, and `orphaned` blocks below which some are to be doomed; the sweeper does both.
     """
 
     def __init__(
@@ -56,16 +58,15 @@ class Reservations:
         counters: Counter[str],
         refusals: Counter[str],
         effects: Effects,
-        chores: Chores,
+        sweeper: Sweeper,
     ) -> None:
         self.last = self.last_writers = 0
         self.writers: dict[tuple[int, ...], int] = {}
         self.showing: list[Block] = []
         self.orphaned: dict[int, Block] = {}  # by id()
-        self.forgetting: set[bytes] = set()
         self.checksums: Checksums | None = None  # set if there is a file for them
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
-        self._engines, self._chores = engines, chores
+        self._engines, self._sweeper = engines, sweeper
         self._classes = eviction.learner.expected
         self._counters, self._refusals, self._effects = counters, refusals, effects
         self.set_limits(limits)
@@ -114,7 +115,7 @@ class Reservations:
             for run in runs:
                 self._grant_run(reservation, accounts[run.group], run, answers, now)
         except Exception:  # an internal error, after which nobody else could give back what it has been granted
-            self._chores.do(self.abandon(reservation))
+            self.abandon(reservation)
             raise
         granted = reservation.grants
         self._counters["blocks_reserved"] += len(granted)
@@ -207,8 +208,6 @@ class Reservations:
     ) -> tuple[Refusal, Block | None]:
         """Return the answer for one hash below `parent`, and its block, if any, which is the parent of the next."""
         group = account.group
-        if self.forgetting and block_hash + group.tag in self.forgetting:
-            return Refusal.NO_PARENT, None  # lookups would find what is below the distrusted one through the new one
         block = group.visible.get(block_hash)
         if block is not None and block.parent is parent:
             self._pool.touch(block)
@@ -261,11 +260,9 @@ class Reservations:
         return _GRANTED, block
 
     def _untrust(self, group: Group, block: Block) -> None:
-        """Hide from lookups a block below one that is being forgotten. The invalidation in progress frees its pages
-        later."""
+        """Hide a block below one that is hidden already. The invalidation in progress frees its pages later."""
         del group.visible[block.hash]
         self._effects.gone(block, "corrupt")
-        block.tick = GOES_FIRST
         self._rows.set_state(self._pool.row(block), FORGOTTEN)
 
     def _supersede(self, rival: Grant, block: Block) -> None:
@@ -321,53 +318,59 @@ class Reservations:
             if self.checksums is not None:
                 self._note_sums(self.checksums, grant, request, at * len(request.shards) * SUM_BYTES)
             verdicts.append(self._settle_shards(grant, shards & ~grant.settled))
-        if self.showing:
-            self._show_some()
-            if self.showing:
-                self._chores.do(self._show())
+        if self.showing and self._show_some():
+            self._sweeper.add(self._show_some)
         return m.Settled(request.id, bytes(verdicts))
 
-    def abandon(self, reservation: Reservation, tainted_until: float = 0.0) -> Steps[None]:
+    def abandon(self, reservation: Reservation, tainted_until: float = 0.0) -> None:
         """Settle all unsettled shards as never started: the reply never arrived, or so its session reports.
 
         With `tainted_until`, the slots go through the quarantine, in case a writer received the reply nevertheless.
         """
-        for done, grant in enumerate(list(reservation.grants), 1):
+        for grant in list(reservation.grants):
             if not grant.whole:
                 grant.tainted_until = max(grant.tainted_until, tainted_until)
                 self._fail(grant, reservation.all_shards, "not_started")
-            if done % STEP == 0:
-                yield
 
-    def abandon_undelivered(self, session: Session, heard: int, now: float) -> Steps[None]:
+    def abandon_undelivered(self, session: Session, heard: int, now: float) -> None:
         """Abandon the reservations of a resumed session with numbers above `heard`: it never received the replies."""
-        for reservation in list(session.engine.reservations.values()):
-            if reservation.owner == session.id and reservation.id > heard:
-                self._counters["reservations_unheard"] += 1
-                yield from self.abandon(reservation, now + self.limits.quarantine)
-                yield
+        left = [each for each in session.engine.reservations.values() if each.owner == session.id and each.id > heard]
+        self._counters["reservations_unheard"] += len(left)
+        until = now + self.limits.quarantine
+        self._sweeper.add(partial(self._go_on, left, lambda each: self.abandon(each, until)))
 
-    def writer_ended(self, engine: Engine, session: int, now: float) -> Steps[None]:
-        """Settle as dead the shards that `session`, which has ended, may be writing; their slots are quarantined."""
-        until, done = now + self.limits.quarantine, 0
-        for reservation in list(engine.reservations.values()):
-            written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
-            for grant in list(reservation.grants) if written else ():
-                if dead := written & ~grant.settled:
-                    grant.tainted_until = until
-                    self._counters["shards_dead"] += dead.bit_count()
-                    self._fail(grant, dead, "writer_died")
-                    done += 1
-                    if done % STEP == 0:
-                        yield
+    def writer_ended(self, engine: Engine, session: int, now: float) -> Step:
+        """Return the step that settles as dead the shards that `session`, which has ended, may be writing; their slots
+        are quarantined."""
+        left = [each for each in engine.reservations.values() if session in each.writers]
+        until = now + self.limits.quarantine
+        return partial(self._go_on, left, lambda each: self._fail_dead(each, session, until))
 
-    def tick(self, now: float) -> Steps[None]:
-        """Free the slots whose quarantine is over."""
-        for done, (block, pages) in enumerate(self._pool.quarantine.over(now), 1):
+    @staticmethod
+    def _go_on(left: list[Reservation], end: Callable[[Reservation], None]) -> bool:
+        """End one of the reservations that are left; the oldest one comes first."""
+        if left:
+            end(left.pop(0))
+        return bool(left)
+
+    def _fail_dead(self, reservation: Reservation, session: int, until: float) -> None:
+        written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
+        for grant in list(reservation.grants):
+            if dead := written & ~grant.settled:
+                grant.tainted_until = until
+                self._counters["shards_dead"] += dead.bit_count()
+                self._fail(grant, dead, "writer_died")
+
+    def free_quarantined(self) -> bool:
+        """Free some of the slots whose quarantine is over; return whether more are left."""
+        for _ in range(STEP):
+            over = self._pool.quarantine.pop(self._sweeper.now)
+            if over is None:
+                return False
+            block, pages = over
             self._pool.busy -= pages
             self._pool.give_back(self._pool.vacate(block))
-            if done % LOOK == 0:
-                yield
+        return True
 
     def _fail(self, grant: Grant, shards: int, cause: str) -> Verdict:
         """Settle the given shards of one grant, if unsettled, as failed for `cause`; doom the block and all below
@@ -417,25 +420,20 @@ class Reservations:
             changes.append(Shown([block]))
         return _VISIBLE
 
-    def _show(self) -> Steps[None]:
-        """Make the remaining blocks of `showing` visible."""
-        while self.showing:
-            yield
-            self._show_some()
-
-    def _show_some(self) -> None:
-        """Make the READY blocks in `showing`, whose parents are visible, and their READY descendants visible: at most
-        LOOK of them."""
+    def _show_some(self) -> bool:
+        """Make some of the READY blocks in `showing`, whose parents are visible, and of their READY descendants
+        visible; return whether more are left."""
         waiting = self.showing
         for _ in range(LOOK):
             if not waiting:
-                return
+                return False
             block = waiting.pop()
             group = block.account.group
             if block.pins == GONE or block.parent is None or not group.reaches(block.parent):
-                continue  # it was doomed in the meantime, or will be: its parent is distrusted
+                continue  # it was doomed in the meantime, or will be: its parent is hidden
             group.show(block, waiting)
             self._effects.shown(block)
+        return bool(waiting)
 
     def doom(self, grant: Grant, verdict: Verdict, cause: str) -> None:
         """Remove a block that will not become visible from the index, and then all below it.
@@ -448,7 +446,8 @@ class Reservations:
             parent.account.enter(parent)
         if block.child is not None:
             self.orphaned[id(block)] = block
-            self._chores.do(self._effects.on_behalf(self._effects.actor, self._doom_below(block)))
+            way = BottomUp(block)
+            self._sweeper.add(lambda: way.go_on(self._doom_orphan))
 
     def _doom_one(self, grant: Grant, verdict: Verdict, cause: str) -> None:
         block = grant.block
@@ -466,17 +465,13 @@ class Reservations:
         else:
             self._rows.set_state(grant.row, DOOMED)
 
-    def _doom_below(self, top: Block) -> Steps[None]:
-        """Doom all blocks below one that was doomed, children before parents."""
-        done = 0
-        while top.child is not None:
-            for block in top.child.upwards():
-                if block is not None:
-                    self._doom_one(block.account.group.pending[block.hash], Verdict.ORPHANED, "orphaned")
-                    done += 1
-                if block is None or done % STEP == 0:
-                    yield
-        del self.orphaned[id(top)]
+    def _doom_orphan(self, block: Block) -> bool:
+        """Doom a block below one that was doomed, once all below it are; or drop that one."""
+        if block.child is not None:
+            return True
+        if self.orphaned.pop(id(block), None) is None and block.pins != GONE:
+            self._doom_one(block.account.group.pending[block.hash], Verdict.ORPHANED, "orphaned")
+        return False
 
     def _note_sums(self, sums: Checksums, grant: Grant, request: m.Settle, at: int) -> None:
         """Store the given checksums before the shards count as settled; clear those of the pages' previous block."""

@@ -11,8 +11,8 @@ An operator's pins have no end, and the state file contains them.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvcache_proto import messages as m
@@ -22,17 +22,20 @@ from kvcache_server.core.boundary import boundary
 from kvcache_server.core.effects import Effects, Hinted
 from kvcache_server.core.eviction.policy import DROPPED, Eviction
 from kvcache_server.core.index import GOES_FIRST, Block, Group
+from kvcache_server.core.invalidation import Invalidation
 from kvcache_server.core.journal import PinEnded, PinMade
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pins import Lease, Pins, new_lease
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Namespace, Session
-from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.core.slices import LOOK, STEP
+from kvcache_server.core.sweeper import Sweeper
 
 _MOST_WANTED = 8 * LOOK  # blocks of a retention that will be stored soon
 TOGETHER = 0.5  # of the pool: what all engines may retain
 MOST, MOST_OF_ONE = 8192, 1024  # retentions, in all and per owner: some passes over all take a millisecond
 NAMES, NAMES_OF_ONE = 1 << 20, 1 << 16  # hashes in them
+_TIGHTENED = 4  # steps towards exact counts per request: some milliseconds
 FOR_EVER = math.inf
 
 
@@ -95,22 +98,30 @@ class Retention:
 class Retentions:
     """All retentions, and what engines say of blocks that nobody needs again.
 
-    Attributes: `refused` counts blocks that were not retained, by reason; `ended` counts retentions by cause. `doubts`
-    counts the requests that forgot blocks, which may be held, `distrusting` those under way; retentions have let go
-    of what the first `examined` of them forgot.
+    Attributes: `refused` counts blocks that were not retained, by reason; `ended` counts retentions by cause. They
+    have let go of the blocks that the first `examined` changes of invalidation have hidden.
     """
 
     def __init__(
-        self, pool: Pool, eviction: Eviction, namespaces: Mapping[int, Namespace], limits: Limits, effects: Effects
+        self,
+        pool: Pool,
+        eviction: Eviction,
+        invalidation: Invalidation,
+        namespaces: Mapping[int, Namespace],
+        limits: Limits,
+        effects: Effects,
+        sweeper: Sweeper,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.dropped = 0  # blocks
-        self.doubts = self.examined = self.distrusting = 0
+        self.examined = 0
         self.operator = Owner("")
         self.engines: dict[str, Owner] = {}
         self.waiting: dict[int, Retention] = {}  # those that want more than they hold, by number
         self._pool, self._eviction, self._namespaces, self._effects = pool, eviction, namespaces, effects
+        self._invalidation, self._sweeper = invalidation, sweeper
+        self._left: deque[Retention] = deque()  # to be looked at
         self._last = self._names = self._count = 0
         self._next_end = FOR_EVER
         self.set_limits(limits)
@@ -134,8 +145,8 @@ class Retentions:
 
     @property
     def doubted(self) -> bool:
-        """Whether blocks may be held that were forgotten."""
-        return self.distrusting > 0 or self.doubts > self.examined
+        """Whether blocks may be held that lookups do not find any more."""
+        return self._invalidation.under_way > 0 or self._invalidation.changes > self.examined
 
     @property
     def retained_bytes(self) -> int:
@@ -165,8 +176,11 @@ class Retentions:
 
     # Requests of engines.
 
-    def retain(self, session: Session, request: m.Retain, now: float) -> Steps[m.Retained]:
-        """Retain a chain, or extend the time of its retention. Raises BadArgument, UnknownHandle."""
+    def retain(self, session: Session, request: m.Retain, now: float) -> m.Retained:
+        """Retain a chain, or extend the time of its retention. Raises BadArgument, UnknownHandle.
+
+        What fits is held now, or if it takes long to find out how much that is, soon.
+        """
         _, group = session.group(request.namespace, request.group)
         check_hashes(request.hashes, group.hash_bytes)
         if not 0 < request.seconds <= m.MAX_SECONDS:
@@ -179,6 +193,8 @@ class Retentions:
         until = now + request.seconds
         found = owner.retentions.get(request.hashes[-1] + group.tag)
         if found is not None:
+            if not found.sound:
+                self._let_go(found)
             # Several requests share the prefix: the longest time counts.
             found.until, found.wanted, found.request = max(found.until, until), len(found.names), request.request
             if found.held < found.wanted:
@@ -190,7 +206,7 @@ class Retentions:
                 self._refuse(found, "count", len(request.hashes))
                 return m.Retained(request.id, 0, "count")
         self._next_end = min(self._next_end, until)
-        why = yield from self._hold(found)
+        why = self._hold(found)
         return m.Retained(request.id, found.held, why)
 
     def drop(self, session: Session, request: m.Drop) -> m.Dropped:
@@ -220,7 +236,7 @@ class Retentions:
 
     # Requests of operators.
 
-    def pin(self, namespaces: Mapping[str, Namespace], session: Session, request: m.Pin) -> Steps[m.Pinned]:
+    def pin(self, namespaces: Mapping[str, Namespace], session: Session, request: m.Pin) -> m.Pinned:
         """Pin a chain. Raises NotPermitted unless an operator asks and it fits, BadArgument, ClientError."""
         _check_operator(session)
         namespace = namespaces.get(request.namespace)
@@ -245,7 +261,7 @@ class Retentions:
             self._effects.records.append(
                 PinMade(found.number, namespace.number, group.number, found.names, request.label)
             )
-        yield from self._hold(found)
+        self._hold(found)
         return m.Pinned(request.id, found.number, found.held)
 
     def unpin(self, session: Session, request: m.Unpin) -> m.Unpinned:
@@ -270,40 +286,66 @@ class Retentions:
 
     # What others do.
 
-    def clear(self, namespace: int | None) -> Steps[None]:
-        """End the retentions of engines in that namespace, or in all for None."""
-        mine = (each for each in self._of_engines() if namespace in (None, each.group.namespace))
-        yield from self._end_all(mine, "cleared")
+    def clear(self, namespace: int) -> None:
+        """End the retentions of engines in that namespace, soon."""
+        for each in self._of_engines():
+            if each.group.namespace == namespace:
+                each.until = 0.0
+                self._next_end = 0.0
 
-    def tick(self, now: float) -> Steps[None]:
+    def tick(self, now: float) -> None:
         """End what is over; hold what has been stored since; end what exceeds a quota that has been lowered."""
         if now >= self._next_end:
-            yield from self._end_all((each for each in self.all() if each.until <= now), "expired")
-            self._next_end = min((each.until for each in self.all()), default=FOR_EVER)
-            yield
-        if (doubts := self.doubts) > self.examined:
-            for done, each in enumerate(self.all(), 1):
-                if not each.sound:
-                    self._let_go(each)
-                    self.waiting[each.number] = each
-                if done % STEP == 0:
-                    yield
-            self.examined = doubts
-        for done, each in enumerate(list(self.waiting.values()), 1):
-            if self._namespaces.get(each.group.namespace) is None:
-                self._end(each, "namespace_gone")
-            elif not each.ended and each.held < each.wanted and _may_hold_more(each):
-                yield from self._hold(each)
-                yield
-            elif done % LOOK == 0:
-                yield
-        while (owner := self._beyond_quota()) is not None:
-            if not self._tighten():
-                self._end(next(iter(owner.retentions.values())), "quota")
-            yield
+            self._sweeper.add(self._end_some)
+        if self.doubted:
+            self._sweeper.add(self._examine_some)
+        if self.waiting and not self._left:
+            self._left.extend(self.waiting.values())
+            self._sweeper.add(self._hold_some)
+        if self._beyond_quota() is not None:
+            self._sweeper.add(self._keep_quota)
         for owner in list(self.engines.values()):
             if not owner.retentions and owner.pins.settled:
                 del self.engines[owner.engine]
+
+    # In slices.
+
+    def _end_some(self) -> bool:
+        over = [each for each in self.all() if each.until <= self._sweeper.now]
+        for each in over[:STEP]:
+            self._end(each, "expired" if each.until else "cleared")
+        if len(over) <= STEP:
+            self._next_end = min((each.until for each in self.all()), default=FOR_EVER)
+        return len(over) > STEP
+
+    def _examine_some(self) -> bool:
+        """Let go of what was hidden. It may be stored again."""
+        changes, let_go = self._invalidation.changes, 0
+        for each in self.all():
+            if not each.sound:
+                self._let_go(each)
+                self.waiting[each.number] = each
+                let_go += 1
+                if let_go == STEP:
+                    return True
+        self.examined = changes
+        return False
+
+    def _hold_some(self) -> bool:
+        for _ in range(min(STEP, len(self._left))):
+            each = self._left.popleft()
+            if self._namespaces.get(each.group.namespace) is None:
+                self._end(each, "namespace_gone")
+            elif not each.ended and each.held < each.wanted and _may_hold_more(each):
+                self._hold(each)
+                break
+        return bool(self._left)
+
+    def _keep_quota(self) -> bool:
+        owner = self._beyond_quota()
+        if owner is not None and not self._tighten():
+            self._end(next(iter(owner.retentions.values())), "quota")
+        return owner is not None
 
     def _beyond_quota(self) -> Owner | None:
         """Return an engine that holds too much since a quota was lowered, by all that is counted; None if none does."""
@@ -315,10 +357,13 @@ class Retentions:
 
     def _tighten(self) -> bool:
         """Take some steps towards exact counts of what is held; return False if all are exact."""
-        inexact = next((owner.pins for owner in self.owners() if not owner.pins.exact), None)
+        inexact = self._inexact()
         if inexact is not None:
             inexact.tighten()
         return inexact is not None
+
+    def _inexact(self) -> Pins | None:
+        return next((owner.pins for owner in self.owners() if not owner.pins.exact), None)
 
     # How a retention begins and ends.
 
@@ -340,18 +385,23 @@ class Retentions:
         self._next_end = min(self._next_end, retention.until)
         return True
 
-    def _hold(self, retention: Retention) -> Steps[str]:
-        """Hold what is cached of a retention, as far as it fits; return why not all of that is held, "" if it is."""
-        owner = retention.owner
+    def _hold(self, retention: Retention) -> str:
+        """Hold what is cached of a retention, as far as it fits; return why not all of that is held, "" if it is.
+
+        If it may fit once what is held already was counted exactly, it waits for the next tick.
+        """
+        owner, tightened = retention.owner, 0
         while not retention.ended:
             cached = _cached(retention, retention.wanted)
             if cached.blocks <= retention.held:
                 break
             fits = self._fit(owner, cached)
             if fits.blocks < cached.blocks:
-                if self._tighten():
-                    yield
+                if tightened < _TIGHTENED and self._tighten():
+                    tightened += 1
                     continue
+                if self._inexact() is not None:
+                    break
                 if cached.tails:
                     fits = self._fit(owner, _cached(retention, fits.blocks))
             if fits.blocks > retention.held:
@@ -392,12 +442,6 @@ class Retentions:
             retention.owner.pins.drop(lease)
             lease.unpin()
         retention.lease, retention.held = None, 0
-
-    def _end_all(self, chosen: Iterable[Retention], cause: str) -> Steps[None]:
-        for done, each in enumerate(list(chosen), 1):
-            self._end(each, cause)
-            if done % STEP == 0:
-                yield
 
     def _end(self, retention: Retention, cause: str) -> None:
         if retention.ended:

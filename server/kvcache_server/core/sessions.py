@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -174,11 +175,6 @@ class Session:
     def title(self) -> str:
         return f"session {self.id}" + (f" ({self.label})" if self.label else "")
 
-    def check_connected(self) -> None:
-        """Raise UnknownHandle if it has left."""
-        if not self.connected:
-            raise UnknownHandle(f"session {self.id} has left")
-
     def pin(self, number: int, block: Block | None, size: int, cover: int = 0, tails: Sequence[Block] = ()) -> None:
         """Start a lease on `block`, and so on all above it, and on the blocks of tails; see Lease for the rest."""
         self.leases[number] = lease = new_lease(block, size, cover, tails)
@@ -190,8 +186,9 @@ class Session:
         self.engine.pins.drop(lease)
         lease.unpin()
 
-    def end_leases(self) -> None:
-        for number in list(self.leases):
+    def end_leases(self, most: int) -> None:
+        """End at most so many leases."""
+        for number in list(islice(self.leases, most)):
             self.unpin(number)
 
     def group(self, number: int, group: int) -> tuple[Namespace, Group]:

@@ -1,4 +1,4 @@
-"""Answers messages: by the cache or by insight; at once, in slices, or in turn.
+"""Answers messages: by the cache or by insight; at once, or in turn.
 
 Records are delivered before the reply is sent, so that no client knows more than the state file. No client waits for
 the followers of changes: these are delivered at the end of the turn, or before anyone asks insight.
@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any
 
 from kvcache_proto.codec import decode_request, encode
-from kvcache_proto.errors import BadFrame, BadToken, KVCacheError, ServerError, Unavailable
+from kvcache_proto.errors import BadFrame, BadToken, KVCacheError, ServerError
 from kvcache_proto.messages import (
     Acquire,
     Acquired,
     Attach,
     Attached,
-    Clear,
     Cleared,
     Detach,
     Distrust,
@@ -40,14 +39,14 @@ from kvcache_proto.messages import (
     Worked,
 )
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.slices import Steps
-from kvcache_server.daemon.long_work import LongWork
+from kvcache_server.daemon.background import Background
 from kvcache_server.daemon.request_socket import Connection, RequestSocket
 from kvcache_server.daemon.session_registry import SessionRegistry
 from kvcache_server.daemon.slow_queue import SLOW, SlowQueue
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.histogram import Histogram
 from kvcache_server.insight.insight import Insight
+from kvcache_server.slices import Steps
 from kvcache_server.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class Answers:
         self.errors: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()
         self.acquire = Histogram(ACQUIRE_SECONDS)
-        self.long_work = LongWork(*(loop, cache.chores, self._answer_in_order, end_turn, self.failed))
+        self.background = Background(loop, cache.sweeper, end_turn, self.failed)
         self._slow_queue = SlowQueue(loop, self._answer_in_turn)
         self._cache, self._insight, self._tiering, self._sessions = cache, insight, tiering, sessions
         self._held: dict[int, tuple[Connection, bytes, Work, float]] = {}  # requests for work, by session
@@ -113,11 +112,7 @@ class Answers:
         self._answer(sender, frame, in_turn=True)
         self._end_turn()
 
-    def _answer_in_order(self, sender: Connection, frame: bytes) -> None:
-        """Answer a message that has waited for an earlier request of its session."""
-        self._answer(sender, frame, in_order=True)
-
-    def _answer(self, sender: Connection, frame: bytes, in_turn: bool = False, in_order: bool = False) -> None:
+    def _answer(self, sender: Connection, frame: bytes, in_turn: bool = False) -> None:
         session, now = 0, 0.0
         request: Request | None = None
         reply: Reply | None = None
@@ -128,10 +123,7 @@ class Answers:
             if session != sender.session:
                 self._request_socket.bind(sender, session)
             now = time.monotonic()
-            if self.long_work and session in self.long_work and not (in_order or in_turn):
-                self._wait(session, sender, frame, request, now)
-                return
-            if not in_turn and (type(request) in SLOW or (type(request) is Clear and not self._is_operator(session))):
+            if not in_turn and type(request) in SLOW:
                 self._slow_queue.add(session, sender, frame)
                 return
             answer = self._begin(session, request, now)
@@ -140,10 +132,7 @@ class Answers:
                     self._hold(session, sender, frame, request, now)
                 return
             if type(answer) is not Acquired and isinstance(answer, Generator):
-                if self._cache.effects.records:  # they come before what the next slice does
-                    self._deliver()
-                go_on = self._slow_queue.go_on if in_turn else partial(self.long_work.begin, session)
-                go_on(answer, partial(self._finish, sender, frame, session, request, now))
+                self._slow_queue.go_on(answer, partial(self._finish, sender, frame, session, request, now))
                 return
             reply = answer
         except Exception as failure:  # noqa: BLE001 - as in _refusal
@@ -153,13 +142,8 @@ class Answers:
         finally:
             error = None  # its traceback refers to this frame: a cycle that is never collected
 
-    def _is_operator(self, session: int) -> bool:
-        return self._cache.registry.sessions[session].is_operator
-
     def _log_cleared(self, session: int, namespace: str, blocks: int) -> None:
-        if session not in self._cache.registry.sessions:  # it has ended meanwhile
-            self._operations.cleared_by_engine(namespace, blocks, "an engine that has left")
-        elif self._is_operator(session):
+        if self._cache.registry.sessions[session].is_operator:
             self._operations.cleared(namespace, blocks, self._sessions.name(session))
         else:
             self._operations.cleared_by_engine(namespace, blocks, self._sessions.name(session))
@@ -171,7 +155,7 @@ class Answers:
         if type(request) in Tiering.requests:
             self._tiering.begin(session, request, now)
             return None
-        return self._cache.begin(session, request, now)
+        return self._cache.answer(session, request, now)
 
     def _hold(self, session: int, sender: Connection, frame: bytes, request: Work, now: float) -> None:
         """Keep a tier's request for work until there is some, and answer an earlier one."""
@@ -202,22 +186,6 @@ class Answers:
     def forget(self, session: int) -> None:
         """Drop what is held for a session that has left."""
         self._held.pop(session, None)
-
-    def _wait(self, session: int, sender: Connection, frame: bytes, request: Request, now: float) -> None:
-        """Queue a message behind the session's long request. Raises Unavailable at the limit."""
-        try:
-            self.long_work.wait(session, sender, frame)
-        except Unavailable:
-            if type(request) not in UNANSWERED:
-                raise
-            # It has no reply, so it cannot be refused. What it ends was replied to before the long request came.
-            self.drops["out_of_turn"] += 1
-            if type(request) is Tell:
-                self._insight.begin(session, request, now)
-            elif type(request) is Worked:
-                self._tiering.begin(session, request, now)
-            elif type(request) is not Remark:
-                self._cache.handle(session, request, now)
 
     # Replies.
 

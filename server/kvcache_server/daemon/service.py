@@ -66,9 +66,16 @@ class Service:
         self._answers = Answers(
             *(self._loop, self._cache, self._insight, self._tiering, self._sessions, self._deliver, self._end_turn)
         )
-        self._long_work = self._answers.long_work
+        self._background = self._answers.background
         self._admin_ops = AdminOps(
-            *(self._cache, self._insight, self._sessions.look_after, self._figures, self._long_work.run, self._end_turn)
+            *(
+                self._cache,
+                self._insight,
+                self._sessions.look_after,
+                self._figures,
+                self._background.run,
+                self._end_turn,
+            )
         )
         self._lost = ""  # the path of a socket whose file was removed
         self._started, self._started_at = time.monotonic(), time.time()
@@ -194,6 +201,7 @@ class Service:
     def _end_turn(self) -> None:
         """Deliver what is left after the replies of one turn of the loop, offer tiers work, and publish KV events."""
         self._deliver()
+        self._background.schedule()
         self._answers.offer_work()
         if self._publisher is not None:
             self._publisher.flush()
@@ -215,7 +223,7 @@ class Service:
 
     def _leave(self, session: int) -> None:
         """End a session whose door has closed, after its earlier requests are done."""
-        self._request_socket.drain(session, lambda: self._long_work.after(session, lambda: self._end(session)))
+        self._request_socket.drain(session, lambda: self._end(session))
 
     def _end(self, session: int) -> None:
         self._sessions.leave(session)
@@ -227,7 +235,6 @@ class Service:
         """End the session now: its client has reconnected."""
         self._door.disconnect(session)
         self._request_socket.cut_short(session)
-        self._long_work.cut_short(session)
 
     # Timers.
 
@@ -238,7 +245,6 @@ class Service:
             lambda: self._insight.tick(time.monotonic()),
             self._end_turn,  # changes without a message
             self._http.collect if self._http else lambda: None,
-            self._long_work.schedule,
             self._look_after_sockets,
             self._look_after_tiers,
             lambda: self._manager.tick(time.monotonic()),

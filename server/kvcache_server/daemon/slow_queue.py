@@ -12,8 +12,8 @@ from typing import Any
 
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.messages import Chain, Stats, Why
-from kvcache_server.core.slices import SLICE_SECONDS, Result, Steps, advance
 from kvcache_server.duty_cycle import DutyCycle
+from kvcache_server.slices import SLICE_SECONDS, Result, Steps, advance
 
 SLOW = (Stats, Why, Chain)
 SHARE = 0.1  # of the loop's time

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.effects import Change, Gone, NamespaceClosed, NamespaceEmptied, NamespaceOpened, Shown
+from kvcache_server.core.effects import CLEARED, Change, Gone, NamespaceClosed, NamespaceEmptied, NamespaceOpened, Shown
 from kvcache_server.core.index import Group
 from kvcache_server.core.sessions import Namespace
 
@@ -88,7 +88,7 @@ class Batches:
                     for block in change.blocks:
                         if (above := block.parent) is not None and not block.account.group.is_tail:
                             noted.append((sources[block.account.group.tag], block.hash, above.hash))
-                case Gone():
+                case Gone() if change.cause != CLEARED:  # the clear is announced as such
                     noted += [
                         (sources[block.account.group.tag], block.hash, None)
                         for block in change.blocks

@@ -15,8 +15,8 @@ from kvcache_proto.types import Finding
 from kvcache_server import logs
 from kvcache_server.core import integrity
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.slices import Steps
 from kvcache_server.insight.insight import Insight
+from kvcache_server.slices import Steps
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +94,13 @@ class AdminOps:
                 extra={"fields": {"event": "summary", **new}},
             )
 
-    async def clear(self, namespace: str, who: str) -> int:
-        """Forget every unused block of `namespace`, or of all; return how many blocks that were.
+    def clear(self, namespace: str, who: str) -> int:
+        """Forget every block of `namespace`, or of all; return how many blocks that were.
 
         Raises ClientError for an unknown namespace, Unavailable during the grace period.
         """
-        blocks: int = await self._run(self._cache.clearing(namespace, who, time.monotonic()))
+        blocks = self._cache.clear(namespace, who, time.monotonic())
+        self._end_turn()
         self.cleared(namespace, blocks, who)
         return blocks
 
@@ -150,7 +151,7 @@ class AdminOps:
         broken = ""
         try:
             if self._cache.sessions and integrity.takes_long(self._cache):
-                await self._run(integrity.audit(self._cache))
+                await self._run(self._auditing())
             else:
                 integrity.check_integrity(self._cache)
         except AssertionError as error:
@@ -161,6 +162,11 @@ class AdminOps:
             log.info("integrity: sound")
         self.integrity["checks"] += 1
         return broken
+
+    def _auditing(self) -> Steps[None]:
+        audit = integrity.Audit(self._cache)
+        while audit.go_on():
+            yield
 
     def check_soon(self) -> None:
         """Start a check, whose result goes to the log."""

@@ -172,7 +172,7 @@ class HttpApp:
 
     async def _clear(self, request: web.Request) -> web.Response:
         body = decode(await request.read(), schema.Clear)
-        return json_response(schema.Cleared(await self._admin_ops.clear(body.namespace, _who(request))))
+        return json_response(schema.Cleared(self._admin_ops.clear(body.namespace, _who(request))))
 
     async def _log_level(self, request: web.Request) -> web.Response:
         level = (decode(await request.read(), schema.LogLevel)).level

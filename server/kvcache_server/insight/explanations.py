@@ -24,9 +24,10 @@ from kvcache_server.core.eviction.policy import EVICTED_FOR
 from kvcache_server.core.index import TAG_BYTES, Group, tag, tagged
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.sessions import Session
-from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.core.slices import LOOK, STEP
 from kvcache_server.insight.differences import differences
 from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
+from kvcache_server.slices import Steps
 
 MOST_BLOCKS = 8192  # examined per lookup, from the first miss on,
 MOST_RUNS = 512  # or until there are this many runs
@@ -45,34 +46,25 @@ class Explanations:
     def __init__(self, cache: Cache, misses: MissLog) -> None:
         self._cache, self._misses = cache, misses
 
-    def remark(self, session: Session, request: Remark, now: float) -> Steps[None]:
+    def remark(self, session: Session, request: Remark, now: float) -> None:
         """Store an engine's notes. Invalid ones are only counted, because this request has no reply."""
         try:
             namespace, group = session.group(request.namespace, request.group)
             if sum(len(note.hashes) for note in request.notes) > MAX_HASHES:
                 raise BadArgument(f"more than {MAX_HASHES} hashes in one message")
-            for checked, note in enumerate(request.notes, 1):
+            for note in request.notes:
                 check_hashes(note.hashes, group.hash_bytes)
                 if not (_WORD.fullmatch(note.cause) and 0 <= note.age_ms < _OLDEST):
                     raise BadArgument("invalid note: the cause must be a lower-case word, the age not negative")
-                if checked % LOOK == 0 or len(note.hashes) > LOOK:
-                    yield
         except ClientError:
             self._cache.counters["notes_refused"] += len(request.notes)
             return
-        done = 0
         for note in request.notes:
             at = now - note.age_ms / 1000
             actor = Actor(at, session.engine.name, namespace.number)
             for each in note.hashes:
                 self._misses.removed(each + group.tag, note.cause, actor)
-                done += 1
-                if done % LOOK == 0:
-                    yield
             self._misses.notes.append(EngineNote(at, session.engine.name, note.request, note.cause, len(note.hashes)))
-            done += 1
-            if done % LOOK == 0:
-                yield
 
     def answer(self, request: Why, now: float) -> Steps[Explained]:
         return Explained(request.id, (yield from self._explain(request.request, now)))

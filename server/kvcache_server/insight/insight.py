@@ -24,7 +24,6 @@ from kvcache_server.core.effects import (
 )
 from kvcache_server.core.eviction.policy import EVICTED_FOR, NAMESPACE_CEILING, OWN_CEILING, ROOM
 from kvcache_server.core.index import TAG_BYTES, Group, tagged
-from kvcache_server.core.slices import Steps, begin, finish
 from kvcache_server.insight.chains import Chains
 from kvcache_server.insight.explanations import Explanations, kept_back
 from kvcache_server.insight.infinite_cache import InfiniteCache
@@ -33,6 +32,7 @@ from kvcache_server.insight.miss_log import Below, EngineNote, Lookup, MissLog
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.stats import Report
 from kvcache_server.insight.telemetry import Telemetry
+from kvcache_server.slices import Steps, begin, finish
 
 Says = Callable[[Group, Sequence[bytes], int, int, float, int], tuple[Below, ...]]
 
@@ -164,7 +164,8 @@ class Insight:
             case m.Watch():
                 return self.tap.since(request, now)
             case m.Remark():
-                return begin(self._explanations.remark(asker, request, now))
+                self._explanations.remark(asker, request, now)
+                return None
             case m.Tell():
                 self.telemetry.tell(asker, request)
                 return None

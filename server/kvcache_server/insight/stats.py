@@ -11,10 +11,11 @@ from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import Block, Reservation
 from kvcache_server.core.sessions import Namespace
-from kvcache_server.core.slices import LOOK, STEP, Steps
+from kvcache_server.core.slices import LOOK, STEP
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.telemetry import Telemetry
+from kvcache_server.slices import Steps
 
 # A report is one frame. Beyond this many characters, namespaces are reported without identities and groups. Of a
 # namespace's engines, only those with the most bytes are named.

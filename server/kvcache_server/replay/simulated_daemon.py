@@ -79,8 +79,7 @@ class SimulatedDaemon:
         """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""
         session, handle = self._sessions[engine], self.cache.handle
         self.cache.effects.take()  # nobody follows
-        while self.cache.chores.go_on():
-            pass
+        self.cache.sweeper.finish()
         question = m.Acquire(1, b"", self._namespace, hashes)
         begin = clock()
         found = handle(session, question, now)

@@ -11,7 +11,7 @@ import msgspec
 from kvcache_proto.types import MAX_BLOCKS
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.sessions import Session
-from kvcache_server.core.slices import LOOK, Steps
+from kvcache_server.core.slices import LOOK
 from kvcache_server.tiering.inquiry import Inquiry
 
 ABSENT_FOR = 5.0  # seconds for which a tier is not asked again for what it did not have: other hosts may store it
@@ -418,12 +418,11 @@ class Tier:
         self.looked_up = self.backlog = self.in_flight = self.waiting = 0
         return leases
 
-    def forget_marks(self) -> Steps[None]:
-        """Free the memory for what the tier has; at once, that would take too long for millions of blocks."""
-        while self._has:
-            for _ in range(min(LOOK, len(self._has))):
-                self._has.popitem()
-            yield
+    def forget_marks(self) -> bool:
+        """Free some of the memory for what the tier has; return whether more is left."""
+        for _ in range(min(LOOK, len(self._has))):
+            self._has.popitem()
+        return bool(self._has)
 
     def report(self) -> dict[str, object]:
         """Return figures for `status`."""

@@ -306,7 +306,7 @@ class Tiering:
                 case SessionGone() if change.session in self._tiers:
                     tier = self._tiers.pop(change.session)
                     self._turn_off(tier, "gone")
-                    self._cache.chores.do(tier.forget_marks())
+                    self._cache.sweeper.add(tier.forget_marks)
                     self._listen()
                 case _:
                     pass

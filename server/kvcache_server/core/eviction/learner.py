@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvcache_proto import messages as m
 from kvcache_server.core.eviction.monitor import REACH, Monitor
 from kvcache_server.core.eviction.sketch import Sketch, sampled
-from kvcache_server.core.eviction.worth import Worths
+from kvcache_server.core.eviction.worth import Refresh, Worths
 from kvcache_server.core.index import (
     CLASS_MASK,
     CLASSES,
@@ -31,7 +31,7 @@ from kvcache_server.core.index import (
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sampling import Draw, Lots, split
 from kvcache_server.core.sessions import Engine
-from kvcache_server.core.slices import LOOK, Steps
+from kvcache_server.core.slices import LOOK
 
 _REFRESHES = 16  # of the worths, while as many blocks miss as the pool holds
 _FEWEST, _REFRESHED_FOR = 128, TICKS_PER_SECOND // 4  # blocks that miss, and time, between two refreshes
@@ -79,7 +79,7 @@ class Learner:
         self.wanted: dict[bytes, None] = {}  # hashes of blocks to store regardless of their worth
         self._refreshed = 0  # the tick of the last refresh
         self._missed = 0  # blocks asked for and not cached since the last refresh, whether stored then or refused
-        self._refreshing = False
+        self._refresh: Refresh | None = None
 
     def asked(
         self,
@@ -221,25 +221,28 @@ class Learner:
 
     @property
     def due(self) -> bool:
-        """Whether `refreshing` should run."""
-        if self._missed < max(self._slots // _REFRESHES, _FEWEST) or self._refreshing:
+        """Whether `begin_to_refresh` should be called."""
+        if self._missed < max(self._slots // _REFRESHES, _FEWEST) or self._refresh:
             return False
         return self._pool.tick - self._refreshed >= _REFRESHED_FOR
 
-    def refreshing(self, accounts: Collection[Account]) -> Steps[None]:
-        """Make the worths follow the evidence. `accounts` are those that share the pool."""
-        self._refreshing, self._missed, self._refreshed = True, 0, self._pool.tick
-        try:
-            groups = {account.group for account in accounts if not account.group.is_tail}
-            blocks = sum(len(group.visible) for group in groups)
-            used = sum(share.bytes for share in {account.share for account in accounts})
-            slots = self._pool.blocks_of(used // max(blocks, 1))
-            if used * 2 > self._pool.capacity and not self._slots <= 2 * slots <= 4 * self._slots:
-                most = max(groups, key=lambda group: len(group.visible))
-                self._resize(slots, most.spec.block_tokens)  # other blocks have come
-            yield from self.worths.refresh(self.monitor.watched(), self._pool.tick)
-        finally:
-            self._refreshing = False
+    def begin_to_refresh(self, accounts: Collection[Account]) -> None:
+        """Start to make the worths follow the evidence. `accounts` are those that share the pool."""
+        self._missed, self._refreshed = 0, self._pool.tick
+        groups = {account.group for account in accounts if not account.group.is_tail}
+        blocks = sum(len(group.visible) for group in groups)
+        used = sum(share.bytes for share in {account.share for account in accounts})
+        slots = self._pool.blocks_of(used // max(blocks, 1))
+        if used * 2 > self._pool.capacity and not self._slots <= 2 * slots <= 4 * self._slots:
+            most = max(groups, key=lambda group: len(group.visible))
+            self._resize(slots, most.spec.block_tokens)  # other blocks have come
+        self._refresh = Refresh(self.monitor.watched(), self._pool.tick)
+
+    def refresh_some(self) -> bool:
+        """Go on with that; return whether more is left."""
+        if self._refresh is not None and self.worths.refresh(self._refresh):
+            self._refresh = None
+        return self._refresh is not None
 
     def forget_shares(self, shares: Collection[Share]) -> None:
         """Drop what refers to shares that are gone."""

@@ -25,7 +25,8 @@ from kvcache_server.core.index import (
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sampling import Draw, Lots
-from kvcache_server.core.slices import STEP, Chores, Steps
+from kvcache_server.core.slices import STEP
+from kvcache_server.core.sweeper import Sweeper
 
 # Why a block was evicted: for another block; the engine's or its namespace's ceiling; for another block, after an
 # engine had said that nobody needs it again.
@@ -53,7 +54,7 @@ class Eviction:
         limits: Limits,
         counters: Counter[str],
         effects: Effects,
-        chores: Chores,
+        sweeper: Sweeper,
         draw: Draw,
         lots: Lots,
         policy: str = WORTH,
@@ -62,7 +63,8 @@ class Eviction:
         self._pool = pool
         self._counters = counters
         self._effects = effects
-        self._chores = chores
+        self._sweeper = sweeper
+        self._useless: list[tuple[Block, str]] = []  # blocks to continue with, and why others of them were evicted
         self.learner = Learner(pool, draw, lots, policy != LRU)
         self.guard = self.learner.guard
         self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
@@ -85,10 +87,18 @@ class Eviction:
         self._namespace_ceiling = int(ceiling * self._pool.capacity) if ceiling < 1 else 0
         self.ranking.expire()
 
-    def refreshing(self) -> Steps[None]:
-        """Make the worths follow the evidence."""
-        yield from self.learner.refreshing(self.fair_share.accounts)
+    def refresh(self) -> None:
+        """Learn from lookups, and if there is enough evidence, let the sweeper make the worths follow it."""
+        self.learner.learn()
+        if self.learner.due:
+            self.learner.begin_to_refresh(self.fair_share.accounts)
+            self._sweeper.add(self._refresh_some)
+
+    def _refresh_some(self) -> bool:
+        if self.learner.refresh_some():
+            return True
         self.ranking.expire()
+        return False
 
     def figures(self) -> dict[str, Any]:
         """Return how it decides, and what it found and gave up by class."""
@@ -132,10 +142,9 @@ class Eviction:
                 return Refusal.NO_SPACE
             if least is None:
                 least = self.ranking.least_of([account])  # although it has no more than its floor
-            block = account.pop_clearing() if least is None else self.ranking.pop(least)
-            if block is None:
+            if least is None:
                 return Refusal.NO_SPACE
-            runs = self._evicted(block, ROOM)
+            runs = self._evicted(self.ranking.pop(least), ROOM)
             if len(runs) == 1 and runs[0][1] == pages:
                 return runs  # without a way through the free runs
             pool.give_back(runs)
@@ -163,10 +172,6 @@ class Eviction:
         if least is not None:
             self._pool.give_back(self._evicted(self.ranking.pop(least), cause))
             return True
-        for account in accounts:
-            if (block := account.pop_clearing()) is not None:
-                self._pool.give_back(self._evicted(block, cause))
-                return True
         return False
 
     def drop(self, leaf: Block) -> None:
@@ -191,55 +196,6 @@ class Eviction:
                 runs = self._pool.free.take(pages)
         return runs
 
-    def clear(self, accounts: Sequence[Account]) -> Steps[int]:
-        """Forget the blocks of `accounts` and return how many.
-
-        Blocks in use stay, with all blocks above them, and so do blocks that are stored in the meantime.
-        """
-        newest = self._pool.generation
-        cleared = looks = 0
-        before = -1
-        while cleared > before:  # blocks that become leaves by evictions in between are found next time
-            before = cleared
-            for account in accounts:
-                account.begin_to_clear()
-                while (leaf := account.pop_clearing()) is not None:
-                    block: Block | None = leaf
-                    looks += 1
-                    while block is not None and block.generation <= newest:
-                        if looks >= STEP:
-                            looks = 0
-                            block.account.enter(block)
-                            yield
-                            if not block.account.group.may_go(block):
-                                block = None
-                                break
-                        found, block = self._clear(block)
-                        looks += 1
-                        cleared += found
-                    if block is not None:
-                        block.account.enter(block)
-        return cleared
-
-    def _clear(self, block: Block) -> tuple[bool, Block | None]:
-        """Forget a leaf; return whether lookups could find it, and its parent if that has become a leaf.
-
-        The parent does not enter the order yet, because it is cleared next.
-        """
-        parent = block.parent
-        assert parent is not None
-        parent.pins += 1
-        found, _, runs = self._forget(block)
-        self._pool.give_back(runs)
-        if found:
-            self._effects.gone(block, "cleared")
-            self._counters["blocks_cleared"] += 1
-        parent.pins -= 1
-        if parent.account.group.may_go(parent):
-            return found, parent
-        parent.account.enter(parent)
-        return found, None
-
     def _evicted(self, block: Block, cause: str) -> Runs:
         """Evict a block, and what is of no use without it; return its pages, which are not in the free runs yet."""
         above, group = block.parent, block.account.group
@@ -249,8 +205,8 @@ class Eviction:
             for at in (last, above) if last is not above else (above,):
                 left = self._evict_useless(at, cause)
                 if left is not None:
-                    work = self._evicting_useless(left, cause)
-                    self._chores.do(self._effects.on_behalf(self._effects.actor, work))
+                    self._useless.append((left, cause))
+                    self._sweeper.add(self._evict_some_useless)
         return runs
 
     def _evict_rest(self, tail: Group, above: Block, cause: str) -> Block:
@@ -270,12 +226,13 @@ class Eviction:
             self.evict_tails(each, cause)
         return rest[-1]
 
-    def _evicting_useless(self, block: Block, cause: str) -> Steps[None]:
+    def _evict_some_useless(self) -> bool:
         """Continue what `_evict_useless` has left."""
-        left: Block | None = block
-        while left is not None:
-            yield
-            left = None if self.frozen else self._evict_useless(left, cause)
+        if self._useless and not self.frozen:
+            block, cause = self._useless.pop()
+            if (left := self._evict_useless(block, cause)) is not None:
+                self._useless.append((left, cause))
+        return bool(self._useless) and not self.frozen
 
     def _evict_useless(self, block: Block, cause: str) -> Block | None:
         """Evict what hangs on a block, and the block and those above it, as far as no engine can use them any more.
@@ -319,6 +276,11 @@ class Eviction:
         """Drop what refers to a removed group, whose accounts are gone already."""
         left = ((key, each) for key, each in self._dropped.items() if each.account.group is not group)
         self._dropped = OrderedDict(left)
+
+    def discard(self, block: Block) -> None:
+        """Remove a block that is not in use, and that lookups do not find any more."""
+        _, _, runs = self._forget(block)
+        self._pool.give_back(runs)
 
     def _forget(self, block: Block) -> tuple[bool, int, Runs]:
         """Forget a block; return whether lookups could find it, whether one has, and its pages."""

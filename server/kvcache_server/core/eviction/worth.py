@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvcache_server.core.index import CLASS_MASK, CLASSES, TICKS_PER_SECOND, Share
-from kvcache_server.core.slices import Steps
 
 BINS = 44  # of age, two for each doubling: the last one begins after a month
 PRIOR_HAZARD = 0.3 * (math.sqrt(2) - 1)  # per bin: the same for all bins, because they widen with age
@@ -75,6 +74,16 @@ def gittins(hazards: Sequence[float]) -> list[float]:
     return [n / d for n, d in zip(hits, time, strict=True)]
 
 
+class Refresh:
+    """What is left of `watched`, blocks whose outcome is open at tick `now`, each with its tick and its share; and how
+    many of the others there are per class and bin, and of those asked for once, per share and bin."""
+
+    def __init__(self, watched: list[tuple[int, Share]], now: int) -> None:
+        self.watched, self.now = watched, now
+        self.still = [0.0] * (CLASSES * BINS)
+        self.once: Counter[tuple[Share, int]] = Counter()
+
+
 class Worths:
     """The evidence, and the table made from it. Lists have one entry per class and bin: `cls * BINS + bin`.
 
@@ -117,23 +126,25 @@ class Worths:
             self.again = [each / 2 for each in self.again]
             self.never = [each / 2 for each in self.never]
 
-    def refresh(self, watched: Sequence[tuple[int, Share]], now: int) -> Steps[None]:
-        """Make the table from the evidence; `watched` are blocks whose outcome is still open: (tick, share)."""
-        still = [0.0] * (CLASSES * BINS)
-        once: Counter[tuple[Share, int]] = Counter()
-        for done, (tick, share) in enumerate(watched, 1):
+    def refresh(self, refresh: Refresh) -> bool:
+        """Count some more of the blocks whose outcome is still open; with the last of them, make the table from the
+        evidence, and return True."""
+        still, once, now = refresh.still, refresh.once, refresh.now
+        for tick, share in refresh.watched[:_SLICE]:
             at = (tick & CLASS_MASK) * BINS + bin_of(now - tick)
             still[at] += 1
             if at < BINS:
                 once[share, at] += 1
-            if done % _SLICE == 0:
-                yield
+        del refresh.watched[:_SLICE]
+        if refresh.watched:
+            return False
         self._tabulate(still)
         expected: dict[Share, float] = {}
         for (share, at), count in once.items():
             expected[share] = expected.get(share, share.expected) + count * self._expected[at]
         for share, total in expected.items():
             share.factor = _factor(share.returned, total)
+        return True
 
     def _tabulate(self, still: Sequence[float]) -> None:
         risks = [self._at_risk(still, cls) for cls in range(CLASSES)]

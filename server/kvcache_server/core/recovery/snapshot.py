@@ -154,6 +154,10 @@ class Snapshot:
         known: Bools = (row["hash_bytes"] == hash_bytes) & self._follow_runs(whole, pages)
         known &= np.isin(row["engine"], list(self.manifest.engines)) & (row["position"] < MAX_HASHES)
         self.known: Bools = whole & known
+        for namespace, generation in self.manifest.cleared.items():
+            old = self.known & (self.state == READY) & (row["namespace"] == namespace)
+            for position in np.flatnonzero(old & (row["generation"] <= generation)).tolist():
+                self._set(position, FREE)
         for position in np.flatnonzero(~self.known).tolist():
             doubtful = whole[position] and self.state[position] != READY
             self._set(position, DOOMED if doubtful else FREE)

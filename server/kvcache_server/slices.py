@@ -1,0 +1,48 @@
+"""Long answers, cut into slices: between two slices the daemon does other work. Pure.
+
+A piece of work is a generator. It yields after about LOOK blocks, and returns its result. The cache may change before
+it continues, so it checks again what it relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+Result = TypeVar("Result")
+Steps = Generator[None, None, Result]
+
+SLICE_SECONDS = 0.002  # of the loop's time for consecutive slices
+
+
+def begin(steps: Steps[Result]) -> Result | Steps[Result]:
+    """Do the first slice. Return the result if that was all, else the remaining work."""
+    try:
+        next(steps)
+    except StopIteration as done:
+        result: Result = done.value
+        return result
+    return steps
+
+
+def finish(steps: Steps[Result]) -> Result:
+    """Do all the work at once, and return the result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: Result = done.value
+            return result
+
+
+def advance(steps: Steps[Result], done: Callable[[Result | None, Exception | None], object]) -> bool:
+    """Do one slice; return whether there are more. After the last one, call `done` with the result or the error."""
+    try:
+        next(steps)
+    except StopIteration as ended:
+        done(ended.value, None)
+    except Exception as error:  # noqa: BLE001 - reported to the caller
+        done(None, error)
+    else:
+        return True
+    return False
