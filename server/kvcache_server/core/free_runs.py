@@ -49,6 +49,11 @@ class FreeRuns:
                 count -= runs[-1][1]
         return tuple(runs)
 
+    def take_run(self, count: int) -> Run | None:
+        """Take one run of `count` pages; None if there is none."""
+        page = self._find(count)
+        return self._take_from(page, count) if page is not None else None
+
     def runs(self) -> list[Run]:
         """Return all runs, in no order."""
         return list(self._lengths.items())

@@ -444,25 +444,23 @@ class Group:
         return self.visible.get(block.hash) is block
 
 
-class Grant:
+class Grant(msgspec.Struct, gc=False, eq=False):
     """One WRITING block of a reservation, which of its shards are settled, and the outcome.
 
         pending --- last shard settles ---> ready          all committed, and not superseded
                                       +---> given back     `verdict` says why
 
-    `verdict` is None, or the Verdict that says why the block cannot become visible.
+    `row` is the byte offset of its row, `settled` a bit set of shards. `verdict` is None, or says why the block cannot
+    become visible. `tainted_until` is the end of the quarantine after a dead writer.
     """
 
-    __slots__ = (*("block", "ready", "reservation", "row", "settled", "tainted_until", "verdict"),)
-
-    def __init__(self, block: Block, row: int, reservation: Reservation) -> None:
-        self.block = block
-        self.row = row  # its byte offset
-        self.reservation = reservation
-        self.settled = 0  # bit set of shards
-        self.ready = False
-        self.verdict: Verdict | None = None
-        self.tainted_until = 0.0  # the end of the quarantine after a dead writer
+    block: Block
+    row: int
+    reservation: Reservation
+    settled: int = 0
+    ready: bool = False
+    verdict: Verdict | None = None
+    tainted_until: float = 0.0
 
     @property
     def whole(self) -> bool:

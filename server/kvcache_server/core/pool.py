@@ -37,6 +37,7 @@ class Pool:
         """`generation` is the last one used; for a fresh region it is random."""
         self.rows = rows
         self.geometry = rows.geometry
+        self._data, self._shift = rows.geometry.data_offset, rows.geometry.page_bytes.bit_length() - 1
         self.tick = FIRST_TICK
         self.generation = generation
         self.quarantine = Quarantine(self.geometry.page_bytes)
@@ -112,6 +113,10 @@ class Pool:
     def vacate(self, block: Block) -> Runs:
         """Take a block off its pages, and return them; `place` or `give_back` must follow."""
         page = self.page(block)
+        return self.vacate_at(page, block)
+
+    def vacate_at(self, page: int, block: Block) -> Runs:
+        """The same for a block whose first page is known."""
         self.blocks[page] = None
         self.rows.close_row(row_of(page))
         runs = self._scattered.pop(page, None)
@@ -150,7 +155,7 @@ class Pool:
 
     def page(self, block: Block) -> int:
         """Return the first page of `block`."""
-        return (int.from_bytes(block.ref[:8], "little") - self.geometry.data_offset) // self.geometry.page_bytes
+        return (int.from_bytes(block.ref[:8], "little") - self._data) >> self._shift
 
     def row(self, block: Block) -> int:
         """Return the byte offset of the row of `block`."""

@@ -117,6 +117,8 @@ class Reservations:
         except Exception:  # an internal error, after which nobody else could give back what it has been granted
             self.abandon(reservation)
             raise
+        finally:
+            self._eviction.give_back_rest()
         granted = reservation.grants
         self._counters["blocks_reserved"] += len(granted)
         if len(granted) < len(answers):
@@ -180,12 +182,14 @@ class Reservations:
         group = account.group
         above, tail = group.above, group.spec.kind == TAIL
         parent = group.root if run.parent is None else self._known(group, run.parent)
+        if len(run.hashes) > 1 and parent is not None:
+            self._eviction.set_aside(len(run.hashes) * group.pages)
         for at, block_hash in enumerate(run.hashes):
             if tail and parent is not None:
                 parent = group.root if above is group else self._known(above, block_hash)
             if parent is None:
                 answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
-                return
+                break
             answer, block = self._grant(reservation, account, parent, block_hash, now)
             answers.append(answer)
             if block is None and group.leaf_is_useless and parent.child is None:
@@ -244,7 +248,8 @@ class Reservations:
             *(group.namespace, group.number, block_hash, reservation.owner, reservation.id),
             *(len(grants), reservation.writers_number, engine.number),
         )
-        row = self._pool.place(runs, block, cls, parent.generation, body)
+        above = self._pool.generation if grants and grants[-1].block is parent else parent.generation
+        row = self._pool.place(runs, block, cls, above, body)
         grant = Grant(block, row, reservation)
         block.link(parent)
         if rival is not None:

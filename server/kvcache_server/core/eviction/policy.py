@@ -78,6 +78,7 @@ class Eviction:
         # it is worth here.
         self.stored_below: Callable[[Account, int], bool] | None = None
         self._left = 0  # blocks that may be evicted for this reservation
+        self._page = self._pages = 0  # free pages that were set aside for this run: the first one, and how many
         self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
         self.set_limits(limits)
 
@@ -116,6 +117,18 @@ class Eviction:
         """Let the blocks of one reservation evict a bounded number of others: it is one step of the daemon."""
         self._left = _MOST_EVICTED
 
+    def set_aside(self, pages: int) -> None:
+        """Set so many free pages in a row aside for the next blocks, if there are: one search serves them all."""
+        self.give_back_rest()
+        run = self._pool.free.take_run(pages) if pages <= self._pool.free.pages else None
+        self._page, self._pages = run or (0, 0)
+
+    def give_back_rest(self) -> None:
+        """Free what was set aside and is left."""
+        if self._pages:
+            self._pool.free.add(self._page, self._pages)
+            self._pages = 0
+
     def make_room(self, account: Account, cls: int = 0) -> Runs | Refusal:
         """Return free pages for a block of class `cls`, or QUOTA or NO_SPACE.
 
@@ -130,6 +143,10 @@ class Eviction:
             shares = [each for each in self.fair_share.shares if each.namespace == share.namespace]
             if not self._below_ceiling(shares, size, self._namespace_ceiling, NAMESPACE_CEILING):
                 return Refusal.QUOTA
+        if self._pages >= pages:
+            page = self._page
+            self._page, self._pages = page + pages, self._pages - pages
+            return ((page, pages),)
         runs = pool.free.take(pages)
         if runs is None and self._dropped:
             runs = self._take_dropped(pages)
@@ -284,13 +301,15 @@ class Eviction:
 
     def _forget(self, block: Block) -> tuple[bool, int, Runs]:
         """Forget a block; return whether lookups could find it, whether one has, and its pages."""
-        parent, read = block.parent, self._pool.read[self._pool.page(block)]
+        parent, account, pool = block.parent, block.account, self._pool
+        page = pool.page(block)
+        read = pool.read[page]
         before = parent.tick if parent is not None else 0
-        visible = block.account.group.remove(block)
+        visible = account.group.remove(block)
         if parent is not None and parent.ref and (read or parent.tick != before):
-            self._pool.inherit(parent, read)
-        block.account.share.bytes -= block.account.group.allocated_bytes
-        return visible, read, self._pool.vacate(block)
+            pool.inherit(parent, read)
+        account.share.bytes -= account.group.allocated_bytes
+        return visible, read, pool.vacate_at(page, block)
 
     def _below_ceiling(self, shares: Sequence[Share], size: int, ceiling: int, cause: str) -> bool:
         """Evict blocks of `shares` until they have room for `size` more bytes below their `ceiling`.
