@@ -41,7 +41,7 @@ FREE, WRITING, READY, DOOMED, CONTINUED = 0, 1, 2, 3, 4
 
 # Words of the header.
 _H_MAGIC, _H_VERSION, _H_ID, _H_BYTES, _H_PAGE_BYTES, _H_PAGES, _H_DATA, _H_CHECK = 0, 1, 2, 4, 5, 6, 7, 8
-_H_ROWS = 9
+_H_ROWS, _H_READY = 9, 10
 # Words of a row. State, tick, settled shards and the parent change individually, by one store each. The checksum covers
 # the generation and the body, which are written once per block; in a CONTINUED row, the generation and the run.
 _R_STATE, _R_TICK, _R_SETTLED, _R_GENERATION, _R_RUN, _R_PARENT, _R_CHECK = 0, 1, 2, 3, 13, 14, 15
@@ -208,6 +208,15 @@ class RegionRows:
         w[_H_ROWS] = ROWS_FORMAT
         w[_H_CHECK] = _header_checksum(self.buffer)
         w[_H_MAGIC] = MAGIC
+
+    @property
+    def ready_pages(self) -> int:
+        """How many pages, from the first one on, are present in memory: the daemon makes them one after the other."""
+        return min(int(self._words[_H_READY]), self.geometry.pages)
+
+    @ready_pages.setter
+    def ready_pages(self, pages: int) -> None:
+        self._words[_H_READY] = pages
 
     def give_up(self) -> None:
         """Mark the region so that no later daemon reads it. Its clients continue, and new ones may attach."""

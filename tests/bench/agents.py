@@ -7,6 +7,7 @@ Every prompt begins with what all agents share; then each turn adds what its age
 asked as soon as the last one was answered, of the other server. The later waves are the same sessions again: all of it
 was computed once. A cache that engines do not share has its part of `--gib` in each engine. `--settings` is another
 case: ours, with these in `kv_connector_extra_config`. `--together`: instead, eight prompts at once, several times.
+`--starts`: instead, how long it takes until the cache, each engine, and the first hit are there.
 The model is a Llama with 8 billion random weights in bfloat16; its server generates as many tokens as asked.
 """
 
@@ -87,13 +88,18 @@ class Servers:
                     )
                 )
 
-    async def wait_ready(self) -> None:
-        until = time.monotonic() + READY
-        for port, log, process in zip(self.ports, self.logs, self._processes, strict=True):
+    async def wait_ready(self) -> list[float]:
+        """Return after how many seconds each engine was ready."""
+        begin = time.monotonic()
+
+        async def wait(port: int, log: Path, process: subprocess.Popen[bytes]) -> float:
             while not await self._is_ready(port):
-                if process.poll() is not None or time.monotonic() > until:
+                if process.poll() is not None or time.monotonic() > begin + READY:
                     raise Failed(f"an engine is not ready, status {process.poll()}:\n{tail(log)}")
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.1)
+            return round(time.monotonic() - begin, 2)
+
+        return await asyncio.gather(*map(wait, self.ports, self.logs, self._processes))
 
     async def _is_ready(self, port: int) -> bool:
         with contextlib.suppress(aiohttp.ClientConnectionError):
@@ -157,6 +163,16 @@ async def together(servers: Servers, load: Load, turn: int) -> dict[str, Any]:
     return figures(seconds, found)
 
 
+async def first_hit(servers: Servers, load: Load, since: float) -> float:
+    """Ask for new prompts, each of the last engine after the first one; return when one of them was cached."""
+    for number in range(20):
+        prompt = tokens(random.Random(f"hit {number}"), load.shared)
+        await servers.ask(0, prompt, 1)
+        if (await servers.ask(len(servers.ports) - 1, prompt, 1)).cached:
+            return round(time.monotonic() - since, 2)
+    return -1.0
+
+
 def figures(seconds: float, answers: list[Answer]) -> dict[str, Any]:
     first = sorted(answer.first * 1e3 for answer in answers)
     p50, p90, p99 = (round(first[min(len(first) - 1, int(part * len(first)))]) for part in (0.5, 0.9, 0.99))
@@ -166,7 +182,9 @@ def figures(seconds: float, answers: list[Answer]) -> dict[str, Any]:
 
 async def play(case: Case, folder: Path, options: argparse.Namespace, load: Load) -> dict[str, Any]:
     gib = options.gib / options.engines if case.name in ALONE else options.gib
+    asked = time.monotonic()
     with case.serve(folder, gib, {}) as more:
+        served = time.monotonic()
         arguments = [
             *("--model", str(folder / "model"), "--skip-tokenizer-init", "--load-format", "dummy", "--seed", "0"),
             *("--served-model-name", "model", "--max-model-len", "40960", "--max-num-seqs", "32"),
@@ -182,7 +200,13 @@ async def play(case: Case, folder: Path, options: argparse.Namespace, load: Load
             arguments += [f"--{name.replace('_', '-')}", json.dumps(value)]
         servers = Servers(folder, options.engines, arguments, {**ENVIRONMENT, **case.environment})
         try:
-            await servers.wait_ready()
+            ready = await servers.wait_ready()
+            if options.starts:
+                return {
+                    "cache_s": round(served - asked, 2),
+                    "engines_s": ready,
+                    "first_hit_s": await first_hit(servers, load, served),
+                }
             for engine in range(options.engines):
                 for number in range(3):
                     await servers.ask(engine, tokens(random.Random(f"warm {number}"), 600), 8)
@@ -215,6 +239,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--answer", type=int, default=24, help="tokens")
     parser.add_argument("--together", action="store_true")
+    parser.add_argument("--starts", action="store_true")
     parser.add_argument("--waves", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--block-size", default="16", help="of vLLM, in tokens")
@@ -243,6 +268,8 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(rows, indent=2))
+    if options.starts:
+        return
     for name in dict.fromkeys(row["case"] for row in rows):
         again = [each for row in rows if row["case"] == name for each in row.get("again", row.get("together"))]
         seconds, *percentiles = (

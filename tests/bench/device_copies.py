@@ -66,6 +66,7 @@ class Region:
         self.buffer = memoryview(mmap.mmap(descriptor, size))
         self.array = np.frombuffer(self.buffer, np.uint8)
         self.address, self.bytes = int(self.array.ctypes.data), size
+        self.present = size
         parts = [threading.Thread(target=self.array[at : at + GIB].fill, args=(7,)) for at in range(0, size, GIB)]
         for part in parts:
             part.start()

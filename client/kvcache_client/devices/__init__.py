@@ -34,6 +34,7 @@ class Memory(Protocol):
         buffer: all of it, writable.
         address: where it begins in this process; page-aligned.
         bytes: its length.
+        present: how many of the bytes, from the first one on, are in memory. The others must not be touched yet.
     """
 
     @property
@@ -42,6 +43,8 @@ class Memory(Protocol):
     def address(self) -> int: ...
     @property
     def bytes(self) -> int: ...
+    @property
+    def present(self) -> int: ...
 
 
 class Scratch:
@@ -51,7 +54,7 @@ class Scratch:
         self.buffer = memoryview(mmap.mmap(-1, size))
         self.words = np.frombuffer(self.buffer, np.uint8)
         self.address = int(self.words.ctypes.data)
-        self.bytes = size
+        self.bytes = self.present = size
 
 
 @dataclass(slots=True, eq=False)

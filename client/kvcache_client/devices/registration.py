@@ -2,9 +2,9 @@
 
 A driver does nothing else while it locks pages: a step of the model beside it takes as long as the call, and a thousand
 small calls slow down a thousand steps. In large calls, before the first step, 32 GiB take a second. What is not locked
-by then (a region that came later, or is too large) is locked piece by piece, when a copy has asked for it and the
-engine computes nothing. Copies from and to other pieces go through bounce buffers. A region that another one replaces
-is unlocked once the copies that use it have ended.
+by then (memory that the daemon made later, a region that came later, or is too large) is locked piece by piece, when a
+copy has asked for it and the engine computes nothing. Copies from and to other pieces go through bounce buffers. A
+region that another one replaces is unlocked once the copies that use it have ended.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvcache_client.devices.runtime import Runtime
 logger = logging.getLogger("kvcache_client.devices")
 
 CALL = 1 << 30  # bytes of one call before the engine serves: 19 to 33 ms on an H200's host
+_GROWS = 0.05  # seconds between two looks whether more of the region is in memory
 _GLANCE = 0.001  # seconds between two checks whether the device is idle: nothing signals it
 _PATIENCE = 1.0  # seconds that each call to unlock an unused mapping waits for an idle device
 
@@ -66,14 +67,19 @@ class _Locked:
                 return number
         return None
 
-    def take_run(self, most: int) -> tuple[int, int]:
-        """Return the first piece to lock and how many follow it, `most` at most. There must be one."""
-        while self.pieces[self._next]:
+    @property
+    def present(self) -> int:
+        """How many pieces are in memory."""
+        return len(self.pieces) if self.region.present == self.region.bytes else self.region.present // self.piece
+
+    def take_run(self, most: int) -> tuple[int, int] | None:
+        """Return the first piece to lock and how many follow it, `most` at most; None if it is not in memory yet."""
+        while self._next < len(self.pieces) and self.pieces[self._next]:
             self._next += 1
-        end = self._next + 1
-        while end < len(self.pieces) and end - self._next < most and not self.pieces[end]:
+        end, last = self._next, min(self._next + most, self.present)
+        while end < last and not self.pieces[end]:
             end += 1
-        return self._next, end - self._next
+        return (self._next, end - self._next) if end > self._next else None
 
     def note(self, first: int, count: int) -> None:
         """Note that these pieces were locked by one call."""
@@ -184,7 +190,8 @@ class Registration:
     def _work(self) -> bool:
         """Do what is due; return False at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._unused() or self._wanting() or self._stopping)
+            while not (self._unused() or self._wanting() or self._stopping):
+                self._changed.wait(_GROWS if self._grows() else None)
             unused, wanting, serving = self._unused(), self._wanting(), self._serving
             if self._stopping:
                 left = [*self._before, *([self._now] if self._now else [])]
@@ -202,8 +209,9 @@ class Registration:
         if wanting is not None:
             if not serving:
                 with self._changed:
-                    first, count = wanting.take_run(self._most)
-                self._lock(wanting, first, count)
+                    run = wanting.take_run(self._most)
+                if run is not None:
+                    self._lock(wanting, *run)
             elif self._wait_idle(None if unused is None else 0.0):
                 with self._changed:
                     number = wanting.take_wanted()
@@ -215,9 +223,14 @@ class Registration:
         return next((locked for locked in self._before if not locked.copies), None)
 
     def _wanting(self) -> _Locked | None:
-        if self._now is None or self._now.over or (self._serving and not self._now.wanted):
+        if self._now is None or self._now.over:
             return None
-        return self._now
+        wants = bool(self._now.wanted) if self._serving else self._now.take_run(1) is not None
+        return self._now if wants else None
+
+    def _grows(self) -> bool:
+        """Whether to lock what of the region will be in memory soon."""
+        return self._now is not None and not self._now.over and not self._serving
 
     def _wait_idle(self, seconds: float | None) -> bool:
         """Wait until the engine computes nothing, `seconds` at most; return whether it does."""

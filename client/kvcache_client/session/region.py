@@ -72,6 +72,14 @@ class Region:
         self._rows: npt.NDArray[Any] = np.frombuffer(self.buffer, dtype=_ROW, count=geometry.pages, offset=HEADER)
         self.address = int(self._words.ctypes.data)
 
+    @property
+    def present(self) -> int:
+        """How many bytes, from the first one on, are in memory: the daemon makes the pages one after the other."""
+        ready = self.rows.ready_pages
+        return (
+            self.bytes if ready == self.geometry.pages else self.geometry.data_offset + ready * self.geometry.page_bytes
+        )
+
     def place(self, packed: bytes, block_bytes: int) -> Placed | None:
         """Return where the blocks of `block_bytes` lie that `packed` refers to, REF_BYTES per reference.
 

@@ -54,11 +54,13 @@ class Cache:
         epoch: int = 1,
         secret: bytes = b"",
         policy: str = WORTH,
+        ready_pages: int | None = None,
     ) -> None:
         """Make an empty cache in a fresh region; with `epoch` above 1, one to be restored from the region's rows.
 
         `secret`, up to 64 bytes that no client knows, determines which blocks are in samples. `policy` is one of
-        POLICIES, by which blocks are evicted.
+        POLICIES, by which blocks are evicted. Of the region's pages, the first `ready_pages` may be used, None for all:
+        `grow` adds others.
         """
         limits = limits or Limits()
         self.geometry, self.epoch = geometry, epoch
@@ -70,7 +72,7 @@ class Cache:
         self.counters: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         # Generations of a fresh region start at random, so references into an older region match nothing.
-        self.pool = Pool(self.rows, seed & ((1 << 63) - 1))
+        self.pool = Pool(self.rows, seed & ((1 << 63) - 1), geometry.pages if ready_pages is None else ready_pages)
         draw = keyed_draw(secret)
         self.lots = Lots(draw)
         self.eviction = Eviction(self.pool, limits, self.counters, self.effects, self.sweeper, draw, self.lots, policy)
@@ -120,6 +122,10 @@ class Cache:
         self.limits = self.registry.limits = limits
         for part in (self.eviction, self.lookups, self.reservations, self.retentions):
             part.set_limits(limits)
+
+    def grow(self, ready_pages: int) -> None:
+        """Use the first `ready_pages` pages from now on."""
+        self.pool.grow(ready_pages)
 
     # Requests.
 

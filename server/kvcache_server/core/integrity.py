@@ -113,8 +113,7 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
                         held[share] = held.get(share, 0) + grant.block.account.group.allocated_bytes
     quarantined = {id(block) for block in pool.quarantine.blocks()}
     cleared = {id(block) for _, index in cache.invalidation.cleared for block in index.values()}
-    cleared = {id(block) for _, index in cache.invalidation.cleared for block in index.values()}
-    owners = bytearray(pool.geometry.pages)
+    owners = bytearray(pool.ready) + b"\1" * (pool.geometry.pages - pool.ready)
     busy = 0
     for page, block in enumerate(pool.blocks):
         row = cache.rows.read_row(row_of(page))

@@ -30,10 +30,10 @@ class Pool:
 
     Attributes: `tick` is the last time that was given out, `generation` the last one; `busy` counts the pages that may
     still be written: of blocks that are WRITING, or in quarantine. `blocks` and `read` are by the first page: the
-    blocks, and whether a lookup has found them.
+    blocks, and whether a lookup has found them. Only the first `ready` pages are used yet.
     """
 
-    def __init__(self, rows: RegionRows, generation: int) -> None:
+    def __init__(self, rows: RegionRows, generation: int, ready: int) -> None:
         """`generation` is the last one used; for a fresh region it is random."""
         self.rows = rows
         self.geometry = rows.geometry
@@ -45,7 +45,8 @@ class Pool:
         self.blocks: list[Block | None] = [None] * self.geometry.pages
         self.read = bytearray(self.geometry.pages)
         self.free = FreeRuns()
-        self.free.add(0, self.geometry.pages)
+        self.ready = 0
+        self.grow(ready)
         self._scattered: dict[int, Runs] = {}  # by the first page: the runs of a block that has several
 
     @property
@@ -60,9 +61,21 @@ class Pool:
         """Return how many blocks that take so many bytes the pool has room for."""
         return self.capacity // max(allocated_bytes, self.page_bytes)
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether more pages will be ready soon."""
+        return self.ready < self.geometry.pages
+
+    def grow(self, ready: int) -> None:
+        """Use the first `ready` pages from now on; there may not be fewer than before."""
+        if ready > self.ready:
+            self.free.add(self.ready, ready - self.ready)
+            self.ready = self.rows.ready_pages = ready
+
     def survey(self) -> Survey:
-        size, free = self.page_bytes, self.free.pages
-        return Survey((self.geometry.pages - free) * size, self.busy * size, free * size)
+        """Pages that are not ready yet count as free."""
+        used, size = self.ready - self.free.pages, self.page_bytes
+        return Survey(used * size, self.busy * size, self.capacity - used * size)
 
     def check_size(self, block_bytes: int) -> None:
         """Raise BadArgument if a block of `block_bytes` does not fit into the region."""
@@ -185,9 +198,13 @@ class Pool:
         """
         self.generation = generation
         self.read = bytearray(b"\1") * self.geometry.pages
-        self.free = FreeRuns()
-        for page, count in free:
-            self.free.add(page, count)
+        self.free, runs = FreeRuns(), list(free)
+        later = sum(max(0, page + count - max(page, self.ready)) for page, count in runs)
+        if later < self.geometry.pages - self.ready:  # blocks lie there
+            self.ready = self.geometry.pages
+        for page, count in runs:
+            if page < self.ready:
+                self.free.add(page, min(count, self.ready - page))
 
     def adopt(self, block: Block, runs: Runs) -> None:
         """Note that an earlier daemon has put `block` on these pages."""

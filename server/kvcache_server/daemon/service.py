@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from kvcache_proto import __version__
-from kvcache_proto.errors import EndpointLost, ServerError
+from kvcache_proto.errors import EndpointLost, KVCacheError, ServerError
 from kvcache_proto.messages import Hello
 from kvcache_proto.sizes import format_size
 from kvcache_server import logs, signals
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 TICK = 0.25
 SUMMARY = 10.0
+FILLING = 5.0  # seconds between two lines about memory that is being made
 YOUNG_OBJECTS = 10_000  # allocations between two runs of the garbage collector
 
 
@@ -78,6 +79,8 @@ class Service:
             )
         )
         self._lost = ""  # the path of a socket whose file was removed
+        self._failure: KVCacheError | None = None  # why it cannot go on
+        self._reported_at = 0.0  # when a line about the region's memory was logged last
         self._started, self._started_at = time.monotonic(), time.time()
         self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
@@ -128,7 +131,7 @@ class Service:
         """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions continue with the next daemon.
 
         The caller has blocked SIGNALS; a pending one counts. Raises EndpointLost, after the same clean-up, if a socket
-        of ours was removed.
+        of ours was removed, and RegionError if memory runs out before the region is complete.
         """
         loop = self._loop
         loop.call_soon(self._listen_to_signals)
@@ -154,6 +157,8 @@ class Service:
             if self._publisher is not None:
                 self._publisher.close()
             loop.close()
+        if self._failure is not None:
+            raise self._failure
         if self._lost:
             raise EndpointLost(f"{self._lost} was removed or replaced, so that no client could attach any more")
 
@@ -166,7 +171,49 @@ class Service:
         self._manager.ready(self._state())
         self._tier_processes.apply(self._config.tier)
         self._tiering.expect([each.name for each in self._config.tier], time.monotonic())
+        self._fill_region()
         signals.unblock()
+
+    def _fill_region(self) -> None:
+        """Make the rest of the region's memory while engines are served."""
+
+        def in_loop(call: Callable[..., object]) -> Callable[..., None]:
+            def soon(*arguments: object) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has stopped
+                    self._loop.call_soon_threadsafe(call, *arguments)
+
+            return soon
+
+        self._reported_at = time.monotonic()
+        self._region.fill(
+            self._config.lock,
+            self._config.huge_pages,
+            in_loop(self._grow),
+            in_loop(self._region_is_complete),
+            in_loop(self._region_failed),
+        )
+
+    def _grow(self, made: int, total: int) -> None:
+        self._cache.grow(self._region.ready_pages)
+        if time.monotonic() - self._reported_at >= FILLING and made < total:
+            self._reported_at = time.monotonic()
+            log.info("%s of %s are in memory", format_size(made), format_size(total))
+
+    def _region_is_complete(self) -> None:
+        for note in self._region.notes:
+            log.warning("%s", note)
+        log.info(
+            "all %s are in memory, %s%s, after %.1f s",
+            format_size(self._region.geometry.region_bytes),
+            "in huge pages, " if self._region.huge_bytes else "",
+            "locked" if self._region.locked else "not locked",
+            time.monotonic() - self._started,
+            extra={"fields": {"event": "complete", "region_bytes": self._region.geometry.region_bytes}},
+        )
+
+    def _region_failed(self, error: KVCacheError) -> None:
+        self._failure = error
+        self._loop.stop()
 
     def _reload(self) -> None:
         if os.isatty(0):  # the terminal was closed
@@ -181,7 +228,9 @@ class Service:
     def _state(self) -> str:
         """Return the line that the service manager shows."""
         used = self._cache.eviction.fair_share.used
-        return f"{format_size(used)} of {format_size(self._cache.pool.capacity)} used, {len(self._sessions)} sessions"
+        pool, sessions = self._cache.pool, f"{len(self._sessions)} sessions"
+        made = f"{format_size(self._region.present)} in memory so far, " if pool.is_growing else ""
+        return f"{format_size(used)} of {format_size(pool.capacity)} used, {made}{sessions}"
 
     def _deliver(self) -> None:
         """Deliver what the core has reported: first to the state file, then to the followers of changes.
@@ -286,6 +335,7 @@ class Service:
             "endpoint": self._config.endpoint,
             "region": self._region.path,
             "region_bytes": self._region.geometry.region_bytes,
+            "present_bytes": self._region.present,
             "locked": self._region.locked,
             "draining": False,  # no longer used, but `status` of 0.1.0 reads it
             "messages": self._answers.messages,

@@ -234,6 +234,7 @@ class Daemon(msgspec.Struct):
     endpoint: str
     region: str
     region_bytes: Count
+    present_bytes: Count
     locked: Annotated[bool, _doc("1 where the region is locked into memory")]
     log_level: Level
     messages: Annotated[Count, _doc("Messages received")]

@@ -10,13 +10,13 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from kvcache_proto.errors import ConfigError, NotPermitted, RegionError
 from kvcache_proto.mapping import HUGE_PAGE, address_of, map_file
-from kvcache_proto.region import ALIGN, plan_geometry
+from kvcache_proto.region import ALIGN, RegionRows, plan_geometry
 from kvcache_proto.sizes import format_size
 from kvcache_proto.types import PoolGeometry
 from kvcache_server import signals
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # bytes done, total bytes
 
 CHUNK = 32 << 20
+FIRST = 256 << 20  # bytes that are made before the daemon is ready: a tenth of a second
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1: huge pages regardless of the host's settings for shared memory, unless they forbid it
 MAX_THREADS = 16
@@ -40,29 +41,77 @@ _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Region:
-    """The mapped region. `fd` is passed to clients; `notes` are warnings for the operator."""
+    """The mapped region. `fd` is passed to clients; `notes` are warnings for the operator.
 
-    def __init__(self, claim: Claim, fd: int, mapping: memoryview, geometry: PoolGeometry) -> None:
+    Of its bytes, the first `present` are in memory; `fill` makes the rest.
+    """
+
+    def __init__(self, claim: Claim, fd: int, mapping: memoryview, geometry: PoolGeometry, made: bool = True) -> None:
+        """`made`: its file was made just now; otherwise it is an earlier daemon's."""
+        self._made = made
         self.path = claim.path
         self.fd = fd
         self.geometry = geometry
         self.buffer = mapping
+        self.present = 0
         self.locked = False
         self.huge_bytes = 0  # bytes in huge pages, as far as this process has filled it
         self.notes: list[str] = []
         self._claim = claim
+        self._prefault: _Prefault | None = None
         self._closed = False
 
-    def lock_later(self, lock: str) -> None:
-        """Lock the pages, which are all present, into memory in a thread; `lock` is as for `create_region`."""
+    @property
+    def ready_pages(self) -> int:
+        """How many pages, from the first one on, are present."""
+        return max(0, self.present - self.geometry.data_offset) // self.geometry.page_bytes
+
+    def fill(
+        self,
+        lock: str,
+        huge_pages: str,
+        progress: Progress,
+        done: Callable[[], object],
+        failed: Callable[[Exception], object],
+    ) -> None:
+        """Make the rest of the pages, and lock those that are not locked yet, in a thread.
+
+        `lock` and `huge_pages` are as for `create_region`. The thread calls `progress` as `present` grows, and in the
+        end `done`, or `failed` with a RegionError if memory runs out.
+        """
+        begin, whole = self.present, self.present == self.geometry.region_bytes
+        if self._made and not self.locked:
+            lock = "never"  # it was tried
+        if not self._made:
+            begin, huge_pages = 0, "never"  # engines may be copying
+        if whole and (self._made or lock == "never"):
+            return
+        if filesystem(os.path.dirname(self.path)) == "hugetlbfs":
+            huge_pages = "never"
+        prefault = self._prefault = _Prefault(self.buffer, self.fd, lock, huge_pages)
+
+        def note(made: int, total: int) -> None:
+            if made > self.present:
+                self.present = made
+                progress(made, total)
 
         def work() -> None:
-            why_not = _Prefault(self.buffer, self.fd, lock, "never").run(lambda done, total: None)
-            self.locked = lock != "never" and not why_not
-            if why_not:
-                log.warning("the region is not locked into memory: %s", why_not)
+            try:
+                self.note(lock, prefault, prefault.run(note, begin))
+            except RegionError as error:
+                failed(error)
+            else:
+                if self.present == self.geometry.region_bytes:  # else it was closed
+                    done()
 
-        signals.start_thread("lock-region", work)
+        signals.start_thread("fill-region", work)
+
+    def note(self, lock: str, prefault: _Prefault, why_unlocked: str) -> None:
+        """Note what has become of the pages."""
+        self.huge_bytes += prefault.huge_bytes
+        self.locked = lock != "never" and not why_unlocked
+        if why_unlocked:
+            self.notes.append(f"the region is not locked into memory: {why_unlocked}")
 
     def close(self, keep: bool = False) -> None:
         """Close the region and, without `keep`, remove the file. Clients' mappings stay. Calling it again does
@@ -70,6 +119,8 @@ class Region:
         if self._closed:
             return
         self._closed = True
+        if self._prefault is not None:
+            self._prefault.stop()
         if not keep:
             self._claim.remove()
         self.buffer.release()  # unmaps it if nothing else refers to the mapping
@@ -87,9 +138,10 @@ def create_region(
     huge_pages: str = "auto",
     progress: Progress | None = None,
 ) -> Region:
-    """Return a fresh region with `size` bytes of pages and their rows, all of it present, in a new file in `directory`.
+    """Return a fresh region with `size` bytes of pages and their rows, in a new file in `directory`.
 
-    `lock` and `huge_pages` are "auto", "always" or "never".
+    `lock` and `huge_pages` are "auto", "always" or "never". If one is "always", all of it is present, otherwise at
+    least the rows and some pages.
 
     Raises:
         ConfigError: the directory or the sizes cannot be used.
@@ -122,21 +174,25 @@ def create_region(
         if kind not in ("tmpfs", "hugetlbfs", "ramfs"):
             region.notes.append(f"region_dir {directory} is on {kind}, not in memory: the kernel writes it to disk")
         prefault = _Prefault(mapping, fd, lock, "never" if kind == "hugetlbfs" else huge_pages)
-        why_not = prefault.run(progress or (lambda done, total: None))
-        region.huge_bytes = geometry.region_bytes if kind == "hugetlbfs" else prefault.huge_bytes
+        end = geometry.region_bytes
+        if "always" not in (lock, huge_pages):
+            end = min(end, max(FIRST, geometry.data_offset + ALIGN))
+        why_not = prefault.run(progress or (lambda done, total: None), 0, end)
+        region.present = end
+        region.note(lock, prefault, why_not)
+        if kind == "hugetlbfs":
+            region.huge_bytes = geometry.region_bytes
         if prefault.why_small and huge_pages == "always":
             raise RegionError(f"huge_pages = always: {prefault.why_small}")
         if why_not and lock == "always":
             raise NotPermitted(f"lock = always: {why_not}")
-        region.locked = lock != "never" and not why_not
-        if why_not:
-            region.notes.append(f"the region is not locked into memory: {why_not}")
         undo.pop_all()
     return region
 
 
 def map_region(claim: Claim, geometry: PoolGeometry) -> Region:
-    """Return the region of an earlier daemon; `geometry` is from its header. Its pages are not locked.
+    """Return the region of an earlier daemon; `geometry` is from its header. Its pages are not locked, and if that
+    daemon ended early, not all of them are present.
 
     Raises RegionError if the file has another size or cannot be mapped; then the caller keeps the claim.
     """
@@ -145,7 +201,10 @@ def map_region(claim: Claim, geometry: PoolGeometry) -> Region:
         size = os.fstat(fd).st_size
         if size != geometry.region_bytes:
             raise RegionError(f"a file of {size} bytes for a region of {geometry.region_bytes}")
-        return Region(claim, fd, map_file(fd, size), geometry)
+        region = Region(claim, fd, map_file(fd, size), geometry, made=False)
+        ready = RegionRows(region.buffer, geometry).ready_pages
+        region.present = geometry.data_offset + ready * geometry.page_bytes
+        return region
     except OSError as error:
         os.close(fd)
         raise RegionError(f"{claim.path} cannot be mapped: {error.strerror}") from None
@@ -307,27 +366,35 @@ class _Prefault:
         self.huge_bytes = 0
         self.why_small = ""
 
-    def run(self, progress: Progress) -> str:
-        """Fill and lock the pages; return why they are not locked, or "". Raises RegionError if memory runs out."""
-        total = len(self._mapping)
+    def run(self, progress: Progress, begin: int = 0, end: int = 0) -> str:
+        """Fill and lock the pages from `begin` to `end`, or to that of the mapping; return why they are not locked, or
+        "". Raises RegionError if memory runs out."""
         if self._lock != "never":
             _raise_memlock_limit()
         with self._mapping[:] as mapping:  # keeps the mapping if it is released in the meantime
-            self._fill_all(address_of(mapping), progress)
+            self._fill_all(address_of(mapping), progress, begin, end or len(mapping))
             if self._why_unlocked:
-                _libc.munlock(address_of(mapping), total)
+                _libc.munlock(address_of(mapping), len(mapping))
         return self._why_unlocked
 
-    def _fill_all(self, start: int, progress: Progress) -> None:
-        done, total = 0, len(self._mapping)
-        chunks = [(offset, min(CHUNK, total - offset)) for offset in range(0, total, CHUNK)]
-        progress(0, total)
+    def stop(self) -> None:
+        """Let `run`, in another thread, return early."""
+        self._stop.set()
+
+    def _fill_all(self, start: int, progress: Progress, begin: int, end: int) -> None:
+        total = len(self._mapping)
+        chunks = [(offset, min(CHUNK, end - offset)) for offset in range(begin, end, CHUNK)]
+        progress(begin, total)
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, "prefault") as pool:
             try:
-                for filled in as_completed([pool.submit(self._fill, start, *each) for each in chunks]):
-                    done += filled.result()
-                    progress(done, total)
+                # In their order: what is reported is all there.
+                for filled in [pool.submit(self._fill, start, *each) for each in chunks]:
+                    length = filled.result()
+                    if not length:  # it was stopped
+                        return
+                    begin += length
+                    progress(begin, total)
             finally:
                 self._stop.set()  # after an error or a signal, remaining chunks return at once
 

@@ -106,6 +106,7 @@ def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region,
             *(region.buffer, region.geometry, config.limits()),
             epoch=manifest.epoch,
             secret=secrets.token_bytes(16),
+            ready_pages=region.ready_pages,
         )
         cache.restore(Snapshot(cache.rows, manifest, set(disconnected)), time.monotonic())
         for record in cache.effects.take()[0]:
@@ -124,7 +125,6 @@ def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region,
         extra={"fields": {"event": "recovered", **found}},
     )
     _share_counters(state, cache)
-    region.lock_later(config.lock)
     return WarmStart(region, state, files, cache, disconnected)
 
 
@@ -147,7 +147,9 @@ def _start_empty(
         # First the manifest, then the region's header: a region without a header was never used.
         state = _open_state(config, folder, region, Manifest(region.geometry.region_id))
         cache = Cache(
-            *(region.buffer, region.geometry, config.limits(), secrets.randbits(63)), secret=secrets.token_bytes(16)
+            *(region.buffer, region.geometry, config.limits(), secrets.randbits(63)),
+            secret=secrets.token_bytes(16),
+            ready_pages=region.ready_pages,
         )
         _keep_checksums(config, folder, cache)
     except BaseException:

@@ -276,6 +276,7 @@ class Memory:
         self.descriptor = descriptor
         self.array = np.frombuffer(self.buffer, np.uint8)
         self.address, self.bytes = int(self.array.ctypes.data), size
+        self.present = size
 
     def __del__(self) -> None:
         with suppress(OSError):

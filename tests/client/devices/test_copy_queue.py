@@ -18,6 +18,7 @@ from kvcache_client.devices.layout import Fragment, sections
 from kvcache_client.devices.paths import Straight
 from kvcache_client.devices.registration import Registration
 
+GROWS = 0.05  # seconds between two looks
 SLOT, CHUNK = 4096, 1 << 16
 SECONDS = 30.0
 
@@ -70,7 +71,7 @@ class Device:
 
 
 def region(chunks: int, address: int = 1 << 30) -> Any:
-    return SimpleNamespace(address=address, bytes=chunks * CHUNK)
+    return SimpleNamespace(address=address, bytes=chunks * CHUNK, present=chunks * CHUNK)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -196,6 +197,19 @@ def test_where_much_cannot_be_locked_at_once_less_is_tried(device: Device) -> No
     assert locked.wait(SECONDS)
     assert locked.progress() == (True, memory.bytes)
     assert max(device.sizes) <= 3 * CHUNK
+    locked.close()
+
+
+def test_memory_is_locked_as_the_daemon_makes_it(device: Device) -> None:
+    locked, memory = Registration(device, CHUNK), region(8)  # type: ignore[arg-type]
+    memory.present = 2 * CHUNK + 1
+    locked.register(memory)
+    wait_until(lambda: locked.progress() == (False, 2 * CHUNK))
+    assert not locked.wait(3 * GROWS), "it waits for the rest"
+    memory.present = 8 * CHUNK
+    assert locked.wait(SECONDS)
+    assert locked.progress() == (True, memory.bytes)
+    assert device.locks[0] == ("lock", memory.address) and device.sizes[0] == 2 * CHUNK
     locked.close()
 
 

@@ -31,7 +31,8 @@ POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fills this process's pag
 _PART = 64 << 20
 _THREADS = 8
 _CLAIM = 5.0  # seconds that a connector waits for a connection that was begun here
-_LOCK = 10.0  # seconds that it waits for page-locking, which would slow down an engine that serves
+_LOCK = 2.0  # seconds that it waits for page-locking, which would slow down an engine that serves
+_GROWS = 0.05  # seconds between two looks whether more of the region is in memory
 
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL, unlike `mmap.madvise`
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -50,6 +51,7 @@ class Preparation:
         self._piece = 0
         self._attached, self._device = threading.Event(), threading.Event()
         self._given_up = False
+        self._claimed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcache-early", daemon=True)
         self._thread.start()
 
@@ -64,6 +66,7 @@ class Preparation:
         if self.session is None or self._runtime is None or self.session.region is None:
             self._given_up = True
             self._device.set()
+        self._claimed.set()
         self._thread.join(_LOCK)
         if self.registration is not None and not self.registration.wait(_LOCK):
             logger.info(
@@ -78,11 +81,13 @@ class Preparation:
             self._attached.set()
             if region is None:  # no daemon; the session connects by itself when there is one
                 return
-            map_pages(region)
+            mapped = map_pages(region)
             self._device.wait()
             if self._runtime is not None and not self._given_up:
                 self.registration = Registration(self._runtime, self._piece)
                 self.registration.register(region)
+                while mapped < region.bytes and not self._claimed.wait(_GROWS):
+                    mapped = map_pages(region, mapped)
         except Exception as error:  # noqa: BLE001 - the connector does it all again, and logs what is wrong
             logger.info("the region is not prepared while the engine starts: %s", error, exc_info=error)
         finally:
@@ -144,13 +149,18 @@ def open_session(settings: ConnectorSettings, engine: str, label: str) -> Sessio
     )
 
 
-def map_pages(region: Memory) -> None:
-    """Fill this process's page tables for `region`: the driver locks a mapped page in half the time."""
-    parts = [(region.address + begin, min(_PART, region.bytes - begin)) for begin in range(0, region.bytes, _PART)]
+def map_pages(region: Memory, begin: int = 0) -> int:
+    """Fill this process's page tables for what is in memory of `region` from `begin` on, and return where that ends.
+
+    The driver locks a mapped page in half the time.
+    """
+    end = region.present
+    parts = [(region.address + at, min(_PART, end - at)) for at in range(begin, end, _PART)]
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "kvcache-map") as pool:
         failed = sum(bool(result) for result in pool.map(lambda part: _libc.madvise(*part, POPULATE_WRITE), parts))
     if failed:
         logger.debug("the pages of %d parts of the region are mapped when they are locked", failed)
+    return end
 
 
 def _ours(transfer: Any) -> Iterator[tuple[Mapping[str, Any], str]]:

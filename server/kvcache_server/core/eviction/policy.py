@@ -150,7 +150,7 @@ class Eviction:
         runs = pool.free.take(pages)
         if runs is None and self._dropped:
             runs = self._take_dropped(pages)
-        if runs is not None or self.frozen:
+        if runs is not None or self.frozen or pool.is_growing:
             return runs or Refusal.NO_SPACE
         of_use = cls == CLASSES or share.bytes < share.floor
         while self._left > 0:
