@@ -100,6 +100,8 @@ class Region:
                 self.note(lock, prefault, prefault.run(note, begin))
             except RegionError as error:
                 failed(error)
+            except OSError as error:
+                failed(RegionError(f"the region's memory cannot be made: {error}"))
             else:
                 if self.present == self.geometry.region_bytes:  # else it was closed
                     done()
