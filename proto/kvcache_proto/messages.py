@@ -486,7 +486,6 @@ class Chained(msgspec.Struct, tag="chained", array_like=True):
 
 class Pong(msgspec.Struct, tag="pong", array_like=True):
     id: int
-    draining: bool = False
 
 
 class Report(msgspec.Struct, tag="report", array_like=True):

@@ -149,7 +149,7 @@ REPLIES = [
     ),
     (messages.Settled(6, b"\x00\x03"), "93 a7736574746c6564 06 c402 0003"),
     (messages.Distrusted(7, 3, [("e1", 4), ("", 0)]), "94 aa64697374727573746564 07 03 92 92 a26531 04 92 a0 00"),
-    (messages.Pong(7), "93 a4706f6e67 07 c2"),
+    (messages.Pong(7), "92 a4706f6e67 07"),
     (messages.Report(8, {"pool": {"blocks": 2}}), "93 a67265706f7274 08 81 a4706f6f6c 81 a6626c6f636b73 02"),
     (messages.Cleared(9, 2), "93 a7636c6561726564 09 02"),
     (messages.Restated(1, [9]), "93 a87265737461746564 01 91 09"),

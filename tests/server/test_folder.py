@@ -403,7 +403,7 @@ def legacy_name(daemon: Daemon) -> str:
 def test_a_region_s_name_cannot_be_taken_before_it(
     start_daemon: Any, short_folder: Path, region_dir: Path, what: str
 ) -> None:
-    """The name in 0.1.0 is predictable; ours is not, and files of another user are ignored."""
+    """It is not predictable, and files of another user are ignored."""
     precious = short_folder / "precious"
     precious.write_text("precious")
     first = start_daemon(region_dir=region_dir)
@@ -426,20 +426,6 @@ def test_a_region_s_name_cannot_be_taken_before_it(
     assert discard(daemon).returncode == 0
     assert regions_in(region_dir) == [re.sub("-[0-9a-f]{16}(?=[-.])", "-*", name)]
     assert os.path.lexists(theirs) and precious.read_text() == "precious"
-
-
-def test_a_region_is_found_by_the_name_that_older_daemons_used(start_daemon: Any, region_dir: Path) -> None:
-    daemon = start_daemon(region_dir=region_dir, keep="true")
-    store(daemon.endpoint, some(5))
-    daemon.stop()
-    (region,) = region_dir.glob("*.region")
-    region.rename(region_dir / legacy_name(daemon))
-    again = start_daemon(region_dir=region_dir, keep="true")
-    assert again.status()["counters"]["blocks_recovered"] == 5
-    assert [each.name for each in region_dir.glob("*.region")] == [legacy_name(daemon)]
-    again.stop()
-    assert discard(again).returncode == 0
-    assert not list(region_dir.iterdir())
 
 
 @only_root

@@ -13,7 +13,7 @@ _LOST_BELOW = ("blocks_not_brought", "blocks_not_written", "looks_dropped", "wri
 
 
 def describe(stats: dict[str, Any]) -> str:
-    """Return the text of `status`; `stats` may come from a daemon of 0.1.0, too."""
+    """Return the text of `status`."""
     daemon = stats["daemon"]
     spaces = stats["namespaces"]
     hits, asked = (sum(space[key] for space in spaces) for key in ("hit_blocks", "requested_blocks"))
@@ -23,14 +23,14 @@ def describe(stats: dict[str, Any]) -> str:
         f"            {blocks(stats['pool'])}",
         f"hits        {ratio(hits, asked)} of {asked:,} blocks asked for, {format_size(found(spaces))} found",
         f"            {needed(stats)}",
-        *evicting(stats.get("eviction")),  # not in 0.1.0
+        *evicting(stats["eviction"]),
         f"copies      {copied(stats)}",
-        *kept(stats.get("hints")),  # not in 0.1.0
+        *kept(stats["hints"]),
         *below(daemon),
         "refusals    " + counts(stats["refusals"]),
         "errors      " + counts(daemon["errors"] | daemon["drops"] | daemon["door_refused"]),
     ]
-    if stats.get("grace"):
+    if stats["grace"]:
         lines.append("grace       sessions of the previous daemon are reconnecting, and nothing is evicted meanwhile")
     lines.append("")
     lines += table(
@@ -72,7 +72,7 @@ def blocks(pool: dict[str, Any]) -> str:
 
 def needed(stats: dict[str, Any]) -> str:
     """Return how many of the blocks found engines asked to load: their devices' own caches had the rest."""
-    told = stats.get("told", {})  # not in 0.1.0
+    told = stats["told"]
     return f"{told.get('needed_blocks', 0):,} of them needed, {format_size(told.get('needed_bytes', 0))}"
 
 
@@ -106,8 +106,7 @@ def evicting(eviction: dict[str, Any] | None) -> list[str]:
 def below(daemon: dict[str, Any]) -> list[str]:
     """Return lines on the tiers; nothing if there are none."""
     lines = []
-    tiers = daemon.get("tiers", ())  # not in 0.1.0
-    for each in tiers:
+    for each in daemon["tiers"]:
         asked, had, came, out = (each.get(f"blocks_{key}", 0) for key in ("looked_up", "found", "brought", "written"))
         brought, written = (format_size(each.get(f"bytes_{key}", 0)) for key in ("brought", "written"))
         lost = {key: n for key, n in each.items() if key in _LOST_BELOW and n}
@@ -124,20 +123,20 @@ def tier_state(tier: dict[str, Any]) -> str:
     """Return whether an attached tier is used, or why not."""
     if tier["off"]:
         return f"off: {tier['off']}"
-    refused = {"not written to": tier.get("writes_off"), "wrong values stay": tier.get("removals_off")}  # not in 0.1.0
+    refused = {"not written to": tier["writes_off"], "wrong values stay": tier["removals_off"]}
     return ", ".join(["on", *(f"but {what}: {why}" for what, why in refused.items() if why)])
 
 
 def absent_tiers(daemon: dict[str, Any]) -> dict[str, str]:
     """Return the states of the tiers that the daemon starts and that are not attached, by name."""
-    there = {each["name"] for each in daemon.get("tiers", ())}  # not in 0.1.0
-    processes = daemon.get("tier_processes", ())
+    there = {each["name"] for each in daemon["tiers"]}
+    processes = daemon["tier_processes"]
     return {each["name"]: each["ended"] or "starting" for each in processes if each["name"] not in there}
 
 
-def kept(hints: dict[str, Any] | None) -> list[str]:
+def kept(hints: dict[str, Any]) -> list[str]:
     """Return lines on what requests retain and operators pin; nothing if neither was asked for."""
-    if not hints or not (hints["retentions"] or hints["pins"] or hints["refused"] or hints["dropped_blocks"]):
+    if not (hints["retentions"] or hints["pins"] or hints["refused"] or hints["dropped_blocks"]):
         return []
     engines = ", ".join(f"{each['engine']} {format_size(each['bytes'])}" for each in hints["engines"])
     return [
@@ -172,10 +171,7 @@ def sessions(listed: Iterable[dict[str, Any]]) -> list[str]:
 
 def away(stats: dict[str, Any]) -> list[str]:
     """Return an empty line and a table of the sessions that are away; nothing if none is."""
-    rows = [
-        (str(each["id"]), each["engine"], f"{each['reservations']:,}")
-        for each in stats.get("away", ())  # not in 0.1.0
-    ]
+    rows = [(str(each["id"]), each["engine"], f"{each['reservations']:,}") for each in stats["away"]]
     return ["", *table(("away", "engine", "reservations"), rows, left=2)] if rows else []
 
 

@@ -22,7 +22,7 @@ class Space(msgspec.Struct):
     id: str
     model: str
     identity: dict[str, str] = {}
-    groups: list[dict[str, Any]] = []  # not in 0.1.0, and empty, as the identity, if there are too many namespaces
+    groups: list[dict[str, Any]] = []  # empty, as the identity, if there are too many namespaces
     hash_bytes: int = 0
 
     def fields(self) -> dict[str, Any]:

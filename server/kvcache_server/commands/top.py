@@ -113,9 +113,9 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
 def _tiers(before: Sample, after: Sample) -> list[Line]:
     """Return a table of the tiers and an empty line; nothing if there are none."""
     seconds = max(after.at - before.at, 1e-9)
-    earlier = {each["name"]: each for each in before.stats["daemon"].get("tiers", ())}  # not in 0.1.0
+    earlier = {each["name"]: each for each in before.stats["daemon"]["tiers"]}
     rows, states = [], []
-    for tier in after.stats["daemon"].get("tiers", ()):
+    for tier in after.stats["daemon"]["tiers"]:
         total: Counter[str] = Counter({key: n for key, n in tier.items() if isinstance(n, int)})
         # One that has just come back goes on with its former counts: this is no rate.
         now = {key: n - earlier.get(tier["name"], tier).get(key, 0) for key, n in total.items()}
@@ -137,9 +137,9 @@ def _tiers(before: Sample, after: Sample) -> list[Line]:
 
 
 def _gain(before: Sample, after: Sample, kind: str, name: str) -> tuple[int, int]:
-    """Return the increase of a count since `before`, and the count. 0.1.0 does not have every kind."""
-    total = after.stats.get(kind, {}).get(name, 0)
-    return total - before.stats.get(kind, {}).get(name, 0), total
+    """Return the increase of a count since `before`, and the count."""
+    total = after.stats[kind].get(name, 0)
+    return total - before.stats[kind].get(name, 0), total
 
 
 def _bytes(before: Sample, after: Sample, of: Callable[[dict[str, Any]], int | None]) -> tuple[float, float] | None:

@@ -171,11 +171,11 @@ def _explained(told: dict[str, Any], memory: dict[str, Any]) -> list[str]:
     lines = [head]
     width = max((len(_blocks(run)) for run in told["runs"]), default=0)
     lines += [f"  {_blocks(run).ljust(width)}  {_sentence(run, told, memory)}" for run in told["runs"]]
-    for each in told.get("tiers", ()):  # not in 0.1.0
+    for each in told.get("tiers", ()):
         facts = defaultdict(str, each, after=_age(each.get("after_s", 0.0)))
         said = TIERS.get(each["cause"], each["cause"]).format_map(facts)
         lines.append(f"  tier {each['tier']}, {_blocks(each)}: {said}")
-    for kept in told.get("retained", ()):  # not in 0.1.0
+    for kept in told.get("retained", ()):
         lines.append(
             f"  retained: {kept['blocks']:,} of {kept['wanted']:,} blocks, for {_age(kept['ends_s'])} from now on"
         )
@@ -218,7 +218,7 @@ def _sentence(run: dict[str, Any], told: dict[str, Any], memory: dict[str, Any])
 
 def _worth(run: dict[str, Any]) -> str:
     """Return why these blocks were evicted rather than others."""
-    if "asked" not in run:  # a daemon of 0.1.0, or blocks of one
+    if "asked" not in run:
         return ""
     others = _OTHERS[run["cause"]]
     reason = f"less recently than {others}" if run["by_age"] else f"and worth less than {others}"

@@ -337,7 +337,6 @@ class Service:
             "region_bytes": self._region.geometry.region_bytes,
             "present_bytes": self._region.present,
             "locked": self._region.locked,
-            "draining": False,  # no longer used, but `status` of 0.1.0 reads it
             "messages": self._answers.messages,
             "sessions_opened": self._sessions.opened,
             "max_sessions": self._reloading.config.max_sessions,

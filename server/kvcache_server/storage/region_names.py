@@ -84,7 +84,7 @@ class RegionFolder:
 
     def claim(self, name: str) -> Claim:
         """Return a claim on an existing region. Raises EndpointTaken if a running daemon holds it."""
-        return Claim(self.folder, name, legacy=name == self._prefix)
+        return Claim(self.folder, name)
 
     def new(self) -> Claim:
         """Return a claim on an unused name. Raises NotPermitted if no file may be created here, OSError."""
@@ -139,18 +139,12 @@ def abandoned(directory: str) -> list[tuple[str, os.stat_result]]:
 class Claim:
     """The exclusive hold on one region file, until `release` or `remove`."""
 
-    def __init__(self, folder: Folder, name: str, legacy: bool = False) -> None:
-        """Take the lock. Raises EndpointTaken, NotPermitted, ConfigError.
-
-        `legacy` stands for a region of 0.1.0, which locked the region itself.
-        """
+    def __init__(self, folder: Folder, name: str) -> None:
+        """Take the lock. Raises EndpointTaken, NotPermitted, ConfigError."""
         self._folder = Folder(folder.path, os.dup(folder.fd))
         self.name = name
-        self._legacy_fd = -1
         try:
             self._lock_fd = self._folder.lock(name + LOCK)
-            if legacy:
-                self._lock_legacy()
         except BlockingIOError:
             self._folder.close()
             raise EndpointTaken(
@@ -161,16 +155,6 @@ class Claim:
             raise NotPermitted(f"region_dir {folder.path}: uid {os.geteuid()} may not create {self.path}") from None
         except BaseException:
             self._folder.close()
-            raise
-
-    def _lock_legacy(self) -> None:
-        try:
-            self._legacy_fd = self._folder.open(self.name + REGION, os.O_RDWR)
-            fcntl.flock(self._legacy_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            self._close()
             raise
 
     @property
@@ -207,8 +191,7 @@ class Claim:
             self._close()
 
     def _close(self) -> None:
-        for fd in (self._lock_fd, self._legacy_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._lock_fd = self._legacy_fd = -1
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+        self._lock_fd = -1
         self._folder.close()

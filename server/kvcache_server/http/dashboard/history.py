@@ -75,7 +75,7 @@ def _process(report: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _told(report: dict[str, Any], name: str) -> int:
-    told: int = report.get("told", {}).get(name, 0)  # not in 0.1
+    told: int = report["told"].get(name, 0)
     return told
 
 
