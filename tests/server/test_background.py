@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from small_cache import make_cache
 from test_service import Engine, hashes
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import MAX_BLOCKS, Finding
-from kvcache_server.core.effects import Effects
-from kvcache_server.core.sweeper import Sweeper
 from kvcache_server.daemon.background import Background
 from kvcache_server.slices import Steps
 
@@ -23,11 +22,12 @@ class Loop:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvcache_server.daemon.background.SLICE_SECONDS", 0.0)
         self.loop = asyncio.new_event_loop()
-        self.sweeper = Sweeper(Effects())
+        cache = make_cache()
+        self.sweeper = cache.sweeper
         self.seen: list[str] = []
         self.failures: list[Exception] = []
         self.background = Background(
-            self.loop, self.sweeper, lambda: self.seen.append("|"), lambda number, error: self.failures.append(error)
+            self.loop, cache, lambda: self.seen.append("|"), lambda number, error: self.failures.append(error)
         )
 
     def sweep(self, name: str, count: int, error: Exception | None = None) -> None:

@@ -379,8 +379,8 @@ def test_the_pool_stores_what_a_tier_gets(
     (account,) = host.cache.eviction.fair_share.accounts
     account.share.factor, host.cache.learner.worths.returning = factor, returning
     host.tiering._tiers[tier].waiting = waiting
-    policy = host.cache.eviction.stored_below
-    assert policy is not None and policy(account, cls) is stored
+    tiers = host.cache.eviction.tiers
+    assert tiers is not None and tiers.will_store(account, cls) is stored
 
 
 def test_blocks_of_little_worth_are_stored_for_a_tier() -> None:

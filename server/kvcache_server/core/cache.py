@@ -8,7 +8,7 @@ region before the reply that reports it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from kvcache_proto.types import PoolGeometry
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Actor, Effects, SessionGone
 from kvcache_server.core.eviction.policy import WORTH, Eviction
+from kvcache_server.core.eviction.worth import likely
+from kvcache_server.core.index import Account, Block, Share
 from kvcache_server.core.invalidation import Invalidation
 from kvcache_server.core.journal import NamespaceCleared, SessionEnded
 from kvcache_server.core.limits import Limits
@@ -27,14 +29,16 @@ from kvcache_server.core.pins import uncover_all
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.registry import Registry
 from kvcache_server.core.reservations import Reservations
-from kvcache_server.core.retention import Retentions
+from kvcache_server.core.retention import Retention, Retentions
 from kvcache_server.core.sampling import Lots, keyed_draw
 from kvcache_server.core.sessions import NOBODY, Engine, Session
-from kvcache_server.core.sweeper import Sweeper
+from kvcache_server.core.sweeper import Step, Sweeper
+from kvcache_server.core.tiers import Tiers
 
 if TYPE_CHECKING:
     from kvcache_server.core.recovery.snapshot import Snapshot
 
+_NEARLY_FULL = 8  # one in so many pages is free: blocks go out faster than a tier writes
 EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's epoch: none is used twice
 
 
@@ -122,6 +126,135 @@ class Cache:
         self.limits = self.registry.limits = limits
         for part in (self.eviction, self.lookups, self.reservations, self.retentions):
             part.set_limits(limits)
+
+    # What there is.
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that blocks may take."""
+        return self.pool.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes that blocks take."""
+        return self.eviction.fair_share.used
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether more pages will be ready soon."""
+        return self.pool.is_growing
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether blocks are about to be evicted."""
+        return self.pool.free.pages <= self.pool.geometry.pages // _NEARLY_FULL
+
+    @property
+    def generation(self) -> int:
+        """The last one that a block was given."""
+        return self.pool.generation
+
+    @property
+    def in_grace(self) -> bool:
+        """Whether sessions of the previous daemon are still reconnecting, so that nothing is evicted."""
+        return self.eviction.frozen
+
+    @property
+    def evicts_by_age(self) -> bool:
+        """Whether blocks go by their age, because what was learned of their worth predicts worse."""
+        return self.eviction.ranking.by_age
+
+    @property
+    def evicted_blocks(self) -> int:
+        return self.eviction.evictions.total()
+
+    @property
+    def away(self) -> Mapping[int, Engine]:
+        """The engines of sessions whose door has closed and whose process may live, by session."""
+        return self.registry.disconnected
+
+    def holders(self) -> list[Session]:
+        """Return the sessions that may have leases."""
+        return self.registry.holders()
+
+    def shares(self) -> list[Share]:
+        """Return what each engine has stored in each namespace."""
+        return list(self.eviction.fair_share.shares)
+
+    def blocks_of(self, allocated_bytes: int) -> int:
+        """Return for how many blocks that take so many bytes there is room."""
+        return self.pool.blocks_of(allocated_bytes)
+
+    def blocks_at(self, begin: int, end: int) -> list[Block]:
+        """Return the blocks whose first page is one of these."""
+        return [block for block in self.pool.blocks[begin:end] if block is not None]
+
+    def is_likely_to_return(self, account: Account) -> bool:
+        """Whether most blocks of the account that were asked for once will be asked for again."""
+        return likely(self.learner.worths, account.share)
+
+    def next_to_go(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
+        """Iterate over about `most` leaves of each order that are evicted soon, which may have gone already, with the
+        number of their account; accounts from number `start` on, and then those before it."""
+        accounts = self.eviction.fair_share.accounts
+        numbers = ((start + each) % len(accounts) for each in range(len(accounts)))
+        return ((at, leaf) for at in numbers for order in accounts[at].orders for leaf in order.next_ones(most))
+
+    def survey(self) -> dict[str, Any]:
+        """Return the sizes of the pool, and how many of its bytes are in which state."""
+        survey, quarantined = self.pool.survey(), self.pool.quarantine.bytes
+        return {
+            "region_id": self.geometry.region_id.hex(),
+            "bytes": self.capacity,
+            "used_bytes": self.used,
+            "pages": self.geometry.pages,
+            "page_bytes": self.geometry.page_bytes,
+            "blocks_quarantined": len(self.pool.quarantine),
+            # These four add up to the whole pool.
+            "ready_bytes": survey.used - survey.busy,
+            "writing_bytes": survey.busy - quarantined,
+            "quarantined_bytes": quarantined,
+            "free_bytes": survey.free,
+            "free_runs": len(self.pool.free.runs()),
+        }
+
+    def evicted(self) -> dict[str, Any]:
+        """Return the figures of eviction."""
+        return self.eviction.figures()
+
+    def retained(self, now: float) -> dict[str, Any]:
+        """Return what engines retain and operators pin. O(retentions): a few milliseconds."""
+        return self.retentions.figures(now)
+
+    def retained_for(self, engine: str, request: str) -> list[Retention]:
+        """Return what a request of an engine retains."""
+        owners = [owner for owner in self.retentions.owners() if owner.engine == engine]
+        return [each for owner in owners for each in owner.retentions.values() if each.request == request]
+
+    # Work that no request waits for.
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.sweeper)
+
+    def work(self) -> bool:
+        """Do one slice; return whether more is left."""
+        return self.sweeper.go_on()
+
+    def do_later(self, step: Step) -> None:
+        """Do `step` in slices, until it returns that nothing is left."""
+        self.sweeper.add(step)
+
+    # Tiers.
+
+    def use_tiers(self, tiers: Tiers | None) -> None:
+        """Ask `tiers` from now on for what is not cached."""
+        self.lookups.tiers = self.eviction.tiers = tiers
+
+    def lend(self, session: Session, blocks: Sequence[Block]) -> tuple[int, bytes, bytes]:
+        """Give a session a lease on these blocks of one group; return its number, their references, and their
+        checksums: 0 for those that are not known."""
+        return self.lookups.lend(session, blocks)
 
     def grow(self, ready_pages: int) -> None:
         """Use the first `ready_pages` pages from now on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
@@ -16,6 +16,7 @@ from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Namespace, Session
+from kvcache_server.core.tiers import Tiers
 
 MOST_RESTATED = 1 << 16  # blocks examined per restate: some milliseconds
 
@@ -34,32 +35,6 @@ class _Match(NamedTuple):
     withheld: int
     proof: Block | None
     junction: int
-
-
-class Tiers(Protocol):
-    """What lookups tell the tiers below, if there are any."""
-
-    def looked_up(
-        self, session: Session, group: Group, hashes: Sequence[bytes], chain: Sequence[Block], pending: int, now: float
-    ) -> tuple[int, int]:
-        """Take note of a lookup that found the blocks `chain`, after which `pending` ones follow.
-
-        Returns `coming` and `eta_ms` for its answer.
-        """
-        ...
-
-    def looked_up_with_tails(
-        self,
-        session: Session,
-        group: Group,
-        request: m.Acquire,
-        hits: int,
-        chain: Sequence[Block],
-        tails: Sequence[Block],
-        now: float,
-    ) -> tuple[int, int]:
-        """The same in a namespace with tails, of which an engine needs the blocks `tails`, too, after `hits` blocks."""
-        ...
 
 
 class Lookups:
@@ -215,6 +190,15 @@ class Lookups:
             read = self.checksums.read
             sums = read(slots, group.sum_offsets, locate) if not tails else b"".join(map(self._sums, blocks))
         return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, junction)
+
+    def lend(self, session: Session, blocks: Sequence[Block]) -> tuple[int, bytes, bytes]:
+        """Start a lease on blocks of one group, each by itself; return its number, their references, and checksums."""
+        self.last += 1
+        session.pin(self.last, None, 0, 0, blocks)
+        group, slots, sums = blocks[0].account.group, b"".join([block.ref for block in blocks]), b""
+        if self.checksums is not None:
+            sums = self.checksums.read(slots, group.sum_offsets, self._pool.locate_if_scattered)
+        return self.last, slots, sums or bytes(len(blocks) * len(group.spec.shards) * SUM_BYTES)
 
     def _sums(self, block: Block) -> bytes:
         """Return the checksums of one block, 0 for shards that have none."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
@@ -36,6 +36,7 @@ TOGETHER = 0.5  # of the pool: what all engines may retain
 MOST, MOST_OF_ONE = 8192, 1024  # retentions, in all and per owner: some passes over all take a millisecond
 NAMES, NAMES_OF_ONE = 1 << 20, 1 << 16  # hashes in them
 _TIGHTENED = 4  # steps towards exact counts per request: some milliseconds
+_MOST_NAMED = 64  # engines in the figures
 FOR_EVER = math.inf
 
 
@@ -364,6 +365,44 @@ class Retentions:
 
     def _inexact(self) -> Pins | None:
         return next((owner.pins for owner in self.owners() if not owner.pins.exact), None)
+
+    def figures(self, now: float) -> dict[str, Any]:
+        """Return what engines retain and operators pin. O(retentions): a few milliseconds."""
+        owners = [(owner, len(owner.retentions)) for owner in self.engines.values()]
+        owners.sort(key=lambda pair: -pair[0].pins.bytes)
+        return {
+            "retained_bytes": self.retained_bytes,
+            "retentions": sum(count for _, count in owners),
+            "waiting": len(self.waiting),
+            "quota_bytes": self.quota,
+            "pinned_bytes": self.operator.pins.bytes,
+            "pin_quota_bytes": self.operator_quota,
+            "dropped_blocks": self.dropped,
+            "refused": dict(self.refused),
+            "ended": dict(self.ended),
+            "engines": [
+                {
+                    "engine": owner.engine,
+                    "retentions": count,
+                    "bytes": owner.pins.bytes,
+                    "last_ends_s": round(max(each.until for each in owner.retentions.values()) - now, 1),
+                }
+                for owner, count in owners[:_MOST_NAMED]
+                if count
+            ],
+            "pins": [
+                {
+                    "pin": each.number,
+                    "label": each.label,
+                    "namespace": self._namespaces[each.group.namespace].id,
+                    "blocks": each.held,
+                    "wanted": len(each.names),
+                    "bytes": each.held * each.group.allocated_bytes,
+                }
+                for each in self.operator.retentions.values()
+                if each.group.namespace in self._namespaces
+            ],
+        }
 
     # How a retention begins and ends.
 

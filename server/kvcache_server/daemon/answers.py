@@ -74,7 +74,7 @@ class Answers:
         self.errors: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()
         self.acquire = Histogram(ACQUIRE_SECONDS)
-        self.background = Background(loop, cache.sweeper, end_turn, self.failed)
+        self.background = Background(loop, cache, end_turn, self.failed)
         self._slow_queue = SlowQueue(loop, self._answer_in_turn)
         self._cache, self._insight, self._tiering, self._sessions = cache, insight, tiering, sessions
         self._held: dict[int, tuple[Connection, bytes, Work, float]] = {}  # requests for work, by session
@@ -143,7 +143,7 @@ class Answers:
             error = None  # its traceback refers to this frame: a cycle that is never collected
 
     def _log_cleared(self, session: int, namespace: str, blocks: int) -> None:
-        if self._cache.registry.sessions[session].is_operator:
+        if self._cache.sessions[session].is_operator:
             self._operations.cleared(namespace, blocks, self._sessions.name(session))
         else:
             self._operations.cleared_by_engine(namespace, blocks, self._sessions.name(session))

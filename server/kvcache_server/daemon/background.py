@@ -7,22 +7,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvcache_server.core.sweeper import Sweeper
+from kvcache_server.core.cache import Cache
 from kvcache_server.slices import SLICE_SECONDS, Result, Steps, advance
 
 
 class Background:
-    """Does the work of the cache's `sweeper`, and of `run`."""
+    """Does the work that the cache has put off, and that of `run`."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        sweeper: Sweeper,
+        cache: Cache,
         answered: Callable[[], object],
         failed: Callable[[int, Exception], object],
     ) -> None:
         """`answered()` is called after each turn, `failed(0, error)` with an internal error."""
-        self._loop, self._sweeper = loop, sweeper
+        self._loop, self._cache = loop, cache
         self._answered, self._failed = answered, failed
         self._running: deque[Callable[[], bool]] = deque()  # each does a slice, and returns whether more is left
         self._scheduled = False
@@ -46,7 +46,7 @@ class Background:
 
     def schedule(self) -> None:
         """Schedule a turn if there is work."""
-        if not self._scheduled and (self._running or self._sweeper):
+        if not self._scheduled and (self._running or self._cache.has_work):
             self._scheduled = True
             self._loop.call_soon(self._turn)
 
@@ -54,7 +54,7 @@ class Background:
         self._scheduled = False
         until = time.monotonic() + SLICE_SECONDS
         try:
-            while self._sweeper.go_on() and time.monotonic() < until:
+            while self._cache.work() and time.monotonic() < until:
                 pass
         except Exception as error:  # noqa: BLE001 - an internal error is logged; sessions are still served
             self._failed(0, error)

@@ -227,10 +227,9 @@ class Service:
 
     def _state(self) -> str:
         """Return the line that the service manager shows."""
-        used = self._cache.eviction.fair_share.used
-        pool, sessions = self._cache.pool, f"{len(self._sessions)} sessions"
-        made = f"{format_size(self._region.present)} in memory so far, " if pool.is_growing else ""
-        return f"{format_size(used)} of {format_size(pool.capacity)} used, {made}{sessions}"
+        cache, sessions = self._cache, f"{len(self._sessions)} sessions"
+        made = f"{format_size(self._region.present)} in memory so far, " if cache.is_growing else ""
+        return f"{format_size(cache.used)} of {format_size(cache.capacity)} used, {made}{sessions}"
 
     def _deliver(self) -> None:
         """Deliver what the core has reported: first to the state file, then to the followers of changes.

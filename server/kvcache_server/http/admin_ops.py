@@ -49,7 +49,7 @@ class AdminOps:
     @property
     def in_grace(self) -> bool:
         """Whether sessions of the previous daemon are still reconnecting, so that nothing is evicted."""
-        return self._cache.eviction.frozen
+        return self._cache.in_grace
 
     async def report(self) -> dict[str, Any]:
         """Return the figures of `status`."""
@@ -64,7 +64,12 @@ class AdminOps:
         self._noted.add(number)
         log.warning(
             "namespace %s, model %s: blocks leave %.1f %% of their pages of %s unused; a smaller page_size wastes less",
-            *(namespace.id, namespace.spec.model, 100 * namespace.overhead, format_size(self._cache.pool.page_bytes)),
+            *(
+                namespace.id,
+                namespace.spec.model,
+                100 * namespace.overhead,
+                format_size(self._cache.geometry.page_bytes),
+            ),
             extra={"fields": {"event": "overhead", "namespace": namespace.id, "overhead": namespace.overhead}},
         )
 
@@ -73,24 +78,23 @@ class AdminOps:
         if messages == self._told.get("messages", 0):
             return
         cache = self._cache
-        counters, pool = cache.counters, cache.pool
+        counters = cache.counters
         now = {
             "messages": messages,
             "asked": counters.get("blocks_requested", 0),
             "hit": counters.get("blocks_hit", 0),
             "stored": counters.get("blocks_committed", 0),
-            "evicted": cache.eviction.evictions.total(),
+            "evicted": cache.evicted_blocks,
             "refused": cache.refusals.total(),
         }
         new = {key: value - self._told.get(key, 0) for key, value in now.items()}
         self._told = now
         if any(count for key, count in new.items() if key != "messages"):
             blocks = sum(len(group.visible) for each in cache.namespaces.values() for group in each.groups)
-            used = cache.eviction.fair_share.used
             log.info(
                 "stored %s blocks, hit %s of %s asked, evicted %s, refused %s; %s blocks in %s of %s, %d sessions",
                 *(f"{new[key]:,}" for key in ("stored", "hit", "asked", "evicted", "refused")),
-                *(f"{blocks:,}", format_size(used), format_size(pool.capacity), sessions),
+                *(f"{blocks:,}", format_size(cache.used), format_size(cache.capacity), sessions),
                 extra={"fields": {"event": "summary", **new}},
             )
 

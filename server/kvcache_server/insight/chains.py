@@ -69,10 +69,9 @@ class Chains:
     def _ending_in(self, end: bytes) -> Steps[list[Block]]:
         """Return the blocks that lookups find whose hashes end like that, at most MOST_MATCHES. O(pages)."""
         found: list[Block] = []
-        blocks = self._cache.pool.blocks
-        for at in range(0, len(blocks), LOOK):
+        for at in range(0, self._cache.geometry.pages, LOOK):
             yield
-            some = [each for each in blocks[at : at + LOOK] if each is not None and each.hash.endswith(end)]
+            some = [each for each in self._cache.blocks_at(at, at + LOOK) if each.hash.endswith(end)]
             found += [each for each in some if each.account.group.trusts(each)]
             if len(found) >= MOST_MATCHES:
                 return found

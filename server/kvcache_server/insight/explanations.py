@@ -120,9 +120,7 @@ class Explanations:
             "notes": [{"cause": note.cause, "age_s": round(now - note.at, 3), "blocks": note.blocks} for note in notes],
             "retained": [
                 {"blocks": each.held, "wanted": len(each.names), "ends_s": round(each.until - now, 1)}
-                for owner in list(self._cache.retentions.owners())
-                for each in owner.retentions.values()
-                if each.request == name and owner.engine == engine
+                for each in self._cache.retained_for(engine, name)
             ],
             "lookups": len(lookups),
             "runs": [],

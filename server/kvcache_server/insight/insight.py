@@ -65,7 +65,7 @@ class Insight:
     def follow(self, changes: Iterable[Change]) -> None:
         """Take up changes that the core has reported."""
         misses, residency = self.misses, self.residency
-        by_age = self._cache.eviction.ranking.by_age
+        by_age = self._cache.evicts_by_age
         for change in changes:
             match change:
                 case Gone():
@@ -106,7 +106,7 @@ class Insight:
     def _infinite_of(self, group: Group) -> InfiniteCache:
         found = self._infinite.get(group.tag)
         if found is None:
-            slots = self._cache.pool.blocks_of(group.allocated_bytes)
+            slots = self._cache.blocks_of(group.allocated_bytes)
             found = self._infinite[group.tag] = InfiniteCache(slots, self._cache.lots)
         return found
 
@@ -133,7 +133,7 @@ class Insight:
         if infinite is not None and asker.engine.asked(request.request, group).lookups <= 1:
             infinite.missed(request.hashes[reply.hits + reply.coming + (0 if cause == "pending" else blocks) :])
         if request.request:
-            engine, generation = asker.engine.name, cache.pool.generation
+            engine, generation = asker.engine.name, cache.generation
             below: tuple[Below, ...] = ()
             if said is not None and cause in ("", "pending"):
                 below = said(group, request.hashes, reply.hits, blocks, now, request.start)
@@ -143,7 +143,7 @@ class Insight:
 
     def tick(self, now: float) -> None:
         """Call it a few times per second."""
-        self.residency.tick(self._cache.pool.generation, now)
+        self.residency.tick(self._cache.generation, now)
         self.tap.tick(now)
 
     # Requests.

@@ -43,18 +43,15 @@ class Report:
             "sessions": sessions,
             "away": away,
             "life": self._cache.epoch,
-            "grace": self._cache.eviction.frozen,
-            "evictions": dict(self._cache.eviction.evictions),
-            "evicted_unread": self._cache.eviction.evicted_unread,
-            "eviction": self._cache.eviction.figures(),
+            "grace": self._cache.in_grace,
+            **self._cache.evicted(),
             "refusals": dict(self._cache.refusals),
-            "hints": self._hints(now),
+            "hints": self._cache.retained(now),
             "told": dict(self._telemetry.total),
-            "counters": {**self._cache.counters, "blocks_evicted": self._cache.eviction.evictions.total()},
+            "counters": {**self._cache.counters, "blocks_evicted": self._cache.evicted_blocks},
         }
 
     def _pool(self) -> Steps[dict[str, Any]]:
-        survey, quarantined = self._cache.pool.survey(), self._cache.pool.quarantine.bytes
         groups = [group for namespace in self._cache.namespaces.values() for group in namespace.groups]
         writing = hidden = 0
         for group in groups:
@@ -66,23 +63,12 @@ class Report:
                 yield
         pinned = yield from self._pinned()
         return {
-            "region_id": self._cache.geometry.region_id.hex(),
-            "bytes": self._cache.pool.capacity,
-            "used_bytes": self._cache.eviction.fair_share.used,
-            "pages": self._cache.geometry.pages,
-            "page_bytes": self._cache.geometry.page_bytes,
+            **self._cache.survey(),
             "blocks": sum(len(group.visible) for group in groups),
             "blocks_writing": writing,
             "blocks_hidden": hidden,
-            "blocks_quarantined": len(self._cache.pool.quarantine),
             "pinned_bytes": pinned,
-            # These four add up to the whole pool.
-            "ready_bytes": survey.used - survey.busy,
-            "writing_bytes": survey.busy - quarantined,
-            "quarantined_bytes": quarantined,
-            "free_bytes": survey.free,
-            "free_runs": len(self._cache.pool.free.runs()),
-            "leases": sum(len(session.leases) for session in self._cache.registry.holders()),
+            "leases": sum(len(session.leases) for session in self._cache.holders()),
             "reservations": sum(len(engine.reservations) for engine in self._cache.engines.values()),
             "residence": self._residency.residence.figures(),
         }
@@ -91,7 +77,7 @@ class Report:
         """Return the bytes of the blocks that leases hold, each counted once. O(leases, blocks that they hold)."""
         found: dict[int, Block] = {}  # by id(): no other block has it while this one is referenced here
         size = looks = 0
-        for session in self._cache.registry.holders():
+        for session in self._cache.holders():
             for lease in list(session.leases.values()):
                 for block in lease.blocks:
                     each: Block | None = block
@@ -111,7 +97,7 @@ class Report:
         engines: dict[int, Counter[str]] = {
             number: Counter() for number in self._cache.namespaces
         }  # bytes of each, by namespace
-        for at, share in enumerate(list(self._cache.eviction.fair_share.shares), 1):
+        for at, share in enumerate(self._cache.shares(), 1):
             engines.setdefault(share.namespace, Counter())[share.engine] += share.bytes
             if at % LOOK == 0:
                 yield
@@ -175,7 +161,7 @@ class Report:
         written = yield from self._reservations(lambda reservation: set(reservation.writers))
         return [
             {"id": number, "engine": engine.name, "reservations": written[number]}
-            for number, engine in self._cache.registry.disconnected.items()
+            for number, engine in self._cache.away.items()
         ]
 
     def _reservations(self, whose: Callable[[Reservation], Iterable[int]]) -> Steps[Counter[int]]:
@@ -189,45 +175,6 @@ class Report:
                 if looks % LOOK == 0:
                     yield
         return found
-
-    def _hints(self, now: float) -> dict[str, Any]:
-        """Return what engines retain and operators pin. O(retentions): a few milliseconds."""
-        retentions = self._cache.retentions
-        owners = [(owner, len(owner.retentions)) for owner in retentions.engines.values()]
-        owners.sort(key=lambda pair: -pair[0].pins.bytes)
-        return {
-            "retained_bytes": retentions.retained_bytes,
-            "retentions": sum(count for _, count in owners),
-            "waiting": len(retentions.waiting),
-            "quota_bytes": retentions.quota,
-            "pinned_bytes": retentions.operator.pins.bytes,
-            "pin_quota_bytes": retentions.operator_quota,
-            "dropped_blocks": retentions.dropped,
-            "refused": dict(retentions.refused),
-            "ended": dict(retentions.ended),
-            "engines": [
-                {
-                    "engine": owner.engine,
-                    "retentions": count,
-                    "bytes": owner.pins.bytes,
-                    "last_ends_s": round(max(each.until for each in owner.retentions.values()) - now, 1),
-                }
-                for owner, count in owners[:MOST_ENGINES]
-                if count
-            ],
-            "pins": [
-                {
-                    "pin": each.number,
-                    "label": each.label,
-                    "namespace": self._cache.namespaces[each.group.namespace].id,
-                    "blocks": each.held,
-                    "wanted": len(each.names),
-                    "bytes": each.held * each.group.allocated_bytes,
-                }
-                for each in retentions.operator.retentions.values()
-                if each.group.namespace in self._cache.namespaces
-            ],
-        }
 
     def _lost(self, tag: bytes) -> int:
         """Return the blocks of a group that lookups missed because they had been evicted."""

@@ -79,7 +79,8 @@ class SimulatedDaemon:
         """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""
         session, handle = self._sessions[engine], self.cache.handle
         self.cache.effects.take()  # nobody follows
-        self.cache.sweeper.finish()
+        while self.cache.work():
+            pass
         question = m.Acquire(1, b"", self._namespace, hashes)
         begin = clock()
         found = handle(session, question, now)

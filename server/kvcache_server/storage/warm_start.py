@@ -108,7 +108,9 @@ def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region,
             secret=secrets.token_bytes(16),
             ready_pages=region.ready_pages,
         )
-        cache.restore(Snapshot(cache.rows, manifest, set(disconnected)), time.monotonic())
+        cache.restore(
+            Snapshot(RegionRows(region.buffer, region.geometry), manifest, set(disconnected)), time.monotonic()
+        )
         for record in cache.effects.take()[0]:
             state.note(record)
         _keep_checksums(config, folder, cache)

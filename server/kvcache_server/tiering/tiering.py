@@ -22,7 +22,6 @@ from kvcache_proto.types import FULL, REF_BYTES, SUM_BYTES
 from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, SessionGone, Shown
-from kvcache_server.core.eviction.worth import likely
 from kvcache_server.core.index import CLASS_MASK, GONE, Account, Block, Group
 from kvcache_server.core.sessions import Session
 from kvcache_server.core.slices import LOOK
@@ -43,7 +42,6 @@ MOST_BATCH = 1 << 30  # bytes
 AHEAD_EVERY = 0.1  # seconds between two looks for blocks that are about to be evicted
 AHEAD_LEAVES = 64  # the coldest ones of each order, examined each time
 AHEAD_BLOCKS = 4096  # examined each time, in all
-_FULL = 8  # one in so many pages is free: blocks go out faster than a tier writes
 JOB_BYTES = 128  # of a job in a message, besides its hashes, slots and checksums
 
 
@@ -306,7 +304,7 @@ class Tiering:
                 case SessionGone() if change.session in self._tiers:
                     tier = self._tiers.pop(change.session)
                     self._turn_off(tier, "gone")
-                    self._cache.sweeper.add(tier.forget_marks)
+                    self._cache.do_later(tier.forget_marks)
                     self._listen()
                 case _:
                     pass
@@ -323,13 +321,13 @@ class Tiering:
                     lacking = [each for each in lacking if each.tick & CLASS_MASK or self._likely(each.account)]
                 _store(tier, _with_ancestors(tier, lacking))
 
-    def _stored_below(self, account: Account, cls: int) -> bool:
+    def will_store(self, account: Account, cls: int) -> bool:
         """Whether a tier gets a block of class `cls` that an account stores, even if nobody asks for it again."""
         policies = {tier.policy for tier in self._tiers.values() if tier.on and tier.keeps_up}
         return m.THROUGH in policies or (m.SECOND in policies and (cls > 0 or self._likely(account)))
 
     def _likely(self, account: Account) -> bool:
-        return likely(self._cache.eviction.learner.worths, account.share)
+        return self._cache.is_likely_to_return(account)
 
     # Requests.
 
@@ -420,18 +418,12 @@ class Tiering:
 
     # Jobs.
 
-    @property
-    def _nearly_full(self) -> bool:
-        """Whether blocks are about to be evicted."""
-        pool = self._cache.pool
-        return pool.free.pages <= pool.geometry.pages // _FULL
-
     def jobs(self, session: int, number: int, now: float) -> m.Jobs | None:
         """Return jobs for a tier that waits for some, as the answer to its request `number`; None if there are none."""
         tier = self._tiers.get(session)
         if tier is None or not tier.on:
             return None
-        if tier.policy == m.AHEAD and self._nearly_full and now >= tier.looked_ahead_at + AHEAD_EVERY:
+        if tier.policy == m.AHEAD and self._cache.is_nearly_full and now >= tier.looked_ahead_at + AHEAD_EVERY:
             tier.looked_ahead_at = now
             self._look_ahead(tier)
         to_write = tier.writes if not tier.writes_off else ()
@@ -453,7 +445,7 @@ class Tiering:
             specs[namespace.number] = namespace
             room -= _hash_bytes(looking.group) * len(looking.hashes)
             jobs.looks.append(m.Look(job, namespace.id, looking.group.number, looking.hashes))
-        budget = max(self._cache.pool.capacity // SHARE, tier.batch_bytes)
+        budget = max(self._cache.capacity // SHARE, tier.batch_bytes)
         while tier.in_flight < budget and room > 0 and (part := tier.next_part(tier.batch_bytes, now)) is not None:
             fetch = part.fetch
             job = next(self._numbers)
@@ -492,36 +484,26 @@ class Tiering:
         if namespace is None:
             return None
         specs[namespace.number] = namespace
-        lookups = self._cache.lookups
-        lookups.last += 1
-        lease, job = lookups.last, next(self._numbers)
-        tier.session.pin(lease, None, 0, 0, batch)
+        job = next(self._numbers)
+        lease, slots, sums = self._cache.lend(tier.session, batch)
         tier.begin_to_write(job, Writing(lease, batch))
-        slots = b"".join([block.ref for block in batch])
-        sums = (
-            lookups.checksums.read(slots, group.sum_offsets, self._cache.pool.locate_if_scattered)
-            if lookups.checksums
-            else b""
-        )
-        sums = sums or bytes(len(batch) * len(group.spec.shards) * SUM_BYTES)
         return m.WriteOut(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
 
     def _look_ahead(self, tier: Tier) -> None:
         """Have blocks stored that are about to be evicted, if they were ever found."""
-        left, accounts = AHEAD_BLOCKS, self._cache.eviction.fair_share.accounts
-        for number in range(len(accounts)):
-            account = accounts[(tier.next_ahead + number) % len(accounts)]
-            for leaf in (leaf for order in account.orders for leaf in order.next_ones(AHEAD_LEAVES)):
-                left -= 1
-                if leaf.pins == GONE or leaf.child is not None:
-                    continue
-                upwards = takewhile(lambda block: not tier.has(block), leaf.ancestors())
-                new = list(islice(upwards, max(0, left)))
-                left -= len(new)
-                _store(tier, list(dropwhile(lambda block: not block.tick & CLASS_MASK, new))[::-1])
-            if left <= 0:
-                tier.next_ahead = (tier.next_ahead + number + 1) % len(accounts)
+        left, last = AHEAD_BLOCKS, tier.next_ahead
+        for account, leaf in self._cache.next_to_go(tier.next_ahead, AHEAD_LEAVES):
+            if left <= 0 and account != last:
+                tier.next_ahead = account
                 return
+            last = account
+            left -= 1
+            if leaf.pins == GONE or leaf.child is not None:
+                continue
+            upwards = takewhile(lambda block: not tier.has(block), leaf.ancestors())
+            new = list(islice(upwards, max(0, left)))
+            left -= len(new)
+            _store(tier, list(dropwhile(lambda block: not block.tick & CLASS_MASK, new))[::-1])
 
     def hanging(self, now: float) -> list[str]:
         """Return the names of connected tiers that ask for no work or end none any more, and turn those off."""
@@ -550,8 +532,7 @@ class Tiering:
             tier.session.unpin(lease)
 
     def _listen(self) -> None:
-        self._cache.lookups.tiers = self if self._tiers or self._starting else None
-        self._cache.eviction.stored_below = self._stored_below if self._tiers else None
+        self._cache.use_tiers(self if self._tiers or self._starting else None)
 
     def report(self) -> list[dict[str, object]]:
         """Return figures of each tier for `status`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.sampling import Draw, Lots
 from kvcache_server.core.slices import STEP
 from kvcache_server.core.sweeper import Sweeper
+from kvcache_server.core.tiers import Tiers
 
 # Why a block was evicted: for another block; the engine's or its namespace's ceiling; for another block, after an
 # engine had said that nobody needs it again.
@@ -74,9 +75,7 @@ class Eviction:
         self.evicted_by_class = [0] * CLASSES
         self.declined = 0
         self._dropped: OrderedDict[int, Block] = OrderedDict()  # leaves that go first, by id()
-        # Whether a tier gets a block of this class that an account stores: then it is not declined, however little
-        # it is worth here.
-        self.stored_below: Callable[[Account, int], bool] | None = None
+        self.tiers: Tiers | None = None  # what they will store is not declined, however little it is worth here
         self._left = 0  # blocks that may be evicted for this reservation
         self._page = self._pages = 0  # free pages that were set aside for this run: the first one, and how many
         self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
@@ -102,15 +101,19 @@ class Eviction:
         return False
 
     def figures(self) -> dict[str, Any]:
-        """Return how it decides, and what it found and gave up by class."""
+        """Return how many blocks were evicted, by cause; how it decides; and what it found and gave up, by class."""
         self.learner.learn()
         names = ("once", "twice", "more")
         return {
-            "by_age": self.guard.by_age,
-            "switches": self.guard.switches,
-            "declined_blocks": self.declined,
-            "hit_blocks_by_class": dict(zip(names, self.learner.hits_by_class, strict=True)),
-            "evicted_blocks_by_class": dict(zip(names, self.evicted_by_class, strict=True)),
+            "evictions": dict(self.evictions),
+            "evicted_unread": self.evicted_unread,
+            "eviction": {
+                "by_age": self.guard.by_age,
+                "switches": self.guard.switches,
+                "declined_blocks": self.declined,
+                "hit_blocks_by_class": dict(zip(names, self.learner.hits_by_class, strict=True)),
+                "evicted_blocks_by_class": dict(zip(names, self.evicted_by_class, strict=True)),
+            },
         }
 
     def limit_evictions(self) -> None:
@@ -171,7 +174,7 @@ class Eviction:
 
     def _declines(self, account: Account, cls: int, least: float) -> bool:
         """Return whether a block is worth less than what would be evicted for it, and of no use to a tier; count it."""
-        if self.ranking.worth_of_new(account, cls) >= least or (self.stored_below and self.stored_below(account, cls)):
+        if self.ranking.worth_of_new(account, cls) >= least or (self.tiers and self.tiers.will_store(account, cls)):
             return False
         self.declined += 1
         return True
