@@ -203,10 +203,10 @@ _SLOW = """
 import sys, time
 if "kvcache_server" in sys.orig_argv:
     from kvcache_server.core.cache import Cache
-    def late(self, *what, begin=Cache.begin):
+    def late(self, *what, answer=Cache.answer):
         time.sleep(0.2 if type(what[1]).__name__ in {kinds} else 0)
-        return begin(self, *what)
-    Cache.begin = late
+        return answer(self, *what)
+    Cache.answer = late
 """
 
 

@@ -504,6 +504,8 @@ DAEMON = {
     "uptime_s": 1,
     "errors": {},
     "drops": {},
+    "tiers": [],
+    "tier_processes": [],
     "door_refused": {},
 }
 
