@@ -165,7 +165,8 @@ def test_memory_that_does_not_begin_with_a_page_takes_the_ring(
     now: Npu, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = bench.region
-    part = SimpleNamespace(address=whole.address + 64, bytes=whole.bytes - 64)
+    size = whole.bytes - 64
+    part = SimpleNamespace(address=whole.address + 64, bytes=size, present=size)
     part.buffer, part.array = whole.buffer[64:], whole.array[64:]
     bench.region = part  # type: ignore[assignment]
     bench.register()
@@ -178,8 +179,9 @@ def test_memory_that_does_not_begin_with_a_page_takes_the_ring(
 
 def test_a_region_that_ends_inside_a_page_is_page_locked_to_its_end(now: Npu, bench: Bench) -> None:
     whole = bench.region
+    size = whole.bytes - 100
     bench.region = SimpleNamespace(  # type: ignore[assignment]
-        buffer=whole.buffer, array=whole.array, address=whole.address, bytes=whole.bytes - 100
+        buffer=whole.buffer, array=whole.array, address=whole.address, bytes=size, present=size
     )
     bench.register()
     assert bench.device.registered() == (True, whole.bytes - 100)
