@@ -1165,7 +1165,7 @@ class Story:
         reply = engine.ask(m.Acquire(1, b"", engine.namespace, names, pin=pin))
         self.found += reply.hits
         for ref in unpack_refs(reply.slots):
-            block = self.cache.pool.find(ref)
+            block = self.cache.pool.find(ref.pack())
             assert block is not None and not self.tainted(block), "found although it is invalid"
         cached = self.prefix(engine, names)
         assert reply.hits <= cached
@@ -1256,3 +1256,59 @@ def test_concurrent_requests_leave_a_consistent_state_after_each_slice(tiny: Non
 
 def all_groups(cache: Cache) -> list[Group]:
     return [group for namespace in cache.namespaces.values() for group in namespace.groups]
+
+
+# What one message may take.
+
+
+def many(engine: Engine, count: int, below: int) -> tuple[m.Reserved, list[str]]:
+    """Store as many first blocks, each with a chain below it; return the reservation of the first ones, unsettled."""
+    names = chain("top", count)
+    tops = engine.ask(m.Reserve(1, b"", engine.namespace, [m.Run([each]) for each in hashes(names)]))
+    for name in names:
+        engine.store(chain(f"{name}-", below), name)
+    return tops, names
+
+
+def test_one_distrust_of_many_blocks_removes_a_bounded_number_at_once() -> None:
+    cache = make_cache(64, 256)
+    engine = Engine(cache, "one", block_bytes=256)
+    tops, names = many(engine, MAX_BLOCKS, 20)
+    engine.settle(tops)
+    cache.handle(
+        engine.session, m.Distrust(1, b"", cache.geometry.region_id, tops.slots, 0, Finding.CORRUPT), engine.now
+    )
+    assert cache.counters["blocks_distrusted"] < MAX_BLOCKS * 21 // 2
+    assert not any(engine.acquire([name, f"{name}-0"], pin=False).hits for name in names[:8]), "none is found at once"
+    sweep(cache)
+    assert cache.counters["blocks_distrusted"] == MAX_BLOCKS * 21
+    assert not cache.eviction.fair_share.used
+
+
+def test_one_settlement_of_many_failed_blocks_removes_a_bounded_number_at_once() -> None:
+    cache = make_cache(64, 256)
+    engine = Engine(cache, "one", block_bytes=256)
+    tops, _ = many(engine, MAX_BLOCKS, 20)
+    region = cache.geometry.region_id
+    cache.handle(engine.session, m.Settle(1, b"", region, tops.reservation, (0,), Outcome.FAILED), engine.now)
+    assert cache.counters["blocks_unreachable"] < MAX_BLOCKS * 20 // 2
+    sweep(cache)
+    assert cache.counters["blocks_unreachable"] == MAX_BLOCKS * 20
+    assert not cache.eviction.fair_share.used
+
+
+def test_a_restate_examines_a_bounded_number_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache_server.core.lookups.MOST_NAMED", 10)
+    cache = make_cache()
+    engine = Engine(cache, "one")
+    engine.store(["a"])
+    ref = cache.namespaces[1].groups[0].visible[hashes(["a"])[0]].ref
+    cache.lookups.last += 20
+    last, spec = cache.lookups.last, cache.namespaces[1].spec
+    cache.disconnect_session(engine.session, 0.0)
+    cache.resume_session(engine.session, "", 0.0)
+    engine.ask(m.Attach(1, b"", spec, (0,)))
+    lost = engine.ask(m.Restate(1, b"", 0, [(last - at, ref) for at in range(8)])).lost
+    assert lost == [last - at for at in range(5, 8)]  # each takes two
+    assert cache.counters["leases_over_limits"] == 3
+    check_integrity(cache)

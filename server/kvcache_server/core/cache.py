@@ -32,7 +32,7 @@ from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.retention import Retention, Retentions
 from kvcache_server.core.sampling import Lots, keyed_draw
 from kvcache_server.core.sessions import NOBODY, Engine, Session
-from kvcache_server.core.sweeper import Step, Sweeper
+from kvcache_server.core.sweeper import AT_ONCE, Step, Sweeper
 from kvcache_server.core.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -273,14 +273,15 @@ class Cache:
 
     def answer(self, session: int, request: m.Request, now: float) -> m.Reply | None:
         """Like `handle`; but what a lookup teaches is learned later, with other lookups."""
-        self._set_time(now)
-        asker = self.sessions[session]
-        self.effects.actor = Actor(now, asker.engine.name, getattr(request, "namespace", 0))
-        return self._handlers[type(request)](asker, request, now)  # type: ignore[no-any-return]
+        self._begin_turn(now)
+        asker, kind = self.sessions[session], type(request)
+        if kind is not m.Acquire and kind is not m.Release:  # these report nothing
+            self.effects.actor = Actor(now, asker.engine.name, getattr(request, "namespace", 0))
+        return self._handlers[kind](asker, request, now)  # type: ignore[no-any-return]
 
-    def _set_time(self, now: float) -> None:
+    def _begin_turn(self, now: float) -> None:
         self.pool.set_time(now)
-        self.sweeper.now = now
+        self.sweeper.now, self.sweeper.at_once = now, AT_ONCE
 
     def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved:
         self.eviction.refresh()
@@ -337,7 +338,7 @@ class Cache:
         self.effects.records.append(SessionEnded(session))
         self.effects.changes.append(SessionGone(session))
         self.effects.actor = Actor(now, engine.name)
-        self._set_time(now)
+        self._begin_turn(now)
         settle = self.reservations.writer_ended(engine, session, now)
         self.sweeper.add(lambda: settle() or self._prune())
 
@@ -372,7 +373,7 @@ class Cache:
 
     def tick(self, now: float) -> None:
         """Free slots whose quarantine is over, and account for released leases. Call it a few times per second."""
-        self._set_time(now)
+        self._begin_turn(now)
         self.effects.actor = Actor(now)
         self.learner.learn()
         self.registry.tick(now)
@@ -414,7 +415,7 @@ class Cache:
         self.effects.records += map(SessionEnded, sessions.keys() - snapshot.living)
         self.effects.records += [NamespaceCleared(number, 0) for number in snapshot.manifest.cleared]
         self.registry.prune()
-        self._set_time(now)
+        self._begin_turn(now)
         self.retentions.tick(now)
         self.sweeper.finish()
 
@@ -460,7 +461,7 @@ class Cache:
             raise Unavailable(
                 "engines are reconnecting after a restart, and the blocks that they read are not known yet: try again"
             )
-        self._set_time(now)
+        self._begin_turn(now)
         self.effects.actor = Actor(now, by)
         cleared = 0
         for each in [ids[namespace]] if namespace else list(ids.values()):

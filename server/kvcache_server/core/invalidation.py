@@ -13,7 +13,7 @@ from itertools import islice
 
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.messages import Distrust, Distrusted
-from kvcache_proto.types import MAX_BLOCKS, REF_BYTES, Finding, Verdict, unpack_refs
+from kvcache_proto.types import MAX_BLOCKS, REF_BYTES, Finding, Verdict
 from kvcache_server.core.effects import CLEARED, Effects, NamespaceEmptied
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import GOES_FIRST, GONE, Block, BottomUp, Group
@@ -68,8 +68,8 @@ class Invalidation:
         finding, before = Finding(request.finding), self._counters["blocks_distrusted"]
         stored_by: list[tuple[str, int]] = []
         writers = {number: writers for writers, number in self._reservations.writers.items()}
-        for ref in unpack_refs(request.slots):
-            block = self._pool.find(ref)
+        for at in range(0, len(request.slots), REF_BYTES):
+            block = self._pool.find(request.slots, at)
             if block is None or not block.visible or block.account.group.namespace not in session.attached:
                 self._counters["distrusts_unknown"] += 1
                 stored_by.append(("", 0))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUM_BYTES, TAIL, check_hashes, unpack_refs
+from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUM_BYTES, TAIL, check_hashes
 from kvcache_server.core.boundary import boundary, last_end
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.eviction.learner import Learner
@@ -19,6 +19,7 @@ from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.core.tiers import Tiers
 
 MOST_RESTATED = 1 << 16  # blocks examined per restate: some milliseconds
+MOST_NAMED = 1 << 11  # leases and references examined per restate, together
 
 
 class _Match(NamedTuple):
@@ -225,7 +226,7 @@ class Lookups:
 
         Leases that it had as `former`, before its connection was lost, are its own again. For others, the limits of new
         leases apply: those beyond `max_leases` or the pin quota are lost, as are leases whose blocks are gone, and
-        those for which more than MOST_RESTATED blocks would have to be examined.
+        those for which more than MOST_RESTATED blocks or MOST_NAMED references would have to be examined.
         """
         lost, others = [], []
         held = former.leases if former is not None else {}
@@ -239,11 +240,18 @@ class Lookups:
         pins.uncover(MOST_RESTATED)
         ended = sum(lease.bytes + lease.beside for lease in held.values())
         chains = _Chains()
+        numbers = {number for number, _ in others}
+        taken = set[int]().union(*[numbers & each.leases.keys() for each in session.engine.sessions.values()])
+        left = MOST_NAMED
         for number, refs in others:
-            ends = [self._pool.find(each) for each in unpack_refs(refs[: len(refs) // REF_BYTES * REF_BYTES])]
-            taken = any(number in each.leases for each in session.engine.sessions.values())
+            left -= 1 + len(refs) // REF_BYTES
+            if left < 0:
+                lost.append(number)
+                self._counters["leases_over_limits"] += 1
+                continue
+            ends = [self._pool.find(refs, at) for at in range(0, len(refs) // REF_BYTES * REF_BYTES, REF_BYTES)]
             blocks = [block for block in ends if block is not None and block.visible]
-            if not blocks or len(blocks) < len(ends) or taken or not 0 < number <= self.last:
+            if not blocks or len(blocks) < len(ends) or number in taken or not 0 < number <= self.last:
                 lost.append(number)
                 continue
             block = blocks.pop(0) if blocks[0].account.group.spec.kind == FULL else None
@@ -255,6 +263,7 @@ class Lookups:
                 self._counters["leases_over_limits"] += 1
                 continue
             session.pin(number, block, size, 0, blocks)
+            taken.add(number)
             self._counters["leases_restated"] += 1
         self._counters["leases_lost"] += len(lost)
         return lost

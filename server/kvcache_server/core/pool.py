@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import FREED, RegionRows, RowFields, Run, pieces, row_of
-from kvcache_proto.types import BlockRef, pack_ref
+from kvcache_proto.types import REF_BYTES, pack_ref
 from kvcache_server.core.checksums import Locate
 from kvcache_server.core.free_runs import FreeRuns, Runs
 from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, NEXT_TICK, TICKS_PER_SECOND, Block
@@ -185,11 +185,12 @@ class Pool:
         """`locate`, or None if each block lies in one run."""
         return self.locate if self._scattered else None
 
-    def find(self, ref: BlockRef) -> Block | None:
-        """Return the block that `ref` refers to, or None if its pages have another block now."""
-        page = (ref.offset - self.geometry.data_offset) // self.geometry.page_bytes
+    def find(self, refs: bytes, at: int = 0) -> Block | None:
+        """Return the block that the reference at byte `at` refers to, or None if its pages have another block now."""
+        ref = refs[at : at + REF_BYTES]
+        page = (int.from_bytes(ref[:8], "little") - self._data) >> self._shift
         block = self.blocks[page] if 0 <= page < self.geometry.pages else None
-        return block if block is not None and block.ref == ref.pack() else None
+        return block if block is not None and block.ref == ref else None
 
     def resume(self, generation: int, free: Iterable[Run]) -> None:
         """Continue after an earlier daemon, whose last generation is given, with only these runs of pages free.

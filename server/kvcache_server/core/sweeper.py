@@ -8,10 +8,12 @@ after each slice.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from kvcache_server.core.effects import Actor, Effects
+
+AT_ONCE = 8  # slices that one request or tick does at once: some milliseconds
 
 Step = Callable[[], bool]
 
@@ -21,24 +23,29 @@ class Sweeper:
 
     def __init__(self, effects: Effects) -> None:
         self.now = 0.0
+        self.at_once = AT_ONCE  # slices that this request or tick may do at once yet
         self._effects = effects
-        self._steps: deque[tuple[Step, Actor]] = deque()
+        self._steps: OrderedDict[Step, Actor] = OrderedDict()  # each on behalf of whom it is done
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
     def add(self, step: Step) -> None:
-        """Let `step` be done until nothing is left, on behalf of whom the core works for now; if nothing else waits,
-        its first slice is done at once. A step that waits already is not added."""
-        if all(step != each for each, _ in self._steps) and (self._steps or step()):
-            self._steps.append((step, self._effects.actor))
+        """Let `step` be done until nothing is left, on behalf of whom the core works for now. If nothing else waits,
+        its first slice is done at once, as far as `at_once` allows. A step that waits already is not added."""
+        if not self._steps and self.at_once:
+            self.at_once -= 1
+            if not step():
+                return
+        self._steps.setdefault(step, self._effects.actor)
 
     def go_on(self) -> bool:
         """Do one slice; return whether more is left. A step that raises an exception is not continued."""
         if self._steps:
-            step, self._effects.actor = self._steps.popleft()
+            step, self._effects.actor = self._steps.popitem(last=False)
             if step():
-                self._steps.appendleft((step, self._effects.actor))
+                self._steps[step] = self._effects.actor
+                self._steps.move_to_end(step, last=False)
         return bool(self._steps)
 
     def finish(self) -> None:
