@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import pytest
@@ -142,15 +142,7 @@ class Host:
     def handle(self, session: int, request: Any) -> Any:
         reply = self.cache.answer(session, request, self.now)
         self.deliver()
-        if not isinstance(reply, Generator):
-            return reply
-        while True:
-            try:
-                next(reply)
-            except StopIteration as done:
-                return done.value
-            finally:
-                self.deliver()
+        return reply
 
     def open(self, engine: str) -> int:
         number = self.cache.open_session(engine, "", self.now)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import threading
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from host import Host, geometry_of
 from small_cache import Engine, audit, chain
 
-from kvcache_proto.errors import RegionError
 from kvcache_proto.types import Refusal
 from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.recovery.snapshot import Snapshot
-from kvcache_server.storage import region_file
-from kvcache_server.storage.region_file import create_region
 
 MIB = 1 << 20
 PAGES = 16  # of a block of 64 KiB
@@ -79,71 +70,3 @@ def test_the_next_daemon_goes_on_where_the_last_one_was(lying: bool) -> None:
     again.grow(again.geometry.pages)
     check_integrity(again)
     assert set(other.store(chain("c", 20))) == {Refusal.GRANTED}
-
-
-@pytest.fixture
-def small_mount(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 32 MiB, where mounting is allowed."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting is not allowed here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("rival", [0, 20 * MIB], ids=["enough", "too little"])
-def test_what_becomes_of_memory_that_is_made_later(
-    small_mount: Path, monkeypatch: pytest.MonkeyPatch, rival: int
-) -> None:
-    monkeypatch.setattr(region_file, "FIRST", 4 * MIB)
-    monkeypatch.setattr(region_file, "CHUNK", 1 * MIB)
-    region = create_region(str(small_mount), 24 * MIB, socket_path=str(small_mount / "kv.sock"), lock="never")
-    ended, made, errors = threading.Event(), [], []
-    try:
-        total = region.geometry.region_bytes
-        assert region.present == 4 * MIB < total
-        assert 0 < region.ready_pages < region.geometry.pages
-        (small_mount / "rival").write_bytes(bytes(rival))
-        region.fill(
-            "never",
-            "never",
-            lambda done, of: made.append((done, of)),
-            ended.set,
-            lambda error: (errors.append(error), ended.set()),
-        )
-        assert ended.wait(SECONDS)
-        assert made == sorted(made) and all(of == total for _, of in made)
-        if rival:
-            assert isinstance(errors[0], RegionError) and "memory ran out" in str(errors[0])
-            assert 4 * MIB < region.present < total
-        else:
-            assert not errors and region.present == total and region.ready_pages == region.geometry.pages
-            assert os.fstat(region.fd).st_blocks * 512 >= total
-    finally:
-        region.close()
-
-
-def test_a_region_that_is_closed_early_stops_making_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_file, "FIRST", 4 * MIB)
-    monkeypatch.setattr(region_file, "CHUNK", 1 * MIB)
-    monkeypatch.setattr(region_file, "MAX_THREADS", 1)
-    region = create_region("/dev/shm", 256 * MIB, socket_path=str(tmp_path / "kv.sock"), lock="never")
-    begun, go_on, called = threading.Event(), threading.Event(), []
-
-    def progress(made: int, total: int) -> None:
-        begun.set()
-        assert go_on.wait(SECONDS)
-
-    region.fill("never", "never", progress, lambda: called.append("done"), called.append)
-    assert begun.wait(SECONDS)
-    region.close()
-    go_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "fill-region":
-            thread.join(SECONDS)
-    assert not called
-    assert region.present < region.geometry.region_bytes

@@ -6,6 +6,7 @@ import fcntl
 import os
 import stat
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from leftovers import remove_regions
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, RegionError
 from kvcache_proto.region import RegionRows
+from kvcache_server.storage import region_file
 from kvcache_server.storage.region_file import Region, available_memory, create_region, filesystem
 from kvcache_server.storage.region_names import RegionFolder
 
 SHM = "/dev/shm"
 MIB = 1 << 20
+SECONDS = 60.0
 
 
 @pytest.fixture
@@ -148,6 +151,60 @@ def test_a_mount_that_fills_up_raises_an_error_and_no_signal(small_mount: Path) 
     with pytest.raises(RegionError, match="memory ran out"):
         create_region(str(small_mount), 24 * MIB, socket_path=str(small_mount / "kv.sock"), progress=rival)
     assert [path.name for path in small_mount.iterdir()] == ["rival"]
+
+
+@pytest.mark.parametrize("rival", [0, 20 * MIB], ids=["enough", "too little"])
+def test_what_becomes_of_memory_that_is_made_later(
+    small_mount: Path, monkeypatch: pytest.MonkeyPatch, rival: int
+) -> None:
+    monkeypatch.setattr(region_file, "FIRST", 4 * MIB)
+    monkeypatch.setattr(region_file, "CHUNK", 1 * MIB)
+    region = create_region(str(small_mount), 24 * MIB, socket_path=str(small_mount / "kv.sock"), lock="never")
+    ended, made, errors = threading.Event(), [], []
+    try:
+        total = region.geometry.region_bytes
+        assert region.present == 4 * MIB < total
+        assert 0 < region.ready_pages < region.geometry.pages
+        (small_mount / "rival").write_bytes(bytes(rival))
+        region.fill(
+            "never",
+            "never",
+            lambda done, of: made.append((done, of)),
+            ended.set,
+            lambda error: (errors.append(error), ended.set()),
+        )
+        assert ended.wait(SECONDS)
+        assert made == sorted(made) and all(of == total for _, of in made)
+        if rival:
+            assert isinstance(errors[0], RegionError) and "memory ran out" in str(errors[0])
+            assert 4 * MIB < region.present < total
+        else:
+            assert not errors and region.present == total and region.ready_pages == region.geometry.pages
+            assert os.fstat(region.fd).st_blocks * 512 >= total
+    finally:
+        region.close()
+
+
+def test_a_region_that_is_closed_early_stops_making_memory(socket_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_file, "FIRST", 4 * MIB)
+    monkeypatch.setattr(region_file, "CHUNK", 1 * MIB)
+    monkeypatch.setattr(region_file, "MAX_THREADS", 1)
+    region = create_region(SHM, 256 * MIB, socket_path=socket_path, lock="never")
+    begun, go_on, called = threading.Event(), threading.Event(), []
+
+    def progress(made: int, total: int) -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+
+    region.fill("never", "never", progress, lambda: called.append("done"), called.append)
+    assert begun.wait(SECONDS)
+    region.close()
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "fill-region":
+            thread.join(SECONDS)
+    assert not called
+    assert region.present < region.geometry.region_bytes
 
 
 def test_available_memory_is_at_most_the_host_s() -> None:

@@ -17,7 +17,7 @@ from kvcache_proto.types import REF_BYTES, BlockRef, Outcome, Refusal, Verdict, 
 from kvcache_server.core import journal
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.journal import Manifest
-from kvcache_server.core.slices import STEP
+from kvcache_server.core.limits import STEP
 
 # Plain stories.
 

@@ -36,7 +36,7 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import LRU
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.integrity import Audit, check_integrity
-from kvcache_server.core.slices import LOOK, STEP
+from kvcache_server.core.limits import LOOK, STEP
 from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
 from kvcache_server.slices import finish
 

@@ -18,7 +18,7 @@ from kvcache_server.commands.why import TIERS
 from kvcache_server.core.effects import SessionGone
 from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
 from kvcache_server.core.index import Group
-from kvcache_server.core.slices import LOOK
+from kvcache_server.core.limits import LOOK
 from kvcache_server.tiering.tier import MOST_COMING, MOST_LOOKS, MOST_WRITES, Looking, Tier
 from kvcache_server.tiering.tiering import STARTING, Tiering
 

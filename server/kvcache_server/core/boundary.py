@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvcache_proto.types import GroupSpec
 from kvcache_server.core.index import Block, Group
-from kvcache_server.core.slices import LOOK
+from kvcache_server.core.limits import LOOK
 
 
 def boundary(tails: Sequence[Group], hashes: Sequence[bytes], most: int, start: int) -> tuple[int, list[Block]]:

@@ -103,18 +103,18 @@ class Cache:
             m.Acquire: self.lookups.acquire,
             m.Release: self.lookups.release,
             m.Reserve: self._reserve,
-            m.Settle: self._settle,
+            m.Settle: lambda session, request, now: self.reservations.settle(session, request),
             m.Attach: self._attach,
-            m.Detach: self._detach,
-            m.Distrust: self._distrust,
-            m.Ping: self._ping,
+            m.Detach: lambda session, request, now: self.registry.detach(session, request),
+            m.Distrust: lambda session, request, now: self.invalidation.distrust(session, request),
+            m.Ping: lambda session, request, now: m.Pong(request.id),
             m.Clear: self._clear,
             m.Restate: self._restate,
             m.Fence: self._fence,
-            m.Retain: self._retain,
-            m.Drop: self._drop,
-            m.Pin: self._pin,
-            m.Unpin: self._unpin,
+            m.Retain: self.retentions.retain,
+            m.Drop: lambda session, request, now: self.retentions.drop(session, request),
+            m.Pin: lambda session, request, now: self.retentions.pin(self.registry.by_id, session, request),
+            m.Unpin: lambda session, request, now: self.retentions.unpin(session, request),
         }
 
     def keep_checksums(self, checksums: Checksums) -> None:
@@ -287,35 +287,10 @@ class Cache:
         self.eviction.refresh()
         return self.reservations.reserve(session, request, partial(self.registry.account, session.engine), now)
 
-    def _settle(self, session: Session, request: m.Settle, now: float) -> m.Settled:
-        return self.reservations.settle(session, request)
-
-    def _distrust(self, session: Session, request: m.Distrust, now: float) -> m.Distrusted:
-        return self.invalidation.distrust(session, request)
-
-    def _retain(self, session: Session, request: m.Retain, now: float) -> m.Retained:
-        return self.retentions.retain(session, request, now)
-
-    def _drop(self, session: Session, request: m.Drop, now: float) -> m.Dropped:
-        return self.retentions.drop(session, request)
-
-    def _pin(self, session: Session, request: m.Pin, now: float) -> m.Pinned:
-        return self.retentions.pin(self.registry.by_id, session, request)
-
-    def _unpin(self, session: Session, request: m.Unpin, now: float) -> m.Unpinned:
-        return self.retentions.unpin(session, request)
-
     def _attach(self, session: Session, request: m.Attach, now: float) -> m.Attached:
         reply = self.registry.attach(session, request)
         self.reservations.attached(session, self.namespaces[reply.namespace])
         return reply
-
-    def _detach(self, session: Session, request: m.Detach, now: float) -> None:
-        self.registry.detach(session, request)
-
-    @staticmethod
-    def _ping(session: Session, request: m.Ping, now: float) -> m.Pong:
-        return m.Pong(request.id)
 
     # Sessions.
 

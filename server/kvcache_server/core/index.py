@@ -23,7 +23,7 @@ import msgspec
 from kvcache_proto.region import pages_of
 from kvcache_proto.types import GroupSpec, Verdict
 from kvcache_server.core.checksums import Checksums
-from kvcache_server.core.slices import STEP
+from kvcache_server.core.limits import STEP
 
 HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in the order of its account

@@ -10,9 +10,9 @@ from kvcache_proto.region import DOOMED, READY, WRITING, row_of
 from kvcache_proto.types import TAIL, BlockRef
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import CLASSES, GONE, HIDDEN, SPARE, UNQUEUED, Block, Group, Reservation, Share
+from kvcache_server.core.limits import STEP
 from kvcache_server.core.pins import Lease
 from kvcache_server.core.retention import MOST, MOST_OF_ONE, NAMES, NAMES_OF_ONE
-from kvcache_server.core.slices import STEP
 
 _FEW = 10_000  # microseconds that the whole check may take while requests wait
 

@@ -18,10 +18,10 @@ from kvcache_server.core.effects import CLEARED, Effects, NamespaceEmptied
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import GOES_FIRST, GONE, Block, BottomUp, Group
 from kvcache_server.core.journal import NamespaceCleared
+from kvcache_server.core.limits import STEP
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.sessions import Namespace, Session
-from kvcache_server.core.slices import STEP
 from kvcache_server.core.states import FORGOTTEN
 from kvcache_server.core.sweeper import Sweeper
 

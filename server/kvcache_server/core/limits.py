@@ -1,10 +1,12 @@
-"""The bounds of the state machine. Pure."""
+"""The bounds of the state machine: those that are configured, and how much is done at once. Pure."""
 
 from __future__ import annotations
 
 import msgspec
 
 OPERATOR = "kvcache-server"  # the engine id of commands by default; some sessions are reserved for it
+STEP = 64  # blocks granted, settled, removed or evicted in one slice: half a millisecond
+LOOK = 4096  # blocks, hashes or rows examined in one slice
 
 
 class Limits(msgspec.Struct, frozen=True):

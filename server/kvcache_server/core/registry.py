@@ -15,10 +15,9 @@ from kvcache_server.core.effects import Effects, NamespaceClosed, NamespaceOpene
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import Account, Group, Share
 from kvcache_server.core.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade
-from kvcache_server.core.limits import Limits
+from kvcache_server.core.limits import STEP, Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import NOBODY, Engine, Namespace, Session, Users
-from kvcache_server.core.slices import STEP
 from kvcache_server.core.sweeper import Sweeper
 
 MAX_ATTACHED = 16  # namespaces per session: an engine is in one, and after a reset also in the next one

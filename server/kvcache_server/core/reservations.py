@@ -30,10 +30,9 @@ from kvcache_server.core.index import (
     Reservation,
 )
 from kvcache_server.core.journal import WritersNumbered
-from kvcache_server.core.limits import Limits
+from kvcache_server.core.limits import LOOK, STEP, Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Engine, Namespace, Session
-from kvcache_server.core.slices import LOOK, STEP
 from kvcache_server.core.states import COMMITTED, DOOMED, FORGOTTEN
 from kvcache_server.core.sweeper import Step, Sweeper
 

@@ -24,11 +24,10 @@ from kvcache_server.core.eviction.policy import DROPPED, Eviction
 from kvcache_server.core.index import GOES_FIRST, Block, Group
 from kvcache_server.core.invalidation import Invalidation
 from kvcache_server.core.journal import PinEnded, PinMade
-from kvcache_server.core.limits import Limits
+from kvcache_server.core.limits import LOOK, STEP, Limits
 from kvcache_server.core.pins import Lease, Pins, new_lease
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Namespace, Session
-from kvcache_server.core.slices import LOOK, STEP
 from kvcache_server.core.sweeper import Sweeper
 
 _MOST_WANTED = 8 * LOOK  # blocks of a retention that will be stored soon

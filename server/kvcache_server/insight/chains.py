@@ -8,8 +8,8 @@ from kvcache_proto.messages import Acquire, Chain, Chained
 from kvcache_proto.types import MAX_HASHES, MIN_HASH_BYTES
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import GONE, Block, Group
+from kvcache_server.core.limits import LOOK
 from kvcache_server.core.sessions import Namespace
-from kvcache_server.core.slices import LOOK
 from kvcache_server.insight.miss_log import Lookup, MissLog
 from kvcache_server.slices import Steps
 

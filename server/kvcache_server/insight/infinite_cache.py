@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from kvcache_proto.counts import MAX_COUNT
+from kvcache_server.core.limits import LOOK
 from kvcache_server.core.sampling import LARGE_POOL, LARGE_POOL_EVERY, Lots
-from kvcache_server.core.slices import LOOK
 
 _ROOM = 1 << 14
 _LEAST_LOOK = 64

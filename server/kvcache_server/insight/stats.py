@@ -10,8 +10,8 @@ from kvcache_proto.counts import OTHER
 from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import Block, Reservation
+from kvcache_server.core.limits import LOOK, STEP
 from kvcache_server.core.sessions import Namespace
-from kvcache_server.core.slices import LOOK, STEP
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.telemetry import Telemetry

@@ -24,7 +24,7 @@ from kvcache_server.storage.region_names import Claim, RegionFolder, abandoned
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # bytes done, total bytes
+Progress = Callable[[int, int], None]  # bytes that are made, and that will be
 
 CHUNK = 32 << 20
 FIRST = 256 << 20  # bytes that are made before the daemon is ready: a tenth of a second
@@ -384,9 +384,8 @@ class _Prefault:
         self._stop.set()
 
     def _fill_all(self, start: int, progress: Progress, begin: int, end: int) -> None:
-        total = len(self._mapping)
         chunks = [(offset, min(CHUNK, end - offset)) for offset in range(begin, end, CHUNK)]
-        progress(begin, total)
+        progress(begin, end)
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, "prefault") as pool:
             try:
@@ -396,7 +395,7 @@ class _Prefault:
                     if not length:  # it was stopped
                         return
                     begin += length
-                    progress(begin, total)
+                    progress(begin, end)
             finally:
                 self._stop.set()  # after an error or a signal, remaining chunks return at once
 

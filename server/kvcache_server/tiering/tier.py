@@ -10,8 +10,8 @@ import msgspec
 
 from kvcache_proto.types import MAX_BLOCKS
 from kvcache_server.core.index import Block, Group
+from kvcache_server.core.limits import LOOK
 from kvcache_server.core.sessions import Session
-from kvcache_server.core.slices import LOOK
 from kvcache_server.tiering.inquiry import Inquiry
 
 ABSENT_FOR = 5.0  # seconds for which a tier is not asked again for what it did not have: other hosts may store it

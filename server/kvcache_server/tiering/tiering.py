@@ -23,8 +23,8 @@ from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, SessionGone, Shown
 from kvcache_server.core.index import CLASS_MASK, GONE, Account, Block, Group
+from kvcache_server.core.limits import LOOK
 from kvcache_server.core.sessions import Session
-from kvcache_server.core.slices import LOOK
 from kvcache_server.tiering.inquiry import Said, absent
 from kvcache_server.tiering.tier import Fetch, Joint, Looking, Tier, Writing, eta
 

@@ -31,7 +31,7 @@ POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fills this process's pag
 _PART = 64 << 20
 _THREADS = 8
 _CLAIM = 5.0  # seconds that a connector waits for a connection that was begun here
-_LOCK = 2.0  # seconds that it waits for page-locking, which would slow down an engine that serves
+_LOCK = 10.0  # seconds that it waits for page-locking, which would slow down an engine that serves
 _GROWS = 0.05  # seconds between two looks whether more of the region is in memory
 
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL, unlike `mmap.madvise`

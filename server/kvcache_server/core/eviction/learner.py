@@ -28,10 +28,10 @@ from kvcache_server.core.index import (
     Group,
     Share,
 )
+from kvcache_server.core.limits import LOOK
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sampling import Draw, Lots, split
 from kvcache_server.core.sessions import Engine
-from kvcache_server.core.slices import LOOK
 
 _REFRESHES = 16  # of the worths, while as many blocks miss as the pool holds
 _FEWEST, _REFRESHED_FOR = 128, TICKS_PER_SECOND // 4  # blocks that miss, and time, between two refreshes

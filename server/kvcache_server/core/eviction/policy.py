@@ -22,10 +22,9 @@ from kvcache_server.core.index import (
     Group,
     Share,
 )
-from kvcache_server.core.limits import Limits
+from kvcache_server.core.limits import STEP, Limits
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.sampling import Draw, Lots
-from kvcache_server.core.slices import STEP
 from kvcache_server.core.sweeper import Sweeper
 from kvcache_server.core.tiers import Tiers
 
