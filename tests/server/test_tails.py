@@ -461,6 +461,33 @@ def test_an_engine_s_ceiling_is_for_all_groups_together() -> None:
     check_integrity(cache)
 
 
+def test_what_a_prompt_needed_two_boundaries_ago_goes_first() -> None:
+    """What follows a prompt continues at its last boundary; what replaces its last part, at the one before."""
+    cache = make_cache(32, policy="lru")
+    engine = Engine(cache)
+    engine.store("xy")
+    for prompt in ("ab", "abcd", "abcdef"):
+        engine.store(prompt)
+    others = iter(range(10, 100))
+    while cache.eviction.evictions.total() < 3:
+        engine.store(chr(1000 + next(others)), tails=False)
+    assert cache.eviction.evictions == {"passed": 3}, "two blocks of a window, and a state"
+    assert [engine.hits(prompt) for prompt in ("ab", "abcd", "abcdef", "xy")] == [0, 4, 6, 2]
+    check_integrity(cache)
+
+
+def test_a_boundary_behind_which_prompts_part_stays() -> None:
+    cache = make_cache(48, policy="lru")
+    engine = Engine(cache)
+    for prompt in ("ab", "abc1", "abc2", "abc1ef", "abc1efgh"):
+        engine.store(prompt)
+    others = iter(range(1000, 2000))
+    while cache.eviction.evictions.total() < 2:
+        engine.store(chr(next(others)), tails=False)
+    assert cache.eviction.evictions == {"passed": 2}, "the last block of a window, and a state"
+    assert [engine.hits(prompt) for prompt in ("ab", "abc1", "abc2", "abc1ef", "abc1efgh")] == [2, 2, 4, 6, 8]
+
+
 def test_a_dropped_prompt_s_tails_go() -> None:
     engine = Engine(make_cache())
     engine.store("abc")
@@ -555,6 +582,7 @@ class Model:
     leases: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
     tick: int = 0
     kept: tuple[int, str] = (0, "")  # what a block is about to be stored below
+    dropped: list[tuple[tuple[int, str], Node]] = field(default_factory=list)  # what goes first, from the end on
 
     def next_tick(self) -> int:
         self.tick += 1
@@ -650,6 +678,15 @@ class Model:
         if len(self.nodes) < ROOM:
             return True
         self.kept = keep
+        while self.dropped:
+            key, node = self.dropped.pop()
+            if self.nodes.get(key) is node and node.tick == FIRST and self.may_go(key):
+                above = (0, key[1] if key[0] else key[1][:-1])
+                parent = self.nodes.get(above)
+                self.evict(key)
+                if parent is not None and parent.tick == FIRST:
+                    self.drop(above, parent)
+                return True
         going = [key for key in self.nodes if self.may_go(key) and key != keep]
         if not going:
             return False
@@ -677,10 +714,35 @@ class Model:
                     answers.append(Refusal.GRANTED)
         for key in granted:
             self.nodes[key].visible = True
+            if key[0]:
+                self.pass_boundaries(*key)
         return answers
 
+    def drop(self, key: tuple[int, str], node: Node) -> None:
+        self.dropped = [each for each in self.dropped if each[1] is not node] + [(key, node)]
 
-paths = st.text(alphabet="ab", min_size=1, max_size=4)
+    def pass_boundaries(self, group: int, path: str) -> None:
+        """What a tail has for the last boundary but two of a prompt goes first, unless prompts part behind it."""
+        reach = self.groups[group].reach
+        if any(not self.nodes[each].visible for each in self.nodes if each[0] == group and each[1][:-1] == path):
+            return
+        ends = [len(path)]
+        for end in range(len(path), 0, -1):
+            if end <= ends[-1] - reach and self.has(group, path[:end]):
+                ends.append(end)
+        if len(ends) > 2:
+            _, latest, passed, *_ = ends
+            parts = [len([each for each in self.children(path[:end]) if not each[0]]) > 1 for end in range(latest)]
+            if not any(parts[passed:latest]):
+                for end in range(passed, max(passed - reach, 0), -1):
+                    if parts[end]:
+                        break
+                    if self.may_go(key := (group, path[:end])):
+                        self.nodes[key].tick = FIRST
+                        self.drop(key, self.nodes[key])
+
+
+paths = st.text(alphabet="ab", min_size=1, max_size=6)
 
 
 class TailsMachine(RuleBasedStateMachine):

@@ -35,6 +35,8 @@ CAUSES = {
     "other blocks{worth}",
     "dropped": "evicted {ages} earlier, before all others, because a request had said that nobody needs them again; to "
     "make room for blocks that engine {engine} saved{where}",
+    "passed": "evicted {ages} earlier, before others, because their prompts had gone on by two boundaries; to make "
+    "room for blocks that engine {engine} saved{where}",
     "cleared": "cleared {ages} earlier by an operator ({engine})",
     "corrupt": "invalidated {ages} earlier: engine {engine} found that their bytes were not those that were stored",
     "different": "invalidated {ages} earlier: engine {engine} computed something else in a canary check",

@@ -417,6 +417,8 @@ class Reservations:
         if not group.reaches(parent):
             return Verdict.HIDDEN
         group.show(block, self.showing)
+        if group.is_tail:
+            self._eviction.pass_boundaries(block)
         changes = self._effects.changes  # as Effects.shown does, without the call
         if changes and type(last := changes[-1]) is Shown:
             last.blocks.append(block)

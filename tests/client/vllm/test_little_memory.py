@@ -115,6 +115,34 @@ def test_loads_leave_room_for_drafts(
     assert one.outputs == {name: sim.expected(tokens, 20) for name, tokens in prompts.items()}
 
 
+def steps_that_compute(engine: Any, prompts: dict[str, list[int]], answer: int) -> int:
+    """Let an engine answer these prompts; return how many of its steps compute. The others wait for copies only."""
+    computing, schedule = 0, engine.scheduler.schedule
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal computing
+        step = schedule(*arguments, **named)
+        computing += bool(step.total_num_scheduled_tokens)
+        return step
+
+    engine.scheduler.schedule = counted
+    engine.generate_all(prompts, answer)
+    return computing
+
+
+def test_preemption_takes_as_many_steps_as_without_a_cache(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """What a preempted request has computed comes back beside others' steps, not instead of them."""
+    prompts = {f"{at}": prompt(3 * BLOCK - 1 - at) for at in range(8)}
+    options: dict[str, Any] = {"blocks": 41, "async_scheduling": True, "max_model_len": 16 * BLOCK}
+    least = steps_that_compute(engines("none", endpoint=None, **options), prompts, 300)
+    for save_mode in ("eager", "lazy"):
+        engine = engines(save_mode, extra={"save_mode": save_mode}, **options)
+        assert steps_that_compute(engine, prompts, 300) <= 1.05 * least
+        assert engine.received, "preempted requests load"
+        assert engine.outputs == {name: sim.expected(tokens, 300) for name, tokens in prompts.items()}
+        idle()
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_random_schedules_on_little_memory_end(
     engines: Any, sim: Any, prompt: Any, idle: Any, request: Any, policy: str

@@ -29,10 +29,11 @@ from kvcache_server.core.sweeper import Sweeper
 from kvcache_server.core.tiers import Tiers
 
 # Why a block was evicted: for another block; the engine's or its namespace's ceiling; for another block, after an
-# engine had said that nobody needs it again.
-EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "dropped")
-ROOM, OWN_CEILING, NAMESPACE_CEILING, DROPPED = EVICTED_FOR
+# engine had said that nobody needs it again, or after its prompt had gone on by two boundaries.
+EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "dropped", "passed")
+ROOM, OWN_CEILING, NAMESPACE_CEILING, DROPPED, PASSED = EVICTED_FOR
 _MOST_DROPPED = 16_384  # chains that are remembered as dropped; older ones are evicted in their turn
+_LOOKED_BACK = 256  # blocks of a prompt in which its former boundaries are looked for
 
 _MOST_EVICTED = 512  # blocks, for one reservation: some milliseconds
 POLICIES = WORTH, LRU = "worth", "lru"
@@ -201,6 +202,32 @@ class Eviction:
         if len(leaves) > _MOST_DROPPED:
             leaves.popitem(last=False)
 
+    def pass_boundaries(self, last: Block) -> None:
+        """Drop what a tail has for a former boundary of the prompt in which it has got the block `last`.
+
+        What follows in a prompt continues at its last boundary, and what replaces its last part at the one before. So
+        boundaries before those are dropped, unless prompts part behind them.
+        """
+        tail, end = last.account.group, last.parent
+        if end is None or any(each.hash in tail.pending for each in islice(end.children(), MAX_GROUPS + 1)):
+            return  # it is not the last one of its window
+        passed, left = 0, tail.spec.reach  # boundaries, and blocks of the window of the latest one
+        for at in islice(end.ancestors(), _LOOKED_BACK):
+            left -= 1
+            if passed and _prompts_part_at(at):
+                return
+            if left < 0 and at.hash in tail.visible:
+                passed, left = passed + 1, tail.spec.reach - 1
+                if passed == 2:
+                    for each in islice(at.ancestors(), tail.spec.reach):
+                        if _prompts_part_at(each):
+                            return  # other prompts share the rest of the window
+                        block = tail.visible.get(each.hash)
+                        if block is not None and tail.may_go(block):
+                            block.tick = GOES_FIRST
+                            self.drop(block)
+                    return
+
     def _take_dropped(self, pages: int) -> Runs | None:
         """Evict dropped blocks that nobody has used since, until `pages` pages are free, and return these."""
         runs = None
@@ -209,7 +236,7 @@ class Eviction:
             account = block.account
             if block.tick == GOES_FIRST and account.share.bytes > account.share.floor and account.group.may_go(block):
                 parent = block.parent
-                self._pool.give_back(self._evicted(block, DROPPED))
+                self._pool.give_back(self._evicted(block, PASSED if account.group.is_tail else DROPPED))
                 if parent is not None and parent.tick == GOES_FIRST:
                     self.drop(parent)
                 runs = self._pool.free.take(pages)
@@ -324,3 +351,8 @@ class Eviction:
             if self._left <= 0 or not self._evict_from(mine, cause):
                 return False
         return True
+
+
+def _prompts_part_at(block: Block) -> bool:
+    """Whether several blocks of its own group follow a block."""
+    return sum(not each.account.group.is_tail for each in islice(block.children(), MAX_GROUPS + 2)) > 1
