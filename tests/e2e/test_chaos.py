@@ -135,6 +135,7 @@ def test_a_batch_with_the_daemon_killed_twice_and_an_engine_once(
     assert "/kvcache_client/" not in engine.log, "a traceback of ours"
 
 
+@pytest.mark.long  # a batch more
 def test_a_batch_with_the_daemon_stopped_for_three_seconds(
     engine: Any, daemon: list[Any], prompts: list[list[int]], reference: Any
 ) -> None:

@@ -21,6 +21,7 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long  # two engines more
 def test_random_weights(tmp_path: Path) -> None:
     said = run(tmp_path, "--toy", "--prompts", "1", "--tokens", "400")
     assert "a small random Llama in float32 needs about" in said

@@ -117,7 +117,7 @@ def full(prompts: list[list[int]]) -> int:
     return sum((len(prompt) - 1) // BLOCK for prompt in prompts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
 def test_one_host_hits_what_another_one_has_computed(
     two: tuple[Host, Host], hosts: Network, tmp_path: Path, prompt: Any, reference: Any, kind: str
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
+
 BLOCK = 32
 
 
@@ -58,6 +60,7 @@ def test_a_second_connector_of_ours_in_one_engine_does_nothing(
     assert engine.log.count("a second KVCacheServerConnector") == 1
 
 
+@pytest.mark.long  # an engine more
 def test_a_rank_that_cannot_copy_declines_its_engine_with_one_line(
     engines: Any, daemon: Any, prompt: Any, reference: Any
 ) -> None:

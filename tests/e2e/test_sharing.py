@@ -180,6 +180,7 @@ def test_aborted_requests_leave_nothing_behind(
     wait_idle(daemon)
 
 
+@pytest.mark.long  # tests/client/vllm has it
 def test_a_reset_with_requests_running(first: Any, daemon: Any, prompt: Any, reference: Any) -> None:
     prompts = [prompt(6 * BLOCK + 11 * n) for n in (0, 2, 5)]
     length = 500  # so that they run at the reset: the engine's core does not wait for who takes its steps

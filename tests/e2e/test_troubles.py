@@ -35,6 +35,7 @@ def wait_idle(daemon: Any) -> None:
     )
 
 
+@pytest.mark.long  # tests/client/vllm has it with all schedulers
 def test_preemption(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:
     """A KV cache too small for the batch: blocks change hands while they are being saved."""
     engine = reopened("small", daemon.endpoint, kv_cache_memory_bytes=24 * BLOCK_BYTES, max_model_len=640)
@@ -58,6 +59,7 @@ def test_without_the_engines_own_prefix_cache(reopened: Any, daemon: Any, prompt
     assert hits(daemon, "no-prefix") - before == 11
 
 
+@pytest.mark.long  # tests/client/vllm has both
 def test_larger_blocks_and_prompts_only(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:
     extra = {"block_size": 0, "save": "prompt"}  # 4 * BLOCK
     engine = reopened("larger", daemon.endpoint, extra)
@@ -177,6 +179,7 @@ def test_a_reset_that_keeps_the_weights_keeps_what_is_cached(
     assert engine.log.count("the checkpoint is what it was") == 1
 
 
+@pytest.mark.long  # an engine would fail
 def test_vllms_workers_have_the_methods_that_are_wrapped() -> None:
     class Rank:
         def drain(self) -> None: ...
@@ -192,6 +195,7 @@ def test_vllms_workers_have_the_methods_that_are_wrapped() -> None:
             assert hasattr(found.sleep, "_kvcache_first") and hasattr(found.execute_model, "_kvcache_first")
 
 
+@pytest.mark.long  # an engine more
 def test_vllms_own_offloading_beside_ours_is_explained(engines: Any, daemon: Any) -> None:
     with pytest.raises(AssertionError, match="--kv-offloading-size and KVCacheServerConnector exclude each other"):
         engines("beside", daemon.endpoint, kv_offloading_size=1.0)

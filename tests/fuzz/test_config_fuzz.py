@@ -38,7 +38,7 @@ def check(config: Config) -> None:
     msgspec.convert(msgspec.to_builtins(config), Config)  # each value is of its type, too
 
 
-@limits(deadline=None, max_examples=300)
+@limits(deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUE, max_size=4))
 @example({"size": "9" * 5000})
 @example({"size": "1" * 400 + ".5"})
@@ -49,7 +49,7 @@ def test_flags(flags: dict[str, Any]) -> None:
         check(load(None, {"KVCACHE_ENDPOINT": ENDPOINT}, flags))
 
 
-@limits(deadline=None, max_examples=300)
+@limits(deadline=None)
 @given(st.dictionaries(st.sampled_from([f"KVCACHE_{name.upper()}" for name in NAMES]) | TEXT, TEXT, max_size=4))
 def test_environment(environ: dict[str, str]) -> None:
     environ.pop("KVCACHE_CONFIG", None)
@@ -67,7 +67,7 @@ LINE = st.one_of(
 ).map(" = ".join)
 
 
-@limits(deadline=None, max_examples=300)
+@limits(deadline=None)
 @given(st.lists(LINE, max_size=5).map(lambda lines: "\n".join(lines).encode(errors="replace")) | st.binary(max_size=60))
 @example(b"size = " + b"9" * 5000)
 @example(b"size = " + b"[" * 5000)

@@ -17,7 +17,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_server.admin_client import AdminClient
 
-EXAMPLES = int(os.environ.get("KVCACHE_HTTP_EXAMPLES", "20"))  # of each kind of request; 300 make 6,000 calls in all
+EXAMPLES = int(os.environ.get("KVCACHE_HTTP_EXAMPLES", "10"))  # of each kind of request; 300 make 6,000 calls in all
 SPEC = NamespaceSpec("llama", (GroupSpec(16, 4096),), {"dtype": "bfloat16", "ключ": "значение"})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.long  # tests/client/devices has what it runs
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the suite's caches are torch's")
 def test_a_complete_report(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # somebody else's business

@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "ramfs"])
+@pytest.mark.parametrize("kind", ["tmpfs", pytest.param("ramfs", marks=pytest.mark.long)])
 def test_other_users_on_another_file_system(short_folder: Path, kind: str) -> None:
     mount = f'mount -t {kind} -o mode=1777 {kind} "$0" && exec "$@"'
     mounted = ["unshare", "--mount", "sh", "-c", mount, str(short_folder)]
