@@ -35,14 +35,23 @@ with contextlib.suppress(ImportError):  # tests/client/devices also runs on host
 
 LONGEST_FILES = (
     *("test_openai_server.py", "test_troubles.py", "test_chaos.py", "test_hosts.py", "test_models.py"),
-    *("test_units.py", "test_faults.py", "test_sharing.py", "test_kill_points.py", "test_two_ranks.py"),
+    *("test_sharing.py", "test_stats.py", "test_plan.py", "test_units.py", "test_kill_points.py"),
 )
+MANY_CASES = 3  # of one test: every other one is long
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files: where several run at a time, one that begins last is waited for alone."""
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST_FILES)))
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("long"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for some in cases.values():
+        for item in some[1::2] if len(some) >= MANY_CASES else ():
+            item.add_marker(pytest.mark.long)
 
 
 class Daemon:

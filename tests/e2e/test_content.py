@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+pytestmark = pytest.mark.long  # tests/client/vllm has it with all schedulers
+
 BLOCK, RANK = 32, 8
 OPTIONS = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": RANK, "enable_prompt_embeds": True}
 LAYERS, HIDDEN, KV = 4, 128, 64  # as conftest.py's model has them

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long  # tests/client/vllm has them with all schedulers
+
 BLOCK = 32
 OFF = "this engine runs without the KV cache server"
 

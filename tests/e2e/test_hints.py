@@ -10,7 +10,7 @@ import pytest
 BLOCK, BLOCK_BYTES = 32, 64 << 10  # tokens and bytes of a block of the model
 POOL = 64  # blocks; rows take a 32nd part of their size
 PROMPT = 8  # blocks
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]  # tests/server and tests/client have hints without engines
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long  # engines more
+
 BLOCK = 32
 
 
@@ -60,7 +62,6 @@ def test_a_second_connector_of_ours_in_one_engine_does_nothing(
     assert engine.log.count("a second KVCacheServerConnector") == 1
 
 
-@pytest.mark.long  # an engine more
 def test_a_rank_that_cannot_copy_declines_its_engine_with_one_line(
     engines: Any, daemon: Any, prompt: Any, reference: Any
 ) -> None:

@@ -11,7 +11,7 @@ BLOCK = 32
 LONGEST = 4096
 # Without compilation, vLLM makes no memory on a CPU for what a stage hands to the next one.
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 1, "backend": "eager"}}
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]  # test_troubles.py has two ranks
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,6 @@ def test_pipeline_stages_of_different_size(hits_of: Any, prompt: Any) -> None:
         assert hits_of(name, prompts, env=env, pipeline_parallel_size=2, **COMPILED) == hits
 
 
-@pytest.mark.long  # test_troubles.py has engines of two ranks, tests/client/vllm has engines of different ones
 def test_engines_of_one_rank_and_of_two(hits_of: Any, prompt: Any) -> None:
     prompts = [prompt(n) for n in (BLOCK + 1, 9 * BLOCK + 5, 2100)]
     found = []

@@ -12,6 +12,8 @@ from kvcache_client import Session
 from kvcache_proto.region import READY, RegionRows, row_of
 from kvcache_proto.types import BlockRef
 
+pytestmark = pytest.mark.long  # tests/client has it without an engine
+
 BLOCK = 32
 
 

@@ -10,7 +10,6 @@ import logging
 import random
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,17 +28,14 @@ if getattr(find_spec("vllm"), "origin", None) is None:
 
 
 RUNNERS = ("v1", "v2")
-OF_MANY_MODELS = ("test_several_groups.py", "test_zeroing.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Warnings of a vLLM that is older or newer than its dependencies are no business of these tests.
 
-    The test's name decides, evenly and the same in every run, with which runner a test is not long. Where the tests of
-    a file run with many models, every other one is long.
+    The test's name decides, evenly and the same in every run, with which runner a test is not long.
     """
-    taken: Counter[str] = Counter()
     for item in items:
         if item.path.parent != Path(__file__).parent:
             continue
@@ -49,10 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             name = item.name.replace(case.params["runner"], "")
             if case.params["runner"] != RUNNERS[zlib.crc32(name.encode()) % 2]:
                 item.add_marker(pytest.mark.long)
-            elif item.path.name in OF_MANY_MODELS:
-                taken[item.location[2].partition("[")[0]] += 1
-                if taken[item.location[2].partition("[")[0]] % 2 == 0:
-                    item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session")
