@@ -27,6 +27,7 @@ def test_attackers_beside_an_honest_engine(short_folder: Path, capsys: pytest.Ca
     assert max(sizes) < 200 << 20  # 64 MiB of unfinished frames, 1 MiB of replies and what one request takes, each
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare here")
 def test_attackers_on_a_file_system_without_access_control_lists(short_folder: Path) -> None:
     """On ramfs every user can connect: only the door and the request socket refuse."""

@@ -823,6 +823,20 @@ def test_the_leases_of_a_session_that_has_ended_go_in_slices(tiny: None) -> None
     assert set(other.store(chain("b", 31))) == {Refusal.GRANTED}
 
 
+def test_what_is_short_does_not_wait_for_what_is_long(tiny: None) -> None:
+    cache = make_cache()
+    engine, other = Engine(cache, "one"), Engine(cache, "two")
+    for name in "abcdefgh":
+        engine.store(chain(name, 6))
+    other.ask(m.Clear(1, b""))
+    writing = other.reserve(["w0", "w1"])
+    assert answers(writing) == [Refusal.GRANTED] * 2
+    cache.end_session(other.session, 0.0)
+    sweep(cache, 6)
+    assert cache.sweeper, "blocks of the clear are left"
+    assert len(cache.pool.quarantine) == 2
+
+
 # A look at what must always hold.
 
 

@@ -19,7 +19,7 @@ Step = Callable[[], bool]
 
 
 class Sweeper:
-    """The steps that have something left to do, in order. `now` is the time of the last request or tick."""
+    """The steps that have something left to do, in turn. `now` is the time of the last request or tick."""
 
     def __init__(self, effects: Effects) -> None:
         self.now = 0.0
@@ -45,7 +45,6 @@ class Sweeper:
             step, self._effects.actor = self._steps.popitem(last=False)
             if step():
                 self._steps[step] = self._effects.actor
-                self._steps.move_to_end(step, last=False)
         return bool(self._steps)
 
     def finish(self) -> None:
