@@ -23,7 +23,7 @@ from kvcache_server.core.eviction.worth import likely
 from kvcache_server.core.index import Account, Block, Share
 from kvcache_server.core.invalidation import Invalidation
 from kvcache_server.core.journal import NamespaceCleared, SessionEnded
-from kvcache_server.core.limits import Limits
+from kvcache_server.core.limits import LOOK, Limits
 from kvcache_server.core.lookups import Lookups
 from kvcache_server.core.pins import uncover_all
 from kvcache_server.core.pool import Pool
@@ -282,6 +282,7 @@ class Cache:
     def _begin_turn(self, now: float) -> None:
         self.pool.set_time(now)
         self.sweeper.now, self.sweeper.at_once = now, AT_ONCE
+        self.eviction.looks = LOOK
 
     def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved:
         self.eviction.refresh()

@@ -76,6 +76,7 @@ class Eviction:
         self.declined = 0
         self._dropped: OrderedDict[int, Block] = OrderedDict()  # leaves that go first, by id()
         self.tiers: Tiers | None = None  # what they will store is not declined, however little it is worth here
+        self.looks = 0  # blocks over which `pass_boundaries` may look back yet in this turn
         self._left = 0  # blocks that may be evicted for this reservation
         self._page = self._pages = 0  # free pages that were set aside for this run: the first one, and how many
         self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
@@ -212,8 +213,9 @@ class Eviction:
         if end is None or any(each.hash in tail.pending for each in islice(end.children(), MAX_GROUPS + 1)):
             return  # it is not the last one of its window
         passed, left = 0, tail.spec.reach  # boundaries, and blocks of the window of the latest one
-        for at in islice(end.ancestors(), _LOOKED_BACK):
+        for at in islice(end.ancestors(), min(_LOOKED_BACK, self.looks)):
             left -= 1
+            self.looks -= 1
             if passed and _prompts_part_at(at):
                 return
             if left < 0 and at.hash in tail.visible:
