@@ -61,7 +61,8 @@ class CpuDevice:
         return True, self._region_bytes
 
     def linger(self, seconds: float) -> None:
-        """Returns at once: its threads cannot predict their end, and need the cores that a waiting engine would use."""
+        """Leave the core to a load that has begun, or is about to."""
+        self._loader.linger(seconds)
 
     def peek(self, address: int, size: int) -> bytes:
         return ctypes.string_at(address, size)
@@ -217,6 +218,13 @@ class _Thread:
         """Wait until `job` has ended."""
         with self._changed:
             self._changed.wait_for(lambda: job is not self._now and job not in self._jobs)
+
+    def linger(self, seconds: float) -> None:
+        """Wait, no longer than that, for the end of the first job, if it has been started."""
+        with self._changed:
+            if self._now is not None or (self._jobs and not self._jobs[0].later):
+                unended = self._unended
+                self._changed.wait_for(lambda: self._unended < unended, seconds)
 
     def drain(self, seconds: float) -> bool:
         with self._changed:

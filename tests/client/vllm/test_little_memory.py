@@ -143,6 +143,23 @@ def test_preemption_takes_as_many_steps_as_without_a_cache(engines: Any, sim: An
         idle()
 
 
+def test_an_engine_that_only_waits_for_a_load_leaves_the_processor_to_it(engines: Any, prompt: Any, idle: Any) -> None:
+    tokens = prompt(6 * BLOCK + 1)
+    one, two = engines("one"), engines("two")
+    one.generate(tokens)
+    idle()
+    with two.held_copies():
+        two.add("a", tokens, 1)
+        for _ in range(5):
+            two.step()
+        taken, end = 0, time.monotonic() + 0.5
+        while time.monotonic() < end:
+            two.step()
+            taken += 1
+    two.run()
+    assert taken <= 550, "each takes a millisecond"
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_random_schedules_on_little_memory_end(
     engines: Any, sim: Any, prompt: Any, idle: Any, request: Any, policy: str
