@@ -143,6 +143,8 @@ def test_a_server_that_is_killed_and_the_next_one(
     first: Any, servers: Any, daemons: list[Any], prompts: list[Any], prompt: Any, reference: Any
 ) -> None:
     daemon, expected = daemons[-1], reference(prompts, TOKENS)
+    assert all_at_once(first, prompts) == expected
+    wait_idle(daemon)
     lost = [prompt(40 * BLOCK + n) for n in range(CLIENTS)]
     before = figure(daemon, "lookups")
     with ThreadPoolExecutor(CLIENTS) as clients:
