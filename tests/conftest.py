@@ -34,8 +34,8 @@ with contextlib.suppress(ImportError):  # tests/client/devices also runs on host
 
 
 LONGEST_FILES = (
-    *("test_openai_server.py", "test_troubles.py", "test_chaos.py", "test_hosts.py", "test_models.py"),
-    *("test_sharing.py", "test_stats.py", "test_plan.py", "test_units.py", "test_kill_points.py"),
+    *("test_hostile_stores.py", "test_openai_server.py", "test_troubles.py", "test_chaos.py", "test_hosts.py"),
+    *("test_models.py", "test_sharing.py", "test_stats.py", "test_plan.py", "test_units.py", "test_kill_points.py"),
 )
 MANY_CASES = 3  # of one test: every other one is long
 
