@@ -82,8 +82,8 @@ test: lint $(TOOLS) $(NPU)/rig/built
 endif
 
 test-long: SELECTED := -m long
-test-long: $(TOOLS)
-	@$(SIDE_BY_SIDE) SELECTED='$(SELECTED)' test-main test-vllm-installed
+test-long: $(TOOLS) $(NPU)/rig/built
+	@$(SIDE_BY_SIDE) SELECTED='$(SELECTED)' test-main test-vllm-installed test-npu-now
 
 test-all: test test-long
 	@$(MAKE) --no-print-directory test-vllm-others test-vllm-old test-npu-old test-ascend

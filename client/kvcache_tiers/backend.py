@@ -62,8 +62,8 @@ class Backend(Protocol):
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
         """Read the data of each value into its buffer; return their headers, None for one that is not there.
 
-        Data of another size than its buffer counts as not there; or its header is empty, so that the value is removed.
-        The buffer of a value that is not there may have been written to.
+        Data of another size than its buffer counts as not there. The buffer of a value that is not there may have been
+        written to.
         """
         ...
 

@@ -65,6 +65,11 @@ class Moves:
                 wrong.append(key)
                 sums = None
             found.append(sums)
+        absent = [key for key, header in zip(keys, headers, strict=True) if header is None]
+        if absent:  # what is no value of these blocks, and yet there, would never be replaced
+            unread = [key for key, has in zip(absent, self._backend.contains(absent), strict=True) if has]
+            self.counts["headers_wrong"] += len(unread)
+            wrong += unread
         self._remove(wrong)
         return found
 

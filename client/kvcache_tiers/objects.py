@@ -168,12 +168,8 @@ class ObjectTier:
         rest = list(range(len(keys)))
         while rest:  # another pack may have what one that is gone had
             with self._lock:
-                found = [(number, self._index.find(keys[number])) for number in rest]
-            places = [(number, place) for number, place in found if place is not None]
-            wanted = [(number, place) for number, place in places if place.size == buffers[number].nbytes]
-            for number, place in places:
-                if place.size != buffers[number].nbytes:
-                    headers[number] = b""  # no value of ours: whoever asks removes it
+                places = [(number, self._index.find(keys[number])) for number in rest]
+            wanted = [(n, place) for n, place in places if place is not None and place.size == buffers[n].nbytes]
             rest = [number for gone in _all(self._readers, read, runs(wanted, LONGEST_READ)) for number in gone]
         return headers
 

@@ -145,15 +145,6 @@ class TestObjects(BackendSuite):
         with closing(opener(NEVER)) as again:
             assert self.stored(again, 1, 2, 3) == [True, False, True]
 
-    def test_a_value_of_another_size_gives_way(self, tier: ObjectTier) -> None:
-        """Nobody has written it who may: whoever reads it finds no header of ours, and removes it."""
-        self.put(tier, 1, size=self.size + 64)
-        assert tier.contains([key(1)]) == [True]
-        assert tier.get([key(1)], [self.buffers.cut(self.size)]) == [b""]
-        tier.remove([key(1)])
-        self.put(tier, 1)
-        assert self.stored(tier, 1) == [True]
-
     def test_a_pack_that_was_deleted(self, opener: Callable[..., ObjectTier], store: S3Store) -> None:
         """By a lifecycle rule, or by another host that has removed its values."""
         with closing(opener(NEVER)) as tier:

@@ -30,9 +30,13 @@ def check_that_wrong_values_are_removed(daemon: Daemon, engine: ToyEngine, names
     wait_for(lambda: all_is_free(daemon), "free slots")
 
 
-@pytest.mark.parametrize(("part", "counter"), [("data", "tier_checksums_wrong"), ("header", "tier_headers_wrong")])
+@pytest.mark.parametrize(
+    ("at", "counter"),
+    [(None, "tier_checksums_wrong"), (30, "tier_headers_wrong"), (0, "tier_headers_wrong")],
+    ids=["data", "header", "what says that it is a value"],
+)
 def test_values_that_change_in_redis(
-    start_daemon: StartDaemon, connect: Connect, tmp_path: Path, part: str, counter: str
+    start_daemon: StartDaemon, connect: Connect, tmp_path: Path, at: int | None, counter: str
 ) -> None:
     server = Server("redis", tmp_path / "redis").start()
     try:
@@ -45,7 +49,7 @@ def test_values_that_change_in_redis(
             assert len(stored) == len(names)
             for each in stored:
                 value = client.get(each)
-                client.set(each, flipped(value, len(value) // 2 if part == "data" else 30))
+                client.set(each, flipped(value, len(value) // 2 if at is None else at))
         check_that_wrong_values_are_removed(daemon, engine, names, counter)
     finally:
         server.stop()
