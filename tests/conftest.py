@@ -37,12 +37,15 @@ LONGEST_FILES = (
     *("test_hostile_stores.py", "test_openai_server.py", "test_troubles.py", "test_chaos.py", "test_hosts.py"),
     *("test_models.py", "test_sharing.py", "test_stats.py", "test_plan.py", "test_units.py", "test_kill_points.py"),
 )
-MANY_CASES = 3  # of one test: every other one is long
+MANY_CASES = 3  # of one test
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files: where several run at a time, one that begins last is waited for alone."""
+    """Begin with the longest files: where several run at a time, one that begins last is waited for alone.
+
+    Of many cases of one test, every other one is long.
+    """
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST_FILES)))
     cases: dict[str, list[pytest.Item]] = {}
