@@ -88,7 +88,7 @@ def test_the_sweeper_s_work_goes_on_for_the_time_of_a_turn(loop: Loop, monkeypat
     loop.sweep("s", 3)
     loop.sweep("t", 2)
     loop.background.run(loop.steps("a", 2))
-    assert loop.run() == "s0 s1 s2 t0 t1 a0 | a1 | |"
+    assert loop.run() == "s0 s1 t0 s2 t1 a0 | a1 | |"
 
 
 def test_an_error_does_not_stop_other_work(loop: Loop) -> None:
