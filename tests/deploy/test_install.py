@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache_proto.region import plan_geometry
 from kvcache_server.commands.install_service import FOLDERS
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd's tools are not here")
@@ -111,14 +112,16 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, program: Path) -> None:
 @needs_root
 def test_an_instance_and_huge_pages(tmp_path: Path, program: Path) -> None:
     install(tmp_path, program)
-    said = install(tmp_path, program, "--instance", "red", "--huge-pages")
+    install(tmp_path, program, "--instance", "red", "--huge-pages", "--size", "1GiB")
     assert 'endpoint = "ipc:///run/kvcache-red/kvcache.sock"' in (tmp_path / "etc/kvcache/red.toml").read_text()
     assert '\n# http = "' in (tmp_path / "etc/kvcache/red.toml").read_text()
     assert (tmp_path / "run/kvcache-red").is_dir()
     assert os.path.lexists(tmp_path / "etc/systemd/system/multi-user.target.wants/kvcache-server@red.service")
     mount = (tmp_path / "etc/systemd/system/run-kvregion.mount").read_text()
     assert "Type=hugetlbfs" in mount and "pagesize=2M" in mount
-    assert "vm.nr_hugepages" in said
+    reserved = (tmp_path / "etc/sysctl.d/kvcache.conf").read_text()
+    regions = sum(plan_geometry(bytes(16), size << 30).region_bytes for size in (4, 1))  # those of both daemons
+    assert reserved == f"vm.nr_hugepages = {regions >> 21}\n" and not regions % (2 << 20)
     install(tmp_path, program)
     assert (tmp_path / "etc/systemd/system/run-kvregion.mount").read_text() == mount
 

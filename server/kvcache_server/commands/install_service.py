@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
+import tomllib
 
 from kvcache_proto.errors import ConfigError, NotPermitted
+from kvcache_proto.mapping import HUGE_PAGE
+from kvcache_proto.region import plan_geometry
 from kvcache_proto.sizes import parse_size
+from kvcache_server.config import load
 
 _HERE = Path(__file__).resolve()
 # In an installed package, else in the source tree.
@@ -54,7 +58,7 @@ class Installation(NamedTuple):
     "--instance", default="", metavar="NAME", help="Install another daemon, kvcache-server@NAME, with its own sockets."
 )
 @click.option("--size", metavar="SIZE", help="Host memory for blocks, in a new configuration.  [default: 4GiB]")
-@click.option("--huge-pages", is_flag=True, help="Put the region on huge pages of 2 MiB, which the host must reserve.")
+@click.option("--huge-pages", is_flag=True, help="Put the region on huge pages of 2 MiB, and reserve them.")
 @click.option("--program", metavar="PATH", help="Path of kvcache-server in the units.  [default: this one]")
 @click.option("--root", default="/", metavar="DIR", help="Install below DIR, such as an image.")
 @click.option("--enable/--no-enable", default=True, help="Start it with the host, or with the user's manager.")
@@ -133,12 +137,28 @@ def _for_host(
     commands += _systemctl(root, [], unit, enable)
     notes = [*_notes(config, size), f"A unit for engines, as a starting point: {_folder() / 'vllm@.service'}"]
     if huge_pages:
-        notes.append(
-            "Reserve huge pages, a few more than the size: sysctl vm.nr_hugepages, in /etc/sysctl.d to persist"
-        )
+        pieces.append(_reserved(root, pieces[-1]))
+        if _runs(root):
+            commands.insert(0, ["sysctl", "--load", str(pieces[-1].path)])
+            notes.append("After a start that finds too few huge pages, because memory is fragmented: reboot")
     if _runs(root):
         notes.append(f"systemctl start {unit}  # and then: systemctl status {unit}, kvcache-server status")
     return Installation("kvcache-server@.service" if instance else unit, pieces, commands, notes)
+
+
+def _reserved(root: Path, config: File) -> File:
+    """Return the kernel's setting that reserves huge pages at boot, for the regions of all daemons of this host.
+
+    It never reserves fewer pages than the running host has: other programs may use them.
+    """
+    settings = [load(str(file), {}) for file in config.path.parent.glob("*.toml")]
+    if not config.path.exists():
+        settings.append(load(None, {}, tomllib.loads(config.text)))
+    regions = [plan_geometry(bytes(16), each.size, each.page_size).region_bytes for each in settings]
+    pages = sum(-(-region // HUGE_PAGE) for region in regions)
+    if _runs(root):
+        pages = max(pages, int(Path("/proc/sys/vm/nr_hugepages").read_text()))
+    return File(root / "etc/sysctl.d/kvcache.conf", f"vm.nr_hugepages = {pages}\n")
 
 
 def _for_user(root: Path, program: str | None, size: str | None, enable: bool) -> Installation:

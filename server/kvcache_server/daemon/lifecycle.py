@@ -56,13 +56,12 @@ def _serve(
             region.notes.clear()
             service = Service(config, opened, manager, read)
             log.info(
-                "kvcache-server %s ready at %s: %s in %s, %s%s%s, after %.1f s",
+                "kvcache-server %s ready at %s: %s in %s, %s%s, after %.1f s",
                 __version__,
                 config.endpoint,
                 format_size(region.geometry.region_bytes),
                 config.region_dir,
-                "in huge pages, " if region.huge_bytes else "",
-                "locked" if region.locked else "not locked",
+                region.kind_of_memory,
                 f", {format_size(region.present)} so far" if region.present < region.geometry.region_bytes else "",
                 time.monotonic() - began,
                 extra={"fields": {"event": "ready", "region_bytes": region.geometry.region_bytes}},

@@ -203,10 +203,9 @@ class Service:
         for note in self._region.notes:
             log.warning("%s", note)
         log.info(
-            "all %s are in memory, %s%s, after %.1f s",
+            "all %s are in memory, %s, after %.1f s",
             format_size(self._region.geometry.region_bytes),
-            "in huge pages, " if self._region.huge_bytes else "",
-            "locked" if self._region.locked else "not locked",
+            self._region.kind_of_memory,
             time.monotonic() - self._started,
             extra={"fields": {"event": "complete", "region_bytes": self._region.geometry.region_bytes}},
         )

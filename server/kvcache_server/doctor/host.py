@@ -17,6 +17,7 @@ from kvcache_server.storage.region_file import (
     RAISE_MEMLOCK,
     Mount,
     available_memory,
+    cost_of_small_pages,
     free_room,
     group_room,
     mount_of,
@@ -83,8 +84,8 @@ def _region_pages(config: Config) -> CheckResult:
     figure, values = f"{format_size(page)} ({why})", {"bytes": page}
     if page > ALIGN:
         return CheckResult(name, "failed", figure, "mount it with pagesize=2M", values=values)
-    if page < _HUGE:
-        figure += "; with huge pages, a GPU's driver page-locks a region in half the time"
+    if page < _HUGE and (cost := cost_of_small_pages(config.size)):
+        figure += f"; {cost}"
     tables = config.size // page * _ENTRY
     if tables < _LARGE_TABLES:
         return CheckResult(name, "ok", figure, values=values)
