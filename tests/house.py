@@ -21,14 +21,20 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- drawing: made by `make drawing` -->\n", "<!-- end of drawing -->\n"
 BEGIN_STATES, END_STATES = "<!-- states: made by `make drawing` -->\n", "<!-- end of states -->\n"
-FOLDERS = {"kvcache_server": "server", "kvcache_client": "client", "kvcache_tiers": "client", "kvcache_proto": "proto"}
+FOLDERS = {
+    "kvcache_server": "server",
+    "kvcache_client": "client",
+    "kvcache_tools": "server",
+    "kvcache_tiers": "client",
+    "kvcache_proto": "proto",
+}
 Arrows = dict[str, set[str]]
 
 
 def packages(graph: grimp.ImportGraph) -> list[str]:
-    """Return the packages to draw: those directly in the server and the client, and the tiers and proto as one each."""
+    """Return the packages to draw: those directly in the server and the client, and the others as one each."""
     inner = [name for root in ("kvcache_server", "kvcache_client") for name in sorted(graph.find_children(root))]
-    return [name for name in inner if graph.find_children(name)] + ["kvcache_tiers", "kvcache_proto"]
+    return [name for name in inner if graph.find_children(name)] + list(FOLDERS)[2:]
 
 
 def reduced(arrows: Arrows) -> Arrows:

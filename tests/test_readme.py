@@ -13,10 +13,10 @@ import pytest
 from kvcache_client import settings as connector
 from kvcache_client.settings import ConnectorSettings
 from kvcache_proto import __version__
-from kvcache_server.capacity.figures import CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE, DEFAULT_BLOCK_TOKENS
 from kvcache_server.cli import EXIT_CODES, commands
 from kvcache_server.config import reference
-from kvcache_server.doctor import SECTIONS
+from kvcache_tools.doctor import SECTIONS
+from kvcache_tools.plan.figures import CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE, DEFAULT_BLOCK_TOKENS
 
 ROOT = Path(__file__).parent.parent
 NAMES = [f"{folder}README.md" for folder in ("", "server/", "client/", "deploy/", "tests/", "tests/bench/")]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvcache_proto.errors import Unavailable
 from kvcache_server.admin_client import AdminClient
-from kvcache_server.commands.bench import BURST, PAGE, RUN, SHARD_BYTES, WIDTHS, Writer, cpu_seconds, fill, size_for
+from kvcache_tools.bench import BURST, PAGE, RUN, SHARD_BYTES, WIDTHS, Writer, cpu_seconds, fill, size_for
 
 WRITES = 10  # runs that are written in a burst
 HERE = Path(__file__).parents[2]

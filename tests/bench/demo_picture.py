@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from kvcache_server.commands.demo import Answer, Demo, answer_table, readable
+from kvcache_tools.demo import Answer, Demo, answer_table, readable
 
 WIDTH, INDENT, LABELS, BAR, GAP = 760, 20, 270, 22, 8
 STYLE = """

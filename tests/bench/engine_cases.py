@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from kvcache_server.commands.daemon_process import Failed, finish, tail
-from kvcache_server.commands.demo import EngineProcess
+from kvcache_tools.daemon_process import Failed, finish, tail
+from kvcache_tools.demo import EngineProcess
 
 GIB = 1 << 30
 DISK = ""  # folder of the case `disk`, if it is not beside the engine's

@@ -29,7 +29,7 @@ from typing import Any
 import engine_cases
 from engine_cases import CASES, GIB, Case, start_engine
 
-from kvcache_server.commands.daemon_process import Failed
+from kvcache_tools.daemon_process import Failed
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvcache_server.replay.trace import TraceRequest
+from kvcache_tools.replay.trace import TraceRequest
 
 SHORTEST, LONGEST = 4, 16  # blocks of a prompt in stress traces
 PROMPT = (SHORTEST + LONGEST) // 2  # blocks on average

@@ -22,7 +22,7 @@ from pathlib import Path
 from one_daemon import one_daemon
 
 from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session
-from kvcache_server.commands.bench import PAGE, size_for
+from kvcache_tools.bench import PAGE, size_for
 
 SLOT = 4096
 A_MODEL = NamespaceSpec("a", (GroupSpec(16, SLOT),))

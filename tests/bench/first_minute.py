@@ -25,7 +25,7 @@ from typing import Any
 from engine_cases import CASES, start_engine
 from engines import ENVIRONMENT, LLAMA, Figures, Sizes, ms, prompts, table
 
-from kvcache_server.commands.daemon_process import Failed
+from kvcache_tools.daemon_process import Failed
 
 
 def write_weights(folder: Path, config: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ WARM = 16  # requests of each kind before any is counted: so long the gate learn
 
 def measure(config: dict[str, Any], tokens: int, rounds: int, times: float) -> dict[str, Any]:
     """Return medians in seconds of the first token, by variant and kind of prompt, and ratios of them."""
-    from kvcache_server.commands.demo_engine import make_model
+    from kvcache_tools.demo_engine import make_model
 
     draw = random.Random(tokens)
     new = lambda count=tokens: [draw.randrange(config["vocab_size"]) for _ in range(count)]  # noqa: E731

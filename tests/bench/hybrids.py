@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from kvcache_proto.types import TAIL, GroupSpec
 from kvcache_server.core.cache import Cache
-from kvcache_server.replay.bounds import distinct
-from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
-from kvcache_server.replay.simulation import Setup, make_rooms, routes, size_for
-from kvcache_server.replay.trace import TraceRequest, read_trace
+from kvcache_tools.replay.bounds import distinct
+from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
+from kvcache_tools.replay.simulation import Setup, make_rooms, routes, size_for
+from kvcache_tools.replay.trace import TraceRequest, read_trace
 
 BYTES = 1 << 20  # of a block of full attention
 EVERY = 100  # requests between two samples of what is in the pool

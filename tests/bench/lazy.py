@@ -25,7 +25,7 @@ MODES = ("eager", "lazy")
 
 def measure(conversations: int, turns: int, blocks: int, size: str) -> dict[str, dict[str, float]]:
     """Return for each mode what was saved, what was found where, and the time to the first token."""
-    from kvcache_server.commands.demo_engine import make_model
+    from kvcache_tools.demo_engine import make_model
 
     with contextlib.ExitStack() as stack:
         daemons = {mode: stack.enter_context(one_daemon(size=size)) for mode in MODES}

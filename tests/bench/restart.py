@@ -26,12 +26,12 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import Outcome
-from kvcache_server.commands.bench import PAGE, size_for
 from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.recovery.snapshot import Snapshot
-from kvcache_server.replay.simulated_daemon import sparse_region
+from kvcache_tools.bench import PAGE, size_for
+from kvcache_tools.replay.simulated_daemon import sparse_region
 
 SPEC = NamespaceSpec(model="bench", groups=[GroupSpec(16, 64)], hash_bytes=16)
 CHAIN = 100  # blocks of a prompt

@@ -122,7 +122,7 @@ def main() -> None:
     from vllm import LLM
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from kvcache_server.commands.demo_engine import make_model
+    from kvcache_tools.demo_engine import make_model
 
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:

@@ -64,7 +64,7 @@ def engine(pipe: Connection, model: str, extra: dict[str, Any] | None) -> None:
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
     """Return tokens a second, prompt and answer together, of the best round, and the median of the rounds' ratios."""
-    from kvcache_server.commands.demo_engine import make_model
+    from kvcache_tools.demo_engine import make_model
 
     with one_daemon(size="512MiB") as daemon:
         folder, endpoint = daemon.folder, daemon.endpoint
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.large:
-        from kvcache_server.commands.demo import LLAMA as large
+        from kvcache_tools.demo import LLAMA as large
 
         LLAMA.update(large)
     figures = measure(options.rounds)

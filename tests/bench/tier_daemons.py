@@ -31,7 +31,7 @@ from kvcache_client.scheduler.lookups import LEAST_WAIT  # noqa: E402
 from kvcache_proto.messages import SECOND, THROUGH  # noqa: E402
 from kvcache_proto.region import ALIGN, ROW  # noqa: E402
 from kvcache_proto.sizes import format_size  # noqa: E402
-from kvcache_server.replay.trace import read_trace  # noqa: E402
+from kvcache_tools.replay.trace import read_trace  # noqa: E402
 
 PAGE = 4096
 DEADLINE = 10.0  # seconds; a lookup that takes longer says something about the host

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from one_daemon import Daemon, one_daemon
 
-from kvcache_server.commands.bench import PAGE, Writer, fill, size_for
+from kvcache_tools.bench import PAGE, Writer, fill, size_for
 
 WIDTH = 64
 TOPS = 10

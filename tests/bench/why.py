@@ -21,7 +21,7 @@ from pathlib import Path
 from one_daemon import one_daemon
 from watchers import WIDTH, turn
 
-from kvcache_server.commands.bench import PAGE, Writer, fill, size_for
+from kvcache_tools.bench import PAGE, Writer, fill, size_for
 
 # Runs as the daemon's interpreter starts; a signal has it forget, or remember again.
 SWITCH = """

@@ -16,8 +16,8 @@ import pytest
 from kvcache_client.devices import Job
 from kvcache_client.devices.cpu import CpuDevice
 from kvcache_client.devices.layout import FragmentRun
-from kvcache_client.doctor import conformance, copies
 from kvcache_proto.check_result import CheckResult
+from kvcache_tools.doctor.engine_side import conformance, copies
 
 
 class Kit(copies.HostKit):
@@ -146,7 +146,7 @@ def judge(folder: Path, tests: str) -> tuple[dict[str, CheckResult], subprocess.
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_conformance.py").write_text("import os, pytest\n" + tests)
     code = (
-        "import pathlib, sys; from kvcache_client.doctor import __main__, conformance;"
+        "import pathlib, sys; from kvcache_tools.doctor.engine_side import __main__, conformance;"
         f"conformance.FOLDERS = (pathlib.Path({str(folder)!r}),); sys.argv[1:] = ['conformance']; __main__.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -19,7 +19,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.region import pages_of
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.insight.miss_log import REPEATED_AFTER
-from kvcache_server.replay.trace import read_trace
+from kvcache_tools.replay.trace import read_trace
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

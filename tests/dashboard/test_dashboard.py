@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 
 from kvcache_client.settings import parse_settings
 from kvcache_proto.errors import BadArgument
-from kvcache_server.http.dashboard import engine_fields, envfile
-from kvcache_server.http.dashboard.app import Dashboard as Serving
-from kvcache_server.http.dashboard.env_folder import Changed, EnvFolder
-from kvcache_server.http.dashboard.history import History
-from kvcache_server.http.dashboard.host_figures import HostFigures
-from kvcache_server.http.dashboard.relay import Relay
+from kvcache_tools.dashboard import engine_fields, envfile
+from kvcache_tools.dashboard.app import Dashboard as Serving
+from kvcache_tools.dashboard.env_folder import Changed, EnvFolder
+from kvcache_tools.dashboard.history import History
+from kvcache_tools.dashboard.host_figures import HostFigures
+from kvcache_tools.dashboard.relay import Relay
 
 OURS = {"X-KVCache-Dashboard": "1"}
 CROWD = 200  # connections, of which 32 may be open at one time

@@ -16,7 +16,7 @@ import pytest
 from leftovers import remove_regions
 from manager import Ear, an_ear
 
-from kvcache_server.commands.install_service import FOLDERS
+from kvcache_tools.install_service import FOLDERS
 
 UNIT = (FOLDERS[1] / "kvcache-server.service").read_text()
 NAMESPACE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]

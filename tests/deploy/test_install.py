@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcache_proto.region import plan_geometry
-from kvcache_server.commands.install_service import FOLDERS
+from kvcache_tools.install_service import FOLDERS
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd's tools are not here")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make users in a root")

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server.capacity.device import device
-from kvcache_server.capacity.figures import KV_ITEMS
-from kvcache_server.capacity.models import Attention, Latent, State, read_model
-from kvcache_server.capacity.pages import LayerGroup, Pages, page, pages, shards, slots
-from kvcache_server.capacity.weights import weight_bytes
+from kvcache_tools.plan.device import device
+from kvcache_tools.plan.figures import KV_ITEMS
+from kvcache_tools.plan.models import Attention, Latent, State, read_model
+from kvcache_tools.plan.pages import LayerGroup, Pages, page, pages, shards, slots
+from kvcache_tools.plan.weights import weight_bytes
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "models"

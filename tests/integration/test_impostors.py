@@ -29,7 +29,7 @@ from kvcache_server.commands import record
 from kvcache_server.commands import top
 from kvcache_server.commands import why
 from kvcache_server import cli, doctor
-from kvcache_server.doctor import endpoint
+from kvcache_tools.doctor import endpoint
 uid = int(sys.argv.pop(1))
 os.setgroups([]); os.setgid(uid); os.setuid(uid)
 """

@@ -15,13 +15,13 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import pages_of, plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal
-from kvcache_server.capacity.host import GIB
-from kvcache_server.capacity.workload import Needs, Workload, needs, region_for
 from kvcache_server.cli import commands
 from kvcache_server.commands import demo, demo_model
-from kvcache_server.commands.daemon_process import Failed
 from kvcache_server.core.cache import Cache
-from kvcache_server.replay.simulated_daemon import sparse_region
+from kvcache_tools.daemon_process import Failed
+from kvcache_tools.plan.host import GIB
+from kvcache_tools.plan.workload import Needs, Workload, needs, region_for
+from kvcache_tools.replay.simulated_daemon import sparse_region
 
 MODELS = Path(__file__).parent.parent / "models"
 MIB = 1 << 20

@@ -23,14 +23,14 @@ else:
 from kvcache_proto.check_result import CheckResult
 from kvcache_server import doctor
 from kvcache_server.config import Config
-from kvcache_server.doctor.child import ask
-from kvcache_server.doctor.host import tmpfs_page
-from kvcache_server.doctor.software import OURS, within
-from kvcache_server.doctor.table import describe, summary
 from kvcache_server.storage.region_file import Mount
+from kvcache_tools.doctor.child import ask
+from kvcache_tools.doctor.host import tmpfs_page
+from kvcache_tools.doctor.software import OURS, within
+from kvcache_tools.doctor.table import describe, summary
 
 NOBODY = (
-    "import os, resource, sys, kvcache_server.cli, kvcache_server.doctor;"
+    "import os, resource, sys, kvcache_server.cli, kvcache_tools.doctor;"
     "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536));"
     "os.getuid() or (os.setgroups([]), os.setgid(65534), os.setuid(65534));"
     "kvcache_server.cli.main()"

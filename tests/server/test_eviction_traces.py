@@ -11,8 +11,8 @@ import pytest
 
 from kvcache_server.core.eviction.policy import LRU, WORTH
 from kvcache_server.core.integrity import check_integrity
-from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
-from kvcache_server.replay.simulation import Setup, make_rooms, play, routes, size_for
+from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
+from kvcache_tools.replay.simulation import Setup, make_rooms, play, routes, size_for
 
 TRACES = runpy.run_path(str(Path(__file__).parent.parent / "bench" / "eviction_traces.py"))
 PROMPTS, SEED = 60, 2

@@ -17,14 +17,14 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal
-from kvcache_server.capacity.figures import Options, figures
-from kvcache_server.capacity.host import GIB
-from kvcache_server.capacity.models import read_model
-from kvcache_server.capacity.weights import weight_bytes
 from kvcache_server.cli import commands
 from kvcache_server.config import load
 from kvcache_server.core.cache import Cache
-from kvcache_server.replay.simulated_daemon import sparse_region
+from kvcache_tools.plan.figures import Options, figures
+from kvcache_tools.plan.host import GIB
+from kvcache_tools.plan.models import read_model
+from kvcache_tools.plan.weights import weight_bytes
+from kvcache_tools.replay.simulated_daemon import sparse_region
 
 MODELS = Path(__file__).parent.parent / "models"
 NAMES = sorted(file.stem for file in MODELS.glob("*.json"))

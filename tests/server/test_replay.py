@@ -17,13 +17,13 @@ from insights import figures
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import TAIL, GroupSpec
-from kvcache_server.capacity.room import room
 from kvcache_server.cli import commands
 from kvcache_server.core.integrity import check_integrity
-from kvcache_server.replay.bounds import distinct, optimum
-from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
-from kvcache_server.replay.simulation import Setup, make_rooms, play, replay, routes, size_for
-from kvcache_server.replay.trace import TraceRequest, read_trace
+from kvcache_tools.plan.room import room
+from kvcache_tools.replay.bounds import distinct, optimum
+from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
+from kvcache_tools.replay.simulation import Setup, make_rooms, play, replay, routes, size_for
+from kvcache_tools.replay.trace import TraceRequest, read_trace
 
 MODEL = Path(__file__).parent.parent / "models" / "llama-3-8b.json"
 MIB = 1 << 20
@@ -296,6 +296,6 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
     path = write(conversations(8, 20), tmp_path / "trace.jsonl")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "kvcache_server.replay.plot", raising=False)
+    monkeypatch.delitem(sys.modules, "kvcache_tools.replay.plot", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'kvcache-server\[replay\]'"):
         run(str(path), "--png", str(tmp_path / "out.png"))

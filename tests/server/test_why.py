@@ -12,11 +12,11 @@ from worlds import BLOCK, IDENTITY, WAYS, Engine, Injector, World, fill
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.types import GroupSpec, NamespaceSpec
-from kvcache_server.commands.record import Recorder
 from kvcache_server.commands.why import CAUSES, NOTES, describe
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.insight import explanations, miss_log
+from kvcache_tools.record import Recorder
 
 
 def runs_of(told: dict[str, Any]) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""`python -m kvcache_client.doctor QUESTION`: a finding a line, in JSON, as soon as it is found."""
+"""`python -m kvcache_tools.doctor.engine_side QUESTION`: a finding a line, in JSON, as soon as it is found."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from kvcache_client.doctor import conformance, copies, mapping
 from kvcache_proto.check_result import CheckResult
+from kvcache_tools.doctor.engine_side import conformance, copies, mapping
 
 QUESTIONS: dict[str, Callable[..., Iterable[CheckResult]]] = {
     "host-copies": copies.on_host,

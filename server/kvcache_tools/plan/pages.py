@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server.capacity.models import Attention, Latent, Layer, Model, State
+from kvcache_tools.plan.models import Attention, Latent, Layer, Model, State
 
 # Per sequence, with prefix caching: the current state and the one at the last block boundary. Mamba 2, the only kind
 # with groups, also keeps the one at the end of the prompt.

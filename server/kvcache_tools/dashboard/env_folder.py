@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvcache_proto.errors import BadArgument, ConfigError, KVCacheError, NotPermitted
-from kvcache_server.http.dashboard import engine_fields
+from kvcache_tools.dashboard import engine_fields
 
 MOST = 64 << 10  # bytes of a file
 BACKUP = ".before"  # what the last change replaced

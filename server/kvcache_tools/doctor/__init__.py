@@ -18,9 +18,9 @@ import msgspec
 
 from kvcache_proto.check_result import CheckResult
 from kvcache_server.config import Config, load
-from kvcache_server.doctor import endpoint, host, software
-from kvcache_server.doctor.child import ask
-from kvcache_server.doctor.table import describe, summary
+from kvcache_tools.doctor import endpoint, host, software
+from kvcache_tools.doctor.child import ask
+from kvcache_tools.doctor.table import describe, summary
 
 Check = Callable[[Config], Iterable[CheckResult]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvcache_server.capacity.pages import Pages
+from kvcache_tools.plan.pages import Pages
 
 
 class Device(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvcache_server.capacity.models import Attention, Latent, Model, State, layer_count, number
+from kvcache_tools.plan.models import Attention, Latent, Model, State, layer_count, number
 
 _BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "modelopt": 8.0, "modelopt_fp4": 4.5, "awq": 4.25, "gptq": 4.25, "mxfp4": 4.25}
 _UNGATED = {"gpt2", "gpt_neox", "gptj", "opt", "falcon", "phi", "mpt", "bloom", "starcoder2", "nemotron", "nemotron_h"}

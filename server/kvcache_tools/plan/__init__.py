@@ -12,8 +12,8 @@ import click
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import format_size, parse_size
-from kvcache_server.capacity.figures import Options, figures
 from kvcache_server.config import read_file
+from kvcache_tools.plan.figures import Options, figures
 
 RUNNING = (
     "The KV of each running request must fit on the device: the host holds the KV of requests that are not running and "

@@ -31,8 +31,8 @@ from kvcache_proto.region import ALIGN, ROW
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server import signals
 from kvcache_server.admin_client import AdminClient
-from kvcache_server.commands.daemon_process import running_daemon
 from kvcache_server.commands.tier import run_tier_module
+from kvcache_tools.daemon_process import running_daemon
 
 SHARD_BYTES = 64
 PAGE = 4096

@@ -10,8 +10,8 @@ import msgspec
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import default_page
-from kvcache_server.capacity.device import Device, device
-from kvcache_server.capacity.host import (
+from kvcache_tools.plan.device import Device, device
+from kvcache_tools.plan.host import (
     GIB,
     INDEX_BYTES,
     LEFT_LEAST,
@@ -21,10 +21,10 @@ from kvcache_server.capacity.host import (
     check_block,
     left_for_host,
 )
-from kvcache_server.capacity.models import MOST, Attention, Latent, Model, State, read_model
-from kvcache_server.capacity.pages import Pages, Slot, page, pages, shards, slots, stripes
-from kvcache_server.capacity.room import room
-from kvcache_server.capacity.weights import weight_bytes
+from kvcache_tools.plan.models import MOST, Attention, Latent, Model, State, read_model
+from kvcache_tools.plan.pages import Pages, Slot, page, pages, shards, slots, stripes
+from kvcache_tools.plan.room import room
+from kvcache_tools.plan.weights import weight_bytes
 
 KV_ITEMS = {"bf16": 2, "fp8": 1}
 ENDLESS = 1 << 22  # tokens, if the model does not state its limit

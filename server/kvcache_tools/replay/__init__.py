@@ -13,12 +13,12 @@ import click
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import format_size, parse_size
-from kvcache_server.capacity import load_config
-from kvcache_server.capacity.figures import Options, figures
 from kvcache_server.core.eviction.policy import POLICIES, WORTH
-from kvcache_server.replay.bounds import distinct
-from kvcache_server.replay.simulation import ROUTINGS, Setup, replay, size_for
-from kvcache_server.replay.trace import BLOCK_TOKENS, read_trace
+from kvcache_tools.plan import load_config
+from kvcache_tools.plan.figures import Options, figures
+from kvcache_tools.replay.bounds import distinct
+from kvcache_tools.replay.simulation import ROUTINGS, Setup, replay, size_for
+from kvcache_tools.replay.trace import BLOCK_TOKENS, read_trace
 
 BAR = 60  # characters of a hit ratio of 100 %
 FACTORS = "0.05x,0.1x,0.2x,0.4x,0.8x"
@@ -122,7 +122,7 @@ def command(
 
 def _picture() -> Any:
     try:
-        return importlib.import_module("kvcache_server.replay.plot")
+        return importlib.import_module("kvcache_tools.replay.plot")
     except ModuleNotFoundError as error:
         raise ConfigError(f"--png: {error.name} is missing: pip install 'kvcache-server[replay]'") from None
 

@@ -21,11 +21,12 @@ from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import format_size, parse_size
 from kvcache_server import signals
 from kvcache_server.admin_client import AdminClient
-from kvcache_server.capacity.host import GIB
-from kvcache_server.capacity.workload import Needs, Workload, needs
-from kvcache_server.commands import demo_model, describe
-from kvcache_server.commands.daemon_process import Failed, finish, running_daemon, tail
+from kvcache_server.commands import describe
 from kvcache_server.storage.region_file import available_memory
+from kvcache_tools import demo_model
+from kvcache_tools.daemon_process import Failed, finish, running_daemon, tail
+from kvcache_tools.plan.host import GIB
+from kvcache_tools.plan.workload import Needs, Workload, needs
 
 # About 29 million weights and 16 KiB of KV per token: some seconds of prefill for 6,000 tokens on two cores.
 LLAMA = {
@@ -57,7 +58,7 @@ class EngineProcess:
         name: str,
         folder: Path,
         environment: dict[str, str],
-        command: Sequence[str] = (sys.executable, "-m", "kvcache_server.commands.demo_engine"),
+        command: Sequence[str] = (sys.executable, "-m", "kvcache_tools.demo_engine"),
     ) -> None:
         self.name = name
         self._log = folder / f"engine-{name}.log"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvcache_proto.errors import BadArgument
-from kvcache_server.http.dashboard import envfile
+from kvcache_tools.dashboard import envfile
 
 CONNECTOR, TRANSFER, EXTRA = "KVCacheServerConnector", "KV_TRANSFER_CONFIG", "kv_connector_extra_config"
 # A name on the hub, or a path. It must not begin with a hyphen, since it is used on a command line.

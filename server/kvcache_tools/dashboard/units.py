@@ -10,7 +10,7 @@ import time
 from typing import NamedTuple
 
 from kvcache_proto.errors import ClientError, ConfigError, ServerError
-from kvcache_server.http.dashboard.env_folder import EnvFolder
+from kvcache_tools.dashboard.env_folder import EnvFolder
 
 VERBS = ("start", "stop", "restart")
 SUFFIX = ".service"

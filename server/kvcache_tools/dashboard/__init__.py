@@ -15,13 +15,13 @@ from kvcache_proto.errors import ConfigError
 from kvcache_server import logs
 from kvcache_server.config import parse_address
 from kvcache_server.http import connection_limiter
-from kvcache_server.http.dashboard.app import Dashboard
-from kvcache_server.http.dashboard.env_folder import EnvFolder
-from kvcache_server.http.dashboard.host_figures import HostFigures
-from kvcache_server.http.dashboard.relay import Relay
-from kvcache_server.http.dashboard.units import Units
 from kvcache_server.http.replies import make_runner
 from kvcache_server.rates import Rate
+from kvcache_tools.dashboard.app import Dashboard
+from kvcache_tools.dashboard.env_folder import EnvFolder
+from kvcache_tools.dashboard.host_figures import HostFigures
+from kvcache_tools.dashboard.relay import Relay
+from kvcache_tools.dashboard.units import Units
 
 SECONDS = 60.0  # that a connection may last: the daemon and systemd take up to 10 s per request
 

@@ -22,13 +22,13 @@ from aiohttp.typedefs import Handler
 from kvcache_proto.errors import BadArgument, KVCacheError, NotPermitted, Unavailable
 from kvcache_server.http import schema
 from kvcache_server.http.auth import bears_token
-from kvcache_server.http.dashboard import engine_fields
-from kvcache_server.http.dashboard.env_folder import Changed, EnvFolder
-from kvcache_server.http.dashboard.history import EVERY, History
-from kvcache_server.http.dashboard.host_figures import HostFigures
-from kvcache_server.http.dashboard.relay import Relay
-from kvcache_server.http.dashboard.units import NoSystemd, Units
 from kvcache_server.http.replies import decode, finish_replies, json_response
+from kvcache_tools.dashboard import engine_fields
+from kvcache_tools.dashboard.env_folder import Changed, EnvFolder
+from kvcache_tools.dashboard.history import EVERY, History
+from kvcache_tools.dashboard.host_figures import HostFigures
+from kvcache_tools.dashboard.relay import Relay
+from kvcache_tools.dashboard.units import NoSystemd, Units
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Dashboard:
     def app(self) -> web.Application:
         replies = finish_replies(("localhost",), _failed, headers=_HEADERS, statuses=_STATUS)
         app = web.Application(middlewares=[replies], client_max_size=BODY)
-        for file in sorted(resources.files("kvcache_server.http.dashboard").joinpath("page").iterdir(), key=str):
+        for file in sorted(resources.files("kvcache_tools.dashboard").joinpath("page").iterdir(), key=str):
             kind = _TYPES[Path(file.name).suffix]
             path = "/" if file.name == "index.html" else f"/{file.name}"
             app.router.add_get(path, _static(file.read_bytes(), kind))

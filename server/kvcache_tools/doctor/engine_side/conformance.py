@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvcache_client.doctor.copies import provenance
 from kvcache_proto.check_result import CheckResult
+from kvcache_tools.doctor.engine_side.copies import provenance
 
 _HERE = Path(__file__).resolve()
 # Beside this module in an installed package, else in the source tree.
-FOLDERS = (_HERE.parent / "suite", _HERE.parents[3] / "tests" / "client" / "devices")
+FOLDERS = (_HERE.parent / "suite", _HERE.parents[4] / "tests" / "client" / "devices")
 COMMON = "common"  # tests of no one kind
 WORST = ("failed", "skipped", "passed")
 

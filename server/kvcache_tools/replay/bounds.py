@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcache_server.replay.trace import TraceRequest
+    from kvcache_tools.replay.trace import TraceRequest
 
 _NEVER = 1 << 62
 

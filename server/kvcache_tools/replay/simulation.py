@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server.capacity.room import Room, room
 from kvcache_server.core.eviction.policy import WORTH
-from kvcache_server.replay.bounds import distinct, optimum
-from kvcache_server.replay.simulated_daemon import SimulatedDaemon, block_hash
-from kvcache_server.replay.trace import TraceRequest
+from kvcache_tools.plan.room import Room, room
+from kvcache_tools.replay.bounds import distinct, optimum
+from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
+from kvcache_tools.replay.trace import TraceRequest
 
 ROUTINGS = ("round-robin", "prefix")
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import MAX_BLOCKS, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Refusal
-from kvcache_server.capacity.room import Room
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.limits import Limits
+from kvcache_tools.plan.room import Room
 
 STEP_TOKENS = 8192  # that an engine computes, and saves, per step
 

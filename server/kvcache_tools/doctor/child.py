@@ -15,12 +15,12 @@ import msgspec
 
 from kvcache_proto.check_result import CheckResult
 
-ENGINE_SIDE = "kvcache_client.doctor"  # only a name
+ENGINE_SIDE = "kvcache_tools.doctor.engine_side"  # only a name
 _answers = msgspec.json.Decoder(CheckResult)
 
 
 def ask(question: str, *arguments: str, seconds: float = 120.0) -> Iterator[CheckResult]:
-    """Yield the results of `python -m kvcache_client.doctor QUESTION ...` as they arrive.
+    """Yield the results of `python -m kvcache_tools.doctor.engine_side QUESTION ...` as they arrive.
 
     If the process fails, or runs longer than `seconds`, the last result is a failure with its last line of output.
     """

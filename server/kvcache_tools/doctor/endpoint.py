@@ -16,9 +16,9 @@ from kvcache_proto.region import plan_geometry
 from kvcache_proto.sizes import format_size
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
-from kvcache_server.doctor.child import ask
 from kvcache_server.storage.folder import check_folder
 from kvcache_server.storage.region_file import check_room
+from kvcache_tools.doctor.child import ask
 
 PINGS = 200
 DEADLINE = 0.05  # seconds that an engine's scheduler waits by default

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import ALIGN, MAX_REGION, pages_of, plan_geometry
-from kvcache_server.capacity.host import check_block
-from kvcache_server.capacity.models import read_model
-from kvcache_server.capacity.pages import pages, shards, slots
-from kvcache_server.capacity.weights import weight_bytes
+from kvcache_tools.plan.host import check_block
+from kvcache_tools.plan.models import read_model
+from kvcache_tools.plan.pages import pages, shards, slots
+from kvcache_tools.plan.weights import weight_bytes
 
 FLOAT32 = 4
 
