@@ -1,14 +1,9 @@
-"""What the doctor says of devices that do not work as they should, and of a suite that does not pass."""
+"""What the doctor says of devices that do not work as they should."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +12,7 @@ from kvcache_client.devices import Job
 from kvcache_client.devices.cpu import CpuDevice
 from kvcache_client.devices.layout import FragmentRun
 from kvcache_proto.check_result import CheckResult
-from kvcache_tools.doctor.engine_side import conformance, copies
+from kvcache_tools.doctor.engine_side import copies
 
 
 class Kit(copies.HostKit):
@@ -117,72 +112,3 @@ def test_a_kind_that_is_declined() -> None:
     assert (finding.name, finding.verdict) == ("toy:0", "untested")
     assert "'toy'" in finding.figure
     assert finding.cure == "an engine on it runs, uncached"
-
-
-# The suite.
-
-
-def test_a_wheel_has_the_suite_where_it_is_looked_for() -> None:
-    toml = pytest.importorskip("tomllib", reason="tomllib is Python 3.11's")
-    root = Path(__file__).parents[2]
-    wheel = toml.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    target = str(conformance.FOLDERS[0].relative_to(root / "client"))
-    (source,) = (source for source, place in wheel["force-include"].items() if place == target)
-    assert root / source == conformance.FOLDERS[1] == conformance.find_suite()
-
-
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the suite wants torch")
-CONFTEST = """
-import pytest
-@pytest.fixture(params=["cpu", "toy"])
-def rig(request):
-    if request.param == "toy":
-        pytest.skip("no toy is here")
-    return request.param
-"""
-
-
-def judge(folder: Path, tests: str) -> tuple[dict[str, CheckResult], subprocess.CompletedProcess[str]]:
-    (folder / "conftest.py").write_text(CONFTEST)
-    (folder / "test_conformance.py").write_text("import os, pytest\n" + tests)
-    code = (
-        "import pathlib, sys; from kvcache_tools.doctor.engine_side import __main__, conformance;"
-        f"conformance.FOLDERS = (pathlib.Path({str(folder)!r}),); sys.argv[1:] = ['conformance']; __main__.main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    findings = [CheckResult(**json.loads(line)) for line in done.stdout.splitlines()]
-    return {finding.name: finding for finding in findings}, done
-
-
-@needs_torch
-def test_each_kind_is_counted_by_itself(tmp_path: Path) -> None:
-    (tmp_path / "test_cpu.py").write_text("def test_own(): pass\n")
-    found, done = judge(
-        tmp_path,
-        "def test_good(rig): print('on stdout, as libraries do')\n"
-        "def test_bad(rig): assert rig == 'gpu'\n"
-        "@pytest.fixture\ndef untidy(rig):\n    yield\n    raise OSError('left behind')\n"
-        "def test_untidy(untidy): pass\n"
-        "def test_common(): pass\n",
-    )
-    assert done.returncode == 0, done.stderr
-    assert found["cpu suite"].verdict == "failed"
-    assert found["cpu suite"].figure.startswith("2 passed, 2 failed, 0 skipped")
-    assert "first test_conformance.py::test_bad[cpu]: " in found["cpu suite"].figure
-    assert "assert 'cpu' == 'gpu'" in found["cpu suite"].figure
-    assert (found["toy suite"].verdict, found["toy suite"].figure) == ("untested", "no toy is here")
-    assert found["common suite"].verdict == "ok"
-
-
-@needs_torch
-def test_a_suite_that_cannot_be_collected(tmp_path: Path) -> None:
-    found, _ = judge(tmp_path, "import no_such_module\n")
-    assert found["suite"].verdict == "failed"
-    assert "no_such_module" in found["suite"].figure
-
-
-@needs_torch
-def test_a_test_that_ends_the_process_is_named(tmp_path: Path) -> None:
-    _, done = judge(tmp_path, "def test_fine(): pass\ndef test_deadly(): os.kill(os.getpid(), 11)\n")
-    assert done.returncode == -11
-    assert done.stderr.splitlines()[-1] == "test_conformance.py::test_deadly"

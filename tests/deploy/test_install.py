@@ -276,5 +276,5 @@ def test_the_unit_of_an_engine_wants_but_does_not_require_the_daemon() -> None:
 def test_the_wheel_contains_the_units() -> None:
     assert (FOLDERS[1] / "kvcache-server.service").exists()
     project = (FOLDERS[1].parents[1] / "pyproject.toml").read_text()
-    assert '"deploy/systemd" = "kvcache_server/systemd"' in project
-    assert FOLDERS[0].name == "systemd" and FOLDERS[0].parent.name == "kvcache_server"
+    assert '"deploy/systemd" = "kvcache_tools/systemd"' in project
+    assert FOLDERS[0].name == "systemd" and FOLDERS[0].parent.name == "kvcache_tools"

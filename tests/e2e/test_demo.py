@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_server.commands import demo_model
+from kvcache_tools import demo_model
 
 
 def run(folder: Path, *arguments: str) -> str:

@@ -24,11 +24,12 @@ VICTIM, OTHER = 54_321, 54_322
 BECOME = """
 import os, sys
 import kvcache_client, kvcache_server.admin_client, kvcache_server.daemon.lifecycle
-from kvcache_server.commands import bench
-from kvcache_server.commands import record
+from kvcache_tools import bench
+from kvcache_tools import record
 from kvcache_server.commands import top
 from kvcache_server.commands import why
-from kvcache_server import cli, doctor
+from kvcache_server import cli
+from kvcache_tools import doctor
 from kvcache_tools.doctor import endpoint
 uid = int(sys.argv.pop(1))
 os.setgroups([]); os.setgid(uid); os.setuid(uid)

@@ -16,8 +16,8 @@ from kvcache_proto.errors import ConfigError
 from kvcache_proto.region import pages_of, plan_geometry
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server.cli import commands
-from kvcache_server.commands import demo, demo_model
 from kvcache_server.core.cache import Cache
+from kvcache_tools import demo, demo_model
 from kvcache_tools.daemon_process import Failed
 from kvcache_tools.plan.host import GIB
 from kvcache_tools.plan.workload import Needs, Workload, needs, region_for

@@ -1,8 +1,8 @@
 """`kvcache-server doctor`: checks whether this host can run the cache, and how fast.
 
-Checks what daemon and engines need from the host, the daemon at the endpoint, the speed of copies on every device
-compared with a plain copy, and the devices' conformance suite. Run it in the environment of an engine, on an idle host:
-the copies take some hundred MiB of each device for a few seconds.
+Checks what daemon and engines need from the host, the daemon at the endpoint, and copies on every device: whether all
+bytes arrive, and how fast compared with a plain copy. Run it in the environment of an engine, on an idle host: the
+copies take some hundred MiB of each device for a few seconds.
 """
 
 from __future__ import annotations
@@ -33,16 +33,11 @@ def device_copies(config: Config) -> Iterator[CheckResult]:
     yield from ask("device-copies")
 
 
-def conformance(config: Config) -> Iterator[CheckResult]:
-    yield from ask("conformance", seconds=300)
-
-
 SECTIONS: dict[str, tuple[Check, ...]] = {
     "host": host.CHECKS,
     "software": software.CHECKS,
     "endpoint": endpoint.CHECKS,
     "devices": (host_copies, device_copies),
-    "conformance": (conformance,),
 }
 _ENGINE_ENV = ("KVCACHE_COPY_", "KVCACHE_REGISTER_")  # settings of the devices, not of the daemon
 

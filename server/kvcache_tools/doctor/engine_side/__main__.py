@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from kvcache_proto.check_result import CheckResult
-from kvcache_tools.doctor.engine_side import conformance, copies, mapping
+from kvcache_tools.doctor.engine_side import copies, mapping
 
 QUESTIONS: dict[str, Callable[..., Iterable[CheckResult]]] = {
     "host-copies": copies.on_host,
     "device-copies": copies.on_devices,
     "mapping": mapping.of_region,
-    "conformance": conformance.of_devices,
 }
 
 

@@ -186,7 +186,7 @@ _UNCACHED = "an engine on it runs, uncached"
 
 def provenance(kind: str) -> How:
     """Return whether the runtime of `kind` drives hardware; one of the NPU's says itself that it does not."""
-    if kind.startswith("npu"):  # the suite has several, by what their runtime can do
+    if kind == "npu":
         with contextlib.suppress(OSError):
             return "simulated" if hasattr(ctypes.CDLL("libascendcl.so"), "fake_acl_counter") else "measured"
     return "measured"
