@@ -21,6 +21,7 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.session.checksums import chosen, pick_sums
 from kvcache_client.settings import VERIFY_MODES, ConnectorSettings
 from kvcache_client.step_plan import LoadJob, SaveJob, StepPlan
+from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 
@@ -36,7 +37,9 @@ class Rank:
         spec = NamespaceSpec("bench", (GroupSpec(128, block_bytes),), {"mode": mode})
         self.session = Session.connect(endpoint, engine=mode, deadline=10.0)
         rank = Session.connect(endpoint, engine=mode, label="rank", deadline=10.0)
-        self.worker = Worker(rank, spec, ConnectorSettings(endpoint, canary_every=0), Shards(1, 1), 0, block_bytes, 1)
+        self.worker = Worker(
+            rank, spec, ConnectorSettings(endpoint, canary_every=0), Shards(1, 1), 0, RankFacts(block_bytes)
+        )
         fragment = block_bytes // LAYERS
         tensors = {str(layer): torch.randn(blocks, fragment // 4) for layer in range(LAYERS)}
         self.worker.register(tensors, blocks)

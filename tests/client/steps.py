@@ -12,9 +12,11 @@ import pytest
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.engines.vllm.views import request_view, step_view
+from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import StepPlan
+from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 
@@ -77,17 +79,18 @@ class Rig:
             self.tensors = [torch.randint(0, 255, (BLOCKS, PAGE), dtype=dtype) for _ in range(LAYERS)]
         else:
             self.tensors = [torch.randn(BLOCKS, PAGE // dtype.itemsize).to(dtype) for _ in range(LAYERS)]
-        self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, LAYERS * PAGE, 1, events=events)
+        self.worker = Worker(sessions[0], SPEC, options, Shards(1, 1), 0, RankFacts(LAYERS * PAGE), events)
         self.worker.register({str(layer): tensor for layer, tensor in enumerate(self.tensors)}, BLOCKS)
         self.session = sessions[1]
         self.scheduler = VllmScheduler(
             self.session,
             SPEC,
             options,
-            BLOCK,
-            1,
-            describe=(lambda *_: (None, [])) if events else None,
-            checkpoint=lambda: self.checkpoint,
+            EngineFacts(
+                BLOCK,
+                describe=(lambda *_: (None, [])) if events else None,
+                checkpoint=lambda: self.checkpoint,
+            ),
         )
         self.seen: set[str] = set()
 

@@ -12,6 +12,7 @@ from steps import BLOCK, LAYERS, PAGE, SPEC, Request, idle
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.scheduler.saves import FIRST_RETRY, INSIST, LAST_RETRY, _Refusals
 from kvcache_client.settings import ConnectorSettings
+from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 
@@ -45,7 +46,7 @@ def test_blocks_wait_a_little_for_a_rank_that_joins_late(rigs: Any, daemon: Any)
     rig.run(request, [0, 1, 2, 3])
     assert reserves_refused(daemon) >= 1
     session = Session.connect(daemon.endpoint, engine="one", label="rank", deadline=5.0)
-    rig.worker = Worker(session, SPEC, ConnectorSettings(daemon.endpoint), Shards(1, 1), 0, LAYERS * PAGE, 1)
+    rig.worker = Worker(session, SPEC, ConnectorSettings(daemon.endpoint), Shards(1, 1), 0, RankFacts(LAYERS * PAGE))
     rig.worker.register({str(layer): tensor for layer, tensor in enumerate(rig.tensors)}, 32)
     daemon.wait_status(lambda s: rig.step() and s["pool"]["blocks"] == 4, "the blocks")
     idle(daemon, 4)
@@ -107,7 +108,7 @@ def test_a_rank_that_the_daemon_refuses_joins_the_next_one(start_daemon: Any, un
     with Session.connect(daemon.endpoint, engine="first", deadline=5.0) as first:
         first.attach(NamespaceSpec("other", (GroupSpec(BLOCK, 4096),)), (0,))
         session = Session.open(daemon.endpoint, engine="one", label="rank", deadline=5.0)
-        worker = Worker(session, SPEC, ConnectorSettings(daemon.endpoint), Shards(1, 1), 0, LAYERS * PAGE, 1)
+        worker = Worker(session, SPEC, ConnectorSettings(daemon.endpoint), Shards(1, 1), 0, RankFacts(LAYERS * PAGE))
         try:
             worker.register({str(layer): torch.zeros(8, PAGE, dtype=torch.uint8) for layer in range(LAYERS)}, 8)
             (why,) = worker.take_declined().values()

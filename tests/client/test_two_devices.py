@@ -13,7 +13,9 @@ import pytest
 from steps import BLOCK, PATIENCE, Request, Rig, VllmScheduler, idle
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.settings import ConnectorSettings
+from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 
@@ -38,7 +40,7 @@ def serve_rank(
     session = Session.open(endpoint, engine=engine, label=f"rank {rank}", deadline=5.0)
     tensors = [torch.randint(0, 255, (blocks, page), dtype=torch.uint8, device=device) for _ in range(layers)]
     size = layers * page
-    worker = Worker(session, spec_of(size), ConnectorSettings(endpoint), Shards(RANKS, 1), rank, size, 1)
+    worker = Worker(session, spec_of(size), ConnectorSettings(endpoint), Shards(RANKS, 1), rank, RankFacts(size))
     worker.register({str(layer): tensor for layer, tensor in enumerate(tensors)}, blocks)
     pipe.send(None)
     while (call := pipe.recv()) is not None:
@@ -108,7 +110,7 @@ class TwoRanks(Rig):
         options, spec = ConnectorSettings(endpoint), spec_of(layers * page)
         self.worker = Ranks(endpoint, name, devices, layers, blocks, page)  # type: ignore[assignment]
         self.session = Session.open(endpoint, engine=name, label="scheduler", deadline=5.0)
-        self.scheduler = VllmScheduler(self.session, spec, options, BLOCK, 1, ranks=RANKS)
+        self.scheduler = VllmScheduler(self.session, spec, options, EngineFacts(BLOCK, ranks=RANKS))
         self.seen = set()
 
     def await_hit(self, request: Request, tokens: int) -> None:

@@ -18,6 +18,7 @@ from kvcache_client import GroupSpec, Lease, NamespaceSpec, Session
 from kvcache_client.session.checksums import chosen
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import CheckJob, LoadJob, SaveJob, StepPlan
+from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 
@@ -183,7 +184,8 @@ class Pair:
         spec = NamespaceSpec("pair", (GroupSpec(BLOCK, (SIZE, SIZE)),))
         self.sessions = [Session.connect(endpoint, engine="pair", deadline=10.0) for _ in range(3)]
         self.workers = [
-            Worker(self.sessions[rank], spec, ConnectorSettings(), Shards(2, 1), rank, SIZE, 1) for rank in (0, 1)
+            Worker(self.sessions[rank], spec, ConnectorSettings(), Shards(2, 1), rank, RankFacts(SIZE))
+            for rank in (0, 1)
         ]
         for worker in self.workers:
             worker.register({str(n): torch.randn(8, PAGE // 4) for n in range(LAYERS)}, 8)

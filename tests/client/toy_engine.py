@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache_client import GroupSpec, NamespaceSpec
+from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.scheduler.views import IDLE, NewTable, RequestView, StepView
 from kvcache_client.settings import ConnectorSettings
@@ -238,7 +239,7 @@ class Engine:
         self.cache, self.works, self.now = cache, works, 1000.0
         options = {"canary_every": 0, "gate": "off", **settings}
         self.scheduler = Scheduler(
-            cache, SPEC, ConnectorSettings(**options), BLOCK, 1, clock=lambda: self.now, joining=joining
+            cache, SPEC, ConnectorSettings(**options), EngineFacts(BLOCK, joining=joining), lambda: self.now
         )
         self._blocks = itertools.count()
         self.step()  # the ranks join the namespace

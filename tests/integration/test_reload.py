@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import pty
 import signal
@@ -29,7 +27,6 @@ from kvcache_server.config import Config, settings
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
-from kvcache_server.daemon.handshake import Door
 from kvcache_server.daemon.reload import Reload
 from kvcache_server.daemon.tier_processes import TierProcesses
 from kvcache_server.transport.sockets import set_access
@@ -241,25 +238,18 @@ def test_settings_that_the_sockets_reject_are_tried_again_next_time(
     old = Config(endpoint=endpoint, max_sessions=4, pin_quota=0.5)
     new = Config(endpoint=endpoint, max_sessions=9, pin_quota=0.25)
     cache.set_limits(old.limits())
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
-        door = Door(loop, endpoint, -1, geometry, _nobody, _nobody)
-        in_force = Reload(
-            old, lambda: new, cache, door, lambda config: set_access(str(router), (), ()), TierProcesses(old.endpoint)
-        )
-        with caplog.at_level("INFO"):
-            router.unlink()
-            in_force.read_again()
-            assert (in_force.config, cache.limits) == (old, old.limits())
-            assert "not read again" in caplog.text and "kv.sock" in caplog.text
-            router.touch()
-            in_force.read_again()
-        assert (in_force.config, cache.limits) == (new, new.limits())
-        assert "max_sessions 4 -> 9" in caplog.text
-        door.close()
-
-
-def _nobody(*came: object) -> Any:
-    raise AssertionError("nobody has come")
+    in_force = Reload(
+        old, lambda: new, cache, lambda config: set_access(str(router), (), ()), TierProcesses(old.endpoint)
+    )
+    with caplog.at_level("INFO"):
+        router.unlink()
+        in_force.read_again()
+        assert (in_force.config, cache.limits) == (old, old.limits())
+        assert "not read again" in caplog.text and "kv.sock" in caplog.text
+        router.touch()
+        in_force.read_again()
+    assert (in_force.config, cache.limits) == (new, new.limits())
+    assert "max_sessions 4 -> 9" in caplog.text
 
 
 def test_every_limit_is_live() -> None:

@@ -38,7 +38,9 @@ PATIENCE = 10.0
 class Host:
     """A door on a loop in its own thread; `opened` and `ended` are the calls to its daemon."""
 
-    def __init__(self, folder: Path, **allowed: Any) -> None:
+    def __init__(
+        self, folder: Path, uids: tuple[int, ...] = (), gids: tuple[int, ...] = (), rate: Rate | None = None
+    ) -> None:
         self.endpoint = f"ipc://{folder}/kv.sock"
         self.path = folder / "kv.door"
         self.region = os.memfd_create("region")
@@ -50,7 +52,8 @@ class Host:
         self._sessions = 0
         self._guests: list[Guest] = []
         self.loop = uvloop.new_event_loop()
-        self.door = Door(self.loop, self.endpoint, self.region, GEOMETRY, self._open, self.ended.put, **allowed)
+        self.door = Door(self.loop, self.endpoint, self.region, GEOMETRY, self._open, self.ended.put)
+        self.door.allow_users(uids, gids, rate)
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
@@ -304,7 +307,7 @@ def test_refusals_do_not_fill_the_log(host: Host, caplog: pytest.LogCaptureFixtu
 
 def test_modes_of_the_door(short_folder: Path) -> None:
     for allowed in ((), (12345,)):  # whom the list names, the access control list does: nobody else gets in by that
-        host = Host(short_folder, allow_uids=allowed)
+        host = Host(short_folder, allowed)
         assert stat.S_IMODE(host.path.stat().st_mode) == 0o660
         host.close()
         assert not host.path.exists()
@@ -345,7 +348,7 @@ def test_other_users_are_refused_by_the_kernel_or_by_name(short_folder: Path) ->
     host = Host(short_folder)
     assert knock_as(65534, 65534, host) is None
     host.close()
-    host = Host(short_folder, allow_uids=(12345,))
+    host = Host(short_folder, (12345,))
     assert isinstance(knock_as(12345, 65534, host), Welcome)
     assert knock_as(65534, 65534, host) is None
     os.chmod(host.path, 0o666)  # as on a file system without access control lists: the door looks for itself
@@ -355,7 +358,7 @@ def test_other_users_are_refused_by_the_kernel_or_by_name(short_folder: Path) ->
     assert error.code == "not_permitted"
     assert "uid 65534 with groups [65534] may not attach" in error.message
     host.close()
-    host = Host(short_folder, allow_gids=(54321,))
+    host = Host(short_folder, gids=(54321,))
     assert isinstance(knock_as(65534, 54321, host), Welcome)
     assert knock_as(65534, 65534, host) is None
     host.close()

@@ -24,6 +24,7 @@ from tiered import (
 )
 
 from kvcache_client import Session
+from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.scheduler.views import RequestView
 from kvcache_client.session.namespace import Namespace
@@ -158,7 +159,7 @@ def test_an_engine_waits_for_a_slow_tier(
         wait_open(daemon)
         save_below(daemon, engine, names)
         session = Session.connect(daemon.endpoint, engine="toy", deadline=5.0)
-        scheduler = Scheduler(session, SPEC, ConnectorSettings(gate=gate, canary_every=0), 16, 1)
+        scheduler = Scheduler(session, SPEC, ConnectorSettings(gate=gate, canary_every=0), EngineFacts(16))
         request = RequestView("r", 24 * 16 + 1, 24 * 16 + 1, names)
         until = time.monotonic() + 30
         while (answer := scheduler.matched_tokens(request, 0)) == (None, False):

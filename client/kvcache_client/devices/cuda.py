@@ -17,7 +17,7 @@ from kvcache_client.devices.cuda_kernels import CudaPacker, find_compiler
 from kvcache_client.devices.layout import FragmentRun, Section, sections, single
 from kvcache_client.devices.paths import Path, Staged, Straight
 from kvcache_client.devices.runtime import Handle
-from kvcache_client.devices.streams import StreamDevice
+from kvcache_client.devices.streams import Paths, StreamDevice
 from kvcache_client.devices.tuning import Tuning, read_tuning
 
 logger = logging.getLogger("kvcache_client.devices")
@@ -71,7 +71,7 @@ def open_cuda(
     def synchronize() -> None:
         torch.cuda.synchronize(device)
 
-    return StreamDevice(driver, compute, synchronize, make_path, slot, num_blocks, tuning, keep, close)
+    return StreamDevice(driver, compute, synchronize, Paths(make_path, keep, close), slot, num_blocks, tuning)
 
 
 def _packer(

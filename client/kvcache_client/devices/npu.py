@@ -15,7 +15,7 @@ from kvcache_client.devices.layout import FragmentRun, sections, single
 from kvcache_client.devices.npu_runtime import HostRegister, NpuRuntime
 from kvcache_client.devices.paths import Path, Straight
 from kvcache_client.devices.runtime import Handle
-from kvcache_client.devices.streams import StreamDevice
+from kvcache_client.devices.streams import Paths, StreamDevice
 from kvcache_client.devices.tuning import Tuning, read_tuning
 
 logger = logging.getLogger("kvcache_client.devices")
@@ -60,7 +60,7 @@ def open_npu(
         npu.synchronize(device)
 
     room = _TASKS // len(fragments)
-    return StreamDevice(runtime, compute, synchronize, make_path, slot, num_blocks, tuning, keep, room=room)
+    return StreamDevice(runtime, compute, synchronize, Paths(make_path, keep), slot, num_blocks, tuning, room)
 
 
 def early_runtime() -> tuple[NpuRuntime, int]:

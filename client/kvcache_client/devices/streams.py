@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,14 @@ logger = logging.getLogger("kvcache_client.devices")
 _SETTLED = 0.003  # seconds without work after which a device counts as idle: between two steps there is less
 
 
+class Paths(NamedTuple):
+    """`make(saves)` makes the path of saves or of loads; `close` frees what they share, and `keep` they read."""
+
+    make: Callable[[bool], Path]
+    keep: object
+    close: Callable[[], None] = lambda: None
+
+
 class StreamDevice:
     """Copies for one cache. Called from the engine's thread."""
 
@@ -35,21 +44,18 @@ class StreamDevice:
         runtime: Runtime,
         compute: Callable[[], Handle],
         synchronize: Callable[[], None],
-        make_path: Callable[[bool], Path],
+        paths: Paths,
         slot: int,
         num_blocks: int,
         tuning: Tuning,
-        keep: object,
-        close: Callable[[], None] = lambda: None,
         room: int | None = None,
     ) -> None:
         """`compute` returns the stream on which the engine computes now, `synchronize` waits for the whole device.
 
-        `make_path` makes the path of saves or of loads; `close` frees what the paths share, and `keep` they read.
         `room` is as in `CopyQueue`.
         """
         self._runtime, self._now, self._synchronize = runtime, compute, synchronize
-        self._keep, self._close = keep, close
+        self._paths = paths
         self._slot, self._blocks = slot, num_blocks
         self._registration = Registration(runtime, tuning.register_chunk)
         self._owns_registration = True
@@ -58,7 +64,7 @@ class StreamDevice:
             return BounceBuffers(runtime, path, tuning.stage_bytes)
 
         self._saves, self._loads = (
-            CopyQueue(runtime, make_path(saves), self._registration, make_buffers, saves, room)
+            CopyQueue(runtime, paths.make(saves), self._registration, make_buffers, saves, room)
             for saves in (True, False)
         )
         self._saved_last: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # a block's last save, by number
@@ -182,7 +188,7 @@ class StreamDevice:
             return
         self._closed = True
         unlock = (self._registration.close,) if self._owns_registration else ()
-        for free in (self._runtime.use, self._saves.close, self._loads.close, *unlock, self._close):
+        for free in (self._runtime.use, self._saves.close, self._loads.close, *unlock, self._paths.close):
             try:
                 free()
             except CopyError as error:  # of a device that is gone: what it held went with it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 import msgspec
 
@@ -12,9 +12,10 @@ from kvcache_client.scheduler.admission import Admission
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.demand import Demand
-from kvcache_client.scheduler.events import Describe, EngineEvents
+from kvcache_client.scheduler.events import EngineEvents
+from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.scheduler.gate import Gate
-from kvcache_client.scheduler.groups import Found, FullAttention, Group, SeveralGroups
+from kvcache_client.scheduler.groups import Found
 from kvcache_client.scheduler.hints import Hints
 from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.loads import Loads
@@ -48,84 +49,38 @@ class Scheduler:
         session: CacheSession,
         spec: NamespaceSpec,
         settings: ConnectorSettings,
-        block_tokens: int,
-        blocks_per_slot: int,
-        saves: bool = True,
-        loads: bool = True,
-        volatile: int = 0,
-        describe: Describe | None = None,
-        checkpoint: Callable[[], str] = lambda: "",
+        engine: EngineFacts,
         clock: Callable[[], float] = time.monotonic,
-        groups: Sequence[Group] = (),
-        table_tokens: Sequence[int] = (),
-        joining: Collection[int] = (),
-        evicted_next: Callable[[int], Iterable[int]] | None = None,
-        hash_of: Callable[[int], bytes] = lambda block: b"",
-        step_tokens: int = 0,
-        ranks: int = 1,
-        device_blocks: int = 0,
-        lookahead: int = 0,
-        in_order: bool = True,
     ) -> None:
-        """Decide for an engine whose blocks have `block_tokens` tokens.
-
-        Args:
-            blocks_per_slot: blocks of the engine in a cached block.
-            saves, loads: whether the engine saves to the cache, and loads from it.
-            volatile: cached blocks at the end of a hit that are computed all the same.
-            describe: returns what `events` say of a request and its blocks. Without it, there are no events.
-            checkpoint: returns what `spec` calls so, as it is now; "" where that is not known.
-            clock: returns seconds, never fewer than before.
-            groups: those of `spec`, of an engine that has not just one of full attention; `block_tokens` are then those
-                of its block hashes, and `blocks_per_slot` of them belong to a cached block.
-            table_tokens: of such an engine, tokens of a block of each of its groups.
-            joining: ranks that do not know `spec` before they get a plan.
-            evicted_next: returns so many device blocks that the engine gives away next, in order. Without it, saves are
-                eager; so they are of an engine that has not just one group of full attention.
-            hash_of: returns the hash of a device block in the engine's own prefix cache, b"" if it is not there.
-            step_tokens: most tokens that a step schedules.
-            ranks: of the engine, all that copy.
-            device_blocks: of an engine that could wait for ever for requests that load: see `admission`; else 0.
-            lookahead, in_order: of such an engine, as there.
-        """
-        group = spec.groups[0]
-        self._session, self._clock = session, clock
-        self._wants_saves, self._wants_loads = saves, loads
-        only_prompts = settings.save == "prompt"
-        self._group = (
-            SeveralGroups(groups, spec.groups, block_tokens, only_prompts, settings.checkpoint_tokens, volatile)
-            if groups
-            else FullAttention(block_tokens, blocks_per_slot, volatile, only_prompts)
-        )
-        self._table_tokens, *self._other_tokens = table_tokens or (block_tokens,)
-        self._block_bytes = group.block_bytes // blocks_per_slot  # of the engine's blocks, all ranks together
-        self._counters = LoggedCounters(logger)
-        has_full = self._group.has_full
-        self.events = EngineEvents(self._group, describe) if describe and has_full else None
-        self.gate = Gate(self._counters, settings.gate == "auto", self._group.block_tokens)
-        self.overlap = Overlap(self.gate.pace, settings.overlap == "auto", ranks, step_tokens)
-        self._membership = Membership(session, spec, settings, checkpoint, self.events, joining)
-        self._notes = Notes(self._counters)
-        self._lookups = Lookups(
-            self._group, spec.shards, settings.verify, self._counters, self._notes, self.events, saves
-        )
-        self._loads = Loads(self._group, self._counters)
+        """`clock` returns seconds, never fewer than before."""
+        block_bytes = spec.groups[0].block_bytes
+        self._session, self._clock, self._engine = session, clock, engine
+        self._group = group = engine.group(spec, settings)
+        self._table_tokens, *self._other_tokens = engine.tables
+        self._block_bytes = block_bytes // engine.blocks_per_slot  # of the engine's blocks, all ranks together
+        self._counters = counters = LoggedCounters(logger)
+        self.events = EngineEvents(group, engine.describe) if engine.describe and group.has_full else None
+        self.gate = Gate(counters, settings.gate == "auto", group.block_tokens)
+        self.overlap = Overlap(self.gate.pace, settings.overlap == "auto", engine.ranks, engine.step_tokens)
+        self._membership = Membership(session, spec, settings, engine.checkpoint, self.events, engine.joining)
+        self._notes = Notes(counters)
+        self._lookups = Lookups(group, spec.shards, settings.verify, counters, self._notes, self.events, engine.saves)
+        self._loads = Loads(group, counters)
         self._lazy: Lazy | None = None
-        if settings.save_mode == "lazy" and evicted_next is not None:
+        if settings.save_mode == "lazy" and engine.evicted_next is not None:
             # What the next step may give away, and as much again: a save takes a step.
-            ahead = 2 * step_tokens // block_tokens
-            self._lazy = Lazy(self._group, ahead, evicted_next, hash_of, self._counters)
+            ahead = 2 * engine.step_tokens // engine.block_tokens
+            self._lazy = Lazy(group, ahead, engine.evicted_next, engine.hash_of, counters)
         self._admission: Admission | None = None
-        if device_blocks:
-            tables = table_tokens or (block_tokens,)
-            self._admission = Admission(self._counters, device_blocks, tables, lookahead, in_order)
-        self._saves = Saves(self._group, settings.verify, self._counters, self._notes, self.events, clock, self._lazy)
-        self._demand = Demand(self._group, settings.min_hits)
-        self._hints = Hints(self._group, self._counters)
-        self._canaries = Canaries(self._group, settings.canary_every if has_full else 0, group.block_bytes)
-        self._summary = Summary(
-            lambda line: logger.info("engine %s, %s", session.engine, line), self._counters.snapshot
-        )
+        if engine.device_blocks:
+            self._admission = Admission(
+                counters, engine.device_blocks, engine.tables, engine.lookahead, engine.in_order
+            )
+        self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, self._lazy)
+        self._demand = Demand(group, settings.min_hits)
+        self._hints = Hints(group, counters)
+        self._canaries = Canaries(group, settings.canary_every if group.has_full else 0, block_bytes)
+        self._summary = Summary(lambda line: logger.info("engine %s, %s", session.engine, line), counters.snapshot)
         self._requests: dict[str, RequestState] = {}
         self._finished: list[str] = []  # requests that ended, until the ranks know
         self._allocated: list[RequestState] = []  # requests that have got device blocks since the last plan
@@ -133,7 +88,7 @@ class Scheduler:
         # Device blocks that ranks read, or fill for a request that runs already, until they are given away.
         self._being_read: set[int] = set()
         self._step = 0
-        session.add_counts(self._counters.snapshot)
+        session.add_counts(counters.snapshot)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -181,16 +136,7 @@ class Scheduler:
                 return self._decline(state, "over_budget", now)
             lookup = self._lookups.ask(state, self._membership.namespace, limit, start, now)
             self._lookups.spent += self._clock() - now
-        coming = lookup.lease.pending + lookup.lease.withheld
-        wanted = min(lookup.lease.hits + coming, limit) * self._group.slot_tokens
-        patience = self.gate.patience(computed, wanted) if coming and wanted > computed else 0.0
-        if coming and self._lookups.worth_waiting(
-            state, lookup, start, len(self._loads), self._loads.ended, patience, now
-        ):
-            state.waited = True
-            self._lookups.forget(state)
-            return None, False
-        if lookup.lease.eta and self._waits_for_tier(state, lookup, computed, limit, now):
+        if self._is_worth_waiting(state, lookup, computed, limit, now):
             state.waited = True
             self._lookups.forget(state)
             return None, False
@@ -211,16 +157,26 @@ class Scheduler:
             return self._decline(state, "canary", now)
         return tokens, True
 
-    def _waits_for_tier(self, state: RequestState, lookup: LookupResult, computed: int, limit: int, now: float) -> bool:
-        """Whether blocks from a tier come sooner than they can be computed; what tiers may have counts as coming."""
+    def _is_worth_waiting(
+        self, state: RequestState, lookup: LookupResult, computed: int, limit: int, now: float
+    ) -> bool:
+        """Whether more blocks come, from a writer, a lease that ends, or a tier, sooner than they can be computed."""
         lease, tokens = lookup.lease, self._group.slot_tokens
+        if coming := lease.pending + lease.withheld:
+            wanted = min(lease.hits + coming, limit) * tokens
+            patience = self.gate.patience(computed, wanted) if wanted > computed else 0.0
+            start, loads = computed // self._group.block_tokens, self._loads
+            if self._lookups.worth_waiting(state, lookup, start, len(loads), loads.ended, patience, now):
+                return True
+        if not lease.eta:
+            return False
         begin, end = lease.hits * tokens, min(lease.hits + (lease.coming or lookup.wanted), limit) * tokens
         begin = max(begin, computed)
         return end > begin and self._lookups.waits_for_tier(state, lookup, self.gate.patience(begin, end), now)
 
     def _no_lookup(self, state: RequestState, computed: int, now: float) -> str:
         """Return why a request is not looked up, "" where it is."""
-        if not self._wants_loads or self._membership.lost:
+        if not self._engine.loads or self._membership.lost:
             return "not_wanted"
         if self._declined or self._membership.joining:
             return "rank"
@@ -370,15 +326,8 @@ class Scheduler:
             self._send_notes()
         if not (self._requests or self._saves.waiting or self._canaries.due or self._finished or membership.announced):
             return StepPlan(self._step, timed=True) if timed else NOTHING
-        given = follow_blocks(self._requests, step, self._table_tokens, self._other_tokens)
-        given.extend(written)
-        if self._allocated:
-            given.extend(self._filled_by_others(step))
         loads = self._loads.take_jobs() if self._loads.jobs else []
-        for load in loads:
-            given.extend(load.blocks)
-        if self._lazy is not None:
-            self._lazy.given(given)
+        given = self._given(step, written, loads)
         # An idle step may be the last one before the engine sleeps: it waits a little for a healthy daemon, and leaves
         # no answer that no step would take.
         wait = None if step.tokens else self._session.deadline if self._session.up else 0.0
@@ -387,14 +336,8 @@ class Scheduler:
         # No reservations in a namespace that the ranks do not know yet; the first one they know by themselves.
         saving = (membership.announced is None or self._step == 1) and self._may_save
         self._advance(step, saving)
-        if saving and states:
-            for request_id, offers in states.items():
-                if (state := self._requests.get(request_id)) is not None:
-                    self._saves.ask_states(state, offers)
         if saving:
-            if step.tokens:
-                self._saves.ask_due()
-            self._saves.send(membership.namespace)
+            self._send_saves(step, states or {})
         if self._lookups.holding:
             self._lookups.give_back_idle(self._step)
         guarded = self._guarded(given, [*saves, *checks])
@@ -407,6 +350,27 @@ class Scheduler:
         plan = StepPlan(self._step, saves, guarded, loads, finished, membership.announced, checks, timed=timed)
         membership.announced = None
         return plan
+
+    def _given(self, step: StepView, written: Sequence[int], loads: Sequence[LoadJob]) -> list[int]:
+        """Return the device blocks that get other contents with `step`, and note who has which."""
+        given = follow_blocks(self._requests, step, self._table_tokens, self._other_tokens)
+        given.extend(written)
+        if self._allocated:
+            given.extend(self._filled_by_others(step))
+        for load in loads:
+            given.extend(load.blocks)
+        if self._lazy is not None:
+            self._lazy.given(given)
+        return given
+
+    def _send_saves(self, step: StepView, states: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
+        """Reserve room for what is to be saved, with `states` as in `plan`."""
+        for request_id, offers in states.items():
+            if (state := self._requests.get(request_id)) is not None:
+                self._saves.ask_states(state, offers)
+        if step.tokens:
+            self._saves.ask_due()
+        self._saves.send(self._membership.namespace)
 
     def _advance(self, step: StepView, saving: bool) -> None:
         """Note what each request has computed once `step` is over: what is full is saved, what is due is compared."""
@@ -477,7 +441,7 @@ class Scheduler:
             self._saves.send(self._membership.namespace)
         if state.request.hint is not None and self._may_hint:
             self._hints.finished(state, self._membership.namespace)
-        if self._wants_saves and not self._membership.lost and not self._declined:
+        if self._engine.saves and not self._membership.lost and not self._declined:
             cause, hashes = self._saves.unsaved(state, computed, may_save)
             if cause:
                 self._notes.add(request_id, cause, self._clock(), hashes)
@@ -546,7 +510,7 @@ class Scheduler:
         membership = self._membership
         if self._declined or membership.lost or membership.unsettled or membership.joining:
             return False
-        return self._wants_saves and self._session.up and membership.namespace.attached
+        return self._engine.saves and self._session.up and membership.namespace.attached
 
     def _send_notes(self) -> None:
         if self._session.up and self._membership.namespace.attached:

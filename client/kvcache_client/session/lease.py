@@ -7,8 +7,10 @@ from types import TracebackType
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import Daemon
 from kvcache_client.session.slots import Parts, Slot, unpack_slots
-from kvcache_proto.messages import Release
+from kvcache_proto.messages import Acquired, Release
 from kvcache_proto.types import FULL, REF_BYTES
+
+_NOTHING = Acquired(0, 0, 0, 0, b"")
 
 
 class Lease:
@@ -43,27 +45,19 @@ class Lease:
         daemon: Daemon,
         connection: Connection | None,
         parts: Parts = (),
-        lease: int = 0,
-        hits: int = 0,
-        pending: int = 0,
-        packed: bytes = b"",
+        found: Acquired = _NOTHING,
         failed: bool = False,
-        withheld: int = 0,
-        sums: bytes = b"",
-        coming: int = 0,
-        eta: float = 0.0,
-        junction: int = 0,
     ) -> None:
-        self._daemon, self._connection, self.parts = daemon, connection, parts
+        self._daemon, self._connection, self.parts, self.failed = daemon, connection, parts, failed
         self._slots: list[Slot] | None = None
-        self.id, self.hits, self.pending, self.packed, self.failed = lease, hits, pending, packed, failed
-        self.withheld, self.sums, self.coming, self.eta = withheld, sums, coming, eta
-        self.junction = junction
-        self.region_id = connection.region.id if connection and hits else b""
-        if lease and connection is not None:
+        self.id, self.hits, self.pending, self.packed = found.lease, found.hits, found.pending, found.slots
+        self.withheld, self.sums, self.coming, self.eta = found.withheld, found.sums, found.coming, found.eta_ms / 1000
+        self.junction = found.junction
+        self.region_id = connection.region.id if connection and found.hits else b""
+        if found.lease and connection is not None:
             full, count = parts[0]
             before = max(0, count - 1) if full.kind == FULL else 0
-            connection.leases[lease] = packed[before * REF_BYTES :]
+            connection.leases[found.lease] = found.slots[before * REF_BYTES :]
 
     @property
     def slots(self) -> list[Slot]:

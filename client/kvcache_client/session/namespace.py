@@ -188,9 +188,7 @@ class Namespace:
             self._daemon.misbehaved(wrong)
             self._give_back(connection, reply)
             return self._no_lease("lookups_refused")
-        pinned = (reply.lease, reply.hits, reply.pending, reply.slots)
-        below = (reply.withheld, reply.sums, reply.coming, reply.eta_ms / 1000)
-        return Lease(self._daemon, connection, parts, *pinned, False, *below, junction=reply.junction)
+        return Lease(self._daemon, connection, parts, reply)
 
     def _no_lease(self, reason: str) -> Lease:
         self._daemon.count(reason)

@@ -28,8 +28,9 @@ from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.spans import Runs
 from kvcache_client.step_plan import SHIPPED, CheckJob, LoadJob, RankVerdicts, SaveJob, StepPlan, pick_refs
+from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.layered import LayeredLoads, section_ends
-from kvcache_client.worker.places import WHOLE, Piece, Places, RankTable, without_nulls
+from kvcache_client.worker.places import WHOLE, Piece, Places, without_nulls
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.tolerance import Format, find_format
 from kvcache_client.worker.verification import Verifier
@@ -73,36 +74,24 @@ class Worker:
         settings: ConnectorSettings,
         shards: Shards,
         rank: int,
-        block_bytes: int,
-        blocks_per_slot: int,
-        experts: bool = False,
+        facts: RankFacts,
         events: bool = False,
         registration: Registration | None = None,
-        groups: Sequence[Sequence[RankTable]] = (),
-        joins_later: bool = False,
     ) -> None:
         """Serve one rank of an engine.
 
         Args:
-            block_bytes: what the rank stores for one block of the engine.
-            blocks_per_slot: blocks of the engine per cached block.
-            experts: whether the model routes tokens to experts.
             events: whether to keep the daemon's verdicts for `take_verdicts`.
             registration: has page-locked the session's region already, if given.
-            groups: of an engine that has not just one group of full attention, what is in the slots of each group of
-                `spec`; then `block_bytes` is what is stored for the tokens of a block hash in the first one.
-            joins_later: whether the namespace comes with a plan. Of `spec`, then only the sizes of this rank's shard
-                are right.
         """
         self._session, self._spec, self._settings = session, spec, settings
-        self._rank, self._experts = rank, experts
+        self._rank, self._facts = rank, facts
         self._shards = shards
         self._reads, self._writes = shards.of_rank(rank)
         self._parts = WHOLE  # how its shards divide a block
-        self._block_bytes, self._per_slot = block_bytes, blocks_per_slot
-        self._groups = groups
-        part_bytes = block_bytes // len(self._reads)
-        self._columns = [] if groups else [[(0, part_bytes, blocks_per_slot)]]  # of each group, as `Places` takes them
+        part_bytes = facts.block_bytes // len(self._reads)
+        # Of each group, as `Places` takes them.
+        self._columns = [] if facts.groups else [[(0, part_bytes, facts.blocks_per_slot)]]
         self._places: list[Places] = []
         self._device: Device | None = None
         self._registration = registration
@@ -111,8 +100,8 @@ class Worker:
         self._carried = 0.0  # what was reported to the scheduler's side last
         self._namespace: Namespace | None = None
         self._declined = ""  # why this rank takes no part, whatever the daemon says
-        self._joining = joins_later
-        self._reported = _JOINING if joins_later else ""  # why it takes no part, as the scheduler's side knows
+        self._joining = facts.joins_later
+        self._reported = _JOINING if facts.joins_later else ""  # why it takes no part, as the scheduler's side knows
         self._begun = self._loaded = 0  # numbers of the last plans carried out
         self._epoch = 0  # counts changes of the weights
         self._abandoned = False
@@ -172,10 +161,10 @@ class Worker:
         self._device = device
         if parts:
             self._layered = LayeredLoads(device, ends, parts)
-        if self._groups:  # the values that are compared are those of the full group
-            tensors = list(_flatten(kv_caches[name] for table in self._groups[0] for name in table.layers))
+        if self._facts.groups:  # the values that are compared are those of the full group
+            tensors = list(_flatten(kv_caches[name] for table in self._facts.groups[0] for name in table.layers))
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
-        self._format = find_format(dtypes, self._spec.identity.get("kv_dtype", ""), self._experts)
+        self._format = find_format(dtypes, self._spec.identity.get("kv_dtype", ""), self._facts.experts)
         if self._format is None and self._settings.canary_every:
             logger.warning("no canaries: the numerical noise in KV of %s is not known", ", ".join(sorted(dtypes)))
         self._session.on_region(self._device.register)
@@ -183,24 +172,24 @@ class Worker:
             self._attach(self._spec, wait=True)
         logger.info(
             "rank %d: %d fragments per block, %s bytes, %s of %d, namespace %s; %s bytes are page-locked",
-            *(self._rank, max(map(len, layouts)) * self._parts.number, f"{self._block_bytes:,}"),
+            *(self._rank, max(map(len, layouts)) * self._parts.number, f"{self._facts.block_bytes:,}"),
             *(_named(self._reads), self._spec.shards, "to come" if self._joining else self._spec.id),
             f"{device.registered()[1]:,}",
         )
 
     def _find_layouts(self, kv_caches: dict[str, Any], num_blocks: int) -> list[list[Fragment]]:
         """Return the fragments of a block in each layout; groups that overlay each other have the same one."""
-        if not self._groups:
+        if not self._facts.groups:
             described, parts = map(_describe, _flatten(kv_caches.values())), len(self._reads)
             if parts == 1:
-                return [block_fragments(described, num_blocks, self._block_bytes)]
-            size, by_head = self._block_bytes // parts, self._shards.by_head
+                return [block_fragments(described, num_blocks, self._facts.block_bytes)]
+            size, by_head = self._facts.block_bytes // parts, self._shards.by_head
             fragments, self._parts = part_fragments(described, num_blocks, size, parts, by_head)
             self._follow(self._spec)
             return [fragments]
         layouts: list[list[Fragment]] = []
         self._columns = []
-        for tables in self._groups:
+        for tables in self._facts.groups:
             columns = []
             for table in tables:
                 tensors = _flatten(kv_caches[name] for name in table.layers)
@@ -214,7 +203,7 @@ class Worker:
 
     def _layer_ends(self, kv_caches: dict[str, Any], num_blocks: int) -> dict[str, int]:
         """Return where the KV of each layer ends in a block of this rank; {} for an engine with several groups."""
-        if self._groups:
+        if self._facts.groups:
             return {}
         layers = [[_describe(tensor) for tensor in _flatten([cache])] for cache in kv_caches.values()]
         ends = layer_ends(layers, num_blocks, self._parts.number, self._shards.by_head)
@@ -335,7 +324,7 @@ class Worker:
         while self._done:
             request, failed = self._done.popleft()
             requests.add(request)
-            if self._groups and failed:
+            if self._facts.groups and failed:
                 self._failed.add(request)
             else:
                 self._errors.update(failed)
@@ -377,7 +366,7 @@ class Worker:
         _, locked = self._device.registered()
         if locked == region.bytes:
             self._straight = region
-        seconds = (1 - locked / region.bytes) * self._block_bytes / self._carries
+        seconds = (1 - locked / region.bytes) * self._facts.block_bytes / self._carries
         if abs(seconds - self._carried) <= CHANGE * self._carried:
             return {}
         self._carried = seconds
@@ -543,7 +532,7 @@ class Worker:
             self._end_load(job, job.blocks)
             return
         pieces = self._places[job.group].cut(placed.offsets, job.blocks, job.skip)
-        if self._groups:
+        if self._facts.groups:
             pieces = without_nulls(pieces)
         epoch = self._epoch
         _start(self._device.load, region, placed.runs, pieces, lambda done: self._filled(job, region, epoch, done))

@@ -15,7 +15,7 @@ from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import Limits
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.sessions import Namespace, Session
+from kvcache_server.core.sessions import Asked, Engine, Namespace, Session
 from kvcache_server.core.tiers import Tiers
 
 MOST_RESTATED = 1 << 16  # blocks examined per restate: some milliseconds
@@ -23,19 +23,20 @@ MOST_NAMED = 1 << 11  # leases and references examined per restate, together
 
 
 class _Match(NamedTuple):
-    """What all groups of a namespace with tails have for a lookup.
+    """What there is for a lookup.
 
     `chain` are blocks of the full group, `tails` those that the engine needs to continue after `hits` blocks. See
-    Acquired for `pending`, `withheld` and `junction`. `proof` is the block that follows the hits, if there must be one.
+    Acquired for `pending`, `withheld` and `junction`. `proof` is the block that follows the hits, if there must be one:
+    it is of use, although the engine gets no reference to it.
     """
 
     chain: list[Block]
     hits: int
-    tails: Sequence[Block]
-    pending: int
-    withheld: int
-    proof: Block | None
-    junction: int
+    tails: Sequence[Block] = ()
+    pending: int = 0
+    withheld: int = 0
+    proof: Block | None = None
+    junction: int = 0
 
 
 class Lookups:
@@ -77,10 +78,10 @@ class Lookups:
         if len(found) < len(hashes):
             check_hashes(hashes[len(found) :], group.hash_bytes)
         if not group.tails:
-            return self._answer(session, request, namespace, group, found, len(found))
+            return self._answer(session, request, namespace, group, _Match(found, len(found)))
         if request.start < 0:
             raise BadArgument(f"start {request.start}: 0 or more blocks")
-        return self._answer(session, request, namespace, group, *self._match(session, request, group, found))
+        return self._answer(session, request, namespace, group, self._match(session, request, group, found))
 
     def _match(self, session: Session, request: m.Acquire, group: Group, chain: list[Block]) -> _Match:
         """Return what all groups of a namespace with tails have for a lookup; its full group has `chain`."""
@@ -110,53 +111,23 @@ class Lookups:
         return _Match(chain[:end], end, needed, max(soon - whole, 0), whole - end, proof, beyond)
 
     def _answer(
-        self,
-        session: Session,
-        request: m.Acquire,
-        namespace: Namespace,
-        group: Group,
-        chain: list[Block],
-        hits: int,
-        tails: Sequence[Block] = (),
-        pending: int = 0,
-        withheld: int = 0,
-        proof: Block | None = None,
-        junction: int = 0,
+        self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
     ) -> m.Acquired:
-        """Answer with `hits`: the blocks of `chain`, and those of `tails` that the engine needs with them.
-
-        `proof` follows them: it is of use, although the engine gets no reference to it.
-        """
-        hashes = request.hashes
-        engine = session.engine
-        used = chain if proof is None else [*chain, proof]
-        asked = engine.asked(request.request, group)
-        if not asked.lookups:  # asking again says nothing about how often blocks are used
-            self._learner.asked(engine, group, request, used, hits + (proof is not None), tails)
-        asked.lookups += 1
-        namespace.lookups += 1
-        more = len(hashes) - group.spec.followed - asked.blocks
-        if more > 0:
-            asked.blocks += more
-            namespace.requested_blocks += more
-            self._counters["blocks_requested"] += more
+        """Answer with what was found, as far as the engine may pin it."""
+        engine, chain, hits, tails, withheld = session.engine, match.chain, match.hits, match.tails, match.withheld
+        used = chain if match.proof is None else [*chain, match.proof]
+        asked = self._note_asked(engine, request, namespace, group, match, used)
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler is offered.
             self._counters["ranks_missing"] += 1
             return m.Acquired(request.id, 0, 0, 0, b"")
-        coming = eta = 0
-        if not group.tails:
-            pending = group.pending_after(hashes, hits)
-            if self.tiers is not None:
-                coming, eta = self.tiers.looked_up(session, group, hashes, chain, pending, self._pool.now)
-        elif self.tiers is not None:
-            coming, eta = self.tiers.looked_up_with_tails(session, group, request, hits, used, tails, self._pool.now)
-        lease = 0
+        pending, coming, eta = self._not_here_yet(session, request, group, match, used)
+        lease = size = cover = 0
         if request.pin and hits:
             if len(session.leases) >= self._max_leases:
                 self._refusals["leases"] += hits
                 return m.Acquired(request.id, 0, 0, 0, b"", hits)
-            size, cover, beside = len(chain) * group.allocated_bytes, 0, _bytes(tails) if tails else 0
+            size, beside = len(chain) * group.allocated_bytes, _bytes(tails) if tails else 0
             if engine.pins.bytes + size + beside > self._quota:
                 affordable, size, cover = engine.pins.fit(chain, self._quota - beside)
                 withheld += hits - affordable
@@ -166,12 +137,61 @@ class Lookups:
             self._refusals["quota"] += withheld
             pending = coming = eta = 0
         if not hits:
-            return m.Acquired(request.id, 0, 0, pending, b"", withheld, b"", coming, eta, junction)
+            return m.Acquired(request.id, 0, 0, pending, b"", withheld, b"", coming, eta, match.junction)
         if request.pin:
             self.last = lease = self.last + 1
             session.pin(lease, chain[-1] if chain else None, size, cover, tails)
+        self._note_hits(namespace, group, match, hits, asked)
+        blocks = [*chain, *tails] if tails else chain
+        slots = b"".join([block.ref for block in blocks])
+        sums = b""
+        if request.verify and self.checksums:
+            locate = self._pool.locate_if_scattered
+            read = self.checksums.read
+            sums = read(slots, group.sum_offsets, locate) if not tails else b"".join(map(self._sums, blocks))
+        return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, match.junction)
+
+    def _note_asked(
+        self,
+        engine: Engine,
+        request: m.Acquire,
+        namespace: Namespace,
+        group: Group,
+        match: _Match,
+        used: Sequence[Block],
+    ) -> Asked:
+        """Count a lookup. What a request asks for again says nothing about how often blocks are used."""
+        asked = engine.asked(request.request, group)
+        if not asked.lookups:
+            self._learner.asked(engine, group, request, used, match.hits + (match.proof is not None), match.tails)
+        asked.lookups += 1
+        namespace.lookups += 1
+        more = len(request.hashes) - group.spec.followed - asked.blocks
+        if more > 0:
+            asked.blocks += more
+            namespace.requested_blocks += more
+            self._counters["blocks_requested"] += more
+        return asked
+
+    def _not_here_yet(
+        self, session: Session, request: m.Acquire, group: Group, match: _Match, used: Sequence[Block]
+    ) -> tuple[int, int, int]:
+        """Return how many blocks after the hits are being written, how many come from tiers, and when: see Acquired."""
+        pending = match.pending if group.tails else group.pending_after(request.hashes, match.hits)
+        if self.tiers is None:
+            return pending, 0, 0
+        now = self._pool.now
+        if group.tails:
+            return pending, *self.tiers.looked_up_with_tails(
+                session, group, request, match.hits, used, match.tails, now
+            )
+        return pending, *self.tiers.looked_up(session, group, request.hashes, match.chain, pending, now)
+
+    def _note_hits(self, namespace: Namespace, group: Group, match: _Match, hits: int, asked: Asked) -> None:
+        """Count hits that were not counted for this request yet, and note that their blocks were read."""
+        chain, tails = match.chain, match.tails
         if chain:
-            self._pool.note_read(proof or chain[-1])
+            self._pool.note_read(match.proof or chain[-1])
         for block in tails:
             self._pool.note_read(block)
         more = hits - asked.hits
@@ -183,14 +203,6 @@ class Lookups:
                 group.read_blocks += more
             for block in tails:
                 block.account.group.read_blocks += 1
-        blocks = [*chain, *tails] if tails else chain
-        slots = b"".join([block.ref for block in blocks])
-        sums = b""
-        if request.verify and self.checksums:
-            locate = self._pool.locate_if_scattered
-            read = self.checksums.read
-            sums = read(slots, group.sum_offsets, locate) if not tails else b"".join(map(self._sums, blocks))
-        return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, junction)
 
     def lend(self, session: Session, blocks: Sequence[Block]) -> tuple[int, bytes, bytes]:
         """Start a lease on blocks of one group, each by itself; return its number, their references, and checksums."""

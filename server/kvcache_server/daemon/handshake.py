@@ -75,15 +75,8 @@ class Door:
         geometry: PoolGeometry,
         open_session: Callable[[Hello, Peer], Admission],
         leave: Callable[[int], None],
-        *,
-        allow_uids: tuple[int, ...] = (),
-        allow_gids: tuple[int, ...] = (),
-        rate: Rate | None = None,
     ) -> None:
-        """Bind the door, and replace a stale one. `rate` limits the handshakes of each uid.
-
-        Raises EndpointTaken, ConfigError, NotPermitted.
-        """
+        """Bind the door, and replace a stale one. Raises EndpointTaken, ConfigError, NotPermitted."""
         self._loop = loop
         self._region_fd = region_fd
         self._geometry = geometry
@@ -94,14 +87,15 @@ class Door:
         self.refused: dict[str, int] = {}
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
         self._listener = Listener(loop, door_path(endpoint), endpoint, self._enter, self._count)
-        self.allow_users(allow_uids, allow_gids, rate)
+        self.allow_users((), (), None)
 
     @property
     def socket_file(self) -> SocketFile:
         return self._listener.socket_file
 
     def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...], rate: Rate | None) -> None:
-        """Allow only these users and groups to attach from now on. Open sessions stay. Raises OSError."""
+        """Allow only these users and groups to attach from now on, and root and the daemon's own user. Open sessions
+        stay. `rate` limits the handshakes of each uid. Raises OSError."""
         self._listener.allow_users(uids, gids)
         self._rate = rate
 

@@ -12,7 +12,6 @@ from kvcache_server import logs
 from kvcache_server.config import Config, settings
 from kvcache_server.core.cache import Cache
 from kvcache_server.daemon import descriptor_limit
-from kvcache_server.daemon.handshake import Door
 from kvcache_server.daemon.tier_processes import TierProcesses
 from kvcache_server.rates import Rate
 
@@ -29,13 +28,12 @@ class Reload:
         config: Config,
         read: Callable[[], Config],
         cache: Cache,
-        door: Door,
         allow_users: Callable[[Config], None],
         tiers: TierProcesses,
     ) -> None:
-        """`allow_users` applies the allowed users and groups to sockets other than the door's. Raises OSError."""
+        """`allow_users` applies the allowed users and groups to the sockets. Raises OSError."""
         self.config = config
-        self._read, self._cache, self._door, self._allow_users = read, cache, door, allow_users
+        self._read, self._cache, self._allow_users = read, cache, allow_users
         self._tiers = tiers
 
     def read_again(self) -> None:
@@ -57,7 +55,6 @@ class Reload:
         if {"allow_uids", "allow_gids", "attach_rate", "max_sessions"} & live.keys():
             try:
                 self._allow_users(config)
-                self._door.allow_users(config.allow_uids, config.allow_gids, rate_of(config))
             except OSError as error:
                 log.error(
                     "the configuration is not read again; nothing has changed, except perhaps who may use the sockets: "

@@ -111,18 +111,16 @@ class Service:
                 self._region.geometry,
                 self._admit,
                 self._leave,
-                allow_uids=config.allow_uids,
-                allow_gids=config.allow_gids,
-                rate=rate_of(config),
             )
             undo.callback(self._door.close)
             self._allow_users(config)
             undo.pop_all()
         self._tier_processes = TierProcesses(config.endpoint)
-        self._reloading = Reload(config, read, self._cache, self._door, self._allow_users, self._tier_processes)
+        self._reloading = Reload(config, read, self._cache, self._allow_users, self._tier_processes)
 
     def _allow_users(self, config: Config) -> None:
-        """Allow only the users and groups in `config` to connect to sockets other than the door. Raises OSError."""
+        """Allow only the users and groups in `config` to connect to the sockets. Raises OSError."""
+        self._door.allow_users(config.allow_uids, config.allow_gids, rate_of(config))
         self._request_socket.allow_users(config.allow_uids, config.allow_gids)
         if self._publisher is not None:
             self._publisher.allow_users(config)

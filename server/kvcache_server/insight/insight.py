@@ -64,37 +64,18 @@ class Insight:
 
     def follow(self, changes: Iterable[Change]) -> None:
         """Take up changes that the core has reported."""
-        misses, residency = self.misses, self.residency
-        by_age = self._cache.evicts_by_age
         for change in changes:
             match change:
                 case Gone():
-                    blocks = change.blocks
-                    if change.cause in _CHOSEN:
-                        misses.chosen(blocks, change.cause, change.actor, by_age)
-                    else:
-                        for block in blocks:
-                            misses.removed(block.hash + block.account.group.tag, change.cause, change.actor)
-                    if change.cause in EVICTED_FOR:
-                        residency.evicted(blocks)
-                        for group, same in groupby(blocks, key=_GROUP):
-                            if not group.is_tail:
-                                self._infinite_of(group).add([block.hash for block in same])
+                    self._note_gone(change)
                 case Refused():
-                    misses.removed(change.name, change.cause, change.actor)
-                    if change.cause in _SHORT:
-                        self._short = change.actor
-                    if change.actor is self._short and change.cause in (*_SHORT, "no_parent"):
-                        namespace = self._cache.namespaces.get(tagged(change.name))
-                        if namespace is not None and not namespace.groups[change.name[-1]].is_tail:
-                            # It was refused for lack of room, or one above it.
-                            self._infinite_of(namespace.groups[change.name[-1]]).add([change.name[:-TAG_BYTES]])
+                    self._note_refused(change)
                 case Hinted():
-                    misses.notes.append(
+                    self.misses.notes.append(
                         EngineNote(change.at, change.engine, change.request, change.cause, change.blocks)
                     )
                 case NamespaceOpened():
-                    misses.remember_namespace(change.namespace.number, change.namespace.spec)
+                    self.misses.remember_namespace(change.namespace.number, change.namespace.spec)
                 case NamespaceClosed():
                     for group in change.namespace.groups:
                         self._infinite.pop(group.tag, None)
@@ -102,6 +83,29 @@ class Insight:
                     self.telemetry.forget(change.session)
                 case _:
                     pass  # shown blocks are of no interest here
+
+    def _note_gone(self, change: Gone) -> None:
+        blocks = change.blocks
+        if change.cause in _CHOSEN:
+            self.misses.chosen(blocks, change.cause, change.actor, self._cache.evicts_by_age)
+        else:
+            for block in blocks:
+                self.misses.removed(block.hash + block.account.group.tag, change.cause, change.actor)
+        if change.cause in EVICTED_FOR:
+            self.residency.evicted(blocks)
+            for group, same in groupby(blocks, key=_GROUP):
+                if not group.is_tail:
+                    self._infinite_of(group).add([block.hash for block in same])
+
+    def _note_refused(self, change: Refused) -> None:
+        self.misses.removed(change.name, change.cause, change.actor)
+        if change.cause in _SHORT:
+            self._short = change.actor
+        if change.actor is self._short and change.cause in (*_SHORT, "no_parent"):
+            namespace = self._cache.namespaces.get(tagged(change.name))
+            if namespace is not None and not namespace.groups[change.name[-1]].is_tail:
+                # It was refused for lack of room, or one above it.
+                self._infinite_of(namespace.groups[change.name[-1]]).add([change.name[:-TAG_BYTES]])
 
     def _infinite_of(self, group: Group) -> InfiniteCache:
         found = self._infinite.get(group.tag)

@@ -75,7 +75,7 @@ def parse_capacities(text: str, blocks: int, setup: Setup, sized: bool) -> list[
 @click.option("--page-size", metavar="SIZE", help="As for serve.")
 @click.option("--png", metavar="FILE", help="Draw a chart; needs pip install 'kvcache-server[replay]'.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(
+def command(  # noqa: PLR0913 - one for each option
     path: str,
     capacity: str,
     engines: int,

@@ -11,7 +11,9 @@ from steps import BLOCK, BLOCKS, Request, Rig, VllmScheduler
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.engines.vllm.identity import layer_spec, rank_block_bytes, why_not
+from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.settings import ConnectorSettings
+from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
 
@@ -112,10 +114,10 @@ class AscendRig(Rig):
         spec = NamespaceSpec(f"{type(layer_spec(config)).__name__} {size}", (GroupSpec(BLOCK, size),))
         options = ConnectorSettings(endpoint, verify="all")
         sessions = [Session.open(endpoint, engine=name, label=label, deadline=10.0) for label in ("rank", "scheduler")]
-        self.worker = Worker(sessions[0], spec, options, Shards(1, 1), 0, size, 1)
+        self.worker = Worker(sessions[0], spec, options, Shards(1, 1), 0, RankFacts(size))
         self.worker.register(self.caches, config.num_blocks)
         self.session = sessions[1]
-        self.scheduler = VllmScheduler(self.session, spec, options, BLOCK, 1)
+        self.scheduler = VllmScheduler(self.session, spec, options, EngineFacts(BLOCK))
         self.seen = set()
 
     def block(self, number: int) -> bytes:

@@ -57,11 +57,13 @@ from kvcache_client.engines.vllm.running import (
 from kvcache_client.engines.vllm.stats import CacheMetrics, CacheStats, Feed
 from kvcache_client.engines.vllm.views import request_view, step_view
 from kvcache_client.engines.vllm.wrapped import before_sleep, before_step
+from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.scheduler.groups import Table
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings, blocks_per_slot, parse_settings
 from kvcache_client.step_plan import NOTHING, LoadJob, RankVerdicts, StepPlan
+from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.places import RankTable
 from kvcache_client.worker.shards import Shards
 from kvcache_client.worker.worker import Worker
@@ -299,24 +301,26 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 session,
                 spec,
                 settings,
-                tokens,
-                per_slot,
-                saves=transfer.is_kv_producer,
-                loads=transfer.is_kv_consumer,
-                volatile=int(compat.reads_next_token(self._vllm_config)),
-                describe=self._events.describe if self._events is not None else None,
-                checkpoint=lambda: checkpoint_id(self._vllm_config),
-                groups=[merged.group for merged in self._groups],
-                evicted_next=None if why_eager else lambda count: compat.evicted_next(self._block_pool, count),
-                hash_of=lambda block: compat.hash_of(self._block_pool, block),
-                step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
-                table_tokens=[int(first_spec(group).block_size) for group in config.kv_cache_groups],
-                joining=list(joining),
-                ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-                # vLLM keeps one block for itself.
-                device_blocks=config.num_blocks - 1 if compat.stops_before_loading_requests() else 0,
-                lookahead=compat.lookahead(self._vllm_config),
-                in_order=compat.asks_in_order(self._vllm_config),
+                EngineFacts(
+                    tokens,
+                    per_slot,
+                    saves=transfer.is_kv_producer,
+                    loads=transfer.is_kv_consumer,
+                    volatile=int(compat.reads_next_token(self._vllm_config)),
+                    groups=[merged.group for merged in self._groups],
+                    table_tokens=[int(first_spec(group).block_size) for group in config.kv_cache_groups],
+                    joining=list(joining),
+                    step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+                    ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+                    # vLLM keeps one block for itself.
+                    device_blocks=config.num_blocks - 1 if compat.stops_before_loading_requests() else 0,
+                    lookahead=compat.lookahead(self._vllm_config),
+                    in_order=compat.asks_in_order(self._vllm_config),
+                    describe=self._events.describe if self._events is not None else None,
+                    checkpoint=lambda: checkpoint_id(self._vllm_config),
+                    evicted_next=None if why_eager else lambda count: compat.evicted_next(self._block_pool, count),
+                    hash_of=lambda block: compat.hash_of(self._block_pool, block),
+                ),
             )
         except KVCacheError as error:
             logger.error("this engine runs without the KV cache server: %s", error)
@@ -365,13 +369,15 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             settings,
             split,
             rank,
-            block_bytes or rank_block_bytes(self._kv_cache_config),
-            per_slot,
-            has_experts(self._vllm_config),
+            RankFacts(
+                block_bytes or rank_block_bytes(self._kv_cache_config),
+                per_slot,
+                has_experts(self._vllm_config),
+                groups,
+                joins_later,
+            ),
             self._wants_events,
             registration,
-            groups,
-            joins_later,
         )
         worker_class = self._vllm_config.parallel_config.worker_cls
         before_sleep(worker_class, worker.drain)

@@ -67,22 +67,28 @@ def is_plain(kv_cache_config: Any) -> bool:
     return len(groups) == 1 and kind_of(first_spec(groups[0])) == "FullAttentionSpec"
 
 
+def _why_not_group(group: Any) -> str:
+    kind = kind_of(first_spec(group))
+    for spec in layer_specs(group.kv_cache_spec):
+        if not getattr(spec, "prefix_cacheable", True) and not getattr(spec, "prefix_replay_tokens", 0):
+            continue  # scratch memory of a request, which vLLM does not cache either
+        if not kind_of(spec) or kind_of(spec) != kind:
+            return f"{type(spec).__name__}: this version does not cache it"
+        if getattr(spec, "prefix_replay_tokens", 0):
+            return f"{type(spec).__name__} with bounded replay: this version does not cache it"
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        return "KV cache groups in host memory: this version does not cache them"
+    return ""
+
+
 def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return why these groups cannot be cached, "" where they can."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "its model has no KV cache"
-    for group in groups:
-        kind = kind_of(first_spec(group))
-        for spec in layer_specs(group.kv_cache_spec):
-            if not getattr(spec, "prefix_cacheable", True) and not getattr(spec, "prefix_replay_tokens", 0):
-                continue  # scratch memory of a request, which vLLM does not cache either
-            if not kind_of(spec) or kind_of(spec) != kind:
-                return f"{type(spec).__name__}: this version does not cache it"
-            if getattr(spec, "prefix_replay_tokens", 0):
-                return f"{type(spec).__name__} with bounded replay: this version does not cache it"
-        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-            return "KV cache groups in host memory: this version does not cache them"
+    why_not = next(filter(None, map(_why_not_group, groups)), "")
+    if why_not:
+        return why_not
     if is_plain(kv_cache_config):
         return ""
     if not compat.places_layers(kv_cache_config):
