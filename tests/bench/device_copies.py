@@ -34,7 +34,7 @@ from kvcache_client.devices.npu_runtime import NpuRuntime
 from kvcache_client.devices.runtime import Runtime
 from kvcache_client.devices.self_test import check_copies
 from kvcache_client.spans import Runs
-from kvcache_client.worker.worker import _describe
+from kvcache_client.worker.kv_layout import describe_tensor
 
 GIB = 1 << 30
 
@@ -90,7 +90,7 @@ class Case:
         for tensor in self.tensors:
             tensor.copy_(noise)
         machine.torch.synchronize()
-        places = runs(block_fragments(map(_describe, self.tensors), blocks, slot))
+        places = runs(block_fragments(map(describe_tensor, self.tensors), blocks, slot))
         begin = time.perf_counter()
         self.device: Device = open_device(kind, places, blocks, self.tensors)
         self.opened = time.perf_counter() - begin

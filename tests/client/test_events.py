@@ -142,7 +142,7 @@ def test_a_real_rank_and_a_real_daemon(daemon: Any) -> None:
         until, heard = time.monotonic() + steps.PATIENCE, 0
         while heard < count:
             assert time.monotonic() < until, "the verdicts did not come"
-            for each in rig.worker.take_verdicts():
+            for each in rig.worker.take_report().verdicts:
                 heard += len(each.verdicts)
                 events.settled(each)
             time.sleep(0.001)

@@ -76,10 +76,10 @@ def test_a_rank_that_takes_no_part_is_told_of_once_and_its_engine_asks_nothing(
     request = Request("r", 4 * BLOCK)
     rig.run(request, [0, 1, 2, 3])
     idle(daemon, 4)
-    assert rig.worker.take_declined() == {}
+    assert rig.worker.take_report().declined == {}
     rig.worker.decline("its copies do not work")
-    told = rig.worker.take_declined()
-    assert (told, rig.worker.take_declined()) == ({0: "its copies do not work"}, {})
+    told = rig.worker.take_report().declined
+    assert (told, rig.worker.take_report().declined) == ({0: "its copies do not work"}, {})
     caplog.set_level(logging.INFO)
     for _ in range(3):
         rig.scheduler.ranks_declined(told)
@@ -111,11 +111,11 @@ def test_a_rank_that_the_daemon_refuses_joins_the_next_one(start_daemon: Any, un
         worker = Worker(session, SPEC, ConnectorSettings(daemon.endpoint), Shards(1, 1), 0, RankFacts(LAYERS * PAGE))
         try:
             worker.register({str(layer): torch.zeros(8, PAGE, dtype=torch.uint8) for layer in range(LAYERS)}, 8)
-            (why,) = worker.take_declined().values()
+            (why,) = worker.take_report().declined.values()
             assert "max_namespaces is 1" in why
             daemon.kill()
             start_daemon(endpoint=daemon.endpoint)
-            assert until(worker.take_declined, "the next daemon's leave") == {0: ""}
+            assert until(lambda: worker.take_report().declined, "the next daemon's leave") == {0: ""}
         finally:
             worker.close()
 

@@ -560,13 +560,13 @@ def test_loads_that_a_thread_must_carry_wait_until_they_beat_computing(
     request = Request("r", 4 * BLOCK)
     rig.run(request, [0, 1, 2, 3])
     idle(daemon, 4)
-    device, region = rig.worker._device, rig.worker._session.region
+    device, region = rig.worker._rank.device, rig.worker._session.region
     monkeypatch.setattr(device, "registered", lambda: (False, 0))  # nothing of the region is page-locked yet
-    rig.scheduler.gate.pace.carried(rig.worker.take_carried())
+    rig.scheduler.gate.pace.carried(rig.worker.take_report().carried)
     again, third = (Request(name, 4 * BLOCK + 1, request.block_hashes) for name in ("s", "t"))
     assert rig.scheduler.matched_tokens(again, 0) == (0, False)
     assert rig.scheduler.counters["lookups_declined_slow"] == 1
-    assert rig.worker.take_carried() == {}  # told once
+    assert rig.worker.take_report().carried == {}  # told once
     monkeypatch.setattr(device, "registered", lambda: (True, region.bytes))
-    rig.scheduler.gate.pace.carried(rig.worker.take_carried())
+    rig.scheduler.gate.pace.carried(rig.worker.take_report().carried)
     assert rig.scheduler.matched_tokens(third, 0) == (4 * BLOCK, True)

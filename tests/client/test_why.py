@@ -104,12 +104,12 @@ def test_generated_tokens_that_are_not_saved(rigs: Any, daemon: Any) -> None:
 
 def test_a_save_that_had_not_begun_when_its_blocks_were_given_away(rigs: Any, daemon: Any) -> None:
     one, two = rigs("one"), rigs("two")
-    device = one.worker._device
+    device = one.worker._rank.device
     device.save = lambda job: (job.cancel(), job.ended(job))  # as one whose thread has come to nothing yet
     request = Request("first", 4 * BLOCK)
     one.run(request, [0, 1, 2, 3])
     until = time.monotonic() + PATIENCE
-    while not (given_away := one.worker.take_given_away()):
+    while not (given_away := one.worker.take_report().given_away):
         assert time.monotonic() < until, "no save was cancelled"
         time.sleep(0.001)
     idle(daemon, 0)  # what the rank says of it comes first, as a step earlier

@@ -13,6 +13,8 @@ from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.channel import Channel
 from kvcache_client.session.daemon import Daemon
 from kvcache_client.session.supervisor import Supervisor
+from kvcache_client.worker.loads import Loads
+from kvcache_client.worker.saves import Saves
 from kvcache_client.worker.worker import Worker
 
 __all__ = ["KVCacheServerConnector"]
@@ -20,7 +22,9 @@ __all__ = ["KVCacheServerConnector"]
 POINTS = {
     connector: ["namespace_spec", "parse_settings", "why_not", "open_session", "rank_in_engine"],
     Scheduler: ["__init__", "matched_tokens", "allocated", "plan", "ended", "finished", "reset", "close"],
-    Worker: ["__init__", "register", "begin", "load", "received", "take_errors", "close", "_settle_end", "_not_filled"],
+    Worker: ["__init__", "register", "begin", "load", "received", "take_errors", "take_report", "close"],
+    Saves: ["_settle_end"],
+    Loads: ["_not_filled"],
     Daemon: ["missed", "call", "post"],
     Channel: ["pump"],
     Supervisor: ["_watch"],

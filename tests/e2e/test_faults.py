@@ -33,9 +33,10 @@ FAULTS = {
     "Worker.load": 1,
     "Worker.received": 1,
     "Worker.take_errors": 1,
+    "Worker.take_report": 1,
     "Worker.close": 0,  # at the end nobody hears what a rank reports
-    "Worker._settle_end": 0,  # of threads: what they were at has failed, and they go on
-    "Worker._not_filled": 0,
+    "Saves._settle_end": 0,  # of threads: what they were at has failed, and they go on
+    "Loads._not_filled": 0,
     "Daemon.call": 1,
     "Daemon.post": 1,
     "Supervisor._watch": 0,
@@ -48,7 +49,7 @@ FAULTS = {
 
 # One of each kind: while it is set up, in hooks of scheduler and rank, in a thread, at the end. The others are long.
 OF_EACH_KIND = {
-    *("connector.open_session", "Scheduler.matched_tokens", "Scheduler.close", "Worker.load", "Worker._not_filled"),
+    *("connector.open_session", "Scheduler.matched_tokens", "Scheduler.close", "Worker.load", "Loads._not_filled"),
     "CpuDevice._save",
 }
 assert set(FAULTS) > OF_EACH_KIND

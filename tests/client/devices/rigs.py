@@ -20,7 +20,7 @@ import torch
 from kvcache_client.devices import Device, Job, open_device
 from kvcache_client.devices.layout import block_fragments, runs
 from kvcache_client.spans import Runs
-from kvcache_client.worker.worker import _describe, _flatten
+from kvcache_client.worker.kv_layout import describe_tensor, flatten
 
 BLOCKS, LAYERS, SLOTS = 24, 5, 40
 TOKENS, HEADS, DIM = 32, 4, 128
@@ -316,12 +316,12 @@ class Bench:
         """With `sections`, a block is divided into so many, where its tensors end, or anywhere."""
         self.rig, self.layout = rig, layout
         rig.prepare()
-        self.tensors = list(_flatten(layout.make(rig.kind)))
+        self.tensors = list(flatten(layout.make(rig.kind)))
         for memory in _memories(self.tensors).values():
             memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
         rig.synchronize()
         self.slot_bytes = sum(self._block(tensor, 0).nbytes for tensor in self.tensors)
-        self.runs = runs(block_fragments(map(_describe, self.tensors), BLOCKS, self.slot_bytes))
+        self.runs = runs(block_fragments(map(describe_tensor, self.tensors), BLOCKS, self.slot_bytes))
         self.pitch = self.slot_bytes + GAP
         size = -(-SLOTS * self.pitch // mmap.PAGESIZE) * mmap.PAGESIZE
         self.region = Memory(size, path)

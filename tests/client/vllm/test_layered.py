@@ -82,7 +82,7 @@ def test_a_request_is_computed_while_it_loads(loaded: Any, sim: Any, idle: Any, 
 def test_copies_begin_while_the_layers_before_them_are_computed(loaded: Any, sim: Any) -> None:
     """And only the first ones before there is anything to compute."""
     engine, tokens = loaded()
-    device, connector, happened = engine.workers[0]._device, engine.runners[0].connector, []
+    device, connector, happened = engine.workers[0]._rank.device, engine.runners[0].connector, []
 
     def note(where: Any, method: str, what: Callable[..., Any]) -> None:
         inner = getattr(where, method)
@@ -128,9 +128,9 @@ def test_a_step_that_computes_nothing_does_not_wait_for_it(loaded: Any, sim: Any
     engine.run(lambda: engine.received)
     assert engine.runners[0].jobs.blocks("load")
     rank, waited = engine.workers[0], []
-    rank._device.linger = waited.append
+    rank._rank.device.linger = waited.append
     rank.received(idle=True)
-    del rank._device.linger
+    del rank._rank.device.linger
     assert not waited
     engine.run()
     assert engine.outputs["r"] == sim.expected(tokens, 1)
@@ -217,12 +217,12 @@ def test_a_load_overlaps_after_one_that_was_aborted(loaded: Any, sim: Any) -> No
     engine, tokens = loaded()
     engine.add("r", tokens, 1)
     engine.run(lambda: engine.received)
-    device = engine.workers[0]._device
+    device = engine.workers[0]._rank.device
     leave = device.leave_step
 
     def late() -> None:
         leave()
-        engine.workers[0]._layered.start_all()
+        engine.workers[0].loads.early.layered.start_all()
         assert device.drain(10)
 
     device.leave_step = late
@@ -251,7 +251,7 @@ def test_a_step_that_announces_nothing_waits_for_the_load_that_begins_with_it(
 
     runner._forward = note
     runner._announce = lambda *arguments: announce(*arguments) if sizes[-1] > 16 else None
-    arrival, came = engine.workers[0]._arrival, []
+    arrival, came = engine.workers[0].loads.early._ended, []
     wait = arrival.wait_for
     monkeypatch.setattr(arrival, "wait_for", lambda *arguments: came.append(wait(*arguments)))
     short = prompt(5)
@@ -300,7 +300,7 @@ def test_a_side_fails_while_a_request_loads(loaded: Any, sim: Any, monkeypatch: 
     def fail(*_: Any) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(engine.workers[0], "layer", fail)
+    monkeypatch.setattr(engine.workers[0].loads.early, "layer", fail)
     engine.run()
     assert engine.outputs["r"] == sim.expected(tokens, 2)
     assert engine.workers[0] is None
@@ -327,8 +327,8 @@ def test_a_step_that_announces_nothing_fails_the_load(loaded: Any, sim: Any) -> 
     compute, workers = runner._forward, engine.workers
 
     def late(step: Any) -> Any:
-        workers[0]._layered.start_all()
-        assert workers[0]._device.drain(10)  # the simulated model must not see what was not there
+        workers[0].loads.early.layered.start_all()
+        assert workers[0]._rank.device.drain(10)  # the simulated model must not see what was not there
         return compute(step)
 
     runner._forward, runner._announce = late, lambda *_: None

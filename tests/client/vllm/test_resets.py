@@ -67,7 +67,7 @@ def hits(engine: Any, sim: Any, tokens: list[int], idle: Any) -> int:
 def has_joined(engine: Any) -> bool:
     """Return whether the daemon knows that the ranks are in the namespace in which the scheduler's side is."""
     ours = engine.connector._scheduler._membership.namespace
-    ranks = [worker._namespace for worker in engine.workers]
+    ranks = [worker._rank.namespace for worker in engine.workers]
     return bool(ours.attached and all(rank.id == ours.id and rank.attached for rank in ranks))
 
 
@@ -192,7 +192,7 @@ def test_copies_end_before_the_memory_is_unmapped(engines: Any, sim: Any, prompt
     one, two = engines("one", extra={"on_reset": "keep"}), engines("two")
     one.delay(0.1)
     one.add("r", tokens, 600)
-    one.run(lambda: one.workers[0]._stored)  # it has begun a save
+    one.run(lambda: one.workers[0].saving)  # it has begun a save
     one.core.sleep(1)
     idle()
     assert hits(two, sim, tokens, idle) == 6 * BLOCK

@@ -592,14 +592,14 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         worker = self._worker
-        if self._announces and worker is not None and worker.listens:
-            self._announce(worker.layer, layer_name)
+        if self._announces and worker is not None and worker.loads.early.listens:
+            self._announce(worker.loads.early.layer, layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Saves nothing: whole blocks are saved a step later."""
         worker = self._worker
-        if self._announces and worker is not None and worker.listens:
-            self._announce(worker.layer_left, layer_name)
+        if self._announces and worker is not None and worker.loads.early.listens:
+            self._announce(worker.loads.early.layer_left, layer_name)
 
     @guard()
     def _announce(self, to: Callable[[str], None], layer_name: str) -> None:
@@ -645,15 +645,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             over = [(request, 0.0) for request in self._coming] if self._quiet.is_set() else []
             self._coming.difference_update(request for request, _ in over)
             return RankReport(declined={self._rank: fault} if fault else {}, arrived=over) if fault or over else None
-        worker = self._worker
-        verdicts, declined, given_away = worker.take_verdicts(), worker.take_declined(), worker.take_given_away()
-        carried, metadata = worker.take_carried(), self._connector_metadata
-        arrived, ready = worker.take_arrived(), worker.take_ready()
-        self._coming.difference_update(request for request, _ in arrived)
+        report, metadata = self._worker.take_report(), self._connector_metadata
         timed = [metadata.plan.number] if isinstance(metadata, StepMetadata) and metadata.plan.timed else []
-        if not (verdicts or declined or given_away or carried or timed or arrived or ready):
-            return None
-        return RankReport(verdicts, declined, given_away, carried, timed, arrived, ready)
+        self._coming.difference_update(request for request, _ in report.arrived)
+        return RankReport(**report._asdict(), timed=timed) if timed or any(report) else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         blocks, self._not_loaded = self._not_loaded, set()

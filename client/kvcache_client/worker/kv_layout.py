@@ -1,0 +1,105 @@
+"""Where a rank's KV lies, in device memory and in the slots of the region."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvcache_client.devices.layout import Fragment, Tensor, block_fragments, layer_ends, part_fragments
+from kvcache_client.session.region import Placed, Region
+from kvcache_client.worker.facts import RankFacts
+from kvcache_client.worker.places import WHOLE, Places
+from kvcache_client.worker.shards import Shards
+from kvcache_proto.types import REF_BYTES, NamespaceSpec
+
+
+class KVLayout:
+    """The layout of one rank.
+
+    Attributes:
+        spec: the namespace that the slots belong to.
+        reads, writes: the shards of a block that this rank holds, and those of them that it writes.
+        parts: how its shards divide a block of the engine.
+        places: where its blocks lie in the slots of each group.
+    """
+
+    def __init__(self, spec: NamespaceSpec, facts: RankFacts, shards: Shards, rank: int) -> None:
+        self.facts = facts
+        self.reads, self.writes = shards.of_rank(rank)
+        self.parts = WHOLE
+        self._by_head = shards.by_head
+        part_bytes = facts.block_bytes // len(self.reads)
+        # Of each group, as `Places` takes them.
+        self._columns = [] if facts.groups else [[(0, part_bytes, facts.blocks_per_slot)]]
+        self.places: list[Places] = []
+        self.follow(spec)
+
+    def follow(self, spec: NamespaceSpec) -> None:
+        """Lay out the slots of `spec` from now on."""
+        self.spec = spec
+        begin, columns = self.reads[0], zip(spec.groups, self._columns, strict=False)
+        self.places = [Places(group.shard_offset(begin), each, self.parts) for group, each in columns]
+
+    def read_caches(self, kv_caches: Mapping[str, Any], num_blocks: int) -> list[list[Fragment]]:
+        """Return the fragments of a block in each layout of the device's memory, and lay out the slots accordingly.
+
+        Groups that overlay each other have the same layout. Raises ConfigError if the tensors do not hold what the
+        facts say.
+        """
+        if self.facts.groups:
+            return self._read_groups(kv_caches, num_blocks)
+        described, parts = map(describe_tensor, flatten(kv_caches.values())), len(self.reads)
+        if parts == 1:
+            return [block_fragments(described, num_blocks, self.facts.block_bytes)]
+        size = self.facts.block_bytes // parts
+        fragments, self.parts = part_fragments(described, num_blocks, size, parts, self._by_head)
+        self.follow(self.spec)
+        return [fragments]
+
+    def _read_groups(self, kv_caches: Mapping[str, Any], num_blocks: int) -> list[list[Fragment]]:
+        layouts: list[list[Fragment]] = []
+        self._columns = []
+        for tables in self.facts.groups:
+            columns = []
+            for table in tables:
+                tensors = flatten(kv_caches[name] for name in table.layers)
+                fragments = block_fragments(map(describe_tensor, tensors), num_blocks, table.block_bytes)
+                if fragments not in layouts:
+                    layouts.append(fragments)
+                columns.append((layouts.index(fragments), table.block_bytes, table.blocks))
+            self._columns.append(columns)
+        self.follow(self.spec)
+        return layouts
+
+    def layer_ends(self, kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, int]:
+        """Return where the KV of each layer ends in a block of this rank; {} for an engine with several groups."""
+        if self.facts.groups:
+            return {}
+        layers = [[describe_tensor(tensor) for tensor in flatten([cache])] for cache in kv_caches.values()]
+        ends = layer_ends(layers, num_blocks, self.parts.number, self._by_head)
+        return dict(zip(kv_caches, ends, strict=True))
+
+    def place(self, region: Region, refs: bytes, blocks: int, group: int = 0) -> Placed | None:
+        """Return where the blocks lie that `refs` refer to; None if they have no room for so many blocks of the engine.
+
+        The scheduler has checked them against its own mapping; the addresses are made in this one.
+        """
+        if len(refs) // REF_BYTES * self.places[group].columns < blocks:
+            return None
+        return region.place(refs, self.spec.groups[group].block_bytes)
+
+
+def flatten(values: Iterable[Any]) -> Iterable[Any]:
+    """Yield the tensors in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from flatten(value)
+        else:
+            yield value
+
+
+def describe_tensor(tensor: Any) -> Tensor:
+    """Return where a tensor lies, with strides in bytes."""
+    size = tensor.element_size()
+    strides: Sequence[int] = tensor.stride()
+    return Tensor(tensor.data_ptr(), tuple(tensor.shape), tuple(stride * size for stride in strides), size)

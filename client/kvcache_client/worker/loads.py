@@ -1,0 +1,169 @@
+"""The loads of a rank: copies from the region, and what they have filled."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_client.devices import Job
+from kvcache_client.session.region import Region
+from kvcache_client.step_plan import LoadJob, pick_refs
+from kvcache_client.worker.early_loads import EarlyLoads
+from kvcache_client.worker.places import without_nulls
+from kvcache_client.worker.rank import Rank, copy_pieces
+from kvcache_proto.types import REF_BYTES, Finding
+
+logger = logging.getLogger("vllm.kvcache.worker")
+
+CARRIES = 5e9  # bytes per second that a thread is taken to carry, until one has been measured
+CHANGE = 0.1  # smallest relative change of that rate that is reported to the scheduler's side
+
+
+class Loads:
+    """Carries out load jobs.
+
+    Attributes:
+        early: those that are reported when they begin.
+        invalid: device blocks that loads did not fill.
+        failed: requests whose loads have failed, in an engine with several groups.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.early = EarlyLoads(rank, self._find_failed)
+        self.invalid: set[int] = set()
+        self.failed: set[str] = set()
+        self._done: deque[tuple[str, list[int]]] = deque()  # requests whose load has ended, and blocks that failed
+        self._parts: dict[str, tuple[int, list[int]]] = {}  # jobs left of a load that has several, blocks that failed
+        self._lock = threading.Lock()
+        self._direct_region: Region | None = None  # one that copies reach without a thread
+        self._carries = CARRIES  # bytes per second, carried by a thread
+        self._carried = 0.0  # what was reported to the scheduler's side last
+
+    @property
+    def ended(self) -> bool:
+        """Whether loads have ended that `take_received` has not returned yet."""
+        return bool(self._done)
+
+    def begin(self, job: LoadJob) -> None:
+        """Start a load."""
+        rank, layout, region = self._rank, self._rank.layout, self._rank.session.region
+        direct = region is not None and region is self._direct_region
+        if job.layered and region is not None and direct and self.early.begin(job, region):
+            self._done.append((job.request, []))
+            return
+        if rank.device is None or region is None or region.id != job.region:
+            rank.counts.add("loads_of_another_region")
+            self._end(job, job.blocks or [0])
+            return
+        placed = layout.place(region, job.refs, job.skip + len(job.blocks), job.group)
+        if placed is None:
+            rank.counts.add("loads_of_odd_places")
+            self._end(job, job.blocks)
+            return
+        pieces = layout.places[job.group].cut(placed.offsets, job.blocks, job.skip)
+        if layout.facts.groups:
+            pieces = without_nulls(pieces)
+        epoch = rank.epoch
+        copy_pieces(rank.device.load, region, placed.runs, pieces, lambda done: self._copied(job, region, epoch, done))
+
+    def _end(self, job: LoadJob, failed: list[int]) -> None:
+        """Report the load of a request with the last of its jobs."""
+        if job.jobs > 1:
+            with self._lock:
+                left, before = self._parts.pop(job.request, (job.jobs, []))
+                failed = [*before, *failed]
+                if left > 1:
+                    self._parts[job.request] = left - 1, failed
+                    return
+        self._done.append((job.request, failed))
+        if job.layered:
+            self.early.loaded_otherwise(job.request)
+
+    def _copied(self, job: LoadJob, region: Region, epoch: int, done: Job) -> None:
+        if done.error or not job.sums:
+            self._judge(job, region, epoch, done, None if done.error else _all_sound(job))
+        else:
+            self._rank.verifier.after_load(region, job, lambda sound: self._judge(job, region, epoch, done, sound))
+
+    def _judge(self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None) -> None:
+        """Report a load that has ended, whose `sound` slots are good. On a thread of the device or the verifier."""
+        failed = job.blocks
+        try:
+            failed = self._not_filled(job, region, epoch, done, sound)
+        except Exception:  # the engine waits for this load: whatever went wrong here, the load has failed
+            self._rank.counts.add("load_ends_failed")
+            logger.exception("request %s: its load cannot be checked and counts as failed", job.request)
+        finally:
+            self._end(job, failed)
+
+    def _find_failed(self, job: LoadJob, region: Region, done: Job) -> list[int]:
+        return self._not_filled(job, region, self._rank.epoch, done, None if done.error else _all_sound(job))
+
+    def _not_filled(
+        self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None
+    ) -> list[int]:
+        """Return the device blocks that do not hold what was to be loaded.
+
+        A slot that another writer has got meanwhile does not hold the block any more.
+        """
+        rank, failed, places = self._rank, job.blocks, self._rank.layout.places[job.group]
+        if done.error:
+            logger.warning("request %s: %d blocks were not loaded: %s", job.request, len(failed), done.error)
+        elif sound is not None:
+            current = region.current(job.refs)
+            (wrong,) = (current & ~sound).nonzero()
+            if len(wrong) and rank.namespace is not None:
+                refs = pick_refs(job.refs, wrong.tolist())
+                rank.verifier.alarm(rank.namespace, region, refs, Finding.CORRUPT, job.request)
+            if epoch == rank.epoch:
+                good = np.repeat(current & sound, places.columns)[job.skip : job.skip + len(job.blocks)]
+                failed = [block for block, fine in zip(job.blocks, good.tolist(), strict=True) if not fine]
+        size = len(job.blocks) * places.bytes // places.columns
+        if not done.direct and done.seconds > 0 and not done.error:
+            self._carries = size / done.seconds
+        if failed:
+            rank.counts.add("load_blocks_failed", len(failed))
+        else:
+            rank.count_copy("loaded_bytes", "load_us", size, done)
+            if not rank.number and not job.group:
+                slots = len(job.blocks) / places.columns
+                logger.debug("loaded %s", rank.amount(slots, done.seconds, job.request))
+        return failed
+
+    def take_received(self) -> set[str]:
+        """Return the requests whose loads have ended since the last call, well or not, each once."""
+        requests = set()
+        while self._done:
+            request, failed = self._done.popleft()
+            requests.add(request)
+            if failed and self._rank.layout.facts.groups:
+                self.failed.add(request)
+            else:
+                self.invalid.update(failed)
+        return requests
+
+    def take_carried(self) -> dict[int, float]:
+        """Return the seconds that a thread of this rank takes to carry one block of the engine, if that has changed.
+
+        0 if copies go straight between the device and the region.
+        """
+        device, region = self._rank.device, self._rank.session.region
+        if device is None or region is None or region is self._direct_region:
+            return {}
+        _, locked = device.registered()
+        if locked == region.bytes:
+            self._direct_region = region
+        seconds = (1 - locked / region.bytes) * self._rank.layout.facts.block_bytes / self._carries
+        if abs(seconds - self._carried) <= CHANGE * self._carried:
+            return {}
+        self._carried = seconds
+        return {self._rank.number: seconds}
+
+
+def _all_sound(job: LoadJob) -> npt.NDArray[np.bool_]:
+    return np.ones(len(job.refs) // REF_BYTES, np.bool_)

@@ -1,0 +1,139 @@
+"""The saves of a rank: copies to the region, and the settlement of its shards."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcache_client.devices import Job
+from kvcache_client.session.namespace import Namespace
+from kvcache_client.session.region import Region
+from kvcache_client.step_plan import SHIPPED, RankVerdicts, SaveJob
+from kvcache_client.worker.rank import Rank, copy_pieces
+from kvcache_proto.types import Outcome
+
+logger = logging.getLogger("vllm.kvcache.worker")
+
+
+@dataclass(slots=True)
+class _Stored:
+    """What has been stored of one request, for one log line once all of it is stored."""
+
+    jobs: int = 0
+    blocks: int = 0
+    seconds: float = 0.0
+    finished: bool = False
+
+
+class Saves:
+    """Copies the blocks of save jobs, and settles them on the thread that saw the end of the copy."""
+
+    def __init__(self, rank: Rank, events: bool) -> None:
+        """With `events`, the daemon's verdicts are kept for `take_verdicts`."""
+        self._rank = rank
+        self._verdicts: deque[RankVerdicts] | None = deque() if events else None
+        self._given_away: deque[tuple[int, int]] = deque(maxlen=SHIPPED)
+        self._stored: dict[str, _Stored] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def running(self) -> int:
+        """How many saves are not settled yet."""
+        with self._lock:
+            return sum(stored.jobs for stored in self._stored.values())
+
+    def begin(self, job: SaveJob) -> None:
+        rank, layout = self._rank, self._rank.layout
+        if not layout.writes or rank.device is None:
+            return
+        region, namespace = rank.session.region, rank.namespace
+        if region is None or region.id != job.region or namespace is None:
+            # The reservation ended with the region that it was made in.
+            rank.counts.add("saves_of_another_region", len(job.positions))
+            return
+        placed = layout.place(region, job.refs, len(job.blocks), job.group)
+        if placed is None:
+            rank.counts.add("saves_of_odd_places", len(job.positions))
+            namespace.settle(job.reservation, Outcome.FAILED, job.positions, region_id=job.region)
+            return
+        with self._lock:
+            self._stored.setdefault(job.request, _Stored()).jobs += 1
+        parts = [shard - layout.reads[0] for shard in layout.writes]
+        pieces = layout.places[job.group].cut(placed.offsets, job.blocks, parts=parts)
+        copy_pieces(
+            rank.device.save, region, placed.runs, pieces, lambda done: self._ended(namespace, region, job, done)
+        )
+
+    def _ended(self, namespace: Namespace, region: Region, job: SaveJob, done: Job) -> None:
+        self._rank.check_read(done)
+        if done.error or not job.summed:
+            self._settle(namespace, job, done, b"")
+        else:
+            self._rank.verifier.after_save(region, job, lambda sums: self._settle(namespace, job, done, sums))
+
+    def _settle(self, namespace: Namespace, job: SaveJob, done: Job, sums: bytes) -> None:
+        try:
+            self._settle_end(namespace, job, done, sums)
+        except Exception:  # other copies need this thread; the daemon frees the slots when the session ends
+            self._rank.counts.add("save_ends_failed")
+            logger.exception("request %s: its save was not settled", job.request)
+
+    def _settle_end(self, namespace: Namespace, job: SaveJob, done: Job, sums: bytes) -> None:
+        rank, layout = self._rank, self._rank.layout
+        outcome = Outcome.FAILED if done.error else Outcome.COMMITTED
+        if done.cancelled:
+            outcome = Outcome.NEVER_STARTED
+            rank.counts.add("saves_given_away", len(job.positions))
+            self._given_away.append((job.reservation, job.positions[0]))
+        elif done.error:
+            rank.counts.add("saves_failed", len(job.positions))
+            logger.warning("request %s: %d blocks were not stored: %s", job.request, len(job.positions), done.error)
+        else:
+            written = layout.places[job.group].bytes * len(layout.writes) // len(layout.reads)
+            rank.count_copy("saved_bytes", "save_us", len(job.positions) * written, done)
+        kept = self._verdicts
+        then = None if kept is None else lambda verdicts: kept.append(_rank_verdicts(job, verdicts))
+        namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, then=then, sums=sums)
+        with self._lock:
+            stored = self._stored[job.request]
+            stored.jobs -= 1
+            stored.seconds += done.seconds
+            if not done.error and not job.group:
+                stored.blocks += len(job.positions)
+            line = self._line(job.request, stored)
+        if line:
+            logger.debug("%s", line)
+
+    def finish(self, request: str) -> None:
+        """Log what was stored of a request of which no more saves come, once they have ended."""
+        with self._lock:
+            stored = self._stored.get(request)
+            if stored is None:
+                return
+            stored.finished = True
+            line = self._line(request, stored)
+        if line:
+            logger.debug("%s", line)
+
+    def _line(self, request: str, stored: _Stored) -> str:
+        if stored.jobs or not stored.finished:
+            return ""
+        del self._stored[request]
+        return "" if self._rank.number else "stored " + self._rank.amount(stored.blocks, stored.seconds, request)
+
+    def take_given_away(self) -> list[tuple[int, int]]:
+        """Return the saves, by reservation and first position, that were cancelled since the last call."""
+        return [self._given_away.popleft() for _ in range(len(self._given_away))]
+
+    def take_verdicts(self) -> list[RankVerdicts]:
+        """Return the daemon's verdicts on settlements since the last call."""
+        if not self._verdicts:
+            return []
+        return [self._verdicts.popleft() for _ in range(len(self._verdicts))]
+
+
+def _rank_verdicts(job: SaveJob, verdicts: Sequence[int]) -> RankVerdicts:
+    return RankVerdicts(job.region, job.reservation, job.positions, list(map(int, verdicts)))
