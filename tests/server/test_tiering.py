@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import count, islice
 from types import SimpleNamespace
@@ -19,8 +20,11 @@ from kvcache_server.core.effects import SessionGone
 from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
 from kvcache_server.core.index import Group
 from kvcache_server.core.limits import LOOK
-from kvcache_server.tiering.tier import MOST_COMING, MOST_LOOKS, MOST_WRITES, Looking, Tier
+from kvcache_server.tiering.fetches import MOST_COMING
+from kvcache_server.tiering.looks import MOST_LOOKS, Looking
+from kvcache_server.tiering.tier import Tier
 from kvcache_server.tiering.tiering import STARTING, Tiering
+from kvcache_server.tiering.writes import MOST_WRITES
 
 SIZE = 1 << 20
 BATCH = 8 << 20
@@ -29,7 +33,7 @@ BATCH = 8 << 20
 @pytest.fixture
 def tier() -> Tier:
     session: Any = SimpleNamespace(connected=True)
-    return Tier(session, "disk", BATCH, "second")
+    return Tier(session, "disk", BATCH, "second", Counter())
 
 
 @pytest.fixture
@@ -43,21 +47,21 @@ def names(count: int, of: str = "a") -> list[bytes]:
 
 def bring(tier: Tier, group: Group, hashes: list[bytes], now: float, rate: float, at_once: int) -> float:
     """Have blocks found and brought, `at_once` parts in each burst; return when the last has come."""
-    assert tier.ask(Looking("engine", group, None, hashes, now))
-    tier.looking[1] = tier.looks.popleft()
+    assert tier.looks.ask(Looking("engine", group, None, hashes, now))
+    tier.looks.sent[1] = tier.looks.waiting.popleft()
     assert tier.found(1, b"\1" * len(hashes), now) is not None
     number = 10
     while True:
         burst = []
-        while len(burst) < at_once and (part := tier.next_part(BATCH, now)) is not None:
+        while len(burst) < at_once and (part := tier.fetches.next_part(BATCH, now)) is not None:
             number += 1
-            tier.parts[number] = part
+            tier.fetches.parts[number] = part
             burst.append((number, part))
         if not burst:
             return now
         now += sum(part.end - part.begin for _, part in burst) * group.allocated_bytes / rate
         for each, part in burst:
-            assert tier.brought(each, b"\1" * (part.end - part.begin), now)
+            assert tier.fetches.brought(each, b"\1" * (part.end - part.begin), now)
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -67,15 +71,15 @@ def test_the_rate_of_a_tier_is_learned_also_from_parts_that_come_in_bursts(
     now = 100.0
     for turn in range(10):
         now = bring(tier, group, names(64, f"{turn} "), now, 2e9, at_once) + 1.0
-    assert tier.rate == pytest.approx(2e9, rel=0.1)
-    assert not tier.coming and not tier.backlog and not tier.in_flight
+    assert tier.fetches.rate == pytest.approx(2e9, rel=0.1)
+    assert not (tier.fetches.coming or tier.fetches.backlog or tier.fetches.in_flight)
 
 
 def test_blocks_that_a_tier_did_not_have_are_not_asked_for_at_once_again(tier: Tier, group: Group) -> None:
     hashes = names(4)
     looking = Looking("engine", group, None, hashes, 100.0)
-    assert tier.ask(looking) and tier.knows(group, hashes[0], 100.0)
-    tier.looking[1] = tier.looks.popleft()
+    assert tier.looks.ask(looking) and tier.knows(group, hashes[0], 100.0)
+    tier.looks.sent[1] = tier.looks.waiting.popleft()
     assert tier.found(1, b"\1\1\0\1", 100.0) == (looking, 2)
     assert tier.knows(group, hashes[0], 100.0) and tier.knows(group, hashes[2], 104.9)
     assert not tier.knows(group, hashes[2], 105.1) and not tier.knows(group, hashes[3], 100.0)
@@ -84,11 +88,11 @@ def test_blocks_that_a_tier_did_not_have_are_not_asked_for_at_once_again(tier: T
 def test_what_a_tier_had_is_forgotten_in_slices(tier: Tier) -> None:
     blocks: Any = [SimpleNamespace(ref=number.to_bytes(REF_BYTES, "little")) for number in range(3 * LOOK)]
     for block in blocks:
-        tier.mark(block)
-    assert all(map(tier.has, blocks))
+        tier.writes.mark(block)
+    assert all(map(tier.writes.has, blocks))
     for left in (2, 1, 0):
-        assert tier.forget_marks() == (left > 0)
-        assert sum(map(tier.has, blocks)) == left * LOOK
+        assert tier.writes.forget_marks() == (left > 0)
+        assert sum(map(tier.writes.has, blocks)) == left * LOOK
 
 
 def test_only_the_daemons_user_may_run_tiers() -> None:
@@ -101,11 +105,11 @@ def test_only_the_daemons_user_may_run_tiers() -> None:
 def test_a_tier_that_does_not_keep_up_is_not_asked_to_bring_more(tier: Tier, group: Group) -> None:
     most = 1 << 14
     for turn in range(6):
-        tier.looking[turn] = looking = Looking("engine", group, None, names(most, f"{turn} "), 100.0)
-        tier.asked[looking.name] = looking
+        tier.looks.sent[turn] = looking = Looking("engine", group, None, names(most, f"{turn} "), 100.0)
+        tier.looks.asked[looking.name] = looking
         assert tier.found(turn, b"\1" * most, 100.0) == (looking, most)
-    assert len(tier.coming) == MOST_COMING == 4 * most
-    assert tier.backlog == MOST_COMING * SIZE and tier.counts["blocks_not_brought"] == 2 * most
+    assert len(tier.fetches.coming) == MOST_COMING == 4 * most
+    assert tier.fetches.backlog == MOST_COMING * SIZE and tier.counts["blocks_not_brought"] == 2 * most
 
 
 # What `why` says of tiers.
@@ -378,7 +382,7 @@ def test_the_pool_stores_what_a_tier_gets(
     host.tiering.begin(tier, m.Work(1, b"", "disk", 1 << 20, writes=writes), host.now)
     (account,) = host.cache.eviction.fair_share.accounts
     account.share.factor, host.cache.learner.worths.returning = factor, returning
-    host.tiering._tiers[tier].waiting = waiting
+    host.tiering._tiers[tier].writes.waiting = waiting
     tiers = host.cache.eviction.tiers
     assert tiers is not None and tiers.will_store(account, cls) is stored
 

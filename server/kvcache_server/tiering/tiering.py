@@ -25,8 +25,11 @@ from kvcache_server.core.effects import Change, SessionGone, Shown
 from kvcache_server.core.index import CLASS_MASK, GONE, Account, Block, Group
 from kvcache_server.core.limits import LOOK
 from kvcache_server.core.sessions import Session
+from kvcache_server.tiering.fetches import Fetch
 from kvcache_server.tiering.inquiry import Said, absent
-from kvcache_server.tiering.tier import Fetch, Joint, Looking, Tier, Writing, eta
+from kvcache_server.tiering.looks import Joint, Looking, eta
+from kvcache_server.tiering.tier import Tier
+from kvcache_server.tiering.writes import Writing
 
 SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
 MOST_TIERS = 8
@@ -91,7 +94,7 @@ class Tiering:
             self._found_again(chain)
         for tier in self._tiers.values():
             if tier.on and tier.policy != m.AHEAD:
-                _store(tier, [block for block in tails if not tier.has(block)])
+                _store(tier, [block for block in tails if not tier.writes.has(block)])
         hashes = request.hashes[: _longest(group)]
         if hits >= len(hashes):
             return 0, 0
@@ -103,12 +106,12 @@ class Tiering:
             if not tier.on:
                 continue
             if (
-                name not in tier.asked
-                and tier.absent.get(name, 0.0) <= now
+                name not in tier.looks.asked
+                and not tier.looks.is_absent(name, now)
                 and not self._ask_jointly(tier, session.engine.name, group, hashes, request.start, now)
             ):
                 break  # others are writing all that is missing
-            if (answer := tier.answers_in(name, now)) is not None:
+            if (answer := tier.looks.answers_in(name, now)) is not None:
                 wait = answer
                 break  # the next tier is asked for what this one does not have
         return 0, _milliseconds(wait)
@@ -121,11 +124,11 @@ class Tiering:
 
         The engine has the first `start` blocks itself.
         """
-        bringing = [tier for tier in self._tiers.values() if tier.on and tier.coming]
+        bringing = [tier for tier in self._tiers.values() if tier.on and tier.fetches.coming]
         if not bringing:
             return hits, []
 
-        soon = partial(_here_or_coming, [tier.coming for tier in bringing])
+        soon = partial(_here_or_coming, [tier.fetches.coming for tier in bringing])
         end = len(hashes)
         if group is not group.tails[0]:
             here = soon(group)
@@ -141,7 +144,7 @@ class Tiering:
         for each, names in needed:
             for name in names:
                 for tier in bringing:
-                    if (fetch := tier.coming.get(name + each.tag)) is not None:
+                    if (fetch := tier.fetches.coming.get(name + each.tag)) is not None:
                         found[id(fetch)] = tier, fetch
         return end, list(found.values())
 
@@ -155,7 +158,7 @@ class Tiering:
         for tail in group.tails:
             parts.append((tail, [name for name in hashes[start:] if not tail.has_soon(name)]))
         if parts := [part for part in parts if part[1]]:
-            tier.ask_jointly(Joint(hashes[-1] + group.tag, group, hashes, start, set()), engine, parts, now)
+            tier.looks.ask_jointly(Joint(hashes[-1] + group.tag, group, hashes, start, set()), engine, parts, now)
         return bool(parts)
 
     def _found_jointly(self, tier: Tier, joint: Joint, engine: str, now: float) -> None:
@@ -177,13 +180,15 @@ class Tiering:
             if group is not tails[0] and cached < end + group.spec.followed:
                 parent = hashes[cached - 1] if cached else None
                 rest = hashes[cached : end + group.spec.followed]
-                tier.fetch(Looking(engine, group, parent, rest, now), rest, now)
+                tier.fetches.fetch(Looking(engine, group, parent, rest, now), rest, now)
             for tail in tails:
                 wanted = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
-                if wanted := [each for each in wanted if not (tail.has_soon(each) or each + tail.tag in tier.coming)]:
-                    tier.fetch(Looking(engine, tail, None, wanted, now), wanted, now)
+                if wanted := [
+                    each for each in wanted if not (tail.has_soon(each) or each + tail.tag in tier.fetches.coming)
+                ]:
+                    tier.fetches.fetch(Looking(engine, tail, None, wanted, now), wanted, now)
         if end < len(hashes):
-            tier.lacks(joint.name, now)
+            tier.looks.lacks(joint.name, now)
             if (other := self._next(tier, group, hashes[-1], now)) is not None:
                 self._ask_jointly(other, engine, group, hashes, joint.start, now)
 
@@ -195,7 +200,7 @@ class Tiering:
 
     def _found_again(self, chain: Sequence[Block]) -> None:
         for tier in self._tiers.values():
-            if tier.on and tier.policy != m.AHEAD and not tier.has(chain[-1]):
+            if tier.on and tier.policy != m.AHEAD and not tier.writes.has(chain[-1]):
                 _store_chain(tier, chain)
 
     def _missed(
@@ -206,16 +211,16 @@ class Tiering:
             if not tier.on:
                 continue
             for first in {hits: None, begin: None}:  # what others are writing may come from a tier, or not
-                if first < len(hashes) and (fetch := tier.coming.get(hashes[first] + group.tag)) is not None:
-                    return tier.coming_after(group, hashes, first) - hits, _milliseconds(eta(fetch.due, now))
+                if first < len(hashes) and (fetch := tier.fetches.coming.get(hashes[first] + group.tag)) is not None:
+                    return tier.fetches.coming_after(group, hashes, first) - hits, _milliseconds(eta(fetch.due, now))
             if begin == len(hashes):
                 continue  # others are writing all that is missing
             name = hashes[begin]
             if not tier.knows(group, name, now):
                 parent = hashes[begin - 1] if begin else None
                 some = list(hashes[begin : begin + LONGEST])
-                tier.ask(Looking(session.engine.name, group, parent, some, now))
-            if (answer := tier.answers_in(name + group.tag, now)) is not None:
+                tier.looks.ask(Looking(session.engine.name, group, parent, some, now))
+            if (answer := tier.looks.answers_in(name + group.tag, now)) is not None:
                 wait = answer
                 break  # the next tier is asked for what this one does not have
         return 0, _milliseconds(wait)
@@ -244,9 +249,9 @@ class Tiering:
             if not tier.on:
                 found.append(Said(tier.name, "off", begin, len(hashes) - begin, tier.off or "disconnected"))
                 continue
-            fetch = tier.coming.get(hashes[begin] + group.tag)
+            fetch = tier.fetches.coming.get(hashes[begin] + group.tag)
             if fetch is not None:
-                end = tier.coming_after(group, hashes, begin)
+                end = tier.fetches.coming_after(group, hashes, begin)
                 found.append(Said(tier.name, "coming", begin, end - begin, "", fetch.inquiry))
                 begin = end
             elif begin == hits:
@@ -254,14 +259,14 @@ class Tiering:
             if begin == len(hashes):
                 break
             name = hashes[begin] + group.tag
-            asked = tier.asked.get(name)
+            asked = tier.looks.asked.get(name)
             if asked is not None:
                 count = _common(asked.hashes, hashes, begin)
                 found.append(Said(tier.name, "asked", begin, count, "", asked.inquiry))
                 if count == LONGEST and begin + count < len(hashes):
                     found.append(Said(tier.name, "beyond", begin + count, len(hashes) - begin - count))
                 break  # the next tier is asked for what this one does not have
-            if tier.absent.get(name, 0.0) > now:
+            if tier.looks.is_absent(name, now):
                 found.append(Said(tier.name, absent(tier.writes_off), begin, len(hashes) - begin, tier.writes_off))
             elif fetch is None:
                 found.append(Said(tier.name, "not_asked", begin, len(hashes) - begin))
@@ -284,11 +289,11 @@ class Tiering:
                 found.append(Said(tier.name, "coming", hits, end - hits))
             elif fetches:
                 continue  # no tier is asked before these have come
-            elif name in tier.asked:
+            elif name in tier.looks.asked:
                 found.append(Said(tier.name, "asked", hits, missed))
                 break  # the next tier is asked for what this one does not have
             else:
-                known = tier.absent.get(name, 0.0) > now
+                known = tier.looks.is_absent(name, now)
                 cause, said = (absent(tier.writes_off), tier.writes_off) if known else ("not_asked", "")
                 found.append(Said(tier.name, cause, hits, missed, said))
         return tuple(found)
@@ -304,7 +309,7 @@ class Tiering:
                 case SessionGone() if change.session in self._tiers:
                     tier = self._tiers.pop(change.session)
                     self._turn_off(tier, "gone")
-                    self._cache.do_later(tier.forget_marks)
+                    self._cache.do_later(tier.writes.forget_marks)
                     self._listen()
                 case _:
                     pass
@@ -314,9 +319,9 @@ class Tiering:
             name = tier.session.engine.name
             for block in blocks:
                 if block.account.engine == name:
-                    tier.mark(block)
+                    tier.writes.mark(block)
             if tier.policy != m.AHEAD and tier.on:
-                lacking = [block for block in blocks if not tier.has(block) and block.parent is not None]
+                lacking = [block for block in blocks if not tier.writes.has(block) and block.parent is not None]
                 if tier.policy == m.SECOND:  # computed again after they were evicted or refused, or as most blocks are
                     lacking = [each for each in lacking if each.tick & CLASS_MASK or self._likely(each.account)]
                 _store(tier, _with_ancestors(tier, lacking))
@@ -369,9 +374,10 @@ class Tiering:
                 self._turn_off(former, "resumed")
             if len(self._tiers) - (former is not None) >= MOST_TIERS:
                 raise NotPermitted(f"{MOST_TIERS} tiers: there can be no more")
-            tier = Tier(session, request.tier, request.batch_bytes, request.writes)
+            counts = Counter[str]()
             if len(self._counts) < MOST_NAMES:
-                tier.counts = self._counts.setdefault(tier.name, tier.counts)
+                counts = self._counts.setdefault(request.tier, counts)
+            tier = Tier(session, request.tier, request.batch_bytes, request.writes, counts)
             self._tiers[session.id] = tier
             session.engine.brings = True
             self.expect_no_more(tier.name)
@@ -390,16 +396,16 @@ class Tiering:
             elif not joint.left:
                 self._found_jointly(tier, joint, found[0].engine, now)
         for number, flags in request.brought:
-            unknown += not tier.brought(number, flags, now)
+            unknown += not tier.fetches.brought(number, flags, now)
         failed: list[Block] = []
         for number, flags in request.written:
-            writing = tier.writing.pop(number, None)
+            writing = tier.writes.writing.pop(number, None)
             if writing is None:
                 unknown += 1
                 continue
-            failed += tier.stored(writing, flags)
+            failed += tier.writes.stored(writing, flags)
             self._end_lease(tier, writing.lease)
-        tier.unmark(failed)
+        tier.writes.unmark(failed)
         self._cache.counters["jobs_unknown"] += unknown
         tier.writes_off = request.writes_off or tier.writes_off
         if request.off:
@@ -413,7 +419,7 @@ class Tiering:
         parent = looking.hashes[blocks - 1] if blocks else looking.parent
         if (other := self._next(tier, looking.group, rest[0], now)) is not None:
             following = Looking(looking.engine, looking.group, parent, rest, now)
-            if other.ask(following):
+            if other.looks.ask(following):
                 looking.inquiry.then = following.inquiry
 
     # Jobs.
@@ -426,33 +432,37 @@ class Tiering:
         if tier.policy == m.AHEAD and self._cache.is_nearly_full and now >= tier.looked_ahead_at + AHEAD_EVERY:
             tier.looked_ahead_at = now
             self._look_ahead(tier)
-        to_write = tier.writes if not tier.writes_off else ()
-        if not (tier.looks or tier.fetches or to_write):
+        to_write = tier.writes.queue if not tier.writes_off else ()
+        if not (tier.looks.waiting or tier.fetches.has_more or to_write):
             return None
         if not tier.works:
             tier.heard_at = now
         jobs = m.Jobs(number)
         specs: dict[int, Any] = {}
         room = MESSAGE
-        while tier.looks and len(jobs.looks) < MOST_JOBS and room > 0:
-            looking = tier.looks.popleft()
+        while tier.looks.waiting and len(jobs.looks) < MOST_JOBS and room > 0:
+            looking = tier.looks.waiting.popleft()
             namespace = self._namespace(looking.group)
             if namespace is None:
-                tier.forget_look(looking)
+                tier.looks.forget(looking)
                 continue
             job = next(self._numbers)
-            tier.looking[job] = looking
+            tier.looks.sent[job] = looking
             specs[namespace.number] = namespace
             room -= _hash_bytes(looking.group) * len(looking.hashes)
             jobs.looks.append(m.Look(job, namespace.id, looking.group.number, looking.hashes))
         budget = max(self._cache.capacity // SHARE, tier.batch_bytes)
-        while tier.in_flight < budget and room > 0 and (part := tier.next_part(tier.batch_bytes, now)) is not None:
+        while (
+            tier.fetches.in_flight < budget
+            and room > 0
+            and (part := tier.fetches.next_part(tier.batch_bytes, now)) is not None
+        ):
             fetch = part.fetch
             job = next(self._numbers)
-            tier.parts[job] = part
+            tier.fetches.parts[job] = part
             namespace = self._namespace(fetch.group)
             if namespace is None:
-                tier.brought(job, b"", now)
+                tier.fetches.brought(job, b"", now)
                 continue
             specs[namespace.number] = namespace
             parent = fetch.hashes[part.begin - 1] if part.begin and fetch.group.spec.kind == FULL else fetch.parent
@@ -460,23 +470,23 @@ class Tiering:
             room -= _hash_bytes(fetch.group) * (len(hashes) + 1) + JOB_BYTES
             jobs.brings.append(m.Bring(job, namespace.id, fetch.group.number, parent, hashes))
         most = MOST_WRITES
-        while to_write and tier.written_in_flight < budget and tier.blocks_in_flight < MOST_BLOCKS_OUT:
-            group = tier.writes[0][0].account.group
+        while to_write and tier.writes.bytes_in_flight < budget and tier.writes.blocks_in_flight < MOST_BLOCKS_OUT:
+            group = to_write[0][0].account.group
             each = _hash_bytes(group) + REF_BYTES + len(group.spec.shards) * SUM_BYTES
             if (taken := min(most, room // each)) <= 0:
                 break
-            waiting = tier.waiting
+            waiting = tier.writes.waiting
             if (write := self._write_out(tier, specs, taken)) is not None:
                 room -= each * len(write.hashes) + JOB_BYTES
                 jobs.writes.append(write)
-            most -= waiting - tier.waiting
+            most -= waiting - tier.writes.waiting
         if not (jobs.looks or jobs.brings or jobs.writes):
             return None
         jobs.specs = [each.spec for number, each in specs.items() if number not in tier.session.attached]
         return jobs
 
     def _write_out(self, tier: Tier, specs: dict[int, Any], most: int) -> m.WriteOut | None:
-        batch = tier.next_batch(most)
+        batch = tier.writes.next_batch(most)
         if not batch:
             return None
         group = batch[0].account.group
@@ -486,7 +496,7 @@ class Tiering:
         specs[namespace.number] = namespace
         job = next(self._numbers)
         lease, slots, sums = self._cache.lend(tier.session, batch)
-        tier.begin_to_write(job, Writing(lease, batch))
+        tier.writes.begin(job, Writing(lease, batch))
         return m.WriteOut(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
 
     def _look_ahead(self, tier: Tier) -> None:
@@ -500,7 +510,7 @@ class Tiering:
             left -= 1
             if leaf.pins == GONE or leaf.child is not None:
                 continue
-            upwards = takewhile(lambda block: not tier.has(block), leaf.ancestors())
+            upwards = takewhile(lambda block: not tier.writes.has(block), leaf.ancestors())
             new = list(islice(upwards, max(0, left)))
             left -= len(new)
             _store(tier, list(dropwhile(lambda block: not block.tick & CLASS_MASK, new))[::-1])
@@ -570,8 +580,8 @@ def _has_or_gets(group: Group, found: set[bytes], name: bytes) -> bool:
 
 def _store_chain(tier: Tier, chain: Sequence[Block]) -> None:
     """Have the first blocks stored that the tier does not have: the others are of no use without them."""
-    begin = bisect_left(chain, True, key=lambda block: not tier.has(block))
-    tier.store([block for block in chain[begin : begin + LOOK] if not tier.has(block)])
+    begin = bisect_left(chain, True, key=lambda block: not tier.writes.has(block))
+    tier.writes.store([block for block in chain[begin : begin + LOOK] if not tier.writes.has(block)])
 
 
 def _with_ancestors(tier: Tier, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -579,7 +589,7 @@ def _with_ancestors(tier: Tier, blocks: Sequence[Block]) -> Sequence[Block]:
     found: dict[int, Block] = {}
     most = len(blocks) + LOOK
     for block in blocks:
-        above = takewhile(lambda each: id(each) not in found and not tier.has(each), block.ancestors())
+        above = takewhile(lambda each: id(each) not in found and not tier.writes.has(each), block.ancestors())
         found.update((id(each), each) for each in list(islice(above, most - len(found)))[::-1])
     return list(found.values())
 
@@ -587,7 +597,7 @@ def _with_ancestors(tier: Tier, blocks: Sequence[Block]) -> Sequence[Block]:
 def _store(tier: Tier, blocks: Sequence[Block]) -> None:
     """Have blocks stored, which may be of several groups."""
     for group in dict.fromkeys(block.account.group for block in blocks):
-        tier.store([block for block in blocks if block.account.group is group])
+        tier.writes.store([block for block in blocks if block.account.group is group])
 
 
 def _hash_bytes(group: Group) -> int:
