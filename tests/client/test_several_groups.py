@@ -214,7 +214,7 @@ def test_a_preempted_request_does_not_part_from_what_it_has_saved_itself() -> No
     def junction(found: int) -> int:
         lease = SimpleNamespace(id=0, hits=0, pending=0, sums=b"", region_id=b"", failed=False, junction=found)
         lookups.ask(state, SimpleNamespace(acquire=lambda *_, **__: lease), 10, 0, 0.0)  # type: ignore[arg-type]
-        return state.junction
+        return state.progress.junction
 
     assert [junction(4), junction(5)] == [4, 5], "while it waits, others go on"
     state.blocks = [1, 2, 3]

@@ -29,5 +29,5 @@ class Demand:
                 enough += 1
         while len(self._counts) > BLOCKS:
             del self._counts[next(iter(self._counts))]
-        if (request.hint is None or request.hint.retained is None) and state.save_limit is None:
-            state.save_limit, state.limited_by = enough, "min_hits"
+        if (request.hint is None or request.hint.retained is None) and state.progress.limit is None:
+            state.progress.limit, state.progress.limited_by = enough, "min_hits"

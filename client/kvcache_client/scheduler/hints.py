@@ -34,11 +34,11 @@ class Hints:
         hint = request.hint
         if hint is None or (rest := hint.unwanted) is None:
             return
-        state.save_limit = self._kept(request, hint, rest)
+        state.progress.limit = self._kept(request, hint, rest)
         if not hint.done:
             seen = self._seen
             shared = next((at for at, key in enumerate(self._prompt(request)) if key not in seen), None)
-            state.save_limit = max(state.save_limit, len(self._prompt(request)) if shared is None else shared)
+            state.progress.limit = max(state.progress.limit, len(self._prompt(request)) if shared is None else shared)
 
     def retain(self, state: RequestState, namespace: CacheNamespace) -> None:
         """Ask the daemon to keep what the request wants to be kept; blocks may be saved later."""

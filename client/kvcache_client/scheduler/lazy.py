@@ -83,7 +83,7 @@ class Lazy:
     def found(self, state: RequestState, tokens: int) -> None:
         """Note that a request begins with so many tokens on the device, the daemon having had its `saved` blocks."""
         end = tokens // self._group.slot_tokens
-        self.hold(state, 0, min(end, state.saved), saved=True)
+        self.hold(state, 0, min(end, state.progress.saved), saved=True)
         for key in self._group.keys(state.request.hashes)[:end]:
             if (held := self._held.get(key)) is not None:
                 held.hits += 1
@@ -116,8 +116,8 @@ class Lazy:
 
     def ending(self, state: RequestState) -> None:
         """Note that a request gives its device blocks back. Where few are free, they go to the next one at once."""
-        if state.saved and sum(1 for _ in self._evicted_next(self._ahead)) < self._ahead:
-            self._ending.append(self._group.keys(state.request.hashes)[state.saved - 1])
+        if state.progress.saved and sum(1 for _ in self._evicted_next(self._ahead)) < self._ahead:
+            self._ending.append(self._group.keys(state.request.hashes)[state.progress.saved - 1])
 
     def forget(self) -> None:
         """The weights have changed."""

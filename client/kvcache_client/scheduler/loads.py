@@ -147,7 +147,7 @@ class Loads:
         """
         if self._failures or not (self._running or self._landed):
             return False
-        if state.follow_until and now >= state.follow_until:
+        if state.following.until and now >= state.following.until:
             return False
         hashes = self._group.keys(state.request.hashes)[start // self._group.blocks_per_slot : hits]
         for request, load in (*self._running.items(), *self._landed.items()):
@@ -156,20 +156,20 @@ class Loads:
             if hashes[0] in load.hashes and request != state.id:
                 brought = next((at for at, name in enumerate(hashes) if name not in load.hashes), len(hashes))
                 if 2 * brought >= len(hashes):
-                    state.follow_until = state.follow_until or now + PATIENCE
-                    state.follows, state.follow_start = request, start
+                    state.following.until = state.following.until or now + PATIENCE
+                    state.following.request, state.following.start = request, start
                     return True
         return False
 
     def following(self, state: RequestState, start: int, now: float) -> bool:
         """Return whether `state`, which begins at device block `start` now, goes on waiting."""
-        if not state.follows:
+        if not state.following.request:
             return False
         if (
-            start == state.follow_start  # else it has found some in the device's own cache
-            and now < state.follow_until
-            and (state.follows in self._running or state.follows in self._landed)
+            start == state.following.start  # else it has found some in the device's own cache
+            and now < state.following.until
+            and (state.following.request in self._running or state.following.request in self._landed)
         ):
             return True
-        state.follows = ""
+        state.following.request = ""
         return False

@@ -69,7 +69,7 @@ class Lookups:
 
         The engine has the first `start` blocks of its own.
         """
-        request, waited, state.waited = state.request, state.waited, False
+        request, waited, state.waits.put_off = state.request, state.waits.put_off, False
         self.forget(state)
         keys = self._group.keys(request.hashes)[: limit + self._group.volatile]
         had = start // self._group.blocks_per_slot if self._group.tails else 0
@@ -89,12 +89,12 @@ class Lookups:
         if lease.failed:
             self._notes.note(state, "deadline" if namespace.attached else "down", now)
         else:
-            state.saved = lease.hits + lease.pending
+            state.progress.saved = lease.hits + lease.pending
             if self._stalled:
                 for name in keys[: lease.hits if lease.pending else lease.hits + 1]:  # its writer has moved, or is gone
                     self._stalled.pop(name, None)
             if not state.blocks:  # else it was preempted, and parts from what it has saved itself
-                state.junction = lease.junction
+                state.progress.junction = lease.junction
             if self._events is not None and not lease.withheld:
                 # With tails, what follows the hits may be there: from another boundary on, it can be loaded.
                 self._events.looked_up(request, lease.hits, lease.hits if self._group.tails else len(keys))
@@ -127,23 +127,23 @@ class Lookups:
         lease = lookup.lease
         if lease.withheld and running_loads:
             # What is loading now gives its slots back soon; to compute what is cached takes longer.
-            state.quota_until = state.quota_until or now + min(QUOTA_WAIT, patience)
-            if now < state.quota_until:
-                state.loads_to_end = ended_loads + 1
+            state.waits.quota_until = state.waits.quota_until or now + min(QUOTA_WAIT, patience)
+            if now < state.waits.quota_until:
+                state.waits.loads_to_end = ended_loads + 1
                 self._counters.add("lookups_waited_for_quota")
                 return True
         if not lease.pending or (lease.hits + lease.pending) * self._group.blocks_per_slot <= start:
             return False
-        if not state.pending_until:
+        if not state.waits.pending_until:
             longest = self._stalled.get(lookup.awaited, PENDING_WAIT if self._saves else PRODUCER_WAIT)
             wait = min(longest, patience)
-            state.pending_until = now + wait
-            state.pending = lookup.awaited, longest - wait / 2
+            state.waits.pending_until = now + wait
+            state.waits.pending = lookup.awaited, longest - wait / 2
             if not patience:
                 self._counters.add("waits_declined_slow")
-        if now < state.pending_until:
+        if now < state.waits.pending_until:
             return True
-        name, left = state.pending
+        name, left = state.waits.pending
         if name == lookup.awaited:
             self._stalled[name] = min(left, self._stalled.get(name, left))
             if len(self._stalled) > STALLED:
@@ -153,17 +153,17 @@ class Lookups:
     def waits_for_tier(self, state: RequestState, lookup: LookupResult, patience: float, now: float) -> bool:
         """Return whether a request is to wait for blocks from a tier, which computing them would take `patience` for.
 
-        Until then it is not looked up again: `state.tier_until`. In all it waits no longer than that.
+        Until then it is not looked up again: `state.waits.tier_until`. In all it waits no longer than that.
         """
         eta = lookup.lease.eta
         if patience == math.inf:
             patience = TIER_WAIT
-        state.tier_asked = state.tier_asked or now
-        if now + eta > state.tier_asked + patience:
+        state.waits.tier_asked = state.waits.tier_asked or now
+        if now + eta > state.waits.tier_asked + patience:
             self._counters.add("waits_declined_slow")
             return False
-        self._counters.add("lookups_waited_for_tier", int(now == state.tier_asked))
-        state.tier_until = now + max(eta, LEAST_WAIT)
+        self._counters.add("lookups_waited_for_tier", int(now == state.waits.tier_asked))
+        state.waits.tier_until = now + max(eta, LEAST_WAIT)
         return True
 
     def take(self, state: RequestState) -> LookupResult | None:

@@ -49,40 +49,92 @@ class Canary:
 
 
 @dataclass(slots=True)
+class Waits:
+    """What a request waits for, or has waited for, before it is scheduled. If a field is a time, 0 stands for none.
+
+    Attributes:
+        put_off: whether its last lookup was put off for what was on its way, or kept back.
+        pending_until: how long it waits for blocks that are being written; it does so once.
+        pending: the first of these, and how long it may be waited for after a vain wait.
+        tier_asked: when it first waited for a tier.
+        tier_until: no lookup before; a tier brings its blocks, or is asked for them.
+        loads_to_end: no lookup before so many loads of the engine have ended: they hold what it may pin.
+        quota_until: but not for longer.
+    """
+
+    put_off: bool = False
+    pending_until: float = 0.0
+    pending: tuple[bytes, float] = b"", 0.0
+    tier_asked: float = 0.0
+    tier_until: float = 0.0
+    loads_to_end: int = 0
+    quota_until: float = 0.0
+
+
+@dataclass(slots=True)
+class Following:
+    """The `request` whose load brings what another one would load.
+
+    That one began to follow when the engine had its first `start` device blocks itself, and goes on until `until`, for
+    all loads together.
+    """
+
+    request: str = ""
+    start: int = 0
+    until: float = 0.0
+
+
+@dataclass(slots=True)
+class SaveProgress:
+    """How far a request is saved.
+
+    Attributes:
+        saved: cached blocks from the root on that the daemon has, or was asked to take.
+        retry_at: no saves before that time; 0 for none.
+        pause: seconds until then if it is refused once more.
+        junction: cached blocks after which others could continue if its windows there were saved.
+        limit: cached blocks from the root on that may be saved; None: all.
+        limited_by: why no more of them.
+    """
+
+    saved: int = 0
+    retry_at: float = 0.0
+    pause: float = PAUSE
+    junction: int = 0
+    limit: int | None = None
+    limited_by: str = "drop"
+
+    def refuse(self, saved: int, why: str, now: float) -> None:
+        """Save nothing of this chain for a while, then go on at `saved`, or from the root if a parent is gone."""
+        paused = self.retry_at > now
+        self.saved = 0 if why == "no_parent" and not paused else min(self.saved, saved)
+        if not paused:
+            self.retry_at = now + self.pause
+            self.pause = min(self.pause * 2, LONGEST_PAUSE)
+
+
+@dataclass(slots=True)
 class RequestState:
-    """A request and its chain. Where a field is a time, 0 stands for none."""
+    """A request and its chain."""
 
     request: RequestView  # as of the last call about it
     blocks: list[int] = field(default_factory=list)  # device blocks
     others: list[list[int]] = field(default_factory=list)  # those of the engine's further groups
-
-    # Lookups.
-    lookup: LookupResult | None = None
-    start: int = 0  # device blocks that the engine had itself when it asked last
     logged: bool = False  # whether its line was logged
     noted: str = ""  # the cause that was noted for the daemon last
-    waited: bool = False  # whether its last lookup was put off for what was on its way, or kept back
-    pending_until: float = 0.0  # how long it waits for blocks that are being written; it does so once
-    pending: tuple[bytes, float] = b"", 0.0  # the first of these, and how long it may be waited for after a vain wait
-    tier_asked: float = 0.0  # when it first waited for a tier
-    tier_until: float = 0.0  # no lookup before: a tier brings its blocks, or is asked for them
-    loads_to_end: int = 0  # no lookup before so many loads of the engine have ended: they hold what it may pin
-    quota_until: float = 0.0  # but not for longer
-    follows: str = ""  # the request whose load brings what this one would load
-    follow_start: int = 0  # device blocks that the engine had itself when it began to follow
-    follow_until: float = 0.0  # but not for longer, for all loads together
+    barred: bool = False  # it has KV of other weights
+
+    # Lookups and loads.
+    lookup: LookupResult | None = None
+    start: int = 0  # device blocks that the engine had itself when it asked last
+    waits: Waits = field(default_factory=Waits)
+    following: Following = field(default_factory=Following)
     admitted: bool | None = None  # whether the gate lets its hits be loaded; None: not decided yet
-    load_failed: bool = False
     loading: bool = False
+    load_failed: bool = False
 
     # Saves.
-    saved: int = 0  # cached blocks from the root on that the daemon has, or was asked to take
-    retry_at: float = 0.0  # no saves before that
-    pause: float = PAUSE
-    barred: bool = False  # it has KV of other weights
-    junction: int = 0  # cached blocks after which others could continue if its windows there were saved
-    save_limit: int | None = None  # cached blocks from the root on that may be saved; None: all
-    limited_by: str = "drop"  # why no more of them
+    progress: SaveProgress = field(default_factory=SaveProgress)
     counted: bool = False  # whether it was counted among the requests that ask for its blocks
     retained: bool = False  # whether the daemon was asked to retain its prompt
 
@@ -97,14 +149,6 @@ class RequestState:
     @property
     def tables(self) -> BlockTables:
         return [self.blocks, *self.others]
-
-    def refuse(self, saved: int, why: str, now: float) -> None:
-        """Save nothing of this chain for a while, then go on at `saved`, or from the root where a parent is gone."""
-        paused = self.retry_at > now
-        self.saved = 0 if why == "no_parent" and not paused else min(self.saved, saved)
-        if not paused:
-            self.retry_at = now + self.pause
-            self.pause = min(self.pause * 2, LONGEST_PAUSE)
 
 
 def follow_blocks(

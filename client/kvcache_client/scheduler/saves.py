@@ -123,17 +123,17 @@ class Saves:
 
         `before` tokens of it were computed, or more, when the engine last gave away blocks behind a window.
         """
-        request, group, first = state.request, self._group, state.saved
+        request, group, first = state.request, self._group, state.progress.saved
         full = group.full(request, computed)
-        if state.save_limit is not None:
-            full = min(full, state.save_limit)
+        if state.progress.limit is not None:
+            full = min(full, state.progress.limit)
         if full <= first or request.uncacheable or state.barred or state.loading:
             return
-        if state.retry_at and self._clock() < state.retry_at:
+        if state.progress.retry_at and self._clock() < state.progress.retry_at:
             return
         if self._lazy is not None:
             self._lazy.hold(state, first, full)
-            state.saved = full
+            state.progress.saved = full
             return
         keys = group.keys(request.hashes)
         if group.has_full:
@@ -141,10 +141,10 @@ class Saves:
             if len(blocks) < (full - first) * group.columns(0):
                 return
             self._ask_run(state, first, list(keys[first:full]), keys[first - 1] if first else None, blocks)
-        state.saved = full
+        state.progress.saved = full
         if isinstance(group, SeveralGroups):
             for number in group.tails:
-                wanted = group.tail_slots(number, request, first, full, state.save_limit, state.junction)
+                wanted = group.tail_slots(number, request, first, full, state.progress.limit, state.progress.junction)
                 self._ask_tail(state, keys, number, group.tail_blocks(number, state.tables, wanted, before))
 
     def ask_states(self, state: RequestState, offers: Sequence[tuple[int, int, int]]) -> None:
@@ -152,12 +152,12 @@ class Saves:
 
         After `ask`, in the same step: a state is saved where the blocks before it are.
         """
-        request, group, slots = state.request, self._group, state.saved
+        request, group, slots = state.request, self._group, state.progress.saved
         if request.uncacheable or state.barred or state.loading or not isinstance(group, SeveralGroups):
             return
         if group.prompt_only:
             slots = min(slots, request.prompt_tokens // group.slot_tokens)
-        if not (state.retry_at and self._clock() < state.retry_at):
+        if not (state.progress.retry_at and self._clock() < state.progress.retry_at):
             for number, slot, blocks in group.state_slots(offers):
                 if slot < slots:
                     self._ask_tail(state, group.keys(request.hashes), number, {slot: blocks})
@@ -184,17 +184,17 @@ class Saves:
         """Return why blocks of a request that ends were not asked for, and their hashes; "" where all were."""
         if state.request.uncacheable or state.loading:
             return "", ()
-        hashes = self._group.unsaved(state.request, state.saved, computed)
+        hashes = self._group.unsaved(state.request, state.progress.saved, computed)
         if not hashes:
             return "", ()
         if state.barred:
             return "weights", hashes
-        if state.retry_at and self._clock() < state.retry_at:
+        if state.progress.retry_at and self._clock() < state.progress.retry_at:
             return "paused", hashes
         if not up:
             return "down", hashes
-        if state.save_limit is not None:
-            return state.limited_by, hashes
+        if state.progress.limit is not None:
+            return state.progress.limited_by, hashes
         return ("save_prompt" if self._group.prompt_only else ""), hashes
 
     def ask_due(self) -> None:
@@ -322,7 +322,7 @@ class Saves:
         self._counters.warn("saves_refused", f"saves are refused: {self._refusals.why}")
         for asked in sent.asked:
             if not asked.tail:
-                asked.state.refuse(asked.first, "refused", self._clock())
+                asked.state.progress.refuse(asked.first, "refused", self._clock())
 
     def _judge(self, asked: _Asked, reservation: CacheReservation, begin: int) -> None:
         for at in range(len(asked.run.hashes)):
@@ -334,10 +334,10 @@ class Saves:
                     self._counters.add(f"saves_{why}")
                 if asked.tail:  # what is asked of the chain itself says when to go on
                     return
-                asked.state.refuse(asked.first + at, why, self._clock())
+                asked.state.progress.refuse(asked.first + at, why, self._clock())
                 return
         if not asked.tail:
-            asked.state.pause = PAUSE
+            asked.state.progress.pause = PAUSE
 
     def _lose(self, asked: _Asked, gone: set[int]) -> None:
         """Cut `asked` before the first block that was given to others: those after it could not be reached.
@@ -353,5 +353,5 @@ class Saves:
                 lost = asked.run.hashes[at // per_slot : asked.whole]
                 self._notes.add(asked.state.id, "given_away", self._clock(), lost)
                 asked.whole = at // per_slot
-                asked.state.saved = min(asked.state.saved, asked.first + asked.whole)
+                asked.state.progress.saved = min(asked.state.progress.saved, asked.first + asked.whole)
                 return

@@ -125,9 +125,9 @@ class Scheduler:
         if limit * self._group.blocks_per_slot <= start or self._canaries.again(state, start):
             self._lookups.forget(state)
             return 0, False
-        if len(self._loads) and state.loads_to_end > self._loads.ended and now < state.quota_until:
+        if len(self._loads) and state.waits.loads_to_end > self._loads.ended and now < state.waits.quota_until:
             return None, False
-        if now < state.tier_until or self._loads.following(state, start, now):
+        if now < state.waits.tier_until or self._loads.following(state, start, now):
             return None, False
         lookup = self._lookups.known(state, limit, start, now)
         if lookup is None:
@@ -137,7 +137,7 @@ class Scheduler:
             lookup = self._lookups.ask(state, self._membership.namespace, limit, start, now)
             self._lookups.spent += self._clock() - now
         if self._is_worth_waiting(state, lookup, computed, limit, now):
-            state.waited = True
+            state.waits.put_off = True
             self._lookups.forget(state)
             return None, False
         lookup.offered, state.start = self._step, start
@@ -275,7 +275,7 @@ class Scheduler:
             if load is not None and state is not None:
                 state.loading = False
                 if load.failed:
-                    state.load_failed, state.saved = True, 0
+                    state.load_failed, state.progress.saved = True, 0
                     self._notes.note(state, "load_failed", now)
 
     def copied(self, counts: Mapping[str, int]) -> None:
@@ -381,7 +381,7 @@ class Scheduler:
                 computed = before + scheduled[request_id]
                 if state.canary is not None:
                     self._canaries.computed(state, computed)
-                if saving and computed // slot_tokens > state.saved:  # hardly any token fills a block
+                if saving and computed // slot_tokens > state.progress.saved:  # hardly any token fills a block
                     self._saves.ask(state, computed, before)
         for new in step.started:
             state = requests.get(new.request)
@@ -491,7 +491,7 @@ class Scheduler:
     def _bar(self, state: RequestState) -> None:
         """Neither save nor load blocks of a request until it is computed from its first token again."""
         self._lookups.forget(state)
-        state.barred, state.saved, state.retry_at, state.canary = True, 0, 0.0, None
+        state.barred, state.progress.saved, state.progress.retry_at, state.canary = True, 0, 0.0, None
 
     def close(self) -> None:
         """Give back what no rank has got, and end the session."""
