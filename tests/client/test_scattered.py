@@ -24,7 +24,7 @@ def daemon(start_daemon: Any) -> Any:
 
 def pieces(rig: Rig, request: Request) -> list[list[memoryview]]:
     """Return the pieces of each block of a request that is looked up now."""
-    lookup = rig.scheduler._requests[request.request_id].lookup
+    lookup = rig.scheduler._requests.get(request.request_id).lookup
     region = rig.worker._session.region
     assert lookup is not None and region is not None
     return region.views(lookup.lease.packed, LAYERS * PAGE, 0, LAYERS * PAGE)

@@ -49,7 +49,7 @@ def test_a_request_that_is_preempted_while_its_load_arrives_may_load_again() -> 
         def release(self) -> None:
             released.append(self._name)
 
-    running = loads.Loads(FullAttention(BLOCK, 1), LoggedCounters(logging.getLogger("test")))
+    running = loads.Loads(FullAttention(BLOCK, 1), LoggedCounters(logging.getLogger("test")), 1)
     job = LoadJob("r", REGION, bytes(16), [0], layered=True)
     running.begin([job], Lease("first"), [b"a"], BLOCK, ranks=1)  # type: ignore[arg-type]
     running.end("r", 0.0)  # it is reported when it begins

@@ -60,7 +60,7 @@ def test_a_spoilt_block_is_a_failed_load_that_names_its_writer(
 
 
 def again_lease(rig: Rig, request: Request) -> Lease:
-    lookup = rig.scheduler._requests[request.request_id].lookup
+    lookup = rig.scheduler._requests.get(request.request_id).lookup
     assert lookup is not None
     return lookup.lease
 

@@ -249,7 +249,7 @@ def test_a_request_that_is_asked_for_again_and_again_is_remembered_now_and_then(
 
     def ask_again() -> None:
         rig.scheduler.matched_tokens(request, 0)
-        rig.scheduler._requests["again"].lookup.at -= 1.0  # it is old by now
+        rig.scheduler._requests.get("again").lookup.at -= 1.0  # it is old by now
 
     begin = time.monotonic()
     for _ in range(20):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from kvcache_client.scheduler.cache import Counts
 from kvcache_client.scheduler.events import Describe
 from kvcache_client.scheduler.groups import FullAttention, Group, SeveralGroups
+from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.settings import ConnectorSettings
 from kvcache_proto.types import NamespaceSpec
 
@@ -65,3 +67,11 @@ class EngineFacts:
         return SeveralGroups(
             self.groups, spec.groups, self.block_tokens, only_prompts, settings.checkpoint_tokens, self.volatile
         )
+
+    def lazy(self, settings: ConnectorSettings, group: FullAttention, counters: Counts) -> Lazy | None:
+        """Return what delays saves until the engine is about to evict their blocks; None if saves are eager."""
+        if settings.save_mode != "lazy" or self.evicted_next is None:
+            return None
+        # What the next step may give away, and as much again: a save takes a step.
+        ahead = 2 * self.step_tokens // self.block_tokens
+        return Lazy(group, ahead, self.evicted_next, self.hash_of, counters)

@@ -39,8 +39,9 @@ class Load:
 class Loads:
     """`ended` counts the loads that have ended; `jobs` are those that no plan has yet."""
 
-    def __init__(self, group: FullAttention, counters: Counts) -> None:
-        self._group = group
+    def __init__(self, group: FullAttention, counters: Counts, block_bytes: int) -> None:
+        """`block_bytes` are those of a block of the engine, of all ranks together."""
+        self._group, self._block_bytes = group, block_bytes
         self.ended = 0
         self.jobs: list[LoadJob] = []
         self._begun: list[tuple[str, int]] = []
@@ -59,6 +60,11 @@ class Loads:
     def are_coming(self) -> bool:
         """Whether bytes of layered loads are coming, or may be."""
         return bool(self._coming) or any(load.coming for load in self._running.values())
+
+    def need(self, tokens: int) -> None:
+        """Count what the engine wants to be loaded."""
+        self._counters.add("needed_blocks", -(-tokens // self._group.slot_tokens))
+        self._counters.add("needed_bytes", tokens // self._group.block_tokens * self._block_bytes)
 
     def begin(
         self, jobs: Sequence[LoadJob], lease: CacheLease | None, hashes: Sequence[bytes], tokens: int, ranks: int = 0

@@ -6,7 +6,7 @@ The weights may have changed with a reset, and a namespace names the weights. Ot
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from kvcache_client.scheduler.cache import CacheNamespace, CacheSession
 from kvcache_client.scheduler.checkpoint import PATIENCE, CheckpointReading
@@ -25,6 +25,7 @@ class Membership:
         namespace: the present one.
         announced: what the ranks are to join with the next plan; None where they know it.
         joining: ranks that cannot have joined it before a plan names it, until they have.
+        declined: ranks that take no part in the cache, and why.
         unsettled: whether it is open, after a reset, which weights the engine has.
         lost: whether the engine could not join a namespace after a reset, and shares nothing any more.
     """
@@ -45,6 +46,7 @@ class Membership:
         self.announced: NamespaceSpec | None = spec
         self.unsettled = self.lost = False
         self.joining, self._joined_by = set(joining), 0.0
+        self.declined: dict[int, str] = {}
         self._read_checkpoint, self._weights_of = checkpoint, spec.identity.get("checkpoint", "")
         self._reading: CheckpointReading | None = None
         self._resets = 0
@@ -55,6 +57,23 @@ class Membership:
             self._joined_by = self._joined_by or now + PATIENCE
             return now < self._joined_by
         return self._reading is not None and self._reading.waits(now) and not self.settle()
+
+    def ranks_declined(self, changed: Mapping[int, str]) -> bool:
+        """Note which ranks take no part, and why; "" for one that does again. Return whether the engine shares nothing
+        from now on.
+
+        A block is whole with the shards of all ranks: while one takes no part, the engine looks nothing up and saves
+        nothing.
+        """
+        self.joining.difference_update(changed)
+        before = bool(self.declined)
+        self.declined = {rank: why for rank, why in {**self.declined, **changed}.items() if why}
+        if self.declined and not before:
+            rank, why = min(self.declined.items())
+            logger.error("this engine runs without the KV cache server: rank %d takes no part: %s", rank, why)
+        elif before and not self.declined:
+            logger.info("every rank takes part again: this engine uses the KV cache server")
+        return bool(self.declined) and not before
 
     def settle(self) -> bool:
         """Return whether it is known which weights the engine has; where it has just become known, act on it."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcache_client.scheduler.cache import CacheNamespace, CacheReservation, CacheTicket, Counts
+from kvcache_client.scheduler.demand import Demand
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention, SeveralGroups
 from kvcache_client.scheduler.lazy import Lazy
@@ -104,19 +105,24 @@ class Saves:
         notes: Notes,
         events: EngineEvents | None,
         clock: Callable[[], float],
+        demand: Demand,
         lazy: Lazy | None = None,
     ) -> None:
         """`verify` says of which blocks the ranks take a checksum; `events` learns what they are to save.
 
-        With `lazy`, blocks that are full wait there until they are due.
+        `demand` limits what is saved. With `lazy`, blocks that are full wait there until they are due.
         """
         self.waiting: list[_Sent] = []
         self._group, self._verify = group, verify
         self._counters, self._notes, self._events, self._clock = counters, notes, events, clock
         self._next: list[_Asked] = []
-        self._lazy = lazy
+        self._demand, self._lazy = demand, lazy
         self._shipped: dict[tuple[int, int], tuple[str, list[bytes]]] = {}  # by reservation and first position
         self._refusals = _Refusals()
+
+    def asked_for(self, state: RequestState) -> None:
+        """Count a request among those that ask for its blocks, and limit what is saved of it accordingly."""
+        self._demand.ask(state)
 
     def ask(self, state: RequestState, computed: int, before: int) -> None:
         """Note the blocks of `state` that are full once `computed` tokens are computed, for the next `send`.
@@ -196,6 +202,30 @@ class Saves:
         if state.progress.limit is not None:
             return state.progress.limited_by, hashes
         return ("save_prompt" if self._group.prompt_only else ""), hashes
+
+    # What happens to device blocks, for lazy saves.
+
+    def given(self, blocks: Iterable[int]) -> None:
+        """Note that device blocks have other content from the step on that is being planned."""
+        if self._lazy is not None:
+            self._lazy.given(blocks)
+
+    def found(self, state: RequestState, tokens: int) -> None:
+        """Note that a request begins with so many tokens on the device."""
+        if self._lazy is not None:
+            self._lazy.found(state, tokens)
+
+    def ending(self, state: RequestState) -> None:
+        """Note that a request gives its device blocks back; what is due then is noted for the next `send`."""
+        if self._lazy is not None:
+            self._lazy.ending(state)
+            self.ask_due()
+
+    def reset(self) -> None:
+        """Give back what no rank has got; the weights may have changed."""
+        self.drop()
+        if self._lazy is not None:
+            self._lazy.forget()
 
     def ask_due(self) -> None:
         """Note the blocks that are due, for the next `send`."""

@@ -17,13 +17,13 @@ from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.scheduler.gate import Gate
 from kvcache_client.scheduler.groups import Found
 from kvcache_client.scheduler.hints import Hints
-from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
 from kvcache_client.scheduler.notes import Notes
 from kvcache_client.scheduler.overlap import Overlap
-from kvcache_client.scheduler.request_state import LookupResult, RequestState, follow_blocks
+from kvcache_client.scheduler.request_state import LookupResult, RequestState
+from kvcache_client.scheduler.requests import Requests
 from kvcache_client.scheduler.saves import Saves
 from kvcache_client.scheduler.summary import Summary
 from kvcache_client.scheduler.views import BlockTables, RequestView, StepView
@@ -56,8 +56,6 @@ class Scheduler:
         block_bytes = spec.groups[0].block_bytes
         self._session, self._clock, self._engine = session, clock, engine
         self._group = group = engine.group(spec, settings)
-        self._table_tokens, *self._other_tokens = engine.tables
-        self._block_bytes = block_bytes // engine.blocks_per_slot  # of the engine's blocks, all ranks together
         self._counters = counters = LoggedCounters(logger)
         self.events = EngineEvents(group, engine.describe) if engine.describe and group.has_full else None
         self.gate = Gate(counters, settings.gate == "auto", group.block_tokens)
@@ -65,26 +63,18 @@ class Scheduler:
         self._membership = Membership(session, spec, settings, engine.checkpoint, self.events, engine.joining)
         self._notes = Notes(counters)
         self._lookups = Lookups(group, spec.shards, settings.verify, counters, self._notes, self.events, engine.saves)
-        self._loads = Loads(group, counters)
-        self._lazy: Lazy | None = None
-        if settings.save_mode == "lazy" and engine.evicted_next is not None:
-            # What the next step may give away, and as much again: a save takes a step.
-            ahead = 2 * engine.step_tokens // engine.block_tokens
-            self._lazy = Lazy(group, ahead, engine.evicted_next, engine.hash_of, counters)
+        self._loads = Loads(group, counters, block_bytes // engine.blocks_per_slot)
         self._admission: Admission | None = None
         if engine.device_blocks:
             self._admission = Admission(
                 counters, engine.device_blocks, engine.tables, engine.lookahead, engine.in_order
             )
-        self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, self._lazy)
-        self._demand = Demand(group, settings.min_hits)
+        demand, lazy = Demand(group, settings.min_hits), engine.lazy(settings, group, counters)
+        self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, demand, lazy)
         self._hints = Hints(group, counters)
         self._canaries = Canaries(group, settings.canary_every if group.has_full else 0, block_bytes)
         self._summary = Summary(lambda line: logger.info("engine %s, %s", session.engine, line), counters.snapshot)
-        self._requests: dict[str, RequestState] = {}
-        self._finished: list[str] = []  # requests that ended, until the ranks know
-        self._allocated: list[RequestState] = []  # requests that have got device blocks since the last plan
-        self._declined: dict[int, str] = {}  # ranks that take no part, and why
+        self._requests = Requests(engine.tables)
         # Device blocks that ranks read, or fill for a request that runs already, until they are given away.
         self._being_read: set[int] = set()
         self._step = 0
@@ -178,7 +168,7 @@ class Scheduler:
         """Return why a request is not looked up, "" where it is."""
         if not self._engine.loads or self._membership.lost:
             return "not_wanted"
-        if self._declined or self._membership.joining:
+        if self._membership.declined or self._membership.joining:
             return "rank"
         if state.request.uncacheable:
             return state.request.uncacheable
@@ -213,7 +203,7 @@ class Scheduler:
         state.blocks, state.others = list(blocks), [list(more) for more in others]
         if request.hint is not None and self._may_hint:
             self._hints.retain(state, self._membership.namespace)
-        self._demand.ask(state)
+        self._saves.asked_for(state)
         if state.lookup is not None and not state.logged:
             state.logged = True
             found = state.lookup.hits * self._group.slot_tokens
@@ -224,14 +214,13 @@ class Scheduler:
             )
         if external <= 0:
             self._lookups.forget(state)
-            self._allocated.append(state)
+            self._requests.allocated(state)
             return
         if self._admission is not None:
             self._admission.hold(state)
         lookup = self._lookups.take(state)
         group, count = self._group, external // self._group.block_tokens
-        self._counters.add("needed_blocks", -(-external // group.slot_tokens))
-        self._counters.add("needed_bytes", count * self._block_bytes)
+        self._loads.need(external)
         # The engine waits for this load whatever we think of it: without a lease it is one that fails.
         lease, jobs = lookup.lease if lookup is not None else None, []
         if lookup is not None and lease is not None and not (group.tails and external % group.block_tokens):
@@ -257,7 +246,7 @@ class Scheduler:
         begin = state.start * self._group.block_tokens
         if not self.overlap.wins(begin, begin + external, state.request.tokens):
             return False
-        return not any(other.blocks for other in self._requests.values() if other is not state)
+        return not any(other.blocks for other in self._requests if other is not state)
 
     def ended(self, received: Sequence[str], invalid: set[int], failed: Collection[str] = ()) -> None:
         """Note that every rank has ended the loads of `received`.
@@ -324,7 +313,13 @@ class Scheduler:
             membership.settle()
         if self._notes.entries:
             self._send_notes()
-        if not (self._requests or self._saves.waiting or self._canaries.due or self._finished or membership.announced):
+        if not (
+            self._requests
+            or self._saves.waiting
+            or self._canaries.due
+            or self._requests.has_finished
+            or membership.announced
+        ):
             return StepPlan(self._step, timed=True) if timed else NOTHING
         loads = self._loads.take_jobs() if self._loads.jobs else []
         given = self._given(step, written, loads)
@@ -344,7 +339,7 @@ class Scheduler:
         for load in loads:
             if load.layered:  # a request that is aborted gives its blocks away while they are being filled
                 self._being_read.update(load.blocks)
-        finished = self._take_finished() if self._finished else []
+        finished = self._requests.take_finished(self._saves.concerned()) if self._requests.has_finished else []
         if not (saves or loads or guarded or finished or checks or membership.announced or timed):
             return NOTHING
         plan = StepPlan(self._step, saves, guarded, loads, finished, membership.announced, checks, timed=timed)
@@ -353,14 +348,11 @@ class Scheduler:
 
     def _given(self, step: StepView, written: Sequence[int], loads: Sequence[LoadJob]) -> list[int]:
         """Return the device blocks that get other contents with `step`, and note who has which."""
-        given = follow_blocks(self._requests, step, self._table_tokens, self._other_tokens)
+        given = self._requests.follow(step)
         given.extend(written)
-        if self._allocated:
-            given.extend(self._filled_by_others(step))
         for load in loads:
             given.extend(load.blocks)
-        if self._lazy is not None:
-            self._lazy.given(given)
+        self._saves.given(given)
         return given
 
     def _send_saves(self, step: StepView, states: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
@@ -386,20 +378,11 @@ class Scheduler:
         for new in step.started:
             state = requests.get(new.request)
             if state is not None:
-                if self._lazy is not None:
-                    self._lazy.found(state, new.computed)
+                self._saves.found(state, new.computed)
                 computed = new.computed + scheduled[new.request]
                 self._canaries.computed(state, computed)
                 if saving:
                     self._saves.ask(state, computed, new.computed)
-
-    def _filled_by_others(self, step: StepView) -> list[int]:
-        """Return the device blocks of requests that have got some and are not in the step: another connector loads into
-        them."""
-        computed = {*step.scheduled}
-        waiting = [state for state in self._allocated if state.id not in computed]
-        self._allocated.clear()
-        return [block for state in waiting for table in state.tables for block in table]
 
     def _guarded(self, given: list[int], jobs: Sequence[SaveJob | CheckJob]) -> list[int]:
         """Return which of `given` a rank may still be reading for these `jobs` or for older ones."""
@@ -411,16 +394,9 @@ class Scheduler:
         self._being_read.difference_update(guarded)
         return guarded
 
-    def _take_finished(self) -> list[str]:
-        """Return the requests of which no more saves will come."""
-        waiting = self._saves.concerned()
-        ready = [request_id for request_id in self._finished if request_id not in waiting]
-        self._finished = [request_id for request_id in self._finished if request_id in waiting]
-        return ready
-
     def finished(self, request_id: str, computed: int) -> None:
         """Save what the last step of a request has filled; the engine may take the blocks back at once."""
-        state = self._requests.pop(request_id, None)
+        state = self._requests.finish(request_id)
         if state is None:
             return
         # Saves may know the request for as long as the device has its blocks: without the engine's own object, unless
@@ -430,18 +406,15 @@ class Scheduler:
         self._lookups.forget(state)
         if self._admission is not None:
             self._admission.leave((request_id,))
-        self._finished.append(request_id)
         self._canaries.computed(state, computed)
         may_save = self._may_save
         if may_save:
             self._saves.ask(state, computed, computed)
-            if self._lazy is not None:
-                self._lazy.ending(state)
-                self._saves.ask_due()
+            self._saves.ending(state)
             self._saves.send(self._membership.namespace)
         if state.request.hint is not None and self._may_hint:
             self._hints.finished(state, self._membership.namespace)
-        if self._engine.saves and not self._membership.lost and not self._declined:
+        if self._engine.saves and not self._membership.lost and not self._membership.declined:
             cause, hashes = self._saves.unsaved(state, computed, may_save)
             if cause:
                 self._notes.add(request_id, cause, self._clock(), hashes)
@@ -451,21 +424,9 @@ class Scheduler:
     # The rest.
 
     def ranks_declined(self, changed: Mapping[int, str]) -> None:
-        """Note which ranks take no part in the cache, and why; "" for one that does again.
-
-        A block is whole with the shards of all ranks: while one takes no part, the engine looks nothing up and saves
-        nothing.
-        """
-        self._membership.joining.difference_update(changed)
-        before = bool(self._declined)
-        self._declined |= changed
-        self._declined = {rank: why for rank, why in self._declined.items() if why}
-        if self._declined and not before:
+        """Note which ranks take no part in the cache, and why; "" for one that does again."""
+        if self._membership.ranks_declined(changed):
             self._saves.drop()
-            rank, why = min(self._declined.items())
-            logger.error("this engine runs without the KV cache server: rank %d takes no part: %s", rank, why)
-        elif before and not self._declined:
-            logger.info("every rank takes part again: this engine uses the KV cache server")
 
     def reset(self) -> bool:
         """The weights may have changed: go on as `on_reset` says. Return whether the engine shares blocks after this.
@@ -473,18 +434,16 @@ class Scheduler:
         What was asked for and not begun is dropped: the device memory that it was to be read from may be unmapped
         before the next step, because sleep resets first.
         """
-        self._saves.drop()
-        for state in self._requests.values():
+        self._saves.reset()
+        for state in self._requests:
             self._bar(state)
         self._canaries.forget()
         self._loads.forget()
-        if self._lazy is not None:
-            self._lazy.forget()
         return self._membership.reset()
 
     def doubt(self, adapters: Set[int]) -> None:
         """The weights of LoRA adapters with these numbers may change: their running requests save nothing more."""
-        for state in self._requests.values():
+        for state in self._requests:
             if state.request.adapter in adapters:
                 self._bar(state)
 
@@ -502,13 +461,15 @@ class Scheduler:
     @property
     def _may_hint(self) -> bool:
         """Whether the blocks of this engine are those of the namespace."""
-        return self._group.has_full and not (self._membership.lost or self._declined or self._membership.unsettled)
+        return self._group.has_full and not (
+            self._membership.lost or self._membership.declined or self._membership.unsettled
+        )
 
     @property
     def _may_save(self) -> bool:
         """Whether a Reserve that is sent now can be answered; right after a reset the namespace is not joined yet."""
         membership = self._membership
-        if self._declined or membership.lost or membership.unsettled or membership.joining:
+        if membership.declined or membership.lost or membership.unsettled or membership.joining:
             return False
         return self._engine.saves and self._session.up and membership.namespace.attached
 
@@ -517,13 +478,12 @@ class Scheduler:
             self._notes.send(self._membership.namespace, self._clock())
 
     def _track(self, request: RequestView) -> RequestState:
-        state = self._requests.get(request.id)
-        if state is not None and state.request.key is request.key:
-            state.request = request
+        state = self._requests.known(request)
+        if state is not None:
             return state
-        if state is not None:  # another request of the same name
-            self._lookups.forget(state)
-        state = self._requests[request.id] = RequestState(request)
+        if (another := self._requests.get(request.id)) is not None:
+            self._lookups.forget(another)
+        state = self._requests.begin(request)
         if request.hint is not None or request.bad_hint:
             self._hints.begin(state)
         return state

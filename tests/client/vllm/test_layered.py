@@ -337,7 +337,7 @@ def test_a_step_that_announces_nothing_fails_the_load(loaded: Any, sim: Any) -> 
     assert engine.outputs["r"] == sim.expected(tokens, 2)
     assert engine.counters["loads_unannounced"] == 1
     assert engine.prefills["r"][0] == len(tokens) or runner.computed > len(tokens)
-    assert engine.connector._scheduler._declined
+    assert engine.connector._scheduler._membership.declined
 
 
 def test_slots_that_were_given_away_are_loaded_like_others(loaded: Any, sim: Any, monkeypatch: Any) -> None:

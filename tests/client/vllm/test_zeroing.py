@@ -131,7 +131,7 @@ def test_an_executor_that_bypasses_the_worker(
         idle()
     assert not two.received
     for engine in (one, two):
-        assert "bypasses Worker.execute_model" in engine.connector._scheduler._declined[0]
+        assert "bypasses Worker.execute_model" in engine.connector._scheduler._membership.declined[0]
 
 
 @pytest.mark.parametrize("zeroes_loads", [False, True])
