@@ -43,13 +43,13 @@ def _serve(pipe: Connection, model: str, extra: dict[str, Any] | None, options: 
     connector = None if extra is None else engine.engine_core.engine_core.scheduler.connector._scheduler
     if connector is not None:
         worker = get_kv_transfer_group()._worker
-        copy = worker._rank.device._loader._copy
+        copy = worker._device._loader._copy
 
         def throttled(job: Any) -> None:
             time.sleep(throttle[0])
             copy(job)
 
-        worker._rank.device._loader._copy = throttled
+        worker._device._loader._copy = throttled
     pipe.send(True)
     number = 0
     while (order := pipe.recv()) is not None:

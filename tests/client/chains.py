@@ -56,7 +56,7 @@ class Chain:
         job = SaveJob("r", reservation.region_id, reservation.id, every, reservation.packed, blocks, every)
         reservation._open = False
         self.rig.worker.begin(StepPlan(self.number(), saves=[job]))
-        assert self.rig.worker._rank.device.drain(30)
+        assert self.rig.worker._device.drain(30)
 
     def number(self) -> int:
         return max(self.rig.worker._begun, self.rig.worker._loaded) + 1

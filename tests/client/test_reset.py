@@ -146,7 +146,7 @@ def test_copies_end_before_the_devices_memory_is_taken_away(rigs: Any, daemon: A
 
     before_sleep(Rank, rig.worker.drain)
     before_sleep(Rank, rig.worker.drain)  # a second connector wraps nothing twice
-    region, device = rig.session.region, rig.worker._rank.device
+    region, device = rig.session.region, rig.worker._device
     import numpy as np
 
     def ended(job: Job) -> None:

@@ -560,7 +560,7 @@ def test_loads_that_a_thread_must_carry_wait_until_they_beat_computing(
     request = Request("r", 4 * BLOCK)
     rig.run(request, [0, 1, 2, 3])
     idle(daemon, 4)
-    device, region = rig.worker._rank.device, rig.worker._session.region
+    device, region = rig.worker._device, rig.worker._session.region
     monkeypatch.setattr(device, "registered", lambda: (False, 0))  # nothing of the region is page-locked yet
     rig.scheduler.gate.pace.carried(rig.worker.take_report().carried)
     again, third = (Request(name, 4 * BLOCK + 1, request.block_hashes) for name in ("s", "t"))

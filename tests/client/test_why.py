@@ -104,7 +104,7 @@ def test_generated_tokens_that_are_not_saved(rigs: Any, daemon: Any) -> None:
 
 def test_a_save_that_had_not_begun_when_its_blocks_were_given_away(rigs: Any, daemon: Any) -> None:
     one, two = rigs("one"), rigs("two")
-    device = one.worker._rank.device
+    device = one.worker._device
     device.save = lambda job: (job.cancel(), job.ended(job))  # as one whose thread has come to nothing yet
     request = Request("first", 4 * BLOCK)
     one.run(request, [0, 1, 2, 3])

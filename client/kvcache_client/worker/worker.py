@@ -15,6 +15,7 @@ from kvcache_client.devices.layout import Fragment, runs
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.self_test import check_copies
 from kvcache_client.devices.several import SeveralLayouts
+from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import RankVerdicts, StepPlan
@@ -102,6 +103,14 @@ class Worker:
         return self._rank.counts.snapshot()
 
     @property
+    def _device(self) -> Device | None:
+        return self._rank.device
+
+    @property
+    def _namespace(self) -> Namespace | None:
+        return self._rank.namespace
+
+    @property
     def saving(self) -> int:
         """How many saves are not settled yet."""
         return self._saves.running
@@ -145,14 +154,13 @@ class Worker:
         self._rank.verifier.follow(spec)
 
     def _attach(self, spec: NamespaceSpec, wait: bool) -> None:
-        rank = self._rank
         self._follow(spec)
-        if rank.namespace is not None:
-            self._session.detach(rank.namespace)
+        if self._namespace is not None:
+            self._session.detach(self._namespace)
         try:
-            rank.namespace = self._session.attach(spec, self._layout.writes, wait=wait, insist=True)
+            self._rank.namespace = self._session.attach(spec, self._layout.writes, wait=wait, insist=True)
         except KVCacheError as error:
-            rank.namespace = None
+            self._rank.namespace = None
             self.decline(str(error))
 
     def decline(self, why: str) -> None:
@@ -173,7 +181,7 @@ class Worker:
         If that is too `late`, because the step may have overwritten blocks, the rank takes no part from now on. An
         `idle` step computes nothing.
         """
-        device = self._rank.device
+        device = self._device
         if device is None:
             return
         device.enter_step()
@@ -211,7 +219,7 @@ class Worker:
 
         An `idle` engine has nothing to compute until they have ended: it waits a millisecond for one that is about to.
         """
-        device, loads = self._rank.device, self.loads
+        device, loads = self._device, self.loads
         if device is not None:
             device.leave_step()
             device.poll()
@@ -248,7 +256,7 @@ class Worker:
     def _take_declined(self) -> dict[int, str]:
         """Return why this rank takes no part in the cache if that has changed; "" if it does again: the daemon that
         refused it has been replaced."""
-        namespace = self._rank.namespace
+        namespace = self._namespace
         why = self._declined or (namespace.refused if namespace is not None else "")
         if not why and self._joining:
             if namespace is None or not namespace.attached:
@@ -264,8 +272,7 @@ class Worker:
     def drain(self) -> None:
         """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped, or this ends."""
         self.loads.early.start_all()
-        device = self._rank.device
-        if device is not None and not device.drain(self._settings.drain_ms / 1000):
+        if self._device is not None and not self._device.drain(self._settings.drain_ms / 1000):
             self._rank.counts.add("drains_cut_short")
             logger.warning(
                 "rank %d: copies were still running after %.0f ms", self._rank.number, self._settings.drain_ms
@@ -276,14 +283,14 @@ class Worker:
         if self._registration is not None:
             self._registration.close()
         self.drain()
-        if self._rank.device is not None:
-            self._rank.device.close()
+        if self._device is not None:
+            self._device.close()
         self._rank.verifier.close()
         self._session.close()
 
     def wait_quiet(self) -> bool:
         """Wait until no copy can touch the engine's blocks any more; return False if the device cannot say."""
-        number, device = self._rank.number, self._rank.device
+        number, device = self._rank.number, self._device
         try:
             while device is not None and not device.drain(DRAIN_SECONDS):
                 logger.warning("rank %d: copies have not ended after %.0f s", number, DRAIN_SECONDS)

@@ -400,7 +400,7 @@ class Runner:
     def devices(self) -> list[Any]:
         """The connector's devices, one per layout of a block; none where it takes no part."""
         found = [getattr(each, "_worker", None) for each in getattr(self.connector, "_connectors", [self.connector])]
-        several = [worker._rank.device for worker in found if worker is not None and worker._rank.device is not None]
+        several = [worker._device for worker in found if worker is not None and worker._device is not None]
         return [device for each in several for device in getattr(each, "devices", [each])]
 
     @contextlib.contextmanager
@@ -1083,7 +1083,7 @@ class Engine:
                 thread._copy = copy_now
 
     def _copiers(self, ranks: slice) -> list[Any]:
-        found = [worker._rank.device for worker in self.workers[ranks]]
+        found = [worker._device for worker in self.workers[ranks]]
         devices = [device for several in found for device in getattr(several, "devices", [several])]
         return [thread for device in devices for thread in (device._saver, device._loader)]
 

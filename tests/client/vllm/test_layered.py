@@ -82,7 +82,7 @@ def test_a_request_is_computed_while_it_loads(loaded: Any, sim: Any, idle: Any, 
 def test_copies_begin_while_the_layers_before_them_are_computed(loaded: Any, sim: Any) -> None:
     """And only the first ones before there is anything to compute."""
     engine, tokens = loaded()
-    device, connector, happened = engine.workers[0]._rank.device, engine.runners[0].connector, []
+    device, connector, happened = engine.workers[0]._device, engine.runners[0].connector, []
 
     def note(where: Any, method: str, what: Callable[..., Any]) -> None:
         inner = getattr(where, method)
@@ -128,9 +128,9 @@ def test_a_step_that_computes_nothing_does_not_wait_for_it(loaded: Any, sim: Any
     engine.run(lambda: engine.received)
     assert engine.runners[0].jobs.blocks("load")
     rank, waited = engine.workers[0], []
-    rank._rank.device.linger = waited.append
+    rank._device.linger = waited.append
     rank.received(idle=True)
-    del rank._rank.device.linger
+    del rank._device.linger
     assert not waited
     engine.run()
     assert engine.outputs["r"] == sim.expected(tokens, 1)
@@ -217,7 +217,7 @@ def test_a_load_overlaps_after_one_that_was_aborted(loaded: Any, sim: Any) -> No
     engine, tokens = loaded()
     engine.add("r", tokens, 1)
     engine.run(lambda: engine.received)
-    device = engine.workers[0]._rank.device
+    device = engine.workers[0]._device
     leave = device.leave_step
 
     def late() -> None:
@@ -328,7 +328,7 @@ def test_a_step_that_announces_nothing_fails_the_load(loaded: Any, sim: Any) -> 
 
     def late(step: Any) -> Any:
         workers[0].loads.early.layered.start_all()
-        assert workers[0]._rank.device.drain(10)  # the simulated model must not see what was not there
+        assert workers[0]._device.drain(10)  # the simulated model must not see what was not there
         return compute(step)
 
     runner._forward, runner._announce = late, lambda *_: None

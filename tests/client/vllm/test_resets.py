@@ -67,7 +67,7 @@ def hits(engine: Any, sim: Any, tokens: list[int], idle: Any) -> int:
 def has_joined(engine: Any) -> bool:
     """Return whether the daemon knows that the ranks are in the namespace in which the scheduler's side is."""
     ours = engine.connector._scheduler._membership.namespace
-    ranks = [worker._rank.namespace for worker in engine.workers]
+    ranks = [worker._namespace for worker in engine.workers]
     return bool(ours.attached and all(rank.id == ours.id and rank.attached for rank in ranks))
 
 
