@@ -56,7 +56,7 @@ FOREIGN = {
     "lookup_async": "`deadline_ms` bounds every lookup",
     **dict.fromkeys(
         ("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache", "secondary_tiers"),
-        "there are no tiers below host memory",
+        "tiers belong to the daemon: `kvcache-server serve --tier`",
     ),
     "num_workers": _NOT_HERE,
 }

@@ -1,4 +1,4 @@
-"""Moves bytes between an engine's KV memory and the region: one small interface, one module per kind of device."""
+"""Moves bytes between an engine's KV memory and the region: one interface, one module per kind of device."""
 
 from __future__ import annotations
 
